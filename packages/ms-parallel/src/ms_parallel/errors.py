@@ -1,0 +1,39 @@
+"""Every error this package raises on purpose; each is also the builtin that fits."""
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "LaunchError",
+    "LayoutError",
+    "ModelError",
+    "ParallelError",
+    "ScheduleError",
+]
+
+
+class ParallelError(Exception):
+    """Base of all errors of ms-parallel. Its text is one line: what, where, the remedy."""
+
+
+class LayoutError(ParallelError, ValueError):
+    """A layout that does not fit the processes or the model."""
+
+
+class ConfigError(ParallelError, ValueError):
+    """A setting, run file or folder that cannot be used as given."""
+
+
+class ModelError(ParallelError, ValueError):
+    """A model folder or architecture that cannot be built or read."""
+
+
+class CheckpointError(ParallelError, RuntimeError):
+    """A checkpoint that cannot be written, or does not belong to this run."""
+
+
+class LaunchError(ParallelError, RuntimeError):
+    """Processes that were not started as the layout needs."""
+
+
+class ScheduleError(ParallelError, ValueError):
+    """A pipeline schedule that is malformed, incomplete or would deadlock."""
