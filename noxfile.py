@@ -1,0 +1,210 @@
+"""Every check and job of the repository; `nox -l` lists them with what each is for.
+
+torch is installed first, pinned, and by pip: whatever is installed after it then finds its need
+met and pulls no second build. `MS_TORCH` chooses another (`MS_TORCH=torch==2.11.0 nox`).
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.sessions = ["lint", "types", "tests", "repository", "alone", "readme", "docs"]
+
+ROOT = Path(__file__).parent
+TORCH = os.environ.get("MS_TORCH", "torch==2.13.0")
+PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir())
+TORCH_FREE = {"ms-data", "ms-profile"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true"}
+SOURCES = {"PYTHONPATH": os.pathsep.join(str(ROOT / "packages" / p / "src") for p in PACKAGES)}
+
+every_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
+
+
+def module_of(package: str) -> str:
+    """The import name of a package's folder: `ms-data` -> `ms_data`."""
+    return package.replace("-", "_")
+
+
+def install_torch(session: nox.Session) -> None:
+    """Install the pinned torch before anything that needs it."""
+    session.install(TORCH)
+
+
+def install_all(session: nox.Session, *more: str) -> None:
+    """Install torch, then every package from this tree in one resolution, siblings' extras met."""
+    install_torch(session)
+    session.install(*(f"./packages/{package}" for package in PACKAGES), *more)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, formatting, and who may import whom."""
+    session.install("ruff==0.17.5", "import-linter>=2.1")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", "--no-cache", env=SOURCES)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types with mypy --strict: packages, and the file that proves that the seams fit."""
+    install_all(session, "-r", "tests/requirements.txt", "mypy>=1.18")
+    for package in PACKAGES:
+        session.run("mypy", "--strict", f"packages/{package}/src", env=SOURCES)
+    session.run("mypy", "--strict", "tests/seams.py", "examples", "noxfile.py", env=SOURCES)
+
+
+@nox.session
+@every_package
+def tests(session: nox.Session, package: str) -> None:
+    """Tests of one package; arguments after `--` go to pytest."""
+    if package not in TORCH_FREE:
+        install_torch(session)
+    # A package's tests may need siblings; they are installed from this tree, never from elsewhere.
+    requirements = f"packages/{package}/tests/requirements.txt"
+    session.install(f"./packages/{package}", "-r", requirements)
+    arguments = session.posargs or ["-m", "not slow and not gpu"]
+    session.run("pytest", f"packages/{package}/tests", *arguments, env=ONE_THREAD)
+
+
+@nox.session
+def repository(session: nox.Session) -> None:
+    """Test the whole repository: seams, public names, versions, isolation, what the docs say."""
+    install_all(session, "-r", "tests/requirements.txt")
+    session.run("pytest", "tests", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+@every_package
+def alone(session: nox.Session, package: str) -> None:
+    """Run the wheel in a bare environment with only its declared needs; a sibling breaks it."""
+    session.install("build", "hatchling>=1.26")
+    wheel = build_wheel(session, ROOT / "packages" / package, "wheel")
+    broken_source = Path(session.create_tmp()) / "broken-source"
+    shutil.rmtree(broken_source, ignore_errors=True)
+    shutil.copytree(ROOT / "packages" / package, broken_source)
+    sibling = module_of(next(name for name in PACKAGES if name != package))
+    module = broken_source / "src" / module_of(package) / "__init__.py"
+    module.write_text(module.read_text() + f"\nimport {sibling}\n")
+    broken = build_wheel(session, broken_source, "broken-wheel")
+
+    bare = Path(session.create_tmp()) / "bare"
+    shutil.rmtree(bare, ignore_errors=True)
+    session.run("python", "-m", "venv", str(bare), silent=True)
+    python = str(bare / "bin" / "python")
+    if package not in TORCH_FREE:
+        session.run(python, "-m", "pip", "install", "-q", TORCH, external=True)
+    session.run(python, "-m", "pip", "install", "-q", str(wheel), external=True)
+    script = str(ROOT / "packages" / package / "tests" / "alone.py")
+    elsewhere = Path(session.create_tmp()) / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    with session.chdir(elsewhere):
+        session.run(python, "-I", script, external=True)
+        again = ["install", "-q", "--no-deps", "--force-reinstall", str(broken)]
+        session.run(python, "-m", "pip", *again, external=True)
+        session.log("the same with a sibling imported at module level, which must fail:")
+        session.run(python, "-I", script, external=True, success_codes=[1], silent=True)
+
+
+def build_wheel(session: nox.Session, source: Path, name: str) -> Path:
+    """Build the wheel of `source` into an emptied folder and return its path."""
+    folder = Path(session.create_tmp()) / name
+    shutil.rmtree(folder, ignore_errors=True)
+    arguments = ["--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    session.run("python", "-m", "build", *arguments, silent=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@nox.session
+def readme(session: nox.Session) -> None:
+    """Run the Python code of every README and guide."""
+    install_all(session, "-r", "tests/requirements.txt")
+    pages = ["README.md", "docs", *(f"packages/{package}/README.md" for package in PACKAGES)]
+    plugin = {"PYTHONPATH": str(ROOT / "tests"), **ONE_THREAD}
+    session.run("pytest", "-p", "readme_code", *pages, *session.posargs, env=plugin)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the site: one guide a package, how they compose, API pages from docstrings."""
+    session.install("mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.27")
+    session.run("mkdocs", "build", "--strict", "--quiet", *session.posargs)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Pre-train a small model on the running Python's own library; `-- --layout tensor=2`."""
+    install_all(session)
+    session.run("python", "examples/pretrain_stdlib.py", *session.posargs)
+
+
+@nox.session
+@every_package
+def soak(session: nox.Session, package: str) -> None:
+    """Run the proofs that take minutes: repeated kills, whole grids."""
+    install_all(session, "-r", f"packages/{package}/tests/requirements.txt")
+    arguments = [*session.posargs, "-m", "slow and not gpu"]
+    # pytest exits 5 when a package has no slow proof.
+    tests_folder = f"packages/{package}/tests"
+    session.run("pytest", tests_folder, *arguments, env=ONE_THREAD, success_codes=[0, 5])
+
+
+@nox.session
+@every_package
+def bench(session: nox.Session, package: str) -> None:
+    """Measure our own figures, as written in the package's benchmarks/README.md."""
+    install_all(session)
+    session.run("python", f"packages/{package}/benchmarks/bench.py", *session.posargs)
+
+
+@nox.session
+@every_package
+def peers(session: nox.Session, package: str) -> None:
+    """Measure the peers beside us: the same work in one run, alternating."""
+    script = ROOT / "packages" / package / "benchmarks" / "peers.py"
+    if not script.exists():
+        session.skip(f"{package} has no peers to measure yet")
+    install_all(session, "-r", str(script.with_name("requirements-peers.txt")))
+    session.run("python", str(script), *session.posargs)
+
+
+@nox.session
+@every_package
+def gpu(session: nox.Session, package: str) -> None:
+    """Run the tests and figures that need an accelerator."""
+    install_all(session, "-r", f"packages/{package}/tests/requirements.txt")
+    tests_folder = f"packages/{package}/tests"
+    session.run("pytest", tests_folder, "-m", "gpu", *session.posargs, success_codes=[0, 5])
+    script = ROOT / "packages" / package / "benchmarks" / "gpu.py"
+    if script.exists():
+        session.run("python", str(script))
+
+
+@nox.session
+@every_package
+def build(session: nox.Session, package: str) -> None:
+    """Build a package's sdist and wheel into dist/ and check what an index would refuse."""
+    session.install("build", "twine")
+    session.run("python", "-m", "build", "--outdir", "dist", f"packages/{package}")
+    stem = module_of(package)
+    files = [str(path) for path in sorted(ROOT.glob(f"dist/{stem}-*"))]
+    session.run("twine", "check", "--strict", *files)
+
+
+@nox.session
+@every_package
+def changelog(session: nox.Session, package: str) -> None:
+    """Show what a package's fragments would add to its changelog; `-- --yes` writes it."""
+    session.install("towncrier>=24.8")
+    arguments = session.posargs or ["--draft"]
+    session.run("towncrier", "build", "--dir", f"packages/{package}", *arguments)
+
+
+if __name__ == "__main__":
+    sys.exit("run me with nox: python -m nox -l")

@@ -1,0 +1,28 @@
+"""What the whole-repository tests know of the packages: their folders, modules and metadata."""
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir())
+
+
+def module_of(package: str) -> str:
+    """The import name of a package's folder."""
+    return package.replace("-", "_")
+
+
+def project_of(package: str) -> dict[str, Any]:
+    """The `[project]` table of a package."""
+    text = (ROOT / "packages" / package / "pyproject.toml").read_text()
+    project: dict[str, Any] = tomllib.loads(text)["project"]
+    return project
+
+
+def sources_of(package: str) -> Iterator[tuple[Path, ast.Module]]:
+    """Each source file of a package with its syntax tree."""
+    for path in sorted((ROOT / "packages" / package / "src").rglob("*.py")):
+        yield path, ast.parse(path.read_text())

@@ -1,0 +1,78 @@
+"""No package needs a sibling, and importing one is cheap."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from packages import PACKAGES, module_of, project_of, sources_of
+
+
+def imported_names(node: ast.AST) -> list[str]:
+    """The modules that an import statement names; nothing for any other node."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+        return [node.module]
+    return []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_siblings_are_imported_inside_functions_alone(package: str) -> None:
+    """A sibling import at module or class level would make the extra a requirement."""
+    siblings = {module_of(name) for name in PACKAGES if name != package}
+    offers = [
+        f"{path}:{node.lineno}"
+        for path, tree in sources_of(package)
+        for node in module_level(tree)
+        if isinstance(node, ast.stmt)
+        and any(name.split(".")[0] in siblings for name in imported_names(node))
+    ]
+    assert offers == []
+
+
+def module_level(tree: ast.Module) -> list[ast.AST]:
+    """All nodes that run on import, `if TYPE_CHECKING:` blocks left out."""
+    found: list[ast.AST] = []
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting.extend(node.orelse)
+            continue
+        found.append(node)
+        waiting.extend(ast.iter_child_nodes(node))
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_importing_a_package_imports_no_sibling_and_nothing_undeclared(package: str) -> None:
+    """The modules that an import loads are torch's or its own declared ones, never a sibling."""
+    code = f"import sys, {module_of(package)}; print(*sorted(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in run.stdout.split()}
+    assert not loaded & {module_of(name) for name in PACKAGES if name != package}
+    if not any(line.startswith("torch") for line in project_of(package)["dependencies"]):
+        assert "torch" not in loaded
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_without_torch_imports_in_half_a_second(package: str) -> None:
+    """Importing does nothing else, and is fast; torch's own second is not ours to mend."""
+    before = "import torch;" if needs_torch(package) else ""
+    code = f"{before}import time; t = time.process_time(); import {module_of(package)};"
+    code += "print(time.process_time() - t)"
+    run = [sys.executable, "-c", code]
+    seconds = min(float(subprocess.check_output(run, text=True)) for _ in range(3))
+    # torch.distributed's tensor and checkpoint modules are loaded lazily by torch itself.
+    assert seconds < (1.5 if needs_torch(package) else 0.5)
+
+
+def needs_torch(package: str) -> bool:
+    """Whether torch is one of a package's hard requirements."""
+    return any(line.startswith("torch") for line in project_of(package)["dependencies"])

@@ -1,0 +1,48 @@
+"""Versions agree wherever they are written."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+sys.path.insert(0, str(Path(__file__).parent))
+from packages import PACKAGES, ROOT, module_of, project_of
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_module_states_the_version_of_its_project(package: str) -> None:
+    """`__version__` is the static version of pyproject.toml."""
+    module = importlib.import_module(module_of(package))
+    assert module.__version__ == project_of(package)["version"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_an_extra_that_names_a_sibling_admits_the_one_in_this_tree(package: str) -> None:
+    """Bounds such as `ms-data>=0.1,<0.2` hold for what stands beside it."""
+    for lines in project_of(package).get("optional-dependencies", {}).values():
+        for requirement in map(Requirement, lines):
+            if requirement.name in PACKAGES:
+                assert len(requirement.specifier) == 2, f"{requirement} needs both bounds"
+                version = project_of(requirement.name)["version"]
+                assert requirement.specifier.contains(version), f"{package}: {requirement}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_package_asks_for_the_same_torch(package: str) -> None:
+    """One range of torch for all, the one that the documentation promises."""
+    project = project_of(package)
+    optional = project.get("optional-dependencies", {}).values()
+    lines = project["dependencies"] + [line for extra in optional for line in extra]
+    found = {str(r.specifier) for r in map(Requirement, lines) if r.name == "torch"}
+    assert found <= {"<2.16,>=2.11"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_towncrier_version_is_the_projects(package: str) -> None:
+    """The changelog is headed by the version that is built."""
+    text = (ROOT / "packages" / package / "pyproject.toml").read_text()
+    versions = set(re.findall(r'^version = "(.+)"$', text, flags=re.MULTILINE))
+    assert versions == {project_of(package)["version"]}
