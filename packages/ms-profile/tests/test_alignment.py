@@ -43,10 +43,10 @@ def simulate(
 
 
 def worst_ns(fits: dict[int, ClockFit], ends: Table, true: Table) -> float:
-    """99th percentile over all collectives of what is left between a rank and rank 0, noise-free."""
+    """99th percentile of what is left between a rank and rank 0, without noise."""
     gaps: list[float] = []
     for rank, fit in fits.items():
-        keys = [key for key in true[rank]]
+        keys = list(true[rank])
         own = fit.correct(np.array([true[rank][key] for key in keys]))
         base = np.array([true[0][key] for key in keys])
         gaps.extend(np.abs(own - base))

@@ -2,7 +2,7 @@
 
 An all-reduce, all-gather, reduce-scatter, all-to-all or barrier cannot end on any rank before the
 last rank has entered it, and then ends on all at nearly one instant `T[k]`. A rank's clock `c` is
-taken as linear: `T = c - offset - drift * (c - origin)`. Offsets, drifts and the instants `T[k]` are
+taken as linear: `T = c - offset - drift * (c - origin)`. Offsets, drifts and instants `T[k]` are
 fitted together by least squares, the instants eliminated, so that ranks which meet only in
 subgroups (pipelines, tensor pairs) are aligned through those they share. Ends that came late, as
 some always do on a busy host, lose weight (Huber).
@@ -21,9 +21,7 @@ from ms_profile.errors import ClockError
 
 __all__ = ["SYNCHRONISING", "ClockFit", "align_clocks"]
 
-SYNCHRONISING = frozenset(
-    {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
-)
+SYNCHRONISING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 """Collectives whose end on one rank waits for every other; a broadcast's or a send's does not."""
 
 Floats = NDArray[np.float64]
@@ -145,7 +143,11 @@ def _table(
 
 
 def _fit_all(
-    ranks: Sequence[int], base: int, origins: Sequence[int], readings: Floats, entered: Floats | None
+    ranks: Sequence[int],
+    base: int,
+    origins: Sequence[int],
+    readings: Floats,
+    entered: Floats | None,
 ) -> dict[int, ClockFit]:
     """Fit (K, R) readings relative to each rank's origin; see `align_clocks`."""
     present = np.isfinite(readings)
@@ -171,7 +173,7 @@ def _fit_all(
         scale = max(1.4826 * float(np.nanmedian(np.abs(residuals))), 1e-3)
         reach = HUBER * scale / np.maximum(np.abs(np.where(present, residuals, 0.0)), 1e-12)
         weights = np.where(present, np.minimum(1.0, reach), 0.0)
-    errors = _errors(covariance, scale * _lost_freedom(samples, free), len(ranks))
+    errors = _errors(covariance, scale * _lost_freedom(readings, free), len(ranks))
     bounds = _bounds(readings, entered, offset, drift, base)
     fits = {}
     for column, rank in enumerate(ranks):
@@ -213,14 +215,14 @@ def _residuals(readings: Floats, weights: Floats, offset: Floats, drift: Floats)
     corrected = readings - offset - drift * readings
     filled = np.where(np.isfinite(corrected), corrected, 0.0)
     agreed = (weights * filled).sum(axis=1, keepdims=True) / weights.sum(axis=1, keepdims=True)
-    return corrected - agreed
+    residuals: Floats = corrected - agreed
+    return residuals
 
 
-def _lost_freedom(samples: NDArray[np.int64], free: NDArray[np.bool_]) -> float:
+def _lost_freedom(readings: Floats, free: NDArray[np.bool_]) -> float:
     """Correct the residuals' scale for the instants and parameters that were fitted to them."""
-    observations = int(samples.sum())
-    instants = int(samples.max())
-    left = max(observations - instants - int(free.sum()), 1)
+    observations = int(np.isfinite(readings).sum())
+    left = max(observations - len(readings) - int(free.sum()), 1)
     return float(np.sqrt(observations / left))
 
 
@@ -231,7 +233,8 @@ def _errors(covariance: Floats, scale: float, width: int) -> Floats:
     slope = covariance[corner + width, corner + width]
     at_end = at_start + slope + 2 * covariance[corner, corner + width]
     variance = np.maximum(np.maximum(at_start, at_end), 0.0)
-    return np.asarray(QUANTILE_99 * scale * np.sqrt(variance))
+    half_width: Floats = QUANTILE_99 * scale * np.sqrt(variance)
+    return half_width
 
 
 def _bounds(

@@ -56,7 +56,12 @@ class Window(Struct, frozen=True, kw_only=True):
 
 
 class RunManifest(
-    Struct, frozen=True, kw_only=True, tag="ms-profile.run.1", tag_field="format", omit_defaults=True
+    Struct,
+    frozen=True,
+    kw_only=True,
+    tag="ms-profile.run.1",
+    tag_field="format",
+    omit_defaults=True,
 ):
     """What was run, and what was asked for."""
 
@@ -84,9 +89,7 @@ class TraceFile(Struct, frozen=True, kw_only=True):
     """False when the file could not be written whole (a full disk, for instance)."""
 
 
-class RankManifest(
-    Struct, frozen=True, kw_only=True, tag="ms-profile.rank.1", tag_field="format"
-):
+class RankManifest(Struct, frozen=True, kw_only=True, tag="ms-profile.rank.1", tag_field="format"):
     """One rank's process, and what it recorded."""
 
     rank: int
