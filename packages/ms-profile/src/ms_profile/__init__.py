@@ -1,4 +1,4 @@
-"""Distributed event log, low-overhead timing, trace analysis, and one report of where the time goes."""
+"""Distributed event log, low-overhead timing, trace analysis, and one report on the time."""
 
 __version__ = "0.1.0"
 

@@ -1,0 +1,165 @@
+"""The command `ms-data`: each subcommand is a skin over one public function."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from ms_data.build import build
+from ms_data.errors import DamageError, DataError
+from ms_data.inspection import inspect
+from ms_data.tokenizer import train_tokenizer
+from ms_data.verify import verify
+
+__all__ = ["main"]
+
+_CORPUS = (
+    "a file or folder of text or of JSON Lines (.jsonl), plain or packed (.gz, .zst); "
+    "or stdlib, the running Python's own library sources"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns 0 (done), 1 (failed, or a check did not hold) or 2 (bad input)."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except DamageError as error:
+        print(f"ms-data: {error}", file=sys.stderr)
+        return 1
+    except DataError as error:
+        print(f"ms-data: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("ms-data: interrupted; the same command goes on from here", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ms-data", description="From raw corpus to token batches."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_tokenizer(commands)
+    _add_build(commands)
+    _add_inspect(commands)
+    _add_verify(commands)
+    return parser
+
+
+def _command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, text: str, line: str
+) -> argparse.ArgumentParser:
+    return commands.add_parser(name, help=text, description=text, epilog=f"example: {line}")
+
+
+def _add_reading(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("corpus", metavar="CORPUS", help=_CORPUS)
+    parser.add_argument("--text-key", default="text", help="where a JSON line holds its text")
+    parser.add_argument("--skip-invalid", action="store_true", help="leave out what is not text")
+
+
+def _add_tokenizer(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = _command(
+        commands,
+        "tokenizer",
+        "Learn a byte-level BPE tokenizer from a corpus.",
+        "ms-data tokenizer stdlib --vocab-size 8192 --out tokenizer.json",
+    )
+    _add_reading(parser)
+    parser.add_argument("--vocab-size", type=int, default=8192, help="tokens to learn at most")
+    parser.add_argument("--out", required=True, help="the file to write")
+    parser.set_defaults(run=_run_tokenizer)
+
+
+def _add_build(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = _command(
+        commands,
+        "build",
+        "Tokenize a corpus into a folder of checked, compressed shards.",
+        "ms-data build stdlib --tokenizer tokenizer.json --out shards --hold-out 0.02",
+    )
+    _add_reading(parser)
+    parser.add_argument("--tokenizer", required=True, help="a tokenizer.json")
+    parser.add_argument("--out", required=True, help="the folder to write; must not hold anything")
+    parser.add_argument("--hold-out", type=float, default=0.0, help="share of documents held out")
+    parser.add_argument("--shard-size-mib", type=int, default=64, help="close a shard at this size")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.set_defaults(run=_run_build)
+
+
+def _add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "Say what a folder of shards holds."
+    parser = _command(commands, "inspect", text, "ms-data inspect shards --json")
+    parser.add_argument("shards", metavar="SHARDS")
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
+    parser.set_defaults(run=_run_inspect)
+
+
+def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "Check every byte of a folder of shards; exit 1 and name the place where one is wrong."
+    parser = _command(commands, "verify", text, "ms-data verify shards")
+    parser.add_argument("shards", metavar="SHARDS")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=_run_verify)
+
+
+def _run_tokenizer(options: argparse.Namespace) -> int:
+    tokenizer = train_tokenizer(
+        options.corpus,
+        vocab_size=options.vocab_size,
+        out=options.out,
+        text_key=options.text_key,
+        skip_invalid=options.skip_invalid,
+    )
+    print(f"{options.out}: {tokenizer.vocabulary_size} tokens")
+    return 0
+
+
+def _run_build(options: argparse.Namespace) -> int:
+    summary = build(
+        options.corpus,
+        tokenizer=options.tokenizer,
+        out=options.out,
+        hold_out=options.hold_out,
+        shard_size_mib=options.shard_size_mib,
+        text_key=options.text_key,
+        skip_invalid=options.skip_invalid,
+    )
+    if options.json:
+        _print_json(summary)
+    else:
+        splits = ", ".join(f"{name} {tokens:,}" for name, tokens in summary.splits.items())
+        print(
+            f"{summary.folder}: {summary.documents:,} documents, {summary.tokens:,} tokens "
+            f"({splits}) in {summary.shards} shards, {summary.size_bytes / 1e6:.1f} MB"
+        )
+    return 0
+
+
+def _run_inspect(options: argparse.Namespace) -> int:
+    facts = inspect(options.shards)
+    if options.json:
+        _print_json(facts)
+        return 0
+    print(f"{facts.folder}: vocabulary {facts.vocabulary_size} ({facts.token_type})")
+    for name, split in facts.splits.items():
+        print(f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens")
+    return 0
+
+
+def _run_verify(options: argparse.Namespace) -> int:
+    report = verify(options.shards)
+    if options.json:
+        _print_json(report)
+    else:
+        for fault in report.faults:
+            print(fault)
+        state = "all bytes are as written" if report.ok else f"{len(report.faults)} faults"
+        print(f"{options.shards}: {report.shards} shards, {report.frames} frames: {state}")
+    return 0 if report.ok else 1
+
+
+def _print_json(value: msgspec.Struct) -> None:
+    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())

@@ -1,0 +1,123 @@
+"""A folder of shards read as one long row of tokens a split."""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ms_data.errors import DamageError, SettingError
+from ms_data.format import Index, decode_index
+from ms_data.shard import Frame, Shard
+
+__all__ = ["Passage", "Split", "read_index"]
+
+OPEN_SHARDS = 128
+"""Shards that a reader keeps open: one descriptor and a table of some 100 kB each."""
+
+
+def read_index(folder: Path) -> Index:
+    """Reads and checks `folder/index.json`.
+
+    Raises:
+        SettingError: there is no dataset in the folder.
+        DamageError: the index is not exactly what was written.
+    """
+    path = folder / "index.json"
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise SettingError(
+            f"{folder} holds no dataset (no index.json); build one with `ms-data build`"
+        ) from error
+    except OSError as error:
+        raise DamageError("index.json", "file", f"cannot be read: {error.strerror}") from error
+    try:
+        return decode_index(content)
+    except ValueError as error:
+        raise DamageError("index.json", "index", str(error)) from error
+
+
+class Passage(NamedTuple):
+    """Consecutive tokens of a split."""
+
+    tokens: NDArray[np.unsignedinteger]
+    """Shape (n,)."""
+    ends: NDArray[np.int64]
+    """Shape (e,), increasing: one past the last token of each document that ends inside."""
+    position: int
+    """Tokens of the first document that stand before the passage."""
+
+
+class Split:
+    """The documents of one split, end to end, addressed by token.
+
+    Raises:
+        SettingError: the dataset has no such split.
+        DamageError: the index or, when read, a shard is damaged.
+    """
+
+    def __init__(self, folder: str | Path, name: str) -> None:
+        self.folder = Path(folder)
+        self.index = read_index(self.folder)
+        self._entries = [shard for shard in self.index.shards if shard.split == name]
+        if not self._entries:
+            have = ", ".join(self.index.splits)
+            raise SettingError(f"{folder} has no split {name!r}; it has: {have}")
+        sizes = [entry.tokens for entry in self._entries]
+        self._starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+        self._shards: OrderedDict[int, Shard] = OrderedDict()
+        self._last: tuple[tuple[int, int], Frame] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the split."""
+        return int(self._starts[-1])
+
+    @property
+    def documents(self) -> int:
+        """Documents in the split."""
+        return sum(entry.documents for entry in self._entries)
+
+    def read(self, start: int, stop: int) -> Passage:
+        """The tokens from `start` to `stop`, which must lie inside the split.
+
+        Raises:
+            DamageError: a frame under the passage is damaged.
+        """
+        tokens = np.empty(stop - start, self.index.token_type)
+        ends: list[NDArray[np.int64]] = []
+        position, at = -1, start
+        while at < stop:
+            shard = int(np.searchsorted(self._starts, at, side="right")) - 1
+            number, skip = divmod(at - int(self._starts[shard]), self.index.frame_tokens)
+            frame = self._frame(shard, number)
+            take = min(len(frame.tokens) - skip, stop - at)
+            tokens[at - start : at - start + take] = frame.tokens[skip : skip + take]
+            frame_ends = frame.ends.astype(np.int64)
+            low, high = np.searchsorted(frame_ends, (skip, skip + take), side="right")
+            ends.append(frame_ends[low:high] + (at - start - skip))
+            if position < 0:
+                position = skip - int(frame_ends[low - 1]) if low else skip + frame.position
+            at += take
+        return Passage(tokens, np.concatenate(ends), position)
+
+    def _frame(self, shard: int, number: int) -> Frame:
+        """A decoded frame; the last one is kept, because passages often share one."""
+        key = (shard, number)
+        if self._last is None or self._last[0] != key:
+            self._last = (key, self._open(shard).read(number))
+        return self._last[1]
+
+    def _open(self, number: int) -> Shard:
+        shard = self._shards.get(number)
+        if shard is None:
+            shard = Shard(self.folder, self._entries[number])
+            if shard.footer.frame_tokens != self.index.frame_tokens:
+                raise DamageError(shard.name, "footer", "its frames differ from the index")
+            self._shards[number] = shard
+            if len(self._shards) > OPEN_SHARDS:
+                self._shards.popitem(last=False)[1].close()
+        self._shards.move_to_end(number)
+        return shard

@@ -1,0 +1,226 @@
+"""One shard: writing documents into it, and reading checked frames back."""
+
+import os
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from ms_data.errors import DamageError
+from ms_data.format import (
+    FRAME,
+    MAGIC,
+    TRAILER,
+    TRAILER_MARK,
+    Footer,
+    ShardEntry,
+    TokenType,
+    checksum,
+)
+
+__all__ = ["Frame", "Shard", "ShardWriter"]
+
+COMPRESSION_LEVEL = 3
+"""On tokens, levels 9 and 19 save 9% and 13% more at a quarter and a sixtieth of the speed."""
+
+
+class Frame(NamedTuple):
+    """A decoded frame."""
+
+    tokens: NDArray[np.unsignedinteger]
+    """Shape (n,), in the shard's token type; read-only."""
+    ends: NDArray[np.unsignedinteger]
+    """Shape (e,), increasing: one past the last token of each document that ends here."""
+    position: int
+    """Tokens of the first document that stand in earlier frames."""
+
+
+class ShardWriter:
+    """Appends documents to a shard file and closes it with table, footer and trailer."""
+
+    def __init__(self, file: BinaryIO, *, token_type: TokenType, frame_tokens: int) -> None:
+        self._file = file
+        self._token_type: TokenType = token_type
+        self._frame_tokens = frame_tokens
+        self._kind = np.dtype(token_type).newbyteorder("<")
+        self._buffer = np.empty(frame_tokens, self._kind)
+        self._filled = 0
+        self._ends: list[int] = []
+        self._position = 0
+        self._table: list[tuple[int, int, int, int]] = []
+        self._compressor = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL)
+        self.size_bytes = file.write(MAGIC)
+        self.tokens = 0
+        self.documents = 0
+
+    def append(self, document: NDArray[np.integer]) -> None:
+        """Adds one document, shape (n,) with n ≥ 1, its end-of-text token included."""
+        length, start = len(document), 0
+        while start < length:
+            stop = min(length, start + self._frame_tokens - self._filled)
+            filled = self._filled + stop - start
+            self._buffer[self._filled : filled] = document[start:stop]
+            self._filled, start = filled, stop
+            if start == length:
+                self._ends.append(filled)
+            if filled == self._frame_tokens:
+                self._flush(position=start if start < length else 0)
+        self.tokens += length
+        self.documents += 1
+
+    def _flush(self, position: int) -> None:
+        """Writes the buffered tokens as a frame; the next one begins at `position`."""
+        ends = np.array(self._ends, self._kind)
+        raw = self._buffer[: self._filled].tobytes() + ends.tobytes()
+        payload = self._compressor.compress(raw)
+        self._file.write(payload)
+        self._table.append((len(payload), len(ends), self._position, checksum(payload)))
+        self.size_bytes += len(payload)
+        self._filled, self._ends, self._position = 0, [], position
+
+    def close(self, name: str, split: str) -> ShardEntry:
+        """Writes what follows the frames, syncs and closes the file; returns its entry."""
+        if self._filled:
+            self._flush(position=0)
+        table = np.array(self._table, FRAME).tobytes()
+        footer = Footer(
+            token_type=self._token_type,
+            frame_tokens=self._frame_tokens,
+            tokens=self.tokens,
+            documents=self.documents,
+            table_checksum=checksum(table),
+        )
+        encoded = msgspec.msgpack.encode(footer)
+        footer_checksum = checksum(encoded)
+        trailer = TRAILER.pack(footer_checksum, len(encoded), TRAILER_MARK)
+        self.size_bytes += self._file.write(table + encoded + trailer)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return ShardEntry(
+            name=name,
+            split=split,
+            size_bytes=self.size_bytes,
+            tokens=self.tokens,
+            documents=self.documents,
+            footer_checksum=footer_checksum,
+        )
+
+
+class Shard:
+    """An open shard whose footer and table have been checked; frames are checked when read.
+
+    Raises:
+        DamageError: the file is missing, has another size than the index says, or any byte of
+            its head, table, footer or trailer is not what was written.
+    """
+
+    def __init__(self, folder: Path, entry: ShardEntry) -> None:
+        self.name = entry.name
+        self._decompressor = zstandard.ZstdDecompressor()
+        try:
+            self._descriptor = os.open(folder / entry.name, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._damage("file", f"cannot be opened: {error.strerror}") from error
+        try:
+            self._open(entry)
+        except DamageError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Gives the file back."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            self.close()
+
+    @property
+    def frames(self) -> int:
+        """Frames in this shard."""
+        return self.footer.frames
+
+    def read(self, number: int) -> Frame:
+        """Decodes frame `number` after checking its bytes.
+
+        Raises:
+            DamageError: names the file and the frame whose bytes have changed.
+        """
+        part = f"frame {number}"
+        size, ends, position, expected = self.table[number].tolist()
+        payload = self._bytes(part, int(self.offsets[number]), size)
+        if checksum(payload) != expected:
+            raise self._damage(part, "its checksum does not match its bytes")
+        first = number * self.footer.frame_tokens
+        tokens = min(self.footer.frame_tokens, self.footer.tokens - first)
+        values = self._decode(part, payload, tokens + ends)
+        return Frame(values[:tokens], values[tokens:], position)
+
+    def _decode(self, part: str, payload: bytes, count: int) -> NDArray[np.unsignedinteger]:
+        kind = np.dtype(self.footer.token_type).newbyteorder("<")
+        try:
+            # The size is checked before zstd takes the memory that the frame asks for.
+            if zstandard.frame_content_size(payload) != count * kind.itemsize:
+                raise self._damage(part, "it does not hold the tokens that the table says")
+            raw = self._decompressor.decompress(payload)
+        except zstandard.ZstdError as error:
+            raise self._damage(part, f"cannot be decompressed: {error}") from error
+        return np.frombuffer(raw, kind)
+
+    def _open(self, entry: ShardEntry) -> None:
+        size = os.fstat(self._descriptor).st_size
+        if size != entry.size_bytes:
+            raise self._damage("file", f"has {size} bytes where {entry.size_bytes} were written")
+        if self._bytes("head", 0, len(MAGIC)) != MAGIC:
+            raise self._damage("head", "does not begin as a shard does")
+        footer, footer_offset = self._read_footer(entry)
+        table_bytes = footer.frames * FRAME.itemsize
+        table_offset = footer_offset - table_bytes
+        if table_offset < len(MAGIC):
+            raise self._damage("footer", "its table does not fit the file")
+        raw = self._bytes("frame table", table_offset, table_bytes)
+        if checksum(raw) != footer.table_checksum:
+            raise self._damage("frame table", "its checksum does not match its bytes")
+        table = np.frombuffer(raw, FRAME)
+        bounds = np.concatenate(([len(MAGIC)], len(MAGIC) + np.cumsum(table["size"], dtype="i8")))
+        if bounds[-1] != table_offset or table["ends"].sum(dtype="i8") != footer.documents:
+            raise self._damage("frame table", "does not fit the frames")
+        if table["ends"].max() > footer.frame_tokens:
+            raise self._damage("frame table", "a frame has more documents than tokens")
+        self.footer, self.table, self.offsets = footer, table, bounds[:-1]
+
+    def _read_footer(self, entry: ShardEntry) -> tuple[Footer, int]:
+        at = entry.size_bytes - TRAILER.size
+        expected, size, mark = TRAILER.unpack(self._bytes("trailer", at, TRAILER.size))
+        if mark != TRAILER_MARK or expected != entry.footer_checksum:
+            raise self._damage("trailer", "is not the one that the index names")
+        if size > at - len(MAGIC):
+            raise self._damage("trailer", f"says a footer of {size} bytes, more than the file has")
+        encoded = self._bytes("footer", at - size, size)
+        if checksum(encoded) != expected:
+            raise self._damage("footer", "its checksum does not match its bytes")
+        try:
+            footer = msgspec.msgpack.decode(encoded, type=Footer)
+        except ValueError as error:
+            raise self._damage("footer", str(error)) from error
+        if (footer.tokens, footer.documents) != (entry.tokens, entry.documents):
+            raise self._damage("footer", "its totals differ from the index")
+        return footer, at - size
+
+    def _bytes(self, part: str, offset: int, size: int) -> bytes:
+        try:
+            content = os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            raise self._damage(part, f"cannot be read: {error.strerror}") from error
+        if len(content) != size:
+            raise self._damage(part, f"has {len(content)} of its {size} bytes")
+        return content
+
+    def _damage(self, part: str, problem: str) -> DamageError:
+        return DamageError(self.name, part, problem)

@@ -1,0 +1,239 @@
+"""Batches for training: shuffled, split over ranks and resumable, all by arithmetic."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ms_data.dataset import Split
+from ms_data.errors import SettingError, StateError
+from ms_data.order import Order
+from ms_data.window import Batch, Window
+
+__all__ = ["Place", "TokenStream"]
+
+STATE_VERSION = 1
+CHUNK_FRAMES = 4
+"""A chunk of about four frames makes reading the one it shares with its neighbour cheap."""
+
+
+class Place(Protocol):
+    """Where a reader stands among the readers of one global batch."""
+
+    @property
+    def rank(self) -> int:
+        """This reader, from 0."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """How many readers there are."""
+        ...
+
+
+class TokenStream(Iterator[Batch]):
+    """Global batches of fixed-length samples, of which each place receives its rows.
+
+    Sample i of an epoch covers tokens i·S to i·S + S of the split's documents laid end to end.
+    The order depends on the data, the seed and the position alone: not on the number of places,
+    nor on the batch size. Epochs follow each other without a seam, and batches straddle them.
+
+    Args:
+        folder: a folder that `build` wrote.
+        sequence_length: tokens in a sample, S.
+        batch_size: samples in a global batch.
+        seed: any integer; another seed is another order.
+        place: has `rank` and `count`; this reader gets rows `rank·b` to `(rank + 1)·b` of each
+            global batch with b = batch_size / count. None reads whole batches.
+        split: which part of the dataset, `train` or `held_out`.
+        shuffle: False reads in the order on disk.
+        epochs: stop before the batch that this many epochs cannot fill; None never stops.
+        chunk_samples: neighbouring samples that are read together; None takes about four frames.
+        window_chunks: chunks that are shuffled together and held in memory.
+
+    Raises:
+        SettingError: an argument is out of range, or the split is too short for it.
+        DamageError: the index, or later a frame, is not what was written.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        sequence_length: int,
+        batch_size: int,
+        seed: int = 0,
+        place: Place | None = None,
+        split: str = "train",
+        shuffle: bool = True,
+        epochs: int | None = None,
+        chunk_samples: int | None = None,
+        window_chunks: int = 64,
+    ) -> None:
+        _at_least_one(sequence_length=sequence_length, batch_size=batch_size)
+        self._rank, self._count = (place.rank, place.count) if place else (0, 1)
+        if not 0 <= self._rank < self._count:
+            raise SettingError(f"rank {self._rank} is not one of {self._count}")
+        if batch_size % self._count:
+            raise SettingError(
+                f"batch_size {batch_size} cannot be shared by {self._count} ranks; "
+                f"take a multiple of {self._count}"
+            )
+        self._split = Split(folder, split)
+        self._split_name = split
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        samples = self._split.tokens // sequence_length
+        if not samples:
+            raise SettingError(
+                f"split {split!r} has {self._split.tokens} tokens, fewer than one sequence of "
+                f"{sequence_length}; lower sequence_length or build from more text"
+            )
+        if chunk_samples is None:
+            chunk_samples = -(-CHUNK_FRAMES * self._split.index.frame_tokens // sequence_length)
+        _at_least_one(chunk_samples=chunk_samples, window_chunks=window_chunks)
+        self._order = Order(
+            samples=samples,
+            seed=seed,
+            chunk_samples=chunk_samples,
+            window_chunks=window_chunks,
+            shuffle=shuffle,
+        )
+        self._epochs = epochs
+        self._check_epochs()
+        self._consumed = 0
+        self._window: tuple[tuple[int, int], Window] | None = None
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of one epoch, over all places."""
+        return self._order.samples
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Whole global batches in one epoch."""
+        return self._order.samples // self.batch_size
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Every token is below it."""
+        return self._split.index.vocabulary_size
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the dataset by its content."""
+        return self._split.index.fingerprint
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples that all places together have received."""
+        return self._consumed
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next sample, from 0."""
+        return self._consumed // self._order.samples
+
+    def __iter__(self) -> "TokenStream":
+        return self
+
+    def __next__(self) -> Batch:
+        last = self._epochs and self._epochs * self._order.samples
+        if last is not None and self._consumed + self.batch_size > last:
+            raise StopIteration
+        share = self.batch_size // self._count
+        start = self._consumed + self._rank * share
+        parts = []
+        while share:
+            rows = self._rows(start, share)
+            got = len(rows["tokens"])
+            parts.append(rows)
+            start, share = start + got, share - got
+        self._consumed += self.batch_size
+        return parts[0] if len(parts) == 1 else _join(parts)
+
+    def _rows(self, start: int, most: int) -> Batch:
+        """Up to `most` samples from global position `start`, ending with the window."""
+        epoch, position = divmod(start, self._order.samples)
+        number, offset = divmod(position, self._order.window_samples)
+        key = (epoch, number)
+        if self._window is None or self._window[0] != key:
+            self._window = None  # frees its memory before the next one is decoded
+            window = Window(
+                self._split,
+                self._order.window(epoch, number),
+                length=self.sequence_length,
+                chunk_samples=self._order.chunk_samples,
+            )
+            self._window = (key, window)
+        window = self._window[1]
+        return window.rows(offset, min(offset + most, len(window)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands: a few JSON values, the same on every place."""
+        return {
+            "version": STATE_VERSION,
+            "consumed_samples": self._consumed,
+            **self._identity(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to where `state` was taken; batch size and number of places may differ.
+
+        Raises:
+            StateError: the state is of other data or another order; names what differs.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise StateError(
+                f"stream state has version {state.get('version')!r}, this ms-data reads "
+                f"{STATE_VERSION}; resume with the ms-data that wrote it"
+            )
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise StateError(
+                    f"stream state has {name} {state.get(name)!r} where this stream has "
+                    f"{value!r}; make the stream as it was, or start it anew"
+                )
+        consumed = state.get("consumed_samples")
+        if type(consumed) is not int or consumed < 0:
+            raise StateError(f"stream state has consumed_samples {consumed!r}; it is damaged")
+        self._consumed = consumed
+
+    def _identity(self) -> dict[str, Any]:
+        """Everything that the order of samples depends on."""
+        return {
+            "dataset": self.fingerprint,
+            "split": self._split_name,
+            "sequence_length": self.sequence_length,
+            "seed": self._order.seed,
+            "shuffle": self._order.shuffle,
+            "chunk_samples": self._order.chunk_samples,
+            "window_chunks": self._order.window_chunks,
+        }
+
+    def _check_epochs(self) -> None:
+        if self._epochs is None:
+            return
+        _at_least_one(epochs=self._epochs)
+        if self._epochs * self._order.samples < self.batch_size:
+            raise SettingError(
+                f"split {self._split_name!r} has {self._order.samples} sequences of "
+                f"{self.sequence_length} tokens, which in {self._epochs} epochs do not fill one "
+                f"batch of {self.batch_size}; lower batch_size or sequence_length"
+            )
+
+
+def _join(parts: list[Batch]) -> Batch:
+    return Batch(
+        tokens=np.concatenate([part["tokens"] for part in parts]),
+        targets=np.concatenate([part["targets"] for part in parts]),
+        positions=np.concatenate([part["positions"] for part in parts]),
+        documents=np.concatenate([part["documents"] for part in parts]),
+    )
+
+
+def _at_least_one(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise SettingError(f"{name} is {value!r}; it must be 1 or more")

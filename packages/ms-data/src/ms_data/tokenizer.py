@@ -1,0 +1,140 @@
+"""Text to tokens and back: a thin face over a `tokenizers` file, and training a new one."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import xxhash
+from numpy.typing import NDArray
+
+from ms_data.durable import write_file
+from ms_data.errors import SettingError, TokenizerError
+from ms_data.readers import find_corpus
+
+__all__ = ["END_OF_TEXT", "Tokenizer", "train_tokenizer"]
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257
+"""All bytes and the end of a text."""
+
+# The end of a document goes by these names in published tokenizers, most telling first.
+_KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
+
+
+class Tokenizer:
+    """A tokenizer read from the JSON of a `tokenizers` file.
+
+    Text is always plain text: a special token that is spelt out in a document is encoded as the
+    characters it is written with, so no document can end another.
+
+    Args:
+        content: the bytes of a `tokenizer.json`.
+        end_of_text: the token that ends a document; None looks for the usual names.
+
+    Raises:
+        TokenizerError: the bytes are not a tokenizer, or it has no such token.
+    """
+
+    def __init__(self, content: bytes, *, end_of_text: str | None = None) -> None:
+        try:
+            self._model = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the binding raises nothing narrower than Exception
+            raise TokenizerError(
+                f"not a tokenizer.json of the `tokenizers` library ({error}); "
+                "train one with `ms-data tokenizer`"
+            ) from error
+        self._model.no_truncation()
+        self._model.no_padding()
+        self._model.encode_special_tokens = True
+        self.content = content
+        self.end_of_text = self._find_end(end_of_text)
+        self.vocabulary_size = 1 + max(self._model.get_vocab(with_added_tokens=True).values())
+
+    @classmethod
+    def load(cls, path: str | Path, *, end_of_text: str | None = None) -> "Tokenizer":
+        """Reads a `tokenizer.json`.
+
+        Raises:
+            TokenizerError: the file cannot be read or is not a tokenizer.
+        """
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise TokenizerError(f"{path}: cannot be read: {error.strerror}") from error
+        try:
+            return cls(content, end_of_text=end_of_text)
+        except TokenizerError as error:
+            raise TokenizerError(f"{path}: {error}") from error
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal xxh3-128 of the file."""
+        return xxhash.xxh3_128_hexdigest(self.content)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of one text, without an end."""
+        ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """The tokens of each text, each followed by the end of text; uses all cores."""
+        encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array([*one.ids, self.end_of_text], np.int64) for one in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some tokens; ends of text are left out."""
+        text: str = self._model.decode([int(one) for one in ids], skip_special_tokens=True)
+        return text
+
+    def _find_end(self, name: str | None) -> int:
+        for candidate in (name,) if name is not None else _KNOWN_ENDS:
+            found: int | None = self._model.token_to_id(candidate)
+            if found is not None:
+                return found
+        wanted = repr(name) if name is not None else "such as " + ", ".join(_KNOWN_ENDS[:3])
+        raise TokenizerError(
+            f"has no end-of-text token {wanted}; name one of its tokens with --end-of-text"
+        )
+
+
+def train_tokenizer(
+    corpus: str | Path,
+    *,
+    vocab_size: int,
+    out: str | Path | None = None,
+    text_key: str = "text",
+    skip_invalid: bool = False,
+) -> Tokenizer:
+    """Learns a byte-level BPE from a corpus; any text can be encoded with it.
+
+    Args:
+        corpus: as for `build`.
+        vocab_size: most tokens to learn, the 256 bytes and the end of text included.
+        out: where to write `tokenizer.json`; None keeps it in memory.
+        text_key: the member of a JSON line that holds the text.
+        skip_invalid: leave out what is not valid text.
+
+    Raises:
+        SettingError: vocab_size has no room for the bytes.
+        CorpusError: the corpus is missing, empty or malformed.
+        OutputError: `out` cannot be written.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise SettingError(f"vocab_size {vocab_size} is less than {SMALLEST_VOCABULARY}")
+    source = find_corpus(corpus, text_key=text_key, skip_invalid=skip_invalid)
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer: Any = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator((document.text for document in source.documents()), trainer)
+    tokenizer = Tokenizer(model.to_str(pretty=True).encode())
+    if out is not None:
+        write_file(Path(out), tokenizer.content)
+    return tokenizer

@@ -1,0 +1,108 @@
+"""The samples of one shuffle window, decoded once and cut into batches."""
+
+from typing import TypedDict
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from ms_data.dataset import Split
+
+__all__ = ["IGNORED", "Batch", "Window"]
+
+IGNORED = -100
+"""The target of a token that predicts nothing."""
+
+_NEVER = 1 << 62
+
+
+class Batch(TypedDict):
+    """What a training step reads; b rows of S tokens."""
+
+    tokens: NDArray[np.int64]
+    """Shape (b, S)."""
+    targets: NDArray[np.int64]
+    """Shape (b, S): the next token, or -100 where it belongs to another document."""
+    positions: NDArray[np.int64]
+    """Shape (b, S): distance from the start of the document."""
+    documents: NDArray[np.int32]
+    """Shape (b, S): counts the documents of a row from 0."""
+
+
+class Window:
+    """Tokens and document ends of some samples, in memory, in the order that was asked for.
+
+    Tokens lie in one buffer, a row a chunk; flat coordinates count along that buffer.
+
+    Args:
+        split: where the tokens come from.
+        samples: int64, shape (w,): the samples in their order of delivery.
+        length: tokens in a sample.
+        chunk_samples: neighbouring samples that are read in one go.
+    """
+
+    def __init__(
+        self, split: Split, samples: NDArray[np.int64], *, length: int, chunk_samples: int
+    ) -> None:
+        chunks, slots = np.unique(samples // chunk_samples, return_inverse=True)
+        width = chunk_samples * length + 1
+        self._length = length
+        self._buffer = np.zeros((len(chunks), width), split.index.token_type)
+        self._starts = slots * width + (samples % chunk_samples) * length
+        ends: list[NDArray[np.int64]] = []
+        began = np.empty(len(chunks), np.int64)
+        for slot, chunk in enumerate(chunks.tolist()):
+            first = chunk * chunk_samples * length
+            passage = split.read(first, min(first + width, split.tokens))
+            self._buffer[slot, : len(passage.tokens)] = passage.tokens
+            # An end at the far edge belongs to the row's look-ahead token alone.
+            ends.append(passage.ends[passage.ends < width] + slot * width)
+            began[slot] = slot * width - passage.position
+        self._ends = np.concatenate((*ends, [_NEVER]))
+        self._first_end = np.concatenate(([0], np.cumsum([len(part) for part in ends])))[slots]
+        self._began = began[slots]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """The samples at `start` to `stop` of the window's order."""
+        length, count = self._length, stop - start
+        at = self._starts[start:stop]
+        taken = self._gather(at)
+        tokens = taken[:, :-1].astype(np.int64)
+        targets = taken[:, 1:].astype(np.int64)
+
+        low = np.searchsorted(self._ends, at, side="right")
+        inside = np.searchsorted(self._ends, at + length, side="right") - low
+        row = np.repeat(np.arange(count), inside)
+        nth = np.arange(len(row)) - np.repeat(np.cumsum(inside) - inside, inside)
+        end = row * length + self._ends[low[row] + nth] - at[row]
+        targets.reshape(-1)[end - 1] = IGNORED
+
+        # The row's first document began after the end before it, or before the chunk.
+        known = low > self._first_end[start:stop]
+        began = np.where(known, self._ends[low - 1], self._began[start:stop])
+        heads = np.arange(count) * length
+        begins = np.sort(np.concatenate((heads, end[end % length != 0])))
+        lengths = np.diff(begins, append=count * length)
+        first = np.searchsorted(begins, heads)
+        origin = begins.copy()
+        origin[first] -= at - began
+        local = np.arange(len(begins)) - first[begins // length]
+        positions = np.arange(count * length) - np.repeat(origin, lengths)
+        documents = np.repeat(local.astype(np.int32), lengths)
+        shape = (count, length)
+        return Batch(
+            tokens=tokens,
+            targets=targets,
+            positions=positions.reshape(shape),
+            documents=documents.reshape(shape),
+        )
+
+    def _gather(self, at: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
+        """The `length` + 1 tokens from each flat coordinate, shape (b, length + 1)."""
+        step = self._buffer.itemsize
+        starts = self._buffer.size - self._length
+        view = as_strided(self._buffer, (starts, self._length + 1), (step, step), writeable=False)
+        return view[at]

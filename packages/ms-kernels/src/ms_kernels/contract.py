@@ -1,0 +1,305 @@
+"""What an operator is, as a value: its arguments, limits, cost, tolerance and slow truth.
+
+Sizes are named by symbols, written as in ``"B S Hq D"``. A symbol that stands in two arguments
+must have one size; ``...`` stands for any number of leading dims. Everything that is checked is
+checked here, from shapes, dtypes, devices and strides alone: `Contract.bind` is a pure function
+of a `Call`, so that its answer may be kept and asked for again at no cost.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from ms_kernels.errors import ArgumentError
+
+__all__ = [
+    "ACCUMULATED",
+    "FLOATING",
+    "Argument",
+    "Call",
+    "Contract",
+    "Dims",
+    "Fact",
+    "Option",
+    "Tolerance",
+    "Work",
+    "accumulator",
+    "describe",
+]
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes that every reference takes; float64 exists for gradient checks."""
+
+ACCUMULATED = (torch.float32, torch.float64)
+"""Dtypes of tables and statistics that must not be rounded to half precision."""
+
+Dims = Mapping[str, int]
+"""Sizes by symbol; ``"..."`` is the product of the leading dims."""
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums over `dtype` are kept: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# Fact and Call are NamedTuples, not attrs classes, because torch.compile traces their
+# construction without a graph break.
+class Fact(NamedTuple):
+    """All that checking and selection may know of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...]
+    plain: bool
+    """False for a tensor subclass such as DTensor or FakeTensor, and for sparse layouts."""
+
+
+class Call(NamedTuple):
+    """One use of an operator, without its data."""
+
+    operator: str
+    facts: tuple[Fact | None, ...]
+    """One for each of the contract's arguments, in order; None where it was left out."""
+    options: tuple[Any, ...]
+    """One for each of the contract's options, in order."""
+    compiling: bool = False
+    """Whether torch.compile is tracing this call."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the first argument."""
+        assert self.facts[0] is not None
+        return self.facts[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the first argument."""
+        assert self.facts[0] is not None
+        return self.facts[0].dtype
+
+
+class Work(NamedTuple):
+    """What an operator must do at the least: its roofline."""
+
+    size_bytes: int
+    """Bytes that must cross the memory bus: each input once, each output once."""
+    flops: int
+    """Floating point operations, a fused multiply-add counted as two."""
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs for each byte."""
+        return self.flops / max(self.size_bytes, 1)
+
+
+class Tolerance(NamedTuple):
+    """``|got - truth| <= relative * |truth| + absolute``, the truth computed in float64."""
+
+    relative: float
+    absolute: float
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def _no_rules(dims: Dims, options: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    return ()
+
+
+@frozen(kw_only=True)
+class Argument:
+    """A tensor argument of an operator."""
+
+    name: str
+    """Its name in the public function."""
+    dims: tuple[str, ...] = field(converter=_split)
+    """Symbols of its sizes, given as one string."""
+    dtypes: tuple[torch.dtype, ...] = FLOATING
+    """Dtypes that fit."""
+    like: str | None = None
+    """The argument whose dtype it must share."""
+    optional: bool = False
+    """Whether None may be passed."""
+    differentiable: bool = True
+    """Whether the operator has a gradient with respect to it."""
+    draw: Callable[[tuple[int, ...], Dims, torch.Generator], Tensor] | None = None
+    """Makes an example on the CPU from its shape; normal numbers where it is None."""
+
+
+@frozen(kw_only=True)
+class Option:
+    """A plain Python argument of an operator."""
+
+    name: str
+    """Its name in the public function."""
+    default: object
+    """What it is when not given."""
+    holds: Callable[[Any], bool]
+    """Whether a value is allowed."""
+    fits: str
+    """The values that are allowed, in words."""
+
+
+@frozen(kw_only=True)
+class Contract:
+    """One operator: everything a backend must agree with and a caller may rely on."""
+
+    name: str
+    """Name of the public function."""
+    summary: str
+    """What it computes, in one line."""
+    arguments: tuple[Argument, ...]
+    """Tensor arguments, in order."""
+    options: tuple[Option, ...] = ()
+    """Other arguments, in order."""
+    returns: str
+    """Shapes and dtypes of the results, in words."""
+    positive: tuple[str, ...] = field(converter=_split)
+    """Symbols whose size may not be 0; the others are rows, of which there may be none."""
+    rules: Callable[[Dims, Mapping[str, Any]], Iterable[tuple[str, str]]] = _no_rules
+    """Limits across arguments: yields (argument, what would fit) for each that is broken."""
+    forward: Callable[[Dims, int], Work]
+    """Least work of the forward pass, from sizes and bytes per element."""
+    backward: Callable[[Dims, int], Work]
+    """Least work of the backward pass."""
+    tolerance: Mapping[torch.dtype, Tolerance]
+    """How far a result of each dtype may lie from the truth."""
+    gradient_tolerance: Mapping[torch.dtype, Tolerance]
+    """How far a gradient may lie from the truth."""
+    example: Dims
+    """Sizes of an ordinary small call."""
+    reference: Callable[..., Any]
+    """The slow truth, in plain torch."""
+
+    def bind(self, call: Call) -> dict[str, int]:
+        """Check `call` and return the size of each symbol.
+
+        Raises:
+            ArgumentError: naming the first argument that does not fit, what it is and what fits.
+        """
+        sizes: dict[str, Any] = {}
+        first = call.facts[0]
+        for argument, fact in zip(self.arguments, call.facts, strict=True):
+            if fact is None:
+                if not argument.optional:
+                    raise ArgumentError(self.name, argument.name, "None", "a tensor")
+                continue
+            self._check_dtype(argument, fact, call)
+            if first is not None and fact.device != first.device:
+                fits = f"on {first.device}, as {self.arguments[0].name} is"
+                raise ArgumentError(self.name, argument.name, f"on {fact.device}", fits)
+            self._bind_shape(argument, fact, sizes)
+        options = {}
+        for option, value in zip(self.options, call.options, strict=True):
+            if not option.holds(value):
+                raise ArgumentError(self.name, option.name, repr(value), option.fits)
+            options[option.name] = value
+        dims = {name: _count(size) for name, size in sizes.items()}
+        for culprit, fits in self.rules(dims, options):
+            raise ArgumentError(self.name, culprit, self._got(culprit, call, options), fits)
+        return dims
+
+    def _check_dtype(self, argument: Argument, fact: Fact, call: Call) -> None:
+        if fact.dtype not in argument.dtypes:
+            fits = " or ".join(describe(dtype) for dtype in argument.dtypes)
+            raise ArgumentError(self.name, argument.name, describe(fact.dtype), fits)
+        if argument.like is None:
+            return
+        position = [other.name for other in self.arguments].index(argument.like)
+        model = call.facts[position]
+        if model is not None and fact.dtype != model.dtype:
+            fits = f"{describe(model.dtype)}, as {argument.like} is"
+            raise ArgumentError(self.name, argument.name, describe(fact.dtype), fits)
+
+    def _bind_shape(self, argument: Argument, fact: Fact, sizes: dict[str, Any]) -> None:
+        """Give each symbol of `argument` its size, or check it against the one it has."""
+        names, shape = argument.dims, fact.shape
+        if names[0] == "..." and len(shape) >= len(names) - 1:
+            names = names[1:]
+            leading = shape[: len(shape) - len(names)]
+            shape = shape[len(leading) :]
+            if sizes.setdefault("...", leading) != leading:
+                raise self._misshapen(argument, fact, sizes)
+        if len(shape) != len(names):
+            raise self._misshapen(argument, fact, sizes)
+        for name, size in zip(names, shape, strict=True):
+            if sizes.setdefault(name, size) != size:
+                raise self._misshapen(argument, fact, sizes)
+            if size == 0 and name in self.positive:
+                raise self._misshapen(argument, fact, {}, f" with {name} at least 1")
+
+    def _misshapen(
+        self, argument: Argument, fact: Fact, sizes: Mapping[str, Any], limit: str = ""
+    ) -> ArgumentError:
+        fits = f"of shape {_form(argument.dims, sizes)}{limit}"
+        return ArgumentError(self.name, argument.name, f"of shape {describe(fact.shape)}", fits)
+
+    def _got(self, culprit: str, call: Call, options: Mapping[str, Any]) -> str:
+        if culprit in options:
+            return repr(options[culprit])
+        for argument, fact in zip(self.arguments, call.facts, strict=True):
+            if argument.name == culprit and fact is not None:
+                return f"of shape {describe(fact.shape)}"
+        return "None"
+
+    def draw(
+        self,
+        dims: Dims,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> dict[str, Tensor]:
+        """Make example arguments of the given sizes, the same on every machine.
+
+        Args:
+            dims: sizes by symbol; those left out are taken from `example`.
+            dtype: dtype of the arguments that may have it.
+            device: where the arguments go after they were drawn on the CPU.
+            seed: seed of the numbers.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        sizes = {**self.example, **dims}
+        drawn = {}
+        for argument in self.arguments:
+            shape = tuple(sizes[name] for name in argument.dims)
+            if argument.draw is None:
+                tensor = torch.randn(shape, generator=generator, dtype=torch.float64)
+            else:
+                tensor = argument.draw(shape, sizes, generator)
+            if tensor.is_floating_point():
+                tensor = tensor.to(dtype if dtype in argument.dtypes else argument.dtypes[0])
+            drawn[argument.name] = tensor.to(device)
+        return drawn
+
+
+def describe(value: torch.dtype | Sequence[int | str]) -> str:
+    """Write a dtype or a shape as users write it: ``bfloat16``, ``(2, 3)``."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return f"({', '.join([str(size) for size in value])}{',' if len(value) == 1 else ''})"
+
+
+def _count(size: int | tuple[int, ...]) -> int:
+    if not isinstance(size, tuple):
+        return size
+    product = 1
+    for part in size:
+        product *= part
+    return product
+
+
+def _form(names: Sequence[str], sizes: Mapping[str, Any]) -> str:
+    """Write what a shape must look like, known sizes as numbers and others as symbols."""
+    words: list[str] = []
+    for name in names:
+        if name == "..." and name in sizes:
+            words += [str(size) for size in sizes[name]]
+        else:
+            words.append(str(sizes.get(name, name)))
+    return describe(words)

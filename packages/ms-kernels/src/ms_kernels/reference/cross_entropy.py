@@ -1,0 +1,102 @@
+"""Cross-entropy of logits against class indices, with label smoothing and z-loss."""
+
+import torch
+from torch import Tensor
+
+from ms_kernels.contract import Argument, Contract, Dims, Option, Work, accumulator
+from ms_kernels.reference.tolerance import GRADIENTS, RESULTS
+
+__all__ = ["CONTRACT", "LOSS_OPTIONS", "classes", "cross_entropy", "reduce"]
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """Return ``-(1-s) log p[target] - s mean(log p) + z log²Z``, in float32."""
+    wide = logits.to(accumulator(logits.dtype))
+    ignored = targets == ignore_index
+    chosen = targets.masked_fill(ignored, 0).unsqueeze(-1)
+    total = wide.logsumexp(-1)
+    losses = total - (1 - label_smoothing) * wide.gather(-1, chosen).squeeze(-1)
+    if label_smoothing:
+        losses = losses - label_smoothing * wide.mean(-1)
+    if z_loss:
+        losses = losses + z_loss * total.square()
+    return reduce(losses.masked_fill(ignored, 0), ignored, reduction)
+
+
+def reduce(losses: Tensor, ignored: Tensor, reduction: str) -> Tensor:
+    """Sum `losses`, average them over the targets that count, or leave them as they are."""
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (~ignored).sum()
+
+
+def classes(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
+    """Draw class indices, about one in eight of them ignored."""
+    drawn = torch.randint(dims["V"], shape, generator=generator)
+    return drawn.masked_fill(torch.rand(shape, generator=generator) < 0.125, -100)
+
+
+def _forward(dims: Dims, itemsize: int) -> Work:
+    elements = dims["..."] * dims["V"]
+    return Work(elements * itemsize + 12 * dims["..."], 4 * elements)
+
+
+def _backward(dims: Dims, itemsize: int) -> Work:
+    elements = dims["..."] * dims["V"]
+    return Work(2 * elements * itemsize + 12 * dims["..."], 4 * elements)
+
+
+LOSS_OPTIONS = (
+    Option(
+        name="ignore_index",
+        default=-100,
+        holds=lambda value: isinstance(value, int),
+        fits="a whole number",
+    ),
+    Option(
+        name="label_smoothing",
+        default=0.0,
+        holds=lambda value: 0 <= value < 1,
+        fits="at least 0 and below 1",
+    ),
+    Option(name="z_loss", default=0.0, holds=lambda value: value >= 0, fits="0 or more"),
+    Option(
+        name="reduction",
+        default="mean",
+        holds=lambda value: value in ("mean", "sum", "none"),
+        fits="'mean', 'sum' or 'none'",
+    ),
+)
+
+CONTRACT = Contract(
+    name="cross_entropy",
+    summary="-log softmax(logits)[target], label smoothing, z-loss, ignored targets",
+    arguments=(
+        Argument(name="logits", dims="... V"),
+        Argument(
+            name="targets",
+            dims="...",
+            dtypes=(torch.int64, torch.int32),
+            differentiable=False,
+            draw=classes,
+        ),
+    ),
+    options=LOSS_OPTIONS,
+    returns="() or, with reduction='none', (...); float32",
+    positive="V",
+    forward=_forward,
+    backward=_backward,
+    tolerance=RESULTS,
+    gradient_tolerance=GRADIENTS,
+    example={"...": 64, "V": 256},
+    reference=cross_entropy,
+)

@@ -1,0 +1,241 @@
+"""Cross-entropy of ``hidden @ weight.T``, whose logits are never held all at once.
+
+Rows are taken in chunks whose float32 logits fill at most `CHUNK_BYTES`. A chunk's logits turn
+into their own gradient in place, which is spent on the gradients of hidden and weight at once;
+so a reduced loss costs three matrix products, as the plain way does, and memory for one chunk.
+With ``reduction="none"`` the gradient of each row is known only in the backward pass, which then
+makes the logits again, unless one chunk was all there is.
+
+The weight's gradient is a sum over all rows. It is kept in float32 until it is returned, also
+between forward and backward: added up in bfloat16 it loses small terms, and rounded to float16
+before a loss scale reaches it, it underflows.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ms_kernels.contract import Argument, Contract, Dims, Work, accumulator
+from ms_kernels.reference.cross_entropy import LOSS_OPTIONS, classes, reduce
+from ms_kernels.reference.tolerance import GRADIENTS, RESULTS
+
+__all__ = ["CHUNK_BYTES", "CONTRACT", "linear_cross_entropy"]
+
+CHUNK_BYTES = 64 * 2**20
+"""Size of the logits that are held at once."""
+
+TILE_ROWS = 8192
+"""Rows of a half-precision weight that are widened at once."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    *,
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """Return what `cross_entropy` of ``hidden @ weight.T`` returns."""
+    if chunk_rows is None:
+        row_bytes = weight.shape[0] * accumulator(hidden.dtype).itemsize
+        chunk_rows = max(CHUNK_BYTES // row_bytes, 1)
+    training = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    result: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        targets.reshape(-1),
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        reduction,
+        chunk_rows,
+        training,
+    )
+    return result.reshape(targets.shape) if reduction == "none" else result
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # (N, H)
+        weight: Tensor,  # (V, H)
+        targets: Tensor,  # (N,)
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss: float,
+        reduction: str,
+        chunk_rows: int,
+        training: bool,
+    ) -> Tensor:
+        ignored = targets == ignore_index
+        losses = hidden.new_empty(targets.shape, dtype=accumulator(hidden.dtype))
+        ctx.smoothing, ctx.reduction, ctx.chunk_rows = (
+            (label_smoothing, z_loss),
+            reduction,
+            chunk_rows,
+        )
+        known = reduction != "none"
+        sums = _Sums(hidden, weight, ctx.needs_input_grad) if training and known else None
+        kept = None
+        for start in range(0, len(targets), chunk_rows):
+            rows = slice(start, start + chunk_rows)
+            logits = _project(hidden[rows], weight)
+            losses[rows] = _differentiate(logits, targets[rows], ignored[rows], *ctx.smoothing)
+            if sums is not None:
+                sums.add(logits, hidden[rows], weight, rows)
+            elif training and len(targets) <= chunk_rows:
+                kept = logits
+        if training:
+            held = (sums.hidden, sums.weight) if sums is not None else (hidden, weight)
+            ctx.save_for_backward(*held, targets, ignored, kept)
+            ctx.dtypes = hidden.dtype, weight.dtype
+        return reduce(losses, ignored, reduction)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        first, second, targets, ignored, kept = ctx.saved_tensors
+        if ctx.reduction == "none":
+            first, second = _again(ctx, first, second, targets, ignored, kept, grad)
+        else:
+            if ctx.reduction == "mean":
+                grad = grad / (~ignored).sum()
+            # The held sums stay as they are: the graph may be walked again.
+            first = first if first is None else first * grad
+            second = second if second is None else second * grad
+        grads = (
+            held if held is None else held.to(dtype)
+            for held, dtype in zip((first, second), ctx.dtypes, strict=True)
+        )
+        return (*grads, *(None,) * 7)
+
+
+def _again(
+    ctx: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignored: Tensor,
+    kept: Tensor | None,
+    grad: Tensor,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Make the logits again, chunk by chunk, now that the gradient of each row is known."""
+    sums = _Sums(hidden, weight, ctx.needs_input_grad)
+    for start in range(0, len(targets), ctx.chunk_rows):
+        rows = slice(start, start + ctx.chunk_rows)
+        logits = kept
+        if logits is None:
+            logits = _project(hidden[rows], weight)
+            _differentiate(logits, targets[rows], ignored[rows], *ctx.smoothing)
+        sums.add(logits, hidden[rows], weight, rows, grad[rows, None])
+    return sums.hidden, sums.weight
+
+
+class _Sums:
+    """Gradients of hidden (N, H) and weight (V, H), summed in float32, each None if not wanted."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, wanted: tuple[bool, ...]) -> None:
+        wide = accumulator(hidden.dtype)
+        self.hidden = torch.zeros_like(hidden, dtype=wide) if wanted[0] else None
+        self.weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+
+    def add(
+        self,
+        grad: Tensor,  # (R, V), of the logits
+        hidden: Tensor,  # (R, H)
+        weight: Tensor,  # (V, H)
+        rows: slice,
+        factor: Tensor | None = None,  # (R, 1)
+    ) -> None:
+        """Spend one chunk, each row times `factor`: cheaper on H columns than on V."""
+        if self.hidden is not None:
+            part = self.hidden[rows]
+            for columns, tile in _tiles(weight, grad.dtype):
+                part.addmm_(grad[:, columns], tile)
+            if factor is not None:
+                part.mul_(factor)
+        if self.weight is not None:
+            scaled = hidden.to(grad.dtype)
+            scaled = scaled if factor is None else scaled * factor
+            self.weight.addmm_(grad.T, scaled)
+
+
+def _tiles(weight: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the weight in `wide`: whole if it is so already, else a few rows at a time."""
+    step = len(weight) if weight.dtype == wide else TILE_ROWS
+    for start in range(0, len(weight), step):
+        columns = slice(start, start + step)
+        yield columns, weight[columns].to(wide)
+
+
+def _project(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return the logits (R, V) of hidden (R, H), multiplied and summed in float32."""
+    wide = accumulator(hidden.dtype)
+    logits = torch.empty((len(hidden), len(weight)), dtype=wide, device=hidden.device)
+    for columns, tile in _tiles(weight, wide):
+        torch.mm(hidden.to(wide), tile.T, out=logits[:, columns])
+    return logits
+
+
+def _differentiate(
+    logits: Tensor, targets: Tensor, ignored: Tensor, label_smoothing: float, z_loss: float
+) -> Tensor:
+    """Return the losses (R,) of logits (R, V), which become their own gradient in place."""
+    chosen = targets.to(torch.int64).masked_fill(ignored, 0).unsqueeze(-1)
+    picked = logits.gather(-1, chosen)
+    top = logits.amax(-1, keepdim=True)
+    mean = logits.mean(-1, keepdim=True) if label_smoothing else picked
+    norm = logits.sub_(top).exp_().sum(-1, keepdim=True)
+    total = norm.log() + top
+    losses = total - (1 - label_smoothing) * picked - label_smoothing * mean
+    losses = losses + z_loss * total.square()
+    counted = (~ignored).unsqueeze(-1)
+    logits.mul_(counted * (1 + 2 * z_loss * total) / norm)
+    if label_smoothing:
+        logits.sub_(counted * (label_smoothing / logits.shape[-1]))
+    logits.scatter_add_(-1, chosen, (counted * (label_smoothing - 1)).to(logits.dtype))
+    return losses.masked_fill(~counted, 0).squeeze(-1)
+
+
+def _forward(dims: Dims, itemsize: int) -> Work:
+    rows, width, classes_ = dims["..."], dims["H"], dims["V"]
+    return Work((rows + classes_) * width * itemsize + 12 * rows, 2 * rows * width * classes_)
+
+
+def _backward(dims: Dims, itemsize: int) -> Work:
+    rows, width, classes_ = dims["..."], dims["H"], dims["V"]
+    return Work(2 * (rows + classes_) * width * itemsize, 4 * rows * width * classes_)
+
+
+CONTRACT = Contract(
+    name="linear_cross_entropy",
+    summary="cross_entropy(hidden @ weight.T, targets) without holding all logits",
+    arguments=(
+        Argument(name="hidden", dims="... H"),
+        Argument(name="weight", dims="V H", like="hidden"),
+        Argument(
+            name="targets",
+            dims="...",
+            dtypes=(torch.int64, torch.int32),
+            differentiable=False,
+            draw=classes,
+        ),
+    ),
+    options=LOSS_OPTIONS,
+    returns="() or, with reduction='none', (...); float32",
+    positive="H V",
+    forward=_forward,
+    backward=_backward,
+    tolerance=RESULTS,
+    gradient_tolerance=GRADIENTS,
+    example={"...": 64, "H": 32, "V": 256},
+    reference=linear_cross_entropy,
+)

@@ -1,0 +1,36 @@
+"""How far a result may lie from the truth computed in float64 from the same rounded inputs.
+
+A backend that accumulates in float32 and rounds its result once is off by half a unit in the
+last place of the dtype (``eps / 2``), plus what float32 lost on the way: sums of up to about
+1,000 terms in float32 lose less than ``1e-5`` of the largest partial sum. The relative figures
+below allow two roundings (``eps``) where there is one, the absolute ones are for results that
+are small because larger terms cancelled, at inputs of order one.
+"""
+
+from types import MappingProxyType
+
+import torch
+
+from ms_kernels.contract import Tolerance
+
+__all__ = ["GRADIENTS", "RESULTS"]
+
+RESULTS = MappingProxyType(
+    {
+        torch.float64: Tolerance(1e-12, 1e-12),
+        torch.float32: Tolerance(1e-5, 1e-5),
+        torch.bfloat16: Tolerance(2**-7, 2**-10),
+        torch.float16: Tolerance(2**-10, 2**-13),
+    }
+)
+
+# A gradient passes through the operator twice: once forward, for what was saved in the input's
+# dtype, and once back. Twice the relative error, and the cancellation of larger terms.
+GRADIENTS = MappingProxyType(
+    {
+        torch.float64: Tolerance(1e-11, 1e-11),
+        torch.float32: Tolerance(2e-5, 5e-5),
+        torch.bfloat16: Tolerance(2**-6, 2**-7),
+        torch.float16: Tolerance(2**-9, 2**-10),
+    }
+)

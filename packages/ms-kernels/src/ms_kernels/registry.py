@@ -1,0 +1,142 @@
+"""Which implementation a call gets, and why: a pure function from a call to a value.
+
+Nothing is timed and nothing is remembered, so that every rank of a run takes the same one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from ms_kernels.contract import Call, describe
+from ms_kernels.errors import BackendError
+
+__all__ = ["Choice", "Implementation", "Verdict", "choose", "first_fit"]
+
+
+@frozen(kw_only=True)
+class Implementation:
+    """One backend's way to perform one operator."""
+
+    operator: str
+    """Name of the contract it fulfils."""
+    backend: str
+    """Name of the backend, such as ``"cpu"``."""
+    run: Callable[..., Any]
+    """Takes the contract's arguments, then its options, all by position."""
+    devices: frozenset[str] | None = None
+    """Device types it runs on; None for any."""
+    dtypes: tuple[torch.dtype, ...] | None = None
+    """Dtypes of the first argument that it takes; None for all that the contract allows."""
+    subclasses: bool = False
+    """Whether it takes DTensor and other tensor subclasses."""
+    refuses: Callable[[Call], str | None] = lambda call: None
+    """Why it cannot or should not take a call, or None if it can."""
+    merit: str
+    """Why it is preferred to those after it."""
+    version: int = 1
+    """Raised when its results or its speed change."""
+
+
+@frozen(kw_only=True)
+class Verdict:
+    """What was decided about one implementation."""
+
+    backend: str
+    taken: bool
+    reason: str
+
+
+@frozen(kw_only=True)
+class Choice:
+    """The implementation that a call gets, with the reasons for and against each."""
+
+    operator: str
+    device: str
+    dtype: str
+    implementation: Implementation
+    verdicts: tuple[Verdict, ...]
+    """In the order in which they were considered."""
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend taken."""
+        return self.implementation.backend
+
+
+def first_fit(
+    call: Call, implementations: Sequence[Implementation], preferred: Sequence[str] | None = None
+) -> Implementation | None:
+    """Return the first implementation that fits `call`: what `choose` takes, without the reasons.
+
+    torch.compile traces this one without a graph break.
+    """
+    for candidate in _candidates(call.operator, implementations, preferred):
+        if _obstacle(candidate, call) is None:
+            return candidate
+    return None
+
+
+def choose(
+    call: Call, implementations: Sequence[Implementation], preferred: Sequence[str] | None = None
+) -> Choice:
+    """Take the first implementation that fits `call`, and say why each was taken or not.
+
+    Args:
+        call: the use of an operator, already checked against its contract.
+        implementations: those of all operators, best first.
+        preferred: backends to consider, in this order, instead of all of them.
+
+    Raises:
+        BackendError: when none fits; says why not, backend by backend.
+    """
+    candidates = _candidates(call.operator, implementations, preferred)
+    offered = [each.backend for each in candidates]
+    verdicts = [
+        Verdict(backend=name, taken=False, reason=f"has no {call.operator}")
+        for name in preferred or ()
+        if name not in offered
+    ]
+    taken = None
+    for candidate in candidates:
+        obstacle = f"{taken.backend} comes first" if taken else _obstacle(candidate, call)
+        if obstacle is None:
+            taken = candidate
+        reason = obstacle or candidate.merit
+        verdicts.append(Verdict(backend=candidate.backend, taken=obstacle is None, reason=reason))
+    if taken is None:
+        reasons = "; ".join(f"{each.backend} {each.reason}" for each in verdicts)
+        raise BackendError(
+            f"{call.operator}: no backend takes this call on {call.device} in "
+            f"{describe(call.dtype)} ({reasons}); `ms-kernels list` shows what exists"
+        )
+    return Choice(
+        operator=call.operator,
+        device=str(call.device),
+        dtype=describe(call.dtype),
+        implementation=taken,
+        verdicts=tuple(verdicts),
+    )
+
+
+def _candidates(
+    operator: str, implementations: Sequence[Implementation], preferred: Sequence[str] | None
+) -> list[Implementation]:
+    """Return the implementations to consider, in order."""
+    own = [each for each in implementations if each.operator == operator]
+    if preferred is None:
+        return own
+    return [each for name in preferred for each in own if each.backend == name]
+
+
+def _obstacle(candidate: Implementation, call: Call) -> str | None:
+    """Say why `candidate` cannot take `call`, or None if it can."""
+    if candidate.devices is not None and call.device.type not in candidate.devices:
+        return f"runs on {' and '.join(sorted(candidate.devices))}, not on {call.device.type}"
+    if candidate.dtypes is not None and call.dtype not in candidate.dtypes:
+        fits = ", ".join(describe(dtype) for dtype in candidate.dtypes)
+        return f"takes {fits}, not {describe(call.dtype)}"
+    if not candidate.subclasses and not all(fact is None or fact.plain for fact in call.facts):
+        return "takes plain tensors, not DTensor or another subclass"
+    return candidate.refuses(call)

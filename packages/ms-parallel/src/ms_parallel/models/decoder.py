@@ -1,0 +1,281 @@
+"""The decoder of the Llama family: Llama, Mistral, Qwen 2 and Qwen 3, as single-device code.
+
+Modules bear Hugging Face's names, so no conversion of weights exists. Under a tensor-parallel
+split the same code runs: head counts come from the local width of the projections.
+Shapes: B rows, S positions, H hidden, V vocabulary, D width of one head.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from attrs import frozen
+from torch import Tensor, nn
+
+from ms_parallel import ops as plain_ops
+from ms_parallel.errors import ModelError
+from ms_parallel.models.cache import KeyValueCache
+from ms_parallel.models.config import DecoderConfig, RopeScaling
+from ms_parallel.ops import Ops
+from ms_parallel.plan import ModelPlan, Style
+
+__all__ = ["Block", "Decoder", "plan"]
+
+
+@frozen(kw_only=True, eq=False)
+class Context:
+    """What all blocks of one forward share."""
+
+    cos: Tensor
+    """(B or 1, S, D/2) float32."""
+    sin: Tensor
+    documents: Tensor | None
+    """(B, positions held and new)."""
+    cache: KeyValueCache | None
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dim."""
+
+    def __init__(self, width: int, eps: float, ops: Ops) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+        self.ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) to the same."""
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: DecoderConfig, layer: int, ops: Ops) -> None:
+        super().__init__()
+        hidden, width = config.hidden_size, config.head_dim
+        queries, keys = config.num_attention_heads * width, config.num_key_value_heads * width
+        self.q_proj = nn.Linear(hidden, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(hidden, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(hidden, keys, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, hidden, bias=config.attention_output_bias)
+        if config.query_key_norm:
+            self.q_norm = RMSNorm(width, config.rms_norm_eps, ops)
+            self.k_norm = RMSNorm(width, config.rms_norm_eps, ops)
+        self.query_key_norm = config.query_key_norm
+        self.head_dim = width
+        self.window = config.window(layer)
+        self.layer = layer
+        self.ops = ops
+
+    def forward(self, hidden: Tensor, *, context: Context) -> Tensor:
+        """(B, S, H) to (B, S, H)."""
+        q, k, v = (
+            projection(hidden).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )  # (B, S, heads, D)
+        if self.query_key_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.ops.rotary(q, k, context.cos, context.sin)
+        if context.cache is not None:
+            k, v = context.cache.append(self.layer, k, v)
+        out = self.ops.attention(q, k, v, documents=context.documents, window=self.window)
+        return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU feed-forward."""
+
+    def __init__(self, config: DecoderConfig, ops: Ops) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
+        self.ops = ops
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B, S, H) to (B, S, H)."""
+        inner = self.ops.swiglu(self.gate_proj(hidden), self.up_proj(hidden))
+        return self.down_proj(inner)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """One pre-norm layer; the unit of recomputation and sharding."""
+
+    def __init__(self, config: DecoderConfig, layer: int, ops: Ops) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.self_attn = Attention(config, layer, ops)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.mlp = FeedForward(config, ops)
+
+    def forward(self, hidden: Tensor, *, context: Context) -> Tensor:
+        """(B, S, H) to (B, S, H)."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), context=context)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """A whole decoder, or one pipeline stage of it.
+
+    Args:
+        config: The model.
+        ops: Operators; plain torch by default.
+        layers: Global numbers of the blocks to build; all by default.
+        first: Build the embedding.
+        last: Build the final norm and the head.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        ops: Ops = plain_ops,
+        layers: range | None = None,
+        first: bool = True,
+        last: bool = True,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.first, self.last = first, last
+        layers = range(config.num_hidden_layers) if layers is None else layers
+        self.model = nn.Module()
+        if first:
+            self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.model.layers = nn.ModuleDict({str(i): Block(config, i, ops) for i in layers})
+        if last:
+            self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+            if not (config.tie_word_embeddings and first):
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(V, H); the embedding's where tied and on the same stage.
+
+        Raises:
+            ModelError: this stage is not the last.
+        """
+        if not self.last:
+            raise ModelError("only the last stage has a head; ask that one")
+        head = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
+        return head.weight  # type: ignore[union-attr,return-value]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(B, S) int64 to (B, S, H)."""
+        return self.model.embed_tokens(tokens)  # type: ignore[operator,no-any-return]
+
+    def blocks(
+        self,
+        hidden: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Run this stage's blocks.
+
+        Args:
+            hidden: (B, S, H), or this rank's part of S where the sequence is split.
+            positions: (B or 1, S) int64, S whole; by default they count on from the cache.
+            documents: (B, S) int32; attention never crosses.
+            cache: Keys and values of earlier tokens; grows by S.
+
+        Returns:
+            Like `hidden`.
+        """
+        held = cache.length if cache is not None else 0
+        if positions is None:
+            positions = torch.arange(held, held + hidden.shape[1], device=hidden.device)[None]
+        if cache is not None:
+            documents = cache.all_documents(documents, hidden.shape[0], positions.shape[1])
+        cos, sin = rotary_tables(self.config, positions)
+        context = Context(cos=cos, sin=sin, documents=documents, cache=cache)
+        for block in self.model.layers.values():  # type: ignore[operator]
+            hidden = block(hidden, context=context)
+        if cache is not None:
+            cache.advance(positions.shape[1], documents)
+        return hidden
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """The final norm, (B, S, H) to (B, S, H)."""
+        return self.model.norm(hidden)  # type: ignore[operator,no-any-return]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Finished hidden states (B, S, H) to logits (B, S, V)."""
+        if hasattr(self, "lm_head"):
+            return self.lm_head(hidden)  # type: ignore[no-any-return]
+        return F.linear(hidden, self.head_weight)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        logits: bool = True,
+    ) -> Tensor:
+        """Tokens (or, on later stages, hidden states) to logits (or, on earlier ones, hidden).
+
+        Args:
+            x: (B, S) int64 on the first stage, (B, S, H) on others.
+            positions: (B or 1, S) int64.
+            documents: (B, S) int32.
+            cache: Keys and values of earlier tokens.
+            logits: On the last stage, apply the head; else return finished hidden states.
+
+        Returns:
+            (B, S, V) on the last stage, (B, S, H) on others.
+        """
+        hidden = self.embed(x) if self.first else x
+        hidden = self.blocks(hidden, positions=positions, documents=documents, cache=cache)
+        if not self.last:
+            return hidden
+        hidden = self.finish(hidden)
+        return self.head(hidden) if logits else hidden
+
+
+def rotary_tables(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the angles of each position, (B or 1, S, D/2) float32."""
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device)
+    frequencies = 1.0 / config.rope_theta ** (half / config.head_dim)
+    if config.rope_scaling is not None:
+        frequencies = _scale(frequencies, config.rope_scaling)
+    angles = positions[..., None].float() * frequencies
+    return angles.cos(), angles.sin()
+
+
+def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    original = scaling.original_max_position_embeddings
+    turns = original * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: stretch fully, 1: leave alone
+    return frequencies * (keep + (1 - keep) / scaling.factor)
+
+
+def plan(config: DecoderConfig) -> ModelPlan:
+    """How a decoder may be split."""
+    layer = "model.layers.*"
+    tensor: dict[str, Style] = {
+        "model.embed_tokens": "vocabulary",
+        f"{layer}.input_layernorm": "sequence",
+        f"{layer}.self_attn.q_proj": "column",
+        f"{layer}.self_attn.k_proj": "column",
+        f"{layer}.self_attn.v_proj": "column",
+        f"{layer}.self_attn.o_proj": "row",
+        f"{layer}.post_attention_layernorm": "sequence",
+        f"{layer}.mlp.gate_proj": "column",
+        f"{layer}.mlp.up_proj": "column",
+        f"{layer}.mlp.down_proj": "row",
+        "model.norm": "sequence",
+        "lm_head": "vocabulary",
+    }
+    if config.query_key_norm:
+        tensor |= {f"{layer}.self_attn.q_norm": "heads", f"{layer}.self_attn.k_norm": "heads"}
+    tied = (("model.embed_tokens.weight", "lm_head.weight"),) if config.tie_word_embeddings else ()
+    return ModelPlan(
+        tensor=tensor, blocks=layer, cuts=tuple(range(config.num_hidden_layers)), tied=tied
+    )

@@ -1,0 +1,69 @@
+"""How a model may be split, as a value that lies beside the model."""
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from attrs import frozen
+
+from ms_parallel.errors import ModelError
+
+__all__ = ["ModelPlan", "Style"]
+
+Style = Literal["column", "row", "vocabulary", "sequence", "heads", "split_heads"]
+"""What the tensor axis does to the parameters of one module:
+
+- `column`: the weight's rows (dim 0) and the bias are split; full input, split output.
+- `row`: the weight's columns (dim 1) are split, the bias is whole; split input, summed output.
+- `vocabulary`: the rows of an embedding or of the head are split.
+- `sequence`: whole; works on hidden states that are split along the sequence.
+- `heads`: whole; works on tensors (B, S, heads, D) whose heads are split.
+- `split_heads`: dim 0 counts heads and is split.
+"""
+
+
+@frozen(kw_only=True)
+class ModelPlan:
+    """Which modules split how, what is one block, where stages may be cut, what is tied.
+
+    In patterns `*` stands for one part of a dotted name.
+    """
+
+    tensor: Mapping[str, Style]
+    """Module pattern to style; covers every module that owns parameters."""
+    blocks: str
+    """Pattern of the units of recomputation and of sharding."""
+    cuts: tuple[int, ...]
+    """Layer numbers at which a stage may begin, ascending, 0 first."""
+    tied: tuple[tuple[str, str], ...] = ()
+    """Pairs (owner, copy) of parameter names that hold one weight."""
+
+    def style(self, parameter: str) -> Style:
+        """The style of a parameter by its full name.
+
+        Raises:
+            ModelError: no pattern matches.
+        """
+        module = parameter.rpartition(".")[0]
+        for pattern, style in self.tensor.items():
+            if _matches(pattern, module):
+                return style
+        raise ModelError(f"the model's plan does not cover parameter {parameter!r}; add a pattern")
+
+    def split_dim(self, parameter: str) -> int | None:
+        """The dim of a parameter that the tensor axis splits, None where it is whole."""
+        match self.style(parameter):
+            case "column" | "vocabulary" | "split_heads":
+                return 0
+            case "row":
+                return 1 if parameter.endswith(".weight") else None
+            case _:
+                return None
+
+    def is_block(self, module: str) -> bool:
+        """Whether a module of this full name is one block."""
+        return _matches(self.blocks, module)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None

@@ -1,0 +1,155 @@
+"""Inserts sends and receives into rows of computations so that no transport can deadlock.
+
+The computations are played once with nominal durations. Everything is then put into one global
+order by the time at which it ends: a computation at its end, a message at the end of the
+computation that produces it, where the send enters the one row and the receive the other. Any
+order of rows that is cut out of one global order can be performed one action at a time with
+sends that block until they are received; asynchronous transports can only do better. A receive
+thus stands before the computation during which its message arrives, so that it is posted early.
+"""
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+from ms_parallel.errors import ScheduleError
+from ms_parallel.schedules.action import Action, Kind
+
+__all__ = ["sources", "with_communication"]
+
+_NOMINAL = {
+    Kind.FORWARD: 2,
+    Kind.BACKWARD: 4,
+    Kind.BACKWARD_INPUT: 2,
+    Kind.BACKWARD_WEIGHT: 2,
+}
+
+_Result = tuple[bool, int, int]
+"""(is a gradient, stage whose output or input gradient it is, microbatch)."""
+
+
+def sources(action: Action, stages: int) -> tuple[_Result, ...]:
+    """What a computation needs from other computations, as (is gradient, stage, microbatch)."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is Kind.FORWARD:
+        return ((False, stage - 1, microbatch),) if stage > 0 else ()
+    if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage < stages - 1:
+        return ((True, stage + 1, microbatch),)
+    return ()
+
+
+def _results(action: Action) -> list[_Result]:
+    return [
+        (part.kind is not Kind.FORWARD, part.stage, part.microbatch)
+        for part in action.computations
+        if part.kind is not Kind.BACKWARD_WEIGHT
+    ]
+
+
+def with_communication(
+    rows: Sequence[Sequence[Action]], placement: Sequence[int]
+) -> tuple[tuple[Action, ...], ...]:
+    """The rows with a SEND and a RECV for every result that another rank needs.
+
+    Args:
+        rows: For each rank its computations, in order.
+        placement: Rank of each stage.
+
+    Raises:
+        ScheduleError: the rows wait for one another for ever, or an action's stage is not placed
+            on its row.
+    """
+    _check_places(rows, placement)
+    stages = len(placement)
+    cursor, clock = [0] * len(rows), [0] * len(rows)
+    ready: dict[_Result, int] = {}
+    waiting: dict[_Result, int] = {}
+    output: list[list[Action]] = [[] for _ in rows]
+    # Ends in global order: (end, begun at, rank); ranks whose next computation may begin are fed
+    # into it by `begin`.
+    running: list[tuple[int, int, int]] = []
+
+    def begin(rank: int) -> None:
+        if cursor[rank] == len(rows[rank]):
+            return
+        action = rows[rank][cursor[rank]]
+        start = clock[rank]
+        for part in action.computations:
+            for source in sources(part, stages):
+                if source not in ready:
+                    waiting[source] = rank
+                    return
+                start = max(start, ready[source])
+        length = sum(_NOMINAL[part.kind] for part in action.computations)
+        heappush(running, (start + length, start, rank))
+
+    heapify(running)
+    for rank in range(len(rows)):
+        begin(rank)
+    while running:
+        end, _, rank = heappop(running)
+        action = rows[rank][cursor[rank]]
+        output[rank].append(action)
+        cursor[rank] += 1
+        clock[rank] = end
+        woken = []
+        for result in _results(action):
+            ready[result] = end
+            _exchange(result, placement, output)
+            if (sleeper := waiting.pop(result, None)) is not None:
+                woken.append(sleeper)
+        for sleeper in [rank, *woken]:
+            begin(sleeper)
+    _check_finished(rows, cursor, stages, ready)
+    return tuple(map(tuple, output))
+
+
+def _exchange(result: _Result, placement: Sequence[int], output: list[list[Action]]) -> None:
+    is_gradient, stage, microbatch = result
+    consumer = stage - 1 if is_gradient else stage + 1
+    if not 0 <= consumer < len(placement) or placement[consumer] == placement[stage]:
+        return
+    send, receive = (
+        (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)
+        if is_gradient
+        else (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+    )
+    output[placement[stage]].append(Action(send, stage, microbatch))
+    output[placement[consumer]].append(Action(receive, consumer, microbatch))
+
+
+def _check_places(rows: Sequence[Sequence[Action]], placement: Sequence[int]) -> None:
+    for rank, row in enumerate(rows):
+        for action in row:
+            for part in action.parts or (action,):
+                if not 0 <= part.stage < len(placement):
+                    raise ScheduleError(
+                        f"{part} on rank {rank}: there is no stage {part.stage}; "
+                        f"the placement has {len(placement)}"
+                    )
+                if placement[part.stage] != rank:
+                    raise ScheduleError(
+                        f"{part} is on rank {rank} but stage {part.stage} is placed on rank "
+                        f"{placement[part.stage]}; move the action or the stage"
+                    )
+
+
+def _check_finished(
+    rows: Sequence[Sequence[Action]],
+    cursor: Sequence[int],
+    stages: int,
+    ready: dict[_Result, int],
+) -> None:
+    stuck = [rank for rank, row in enumerate(rows) if cursor[rank] < len(row)]
+    if not stuck:
+        return
+    reasons = []
+    for rank in stuck[:4]:
+        action = rows[rank][cursor[rank]]
+        for part in action.computations:
+            missing = [s for s in sources(part, stages) if s not in ready]
+            if missing:
+                is_gradient, stage, microbatch = missing[0]
+                what = f"{stage}{'B' if is_gradient else 'F'}{microbatch}"
+                reasons.append(f"rank {rank} stands at {action} and waits for {what}")
+                break
+    raise ScheduleError(f"the rows deadlock: {'; '.join(reasons)}; reorder them")

@@ -1,0 +1,104 @@
+"""The table, its CSV form, GPipe and 1F1B, and what `verify` refuses."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ms_parallel.errors import ScheduleError
+from ms_parallel.schedules import Schedule, gpipe, one_f_one_b, verify
+
+sizes = st.tuples(st.integers(1, 6), st.integers(1, 12))
+
+
+@settings(deadline=None, max_examples=40)
+@given(sizes)
+def test_gpipe_and_1f1b_are_right_for_every_size(size):
+    """Both verify, also where there are fewer microbatches than stages, at the known peaks."""
+    stages, microbatches = size
+    assert verify(gpipe(stages, microbatches)).peak_activations == (microbatches,) * stages
+    peaks = tuple(min(stages - stage, microbatches) for stage in range(stages))
+    assert verify(one_f_one_b(stages, microbatches)).peak_activations == peaks
+
+
+@settings(deadline=None, max_examples=20)
+@given(sizes)
+def test_csv_round_trips(size):
+    """A schedule written and read again is the same one, with and without communication."""
+    schedule = one_f_one_b(*size)
+    assert Schedule.from_csv(schedule.to_csv(), name="1F1B") == schedule
+    bare = Schedule.from_csv(schedule.to_csv(communication=False), name="1F1B")
+    assert bare == schedule
+
+
+def test_a_small_table_is_the_one_drawn_by_hand():
+    """1F1B on 2 stages and 2 microbatches, in torch's cells, receives posted early."""
+    assert one_f_one_b(2, 2).to_csv() == (
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+        "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("0F0junk,0B0\n", "line 1, cell 1: '0F0junk' is not an action"),
+        ("0F0,0B00\n", "cell 2: '0B00'"),
+        ("0F,0B0\n", "F needs a microbatch"),
+        ("0F0,0B0,0UNSHARD1\n", "UNSHARD takes no microbatch"),
+        ("(0B0;0F0)OVERLAP_F_B\n", "does not pair a forward with a backward"),
+        ("", "holds no actions"),
+        (",,\n", "holds no actions"),
+        ("0F0,0B0\n0F1,0B1\n", "stage 0 is already on line 1"),
+        ("0F0,0B0\n2F0,2B0\n", "stage 1 has no action"),
+        ("0B0,0F0\n1F0,1B0\n", "rank 0 stands at 0B0 and waits for 1B0"),
+    ],
+)
+def test_junk_in_a_csv_is_refused(text, complaint):
+    """Every cell is read whole, and the complaint names the place."""
+    with pytest.raises(ScheduleError) as caught:
+        Schedule.from_csv(text)
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("0F0\n", "0B0 is missing on rank 0"),
+        ("0F0,0F0,0B0\n", "0F0 occurs 2 times"),
+        ("0B0,0F0\n", "0B0 (rank 0, action 0) comes before 0F0"),
+        ("0F0,0I0,0W0,0B0\n", "twice"),
+        ("0F0,0W0,0I0\n", "0W0 (rank 0, action 1) comes before 0I0"),
+        ("0F0,0SEND_F0,0B0\n", "0SEND_F0 on rank 0 has no use"),
+        ("0F0,0REDUCE_GRAD,0B0\n", "reduces gradients before 0B0"),
+        (
+            "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1RECV_F0,1B0,1SEND_B0\n",
+            "1F0 (rank 1, action 0) comes before 1RECV_F0",
+        ),
+        (
+            "0F0,0F1,0SEND_F1,0SEND_F0,0RECV_B0,0RECV_B1,0B0,0B1\n"
+            "1RECV_F0,1RECV_F1,1F0,1F1,1B0,1B1,1SEND_B0,1SEND_B1\n",
+            "message 0 from rank 0 to rank 1 is sent by 0SEND_F1 but received by 1RECV_F0",
+        ),
+        (
+            "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+            "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n",
+            "deadlock: rank 0 is at 0SEND_F1 (action 3) and waits for rank 1 to reach 1RECV_F1; "
+            "rank 1 is at 1SEND_B0 (action 3) and waits for rank 0 to reach 0RECV_B0",
+        ),
+    ],
+)
+def test_verify_says_in_words_what_is_wrong(text, complaint):
+    """Each wrong table is refused with the smallest thing that is wrong in it."""
+    with pytest.raises(ScheduleError) as caught:
+        verify(Schedule.from_csv(text))
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+@pytest.mark.parametrize("size", [(0, 1), (2, 0), (2, -1)])
+def test_nothing_to_do_is_refused(make, size):
+    """Zero stages or microbatches are an error that says so."""
+    with pytest.raises(ScheduleError):
+        make(*size)

@@ -1,0 +1,194 @@
+"""Event files read back: merged over ranks, filtered, or followed while they grow."""
+
+import heapq
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from attrs import field, frozen
+
+from ms_profile.alignment import ClockFit
+from ms_profile.blocks import Block, Damage, scan_blocks
+from ms_profile.errors import FormatError
+from ms_profile.events import ARRAY, SUFFIX, Event, Segment
+
+__all__ = ["EventFilter", "follow_events", "read_events", "read_segment"]
+
+logger = logging.getLogger(__name__)
+Problem = Callable[[str], None]
+
+
+@frozen(kw_only=True)
+class EventFilter:
+    """Which events to keep; an empty filter keeps all."""
+
+    kinds: Collection[str] | None = field(default=None)
+    """Kinds to keep."""
+    ranks: Collection[int] | None = field(default=None)
+    """Ranks to keep."""
+    first_step: int | None = field(default=None)
+    """Events of earlier steps, and without a step, are dropped."""
+    last_step: int | None = field(default=None)
+    """Events of later steps, and without a step, are dropped."""
+    since_ns: int | None = field(default=None)
+    """Wall time (ns since 1970) before which events are dropped."""
+
+    def keeps(self, event: Event) -> bool:
+        """Whether an event passes."""
+        if self.kinds is not None and event.kind not in self.kinds:
+            return False
+        if self.since_ns is not None and event.wall_ns < self.since_ns:
+            return False
+        if self.first_step is None and self.last_step is None:
+            return True
+        if event.step is None or (self.first_step is not None and event.step < self.first_step):
+            return False
+        return self.last_step is None or event.step <= self.last_step
+
+
+def read_events(
+    folder: Path | str,
+    wanted: EventFilter | None = None,
+    *,
+    clocks: Mapping[int, ClockFit] | None = None,
+    on_problem: Problem = logger.warning,
+) -> Iterator[Event]:
+    """Yield the events of all ranks by wall time.
+
+    Args:
+        folder: an `EventLog`'s folder, or an `ms-profile run`'s output folder.
+        wanted: which events to keep.
+        clocks: fits by `align_clocks` of the ranks' wall clocks; events are ordered, and their
+            `wall_ns` given, on the reference's clock.
+        on_problem: told of damaged files, one sentence each; what can be read is yielded.
+
+    Raises:
+        FormatError: there are no event files.
+    """
+    kept = wanted or EventFilter()
+    by_rank: dict[int, list[Path]] = {}
+    for path in event_files(folder):
+        by_rank.setdefault(int(path.name.split(".")[0].removeprefix("rank-")), []).append(path)
+    streams = [
+        _rank_events(paths, kept, (clocks or {}).get(rank), on_problem)
+        for rank, paths in by_rank.items()
+        if kept.ranks is None or rank in kept.ranks
+    ]
+    return heapq.merge(*streams, key=lambda event: event.wall_ns)
+
+
+def event_files(folder: Path | str) -> list[Path]:
+    """Find the event files of a folder, or of its subfolder `events`, by rank and age.
+
+    Raises:
+        FormatError: there are none.
+    """
+    root = Path(folder)
+    found = sorted(root.glob(f"rank-*{SUFFIX}")) or sorted(root.glob(f"events/rank-*{SUFFIX}"))
+    if not found:
+        raise FormatError(f"{folder} holds no event files (rank-*{SUFFIX}); give a log's folder")
+    return found
+
+
+def read_segment(path: Path) -> Segment:
+    """Read the first block of an event file: whose it is.
+
+    Raises:
+        FormatError: the file does not start with one.
+    """
+    for block in scan_blocks(path.read_bytes()):
+        if isinstance(block, Damage):
+            break
+        try:
+            return msgspec.msgpack.decode(block.content, type=Segment)
+        except msgspec.DecodeError:
+            break
+    raise FormatError(f"{path} does not start as an event file; it is damaged or foreign")
+
+
+def follow_events(
+    folder: Path | str,
+    wanted: EventFilter | None = None,
+    *,
+    poll_s: float = 0.2,
+    until: Callable[[], bool] = lambda: False,
+) -> Iterator[Event]:
+    """Yield events as they are flushed, those already there first; ends once `until()` is true."""
+    kept = wanted or EventFilter()
+    offsets: dict[Path, int] = {}
+    while True:
+        ending = until()
+        fresh: list[Event] = []
+        for path in _files_so_far(folder):
+            events, offsets[path] = _new_events(path, offsets.get(path, 0))
+            fresh += [event for event in events if kept.keeps(event)]
+        if kept.ranks is not None:
+            fresh = [event for event in fresh if event.rank in kept.ranks]
+        yield from sorted(fresh, key=lambda event: event.wall_ns)
+        if ending:
+            return
+        time.sleep(poll_s)
+
+
+def _files_so_far(folder: Path | str) -> list[Path]:
+    try:
+        return event_files(folder)
+    except FormatError:
+        return []
+
+
+def _new_events(path: Path, start: int) -> tuple[list[Event], int]:
+    """Events of the whole blocks from `start`, and where to go on; a torn tail waits."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read()
+    except FileNotFoundError:
+        return [], start
+    events: list[Event] = []
+    position = 0
+    for found in scan_blocks(data):
+        if isinstance(found, Damage):
+            if found.torn:
+                break
+            position = found.end
+            continue
+        events += _decode(found)
+        position = found.end
+    return events, start + position
+
+
+def _rank_events(
+    paths: list[Path], wanted: EventFilter, clock: ClockFit | None, on_problem: Problem
+) -> Iterator[Event]:
+    for path in paths:
+        for found in scan_blocks(path.read_bytes()):
+            if isinstance(found, Damage):
+                what = "ends inside a block" if found.torn else "is damaged"
+                size = found.end - found.start
+                on_problem(f"{path.name} {what} at byte {found.start}; {size} bytes are left out")
+                continue
+            for event in _decode(found):
+                placed = event if clock is None else _placed(event, clock)
+                if wanted.keeps(placed):
+                    yield placed
+
+
+def _placed(event: Event, clock: ClockFit) -> Event:
+    wall_ns = int(clock.correct(np.array([event.wall_ns], dtype=np.int64))[0])
+    return msgspec.structs.replace(event, wall_ns=wall_ns)
+
+
+def _decode(block: Block) -> list[Event]:
+    """The events of a block; none for the first one, which says whose the file is."""
+    if not block.content.startswith(ARRAY):
+        return []
+    try:
+        return msgspec.msgpack.decode(block.content, type=list[Event])
+    except msgspec.DecodeError as error:
+        raise FormatError(f"events of an unknown form: {error}; written by a newer version") from (
+            error
+        )

@@ -1,0 +1,242 @@
+"""`Ring`: the last spans of a process in a memory-mapped file, which outlives `kill -9`.
+
+The file has one page of header, a table of names, and `capacity` slots of 32 bytes that are written
+round and round. A span takes its slot when it begins and is completed in place, so that a killed or
+hung process shows what it was inside of. The number of a record is the last of its bytes to be
+written; a slot torn by a kill can only be the one after the newest, which readers leave out.
+"""
+
+import itertools
+import mmap
+import os
+import struct
+import threading
+import time
+from enum import IntEnum
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+from ms_profile.clock import ClockPair, read_clocks
+from ms_profile.errors import CaptureError, FormatError
+
+__all__ = ["Kind", "Ring", "RingRecording", "read_ring"]
+
+MAGIC: Final = b"MSRING01"
+HEADER: Final = struct.Struct("<8sIIIIQqqq")
+SLOT: Final = struct.Struct("<QQiHBBQ")
+PAGE: Final = 4096
+NAMES_BYTES: Final = 1 << 18
+END_OFFSET: Final = 8
+SLOT_DTYPE: Final = np.dtype(
+    [
+        ("start_ns", "<u8"),
+        ("end_ns", "<u8"),
+        ("step", "<i4"),
+        ("name", "<u2"),
+        ("kind", "u1"),
+        ("thread", "u1"),
+        ("number", "<u8"),
+    ]
+)
+
+
+class Kind(IntEnum):
+    """What a span is a span of."""
+
+    STEP = 1
+    """From the first forward of a step to that of the next."""
+    FORWARD = 2
+    """A model called from outside."""
+    MODULE = 3
+    """A block inside a model."""
+    OPTIMIZER = 4
+    COLLECTIVE = 5
+    """As the host sees it: on gloo the whole collective, on a device's stream its launch."""
+    DATA = 6
+    """The wait for the next batch."""
+    GARBAGE = 7
+    """A collection by Python's garbage collector."""
+    BETWEEN = 8
+    """From the optimizer's last step to the next forward: data, logging, checkpoints."""
+    BACKWARD = 9
+    """From the end of a step's last forward to the optimizer."""
+    OTHER = 10
+
+
+class Ring:
+    """Record spans of this process into a file; `span = ring.begin(name, kind); ring.end(span)`.
+
+    Names are registered once with `name`. Recording is safe from any thread that holds the
+    interpreter's lock. A forked child shares its parent's slots: call it from one process.
+
+    Args:
+        path: the file to make; its folder is made if missing.
+        capacity: spans kept; 32 bytes each.
+        rank: whose spans these are.
+
+    Raises:
+        CaptureError: the file cannot be made at its full size.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, capacity: int = 1 << 16, rank: int = 0
+    ) -> None:
+        self.path = Path(path)
+        self.capacity = capacity
+        self.step = 0
+        """The step written into each record."""
+        self._map = _make_file(self.path, PAGE + NAMES_BYTES + capacity * SLOT.size)
+        clock = read_clocks()
+        HEADER.pack_into(
+            self._map, 0, MAGIC, capacity, NAMES_BYTES, rank, 0, os.getpid(), *_words(clock)
+        )
+        self._names: dict[str, int] = {}
+        self._names_end = PAGE
+        self._threads: dict[int, int] = {}
+        self._count = itertools.count()
+        self._newest = -1
+        self._lock = threading.Lock()
+
+    def name(self, text: str) -> int:
+        """Register a name and return its number; once the table is full, all new ones share 0."""
+        number = self._names.get(text)
+        return self._register(text) if number is None else number
+
+    def begin(self, name: int, kind: int) -> int:
+        """Begin a span now; the result is to be given to `end`."""
+        number = next(self._count)
+        self._newest = number
+        SLOT.pack_into(
+            self._map,
+            PAGE + NAMES_BYTES + number % self.capacity * 32,
+            time.monotonic_ns(),
+            0,
+            self.step,
+            name,
+            kind,
+            self._threads.get(threading.get_ident()) or self._thread(),
+            number + 1,
+        )
+        return number
+
+    def end(self, number: int) -> None:
+        """End a span now; one so old that its slot was taken since is left out."""
+        if self._newest - number < self.capacity:
+            END.pack_into(
+                self._map,
+                PAGE + NAMES_BYTES + END_OFFSET + number % self.capacity * 32,
+                time.monotonic_ns(),
+            )
+
+    def record(self, name: int, kind: int, start_ns: int, end_ns: int, *, thread: int = 0) -> None:
+        """Record a span that is over; instants of the monotonic clock, in ns."""
+        number = next(self._count)
+        self._newest = number
+        place = PAGE + NAMES_BYTES + number % self.capacity * 32
+        step = self.step
+        SLOT.pack_into(self._map, place, start_ns, end_ns, step, name, kind, thread, number + 1)
+
+    def close(self) -> None:
+        """Write the file out to disk and let go of it."""
+        self._map.flush()
+        self._map.close()
+
+    def _thread(self) -> int:
+        return self._threads.setdefault(threading.get_ident(), min(len(self._threads) + 1, 255))
+
+    def _register(self, text: str) -> int:
+        with self._lock:
+            if text in self._names:
+                return self._names[text]
+            encoded = text.encode()[:512]
+            end = self._names_end + 2 + len(encoded)
+            if end + 2 > PAGE + NAMES_BYTES or len(self._names) >= 0xFFFF:
+                return 0
+            # The length comes last: a name is seen whole or not at all.
+            self._map[self._names_end + 2 : end] = encoded
+            struct.pack_into("<H", self._map, self._names_end, len(encoded))
+            self._names_end = end
+            self._names[text] = len(self._names) + 1
+            return self._names[text]
+
+
+END: Final = struct.Struct("<Q")
+
+
+@frozen(kw_only=True, eq=False)
+class RingRecording:
+    """What a ring held, oldest first."""
+
+    rank: int
+    pid: int
+    clock: ClockPair
+    names: tuple[str, ...]
+    """By number; number 0 stands for names that found no room."""
+    spans: NDArray[np.void]
+    """(N,) of `SLOT_DTYPE`; `end_ns` 0 where the span had not ended; instants are monotonic."""
+    dropped: int
+    """Older spans that were written over."""
+
+    def name_of(self, number: int) -> str:
+        """The text of a name."""
+        return self.names[number] if number < len(self.names) else "?"
+
+
+def read_ring(path: Path | str) -> RingRecording:
+    """Read a ring's file, of a live process too.
+
+    Raises:
+        FormatError: the file is no ring, or is cut short.
+    """
+    data = Path(path).read_bytes()
+    if len(data) < PAGE or data[:8] != MAGIC:
+        raise FormatError(f"{path} is no ring file; its first bytes are {data[:8]!r}")
+    _, capacity, names_bytes, rank, _, pid, monotonic, wall, error = HEADER.unpack_from(data)
+    start = PAGE + names_bytes
+    if len(data) < start + capacity * SLOT.size:
+        raise FormatError(f"{path} is cut short: {len(data)} bytes of a ring of {capacity} spans")
+    slots = np.frombuffer(data, SLOT_DTYPE, capacity, start)
+    written = slots[slots["number"] > 0]
+    newest = int(written["number"].max()) if len(written) else 0
+    # The slot after the newest may be torn; it is the oldest once the ring has gone round.
+    whole = written[written["number"] + capacity > newest + (newest >= capacity)]
+    return RingRecording(
+        rank=rank,
+        pid=pid,
+        clock=ClockPair(monotonic, wall, error),
+        names=_names(data[PAGE:start]),
+        spans=whole[np.argsort(whole["number"])],
+        dropped=max(newest - capacity, 0) + (newest >= capacity),
+    )
+
+
+def _names(table: bytes) -> tuple[str, ...]:
+    found = ["(name table full)"]
+    position = 0
+    while position + 2 <= len(table) and (
+        size := int.from_bytes(table[position : position + 2], "little")
+    ):
+        found.append(table[position + 2 : position + 2 + size].decode(errors="replace"))
+        position += 2 + size
+    return tuple(found)
+
+
+def _make_file(path: Path, size: int) -> mmap.mmap:
+    """Map a new file whose space is reserved: a write to a hole on a full disk would be fatal."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        return mmap.mmap(descriptor, size)
+    except OSError as error:
+        raise CaptureError(f"{path} cannot take {size} bytes: {error}; free some space") from error
+    finally:
+        os.close(descriptor)
+
+
+def _words(clock: ClockPair) -> tuple[int, int, int]:
+    return clock.monotonic_ns, clock.wall_ns, clock.error_ns

@@ -1,0 +1,281 @@
+"""The event log: what it records, what survives, and how it is read back."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ms_profile.blocks import Block, Damage, pack_block, scan_blocks
+from ms_profile.errors import EventError, FormatError
+from ms_profile.event_reader import EventFilter, follow_events, read_events, read_segment
+from ms_profile.events import Event, EventLog, StepMetrics
+from ms_profile.tensorboard import export_tensorboard
+
+VALUES = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(max_size=20)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.text(max_size=8), st.dictionaries(st.text(max_size=8), VALUES))))
+def test_what_is_recorded_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, records: list[tuple[str, dict[str, int]]]
+) -> None:
+    """Kinds and fields of any content come back equal and in order."""
+    folder = tmp_path_factory.mktemp("log")
+    with EventLog(folder) as log:
+        for kind, fields in records:
+            log(kind, fields)
+    assert [(event.kind, event.fields) for event in read_events(folder)] == records
+
+
+def test_an_event_carries_rank_step_and_both_clocks(tmp_path: Path) -> None:
+    """The clocks are those of the moment of the call."""
+    before = time.monotonic_ns(), time.time_ns()
+    with EventLog(tmp_path, rank=3, world_size=4) as log:
+        log("step", {"step": 7, "loss": 2.5})
+    (event,) = read_events(tmp_path)
+    assert (event.rank, event.step) == (3, 7)
+    assert before[0] <= event.monotonic_ns <= time.monotonic_ns()
+    assert before[1] <= event.wall_ns <= time.time_ns()
+    segment = read_segment(tmp_path / "rank-00003.000000.events")
+    assert (segment.rank, segment.world_size, segment.pid) == (3, 4, os.getpid())
+
+
+def test_numpy_scalars_become_plain_numbers(tmp_path: Path) -> None:
+    """A loss is often a numpy or torch scalar."""
+    with EventLog(tmp_path) as log:
+        log("step", {"step": np.int64(1), "loss": np.float32(0.5)})  # type: ignore[dict-item]
+    (event,) = read_events(tmp_path)
+    assert event.fields == {"step": 1, "loss": 0.5}
+    assert event.step == 1
+
+
+@pytest.mark.parametrize("value", [None, [1], b"x", np.zeros(2)])
+def test_other_values_are_refused_by_name(tmp_path: Path, value: object) -> None:
+    """The message names the event, the field and the type."""
+    with EventLog(tmp_path) as log, pytest.raises(EventError, match="'step', field 'bad'"):
+        log("step", {"bad": value})  # type: ignore[dict-item]
+
+
+def test_step_metrics_are_typed() -> None:
+    """The kind `step` reads as a record; a field of a wrong type is named."""
+    event = Event(0, "step", 1, 0, 0, {"step": 1, "loss": 2.0, "mine": "x"})
+    assert StepMetrics.of(event) == StepMetrics(step=1, loss=2.0)
+    with pytest.raises(EventError, match="loss"):
+        StepMetrics.of(Event(0, "step", 1, 0, 0, {"step": 1, "loss": "high"}))
+
+
+WRITER = """
+import sys, time
+from ms_profile.events import EventLog
+log = EventLog(sys.argv[1], flush_interval_s=0.05)
+for number in range(10**9):
+    log("step", {"step": number, "loss": number / 7})
+    if number == 3000:
+        log.flush()
+        print("flushed", flush=True)
+"""
+
+
+@pytest.mark.parametrize("repeat", range(3))
+def test_what_was_flushed_survives_kill_9(tmp_path: Path, repeat: int) -> None:
+    """After SIGKILL at a random moment, a gapless prefix with all flushed events is read back."""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "flushed\n"
+    time.sleep(0.03 * repeat)
+    writer.kill()
+    assert writer.wait(10) == -signal.SIGKILL
+    writer.stdout.close()
+    steps = [event.step for event in read_events(tmp_path)]
+    assert steps == list(range(len(steps)))
+    assert len(steps) >= 3001
+
+
+def test_an_idle_process_has_its_events_flushed_within_the_interval(tmp_path: Path) -> None:
+    """A rank that hangs right after an event still reports it."""
+    with EventLog(tmp_path, flush_interval_s=0.05) as log:
+        log("hang", {"where": "all_reduce"})
+        deadline = time.monotonic() + 10
+        while not list(read_events(tmp_path)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert [event.kind for event in read_events(tmp_path)] == ["hang"]
+
+
+def test_files_are_rotated_and_the_oldest_removed(tmp_path: Path) -> None:
+    """Disk space is bounded, and the newest events are those kept."""
+    random = np.random.default_rng(0)
+    with EventLog(tmp_path, segment_bytes=200_000, segments=3) as log:
+        for number in range(4000):
+            log("note", {"step": number, "text": random.bytes(200).hex()})
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 3
+    assert files[0].name != "rank-00000.000000.events"
+    assert sum(path.stat().st_size for path in files) < 3 * 200_000 + 3 * 70_000
+    steps = [event.step for event in read_events(tmp_path)]
+    assert steps[-1] == 3999
+    assert steps == list(range(steps[0] or 0, 4000))
+
+
+def test_a_second_log_goes_on_after_the_first(tmp_path: Path) -> None:
+    """A restarted rank adds files and touches none."""
+    for number in range(3):
+        with EventLog(tmp_path) as log:
+            log("start", {"step": number})
+    assert [event.step for event in read_events(tmp_path)] == [0, 1, 2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.binary(max_size=300), min_size=1, max_size=8), st.data())
+def test_damage_costs_only_the_blocks_it_touches(
+    contents: list[bytes], data: st.DataObject
+) -> None:
+    """Blocks away from a damaged byte are all read; a changed one is never taken for whole."""
+    packed = [pack_block(content) for content in contents]
+    whole = bytearray(b"".join(packed))
+    position = data.draw(st.integers(0, len(whole) - 1))
+    whole[position] ^= data.draw(st.integers(1, 255))
+    found = [item.content for item in scan_blocks(bytes(whole)) if isinstance(item, Block)]
+    starts = np.cumsum([0, *map(len, packed)])
+    hit = int(np.searchsorted(starts, position, side="right")) - 1
+    assert found == contents[:hit] + contents[hit + 1 :]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.binary(min_size=1, max_size=100), min_size=1, max_size=4), st.data())
+def test_a_cut_file_is_torn_at_its_last_block(contents: list[bytes], data: st.DataObject) -> None:
+    """Any prefix of a file gives its whole blocks, then at most one torn stretch."""
+    whole = b"".join(map(pack_block, contents))
+    cut = data.draw(st.integers(0, len(whole)))
+    found = list(scan_blocks(whole[:cut]))
+    blocks = [item.content for item in found if isinstance(item, Block)]
+    assert blocks == contents[: len(blocks)]
+    rest = [item for item in found if isinstance(item, Damage)]
+    assert all(item.torn for item in rest)
+    assert len(rest) <= 1
+
+
+def test_damage_is_reported_by_file_and_byte(tmp_path: Path) -> None:
+    """The reader says which file, where, and how much is left out."""
+    with EventLog(tmp_path) as log:
+        log("a", {})
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-5])
+    problems: list[str] = []
+    assert list(read_events(tmp_path, on_problem=problems.append)) == []
+    assert len(problems) == 1
+    assert "ends inside a block at byte" in problems[0]
+
+
+def test_ranks_are_merged_by_wall_time_and_filtered(tmp_path: Path) -> None:
+    """Events of all ranks come in one order; kinds, ranks and steps choose."""
+    logs = [EventLog(tmp_path, rank=rank) for rank in range(3)]
+    for step in range(4):
+        for log in logs:
+            log("step" if step % 2 else "note", {"step": step})
+    for log in logs:
+        log.close()
+    merged = list(read_events(tmp_path))
+    assert len(merged) == 12
+    assert [event.step for event in merged] == sorted(event.step or 0 for event in merged)
+    some = read_events(tmp_path, EventFilter(kinds={"step"}, ranks={1, 2}, first_step=2))
+    assert [(event.rank, event.step) for event in some] == [(1, 3), (2, 3)]
+
+
+def test_a_growing_log_is_followed(tmp_path: Path) -> None:
+    """Events appear once each as they are flushed, over rotation; then following ends."""
+    seen: list[int | None] = []
+    with EventLog(tmp_path, segment_bytes=100) as log:
+        log("step", {"step": 0})
+        log.flush()
+        for event in follow_events(tmp_path, poll_s=0.01, until=lambda: len(seen) > 4):
+            seen.append(event.step)
+            if len(seen) < 6:
+                log("step", {"step": len(seen)})
+                log.flush()
+    assert len(list(tmp_path.iterdir())) > 3
+    assert seen == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_folder_without_events_is_named(tmp_path: Path) -> None:
+    """The error says what was looked for."""
+    with pytest.raises(FormatError, match="holds no event files"):
+        read_events(tmp_path)
+
+
+FULL = """
+import logging, resource, signal, sys
+from ms_profile.events import EventLog
+logging.basicConfig()
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+log = EventLog(sys.argv[1])
+import os
+for number in range(40):
+    log("note", {"step": number, "text": os.urandom(1000).hex()})
+    log.flush()
+log.close()
+print(log.lost)
+"""
+
+
+def test_a_full_disk_loses_events_and_says_so_but_stops_nothing(tmp_path: Path) -> None:
+    """Files that may not grow past 20 kB stand for a full disk: the file stays whole to its end."""
+    run = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("are being lost") == 1
+    problems: list[str] = []
+    kept = list(read_events(tmp_path, on_problem=problems.append))
+    assert problems == []
+    assert 0 < len(kept) == 40 - int(run.stdout)
+
+
+def test_a_forked_child_may_not_write_its_parents_log(tmp_path: Path) -> None:
+    """Two processes in one file would tear it; the child is told."""
+    log = EventLog(tmp_path)
+    child = os.fork()
+    if child == 0:
+        try:
+            log("x", {})
+        except EventError:
+            os._exit(17)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 17
+    log.close()
+
+
+def test_a_closed_log_refuses(tmp_path: Path) -> None:
+    """Closing twice is fine, writing afterwards is an error."""
+    log = EventLog(tmp_path)
+    log.close()
+    log.close()
+    with pytest.raises(EventError, match="closed"):
+        log("x", {})
+
+
+def test_tensorboard_reads_the_export(tmp_path: Path) -> None:
+    """TensorBoard's own loader finds every scalar with its step and value, a run a rank."""
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for rank in range(2):
+        with EventLog(tmp_path / "log", rank=rank) as log:
+            log("step", {"step": 5, "loss": 2.5 + rank, "note": "text is left out"})
+            log("step", {"step": 300, "loss": math.pi})
+            log("start", {"world": 2})
+    assert export_tensorboard(read_events(tmp_path / "log"), tmp_path / "tb") == 4
+    for rank in range(2):
+        run = loader.EventAccumulator(str(tmp_path / "tb" / f"rank-{rank:05d}"))
+        run.Reload()
+        found = [(scalar.step, scalar.value) for scalar in run.Scalars("step/loss")]
+        assert found == [(5, 2.5 + rank), (300, pytest.approx(math.pi, rel=1e-7))]
