@@ -1,0 +1,144 @@
+"""A whole run's traces put together: ranks on one clock, breakdowns, the ledger."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from attrs import evolve, field, frozen
+
+from ms_profile.activity import Activity, Breakdown, break_down, find_activity
+from ms_profile.alignment import ClockFit
+from ms_profile.collectives import (
+    Collective,
+    Meeting,
+    align_traces,
+    correct_intervals,
+    find_collectives,
+    match_collectives,
+    shift_meeting,
+)
+from ms_profile.errors import ProfileError, TraceError
+from ms_profile.format import read_ranks
+from ms_profile.intervals import Intervals
+from ms_profile.ledger import Ledger, keep_ledger
+from ms_profile.trace import Trace, read_trace
+
+__all__ = ["Analysis", "RankAnalysis", "analyse", "analyse_traces", "find_traces"]
+
+SUFFIXES = (".json", ".json.gz", ".pt.trace.json", ".pt.trace.json.gz")
+
+
+@frozen(kw_only=True, eq=False)
+class RankAnalysis:
+    """What one rank's trace shows; instants on the rank's own clock."""
+
+    rank: int
+    trace: Trace
+    activity: Activity
+    breakdowns: tuple[Breakdown, ...]
+    collectives: tuple[Collective, ...]
+    clock: ClockFit | None
+    """None where the rank's clock could not be put on the reference's."""
+
+
+@frozen(kw_only=True, eq=False)
+class Analysis:
+    """What the traces of a run show together."""
+
+    ranks: dict[int, RankAnalysis]
+    meetings: tuple[Meeting, ...]
+    """On the clock of the lowest rank."""
+    ledger: Ledger
+    warnings: tuple[str, ...] = field(default=())
+
+
+def analyse(path: str | os.PathLike[str]) -> Analysis:
+    """Read and analyse a trace, a folder of traces, or the output folder of `ms-profile run`.
+
+    Of a rank with several windows the last one is taken: the first may still warm up.
+
+    Raises:
+        TraceError: nothing there can be read as a trace.
+    """
+    files = find_traces(Path(path))
+    traces: dict[int, Trace] = {}
+    warnings: list[str] = []
+    for file in files:
+        try:
+            trace = read_trace(file)
+        except TraceError as error:
+            if len(files) == 1:
+                raise
+            warnings.append(str(error))
+            continue
+        warnings += trace.warnings
+        rank = trace.rank if trace.rank is not None else len(traces)
+        traces[rank] = evolve(trace, rank=rank)
+    if not traces:
+        raise TraceError(f"{path} holds no readable trace: {'; '.join(warnings) or 'it is empty'}")
+    return analyse_traces(traces, warnings=warnings)
+
+
+def find_traces(path: Path) -> list[Path]:
+    """Return the traces to read, by name: of a run's folder the ones that its ranks name.
+
+    Raises:
+        TraceError: there are none.
+    """
+    if path.is_file():
+        return [path]
+    try:
+        named = [path / rank.traces[-1].path for rank in read_ranks(path) if rank.traces]
+    except ProfileError:
+        named = []
+    found = [file for file in named if file.is_file()]
+    if not found:
+        found = sorted(file for file in path.glob("*") if file.name.endswith(SUFFIXES))
+    if not found and (path / "traces").is_dir():
+        return find_traces(path / "traces")
+    if not found:
+        found = sorted(path.glob("**/ASCEND_PROFILER_OUTPUT/trace_view.json"))
+    if not found:
+        raise TraceError(f"{path} has no traces; give a trace, or a folder of .json or .json.gz")
+    return found
+
+
+def analyse_traces(
+    traces: Mapping[int, Trace],
+    *,
+    garbage: Mapping[int, Intervals] | None = None,
+    warnings: Sequence[str] = (),
+) -> Analysis:
+    """Analyse traces by rank; `garbage` is known from elsewhere, on each rank's own clock."""
+    fits = align_traces(traces) if len(traces) > 1 else {}
+    said = list(warnings)
+    ranks = {}
+    for rank, trace in sorted(traces.items()):
+        extra = (garbage or {}).get(rank)
+        activity = find_activity(trace) if extra is None else find_activity(trace, extra)
+        ranks[rank] = RankAnalysis(
+            rank=rank, trace=trace, activity=activity, breakdowns=break_down(activity),
+            collectives=find_collectives(trace), clock=fits.get(rank),
+        )  # fmt: skip
+    lost = sorted(ranks.keys() - fits.keys())
+    if lost and len(ranks) > 1:
+        said.append(
+            f"ranks {', '.join(map(str, lost))} share no collectives with rank {min(ranks)}: "
+            "their clocks cannot be compared, nor their waits be told from transfers"
+        )
+    matched = match_collectives(
+        {rank: one.collectives for rank, one in ranks.items()},
+        {rank: one.activity.steps for rank, one in ranks.items()},
+    )
+    meetings = tuple(shift_meeting(one, fits) for one in matched) if fits else ()
+    phases = {
+        rank: {
+            name: correct_intervals(own, fits[rank])
+            for name, own in one.activity.partition().items()
+        }
+        for rank, one in ranks.items()
+        if rank in fits
+    }
+    return Analysis(
+        ranks=ranks, meetings=meetings, ledger=keep_ledger(meetings, phases), warnings=tuple(said)
+    )

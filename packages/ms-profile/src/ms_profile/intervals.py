@@ -1,0 +1,75 @@
+"""Sets of instants as sorted, disjoint intervals: (N, 2) int64 ns, start before end."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Intervals", "clip", "intersect", "length_ns", "subtract", "union", "within"]
+
+Intervals = NDArray[np.int64]
+
+
+def union(start_ns: NDArray[Any], end_ns: NDArray[Any]) -> Intervals:
+    """Merge spans, (N,) and (N,), into disjoint intervals; empty ones vanish."""
+    real = end_ns > start_ns
+    start, end = start_ns[real], end_ns[real]
+    if not len(start):
+        return np.zeros((0, 2), np.int64)
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order])
+    fresh = np.concatenate(([True], start[1:] > end[:-1]))
+    last = np.concatenate((np.flatnonzero(fresh)[1:] - 1, [len(start) - 1]))
+    return np.stack([start[fresh], end[last]], axis=1).astype(np.int64)
+
+
+def length_ns(intervals: Intervals) -> int:
+    """Total length."""
+    return int((intervals[:, 1] - intervals[:, 0]).sum())
+
+
+def intersect(left: Intervals, right: Intervals) -> Intervals:
+    """Return what lies in both."""
+    if not len(left) or not len(right):
+        return np.zeros((0, 2), np.int64)
+    first = np.searchsorted(right[:, 1], left[:, 0], side="right")
+    last = np.searchsorted(right[:, 0], left[:, 1], side="left")
+    count = np.maximum(last - first, 0)
+    rows = np.repeat(np.arange(len(left)), count)
+    offsets = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    others = np.repeat(first, count) + offsets
+    start = np.maximum(left[rows, 0], right[others, 0])
+    end = np.minimum(left[rows, 1], right[others, 1])
+    return np.stack([start, end], axis=1)[end > start]
+
+
+def subtract(left: Intervals, right: Intervals) -> Intervals:
+    """Return what lies in `left` and not in `right`."""
+    if not len(left) or not len(right):
+        return left
+    low = int(min(left[0, 0], right[0, 0]))
+    high = int(max(left[-1, 1], right[-1, 1]))
+    edges = np.concatenate(([low], right.reshape(-1), [high]))
+    gaps = edges.reshape(-1, 2)
+    return intersect(left, gaps[gaps[:, 1] > gaps[:, 0]])
+
+
+def clip(intervals: Intervals, start_ns: int, end_ns: int) -> Intervals:
+    """Return what lies between two instants."""
+    return intersect(intervals, np.array([[start_ns, end_ns]], np.int64))
+
+
+def within(intervals: Intervals, start_ns: NDArray[Any], end_ns: NDArray[Any]) -> NDArray[np.int64]:
+    """How much of each span, (N,) and (N,), the intervals cover, (N,) int64 ns."""
+    if not len(intervals):
+        return np.zeros(len(start_ns), np.int64)
+    covered = np.concatenate(([0], np.cumsum(intervals[:, 1] - intervals[:, 0])))
+
+    def before(instant: NDArray[Any]) -> NDArray[np.int64]:
+        row = np.searchsorted(intervals[:, 0], instant, side="right")
+        inside = np.minimum(instant, intervals[np.maximum(row - 1, 0), 1])
+        partial = np.where(row > 0, inside - intervals[np.maximum(row - 1, 0), 0], 0)
+        result: NDArray[np.int64] = covered[np.maximum(row - 1, 0)] + partial
+        return result
+
+    return before(end_ns) - before(start_ns)

@@ -1,0 +1,6 @@
+"""Read what profilers wrote into columns: Kineto's and the Ascend profiler's JSON, plain or gzip."""
+
+from ms_profile.trace.columns import Category, Memory, Thread, Trace
+from ms_profile.trace.reader import read_trace
+
+__all__ = ["Category", "Memory", "Thread", "Trace", "read_trace"]

@@ -1,0 +1,203 @@
+"""A trace's text as lists of records, a few megabytes at a time.
+
+A chunk ends where the text up to there is a whole JSON list, which decoding it proves: a boundary
+inside a nested object leaves the list open. Kineto's own layout puts `  },` and `  {` on lines of
+their own between events, and no text inside JSON holds a raw line break, so there the first guess
+is right; for any other layout the boundaries `}, {` are tried from the end backwards.
+"""
+
+import gzip
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from ms_profile.errors import TraceError
+from ms_profile.trace.records import Record
+
+__all__ = ["TraceText"]
+
+CHUNK_BYTES = 8 << 20
+HEADER_BYTES = 64 << 20
+EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
+KINETO_BOUNDARY = b"\n  },\n  {"
+ANY_BOUNDARY = re.compile(rb"\}\s*,\s*\{")
+TRIES = 32
+
+decode_records = msgspec.json.Decoder(list[Record]).decode
+decode_record = msgspec.json.Decoder(Record).decode
+
+
+class TraceText:
+    """The records of one file, and what could not be read of it in `warnings`.
+
+    Args:
+        path: JSON as an object with `traceEvents` or as a bare list of events; gzip or plain.
+
+    Raises:
+        TraceError: the file is empty or no trace.
+    """
+
+    def __init__(self, path: Path, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.path = path
+        self.header: dict[str, Any] = {}
+        """What stands beside `traceEvents`; complete once `records` is exhausted."""
+        self.warnings: list[str] = []
+        self._skipped = 0
+        self._chunk_bytes = chunk_bytes
+
+    def records(self) -> Iterator[list[Record]]:
+        """Yield the records in order of the file."""
+        try:
+            with self._open() as file:
+                yield from self._chunks(lambda: self._read(file))
+        except OSError as error:
+            if isinstance(error, gzip.BadGzipFile):
+                raise TraceError(f"{self.path} is no gzip file: {error}") from error
+            raise TraceError(f"{self.path} cannot be read: {error}") from error
+        if self._skipped:
+            self.warnings.append(
+                f"{self.path.name}: {self._skipped} damaged events were left out; times that they "
+                "would have explained count as idle"
+            )
+
+    def _open(self) -> BinaryIO:
+        file = self.path.open("rb")
+        start = file.read(2)
+        file.seek(0)
+        if start == b"\x1f\x8b":
+            return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
+        return file
+
+    def _read(self, file: BinaryIO) -> bytes:
+        try:
+            return file.read(self._chunk_bytes)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            if file.tell() == 0:
+                raise TraceError(f"{self.path} is damaged from its start: {error}") from error
+            self.warnings.append(f"{self.path.name}: compressed data breaks off: {error}")
+            return b""
+
+    def _chunks(self, read: Callable[[], bytes]) -> Iterator[list[Record]]:
+        rest = self._begin(read)
+        while block := read():
+            text = rest + block
+            records, used = self._decode_part(text)
+            rest = text[used:]
+            if records:
+                yield records
+        yield self._decode_tail(rest)
+
+    def _begin(self, read: Callable[[], bytes]) -> bytes:
+        """Read up to the first event; return the text read beyond it."""
+        text = read()
+        if not text.strip():
+            raise TraceError(f"{self.path} is empty; the profiler was stopped before it wrote")
+        if text.lstrip().startswith(b"["):
+            return text.lstrip()[1:]
+        while True:
+            found = EVENTS.search(text)
+            if found:
+                break
+            block = read() if len(text) < HEADER_BYTES else b""
+            if not block:
+                raise TraceError(
+                    f"{self.path} has no traceEvents: it is no trace of a profiler; it begins "
+                    f"{text[:40]!r}"
+                )
+            text += block
+        self._take_header(text[: found.start()] + b'"_":0}')
+        return text[found.end() :]
+
+    def _take_header(self, text: bytes) -> None:
+        try:
+            facts = msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return
+        if isinstance(facts, dict):
+            self.header.update(facts)
+
+    def _decode_part(self, text: bytes) -> tuple[list[Record], int]:
+        """Decode as many whole events as the text has; also how many bytes they take."""
+        cut = text.rfind(KINETO_BOUNDARY)
+        if cut >= 0:
+            end = cut + len(b"\n  }")
+            return self._decode_list(text[:end]), end + 1
+        matches = [found.start() + 1 for found in ANY_BOUNDARY.finditer(text)]
+        for end in matches[: -TRIES - 1 : -1]:
+            try:
+                records = decode_records(b"".join((b"[", text[:end], b"]")))
+            except msgspec.ValidationError:
+                if self._is_list(text[:end]):
+                    return self._decode_list(text[:end]), text.index(b",", end) + 1
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            else:
+                return records, text.index(b",", end) + 1
+        if len(text) < 16 * self._chunk_bytes and not matches:
+            return [], 0
+        if not matches:
+            raise TraceError(f"{self.path} has an event of over {len(text)} bytes; it is no trace")
+        end = matches[-1]
+        return self._decode_each(text[:end]), text.index(b",", end) + 1
+
+    def _decode_list(self, text: bytes) -> list[Record]:
+        try:
+            return decode_records(b"".join((b"[", text, b"]")))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return self._decode_each(text)
+
+    def _is_list(self, text: bytes) -> bool:
+        try:
+            msgspec.json.decode(b"".join((b"[", text, b"]")), type=list[msgspec.Raw])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return False
+        return True
+
+    def _decode_each(self, text: bytes) -> list[Record]:
+        """Decode event by event and leave out those that are damaged."""
+        records: list[Record] = []
+        for piece in self._pieces(text):
+            try:
+                records.append(decode_record(piece))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                self._skipped += 1
+        return records
+
+    def _pieces(self, text: bytes) -> list[bytes | msgspec.Raw]:
+        try:
+            return list(msgspec.json.decode(b"[" + text + b"]", type=list[msgspec.Raw]))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            pass
+        boundary = re.compile(rb"\n  \},\n  \{") if KINETO_BOUNDARY in text else ANY_BOUNDARY
+        ends = [found.start() for found in boundary.finditer(text)]
+        starts = [0, *(text.index(b",", end) + 1 for end in ends)]
+        stops = [*(text.index(b"}", end) + 1 for end in ends), len(text)]
+        return [text[start:stop] for start, stop in zip(starts, stops, strict=True)]
+
+    def _decode_tail(self, text: bytes) -> list[Record]:
+        """Decode what follows the last boundary: an event, `]` and what stands beside the list."""
+        end = len(text)
+        for _ in range(TRIES):
+            end = text.rfind(b"]", 0, end)
+            if end < 0:
+                break
+            if self._is_list(text[:end]):
+                self._take_header(b"{" + text[end + 1 :].strip().lstrip(b",") or b"}")
+                return self._decode_list(text[:end])
+        self.warnings.append(f"{self.path.name}: the trace breaks off; what came before is used")
+        return self._decode_broken(text)
+
+    def _decode_broken(self, text: bytes) -> list[Record]:
+        """Decode the whole events at the start of a text that breaks off inside one."""
+        records, used = self._decode_part(text) if b"}" in text else ([], 0)
+        closing = text.rfind(b"}", used)
+        last = text[used : closing + 1]
+        try:
+            records.append(decode_record(last))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            pass
+        return records
