@@ -160,7 +160,7 @@ def _inside(module: nn.Module, path: str, depth: int) -> Iterator[tuple[str, nn.
         inner = f"{path}.{name}" if path else name
         if isinstance(child, CONTAINERS):  # these are never called
             yield from _inside(child, inner, depth)
-        elif depth < DEPTH:
+        elif depth < DEPTH and not _compiled(child):
             yield inner, child
             yield from _inside(child, inner, depth + 1)
 
