@@ -1,7 +1,7 @@
 """`Recorder`: always on, and cheap enough for it: a process's spans in a ring that outlives it.
 
 Steps, modules, optimizers and garbage collection are recorded as they happen; collectives and
-DataLoader's waits, which only Kineto sees, are collected about once a second. See `ring` for what
+DataLoader's waits, which only Kineto sees, are collected every other second. See `ring` for what
 a kill leaves, `capture.watch` for how steps are told, `capture.scopes` for the collectives.
 """
 
