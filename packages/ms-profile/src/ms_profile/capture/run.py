@@ -45,8 +45,6 @@ def run_here(plan: Plan, *, overwrite: bool = False) -> Outcome:
     place = Place.here()
     if overwrite:
         clear_run(plan.output_dir, place)
-    # Kineto prints a line for each window otherwise; it reads this when torch is imported.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     session = Session(plan, place)
     on_termination(lambda: session.finish(128 + signal.SIGTERM, "terminated by SIGTERM"))
     try:
