@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ms_profile.errors import CaptureError, FormatError
+from ms_profile.errors import FormatError, RecordError
 from ms_profile.ring import Kind, Ring, read_ring
 
 
@@ -147,4 +147,4 @@ def test_a_ring_that_finds_no_room_says_so(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path / "r")], capture_output=True, text=True
     )
     assert run.returncode == 1
-    assert f"{CaptureError.__name__}: {tmp_path / 'r'} cannot take" in run.stderr
+    assert f"{RecordError.__name__}: {tmp_path / 'r'} cannot take" in run.stderr

@@ -24,12 +24,16 @@ class MetricError(ProfileError, ValueError):
     """A metric of an unknown name."""
 
 
-class CaptureError(ProfileError, RuntimeError):
-    """A run could not be captured: no such script, no torch, an output folder in use."""
+class CaptureError(ProfileError, ValueError):
+    """A run that cannot be captured as asked: no such script, no torch, an output folder in use."""
 
 
-class LinkError(ProfileError, RuntimeError):
-    """The links between ranks could not be measured."""
+class RecordError(ProfileError, RuntimeError):
+    """What is to be recorded finds no room: a full disk, a folder that cannot be written."""
+
+
+class LinkError(ProfileError, ValueError):
+    """Links that cannot be measured or fitted from what was given."""
 
 
 class TraceError(ProfileError, ValueError):

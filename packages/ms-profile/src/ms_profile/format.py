@@ -108,6 +108,8 @@ class RankManifest(Struct, frozen=True, kw_only=True, tag="ms-profile.rank.1", t
     end: ClockPair | None = None
     steps: int = 0
     traces: tuple[TraceFile, ...] = ()
+    complete: bool = True
+    """False when something that was to be recorded was lost; `warnings` says what."""
     warnings: tuple[str, ...] = ()
     """What could not be recorded, one sentence each."""
 

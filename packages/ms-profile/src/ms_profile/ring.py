@@ -21,7 +21,7 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from ms_profile.clock import ClockPair, read_clocks
-from ms_profile.errors import CaptureError, FormatError
+from ms_profile.errors import FormatError, RecordError
 
 __all__ = ["Kind", "Ring", "RingRecording", "read_ring"]
 
@@ -79,7 +79,7 @@ class Ring:
         rank: whose spans these are.
 
     Raises:
-        CaptureError: the file cannot be made at its full size.
+        RecordError: the file cannot be made at its full size.
     """
 
     def __init__(
@@ -132,13 +132,15 @@ class Ring:
                 time.monotonic_ns(),
             )
 
-    def record(self, name: int, kind: int, start_ns: int, end_ns: int, *, thread: int = 0) -> None:
-        """Record a span that is over; instants of the monotonic clock, in ns."""
+    def record(
+        self, name: int, kind: int, start_ns: int, end_ns: int, *, step: int | None = None
+    ) -> None:
+        """Record a span that is over, of `step` or the current one; monotonic instants in ns."""
         number = next(self._count)
         self._newest = number
         place = PAGE + NAMES_BYTES + number % self.capacity * 32
-        step = self.step
-        SLOT.pack_into(self._map, place, start_ns, end_ns, step, name, kind, thread, number + 1)
+        step = self.step if step is None else step
+        SLOT.pack_into(self._map, place, start_ns, end_ns, step, name, kind, 0, number + 1)
 
     def close(self) -> None:
         """Write the file out to disk and let go of it."""
@@ -233,7 +235,7 @@ def _make_file(path: Path, size: int) -> mmap.mmap:
         os.posix_fallocate(descriptor, 0, size)
         return mmap.mmap(descriptor, size)
     except OSError as error:
-        raise CaptureError(f"{path} cannot take {size} bytes: {error}; free some space") from error
+        raise RecordError(f"{path} cannot take {size} bytes: {error}; free some space") from error
     finally:
         os.close(descriptor)
 

@@ -1,0 +1,90 @@
+"""What to capture and where: the plan of a run, this process's place in it, and its folder."""
+
+import importlib.util
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from attrs import field, frozen
+
+from ms_profile import __version__
+from ms_profile.capture.phases import check_window
+from ms_profile.errors import CaptureError
+from ms_profile.format import Window
+
+__all__ = ["Place", "Plan", "clear_run", "versions"]
+
+PLACES = (
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+)
+
+
+@frozen(kw_only=True)
+class Place:
+    """Where this process stands among the run's."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    @classmethod
+    def here(cls) -> "Place":
+        """As the launcher's environment says: torchrun's, Open MPI's or Slurm's; else alone."""
+        for rank, local, size in PLACES:
+            if rank in os.environ and size in os.environ:
+                return cls(
+                    rank=int(os.environ[rank]),
+                    local_rank=int(os.environ.get(local, "0")),
+                    world_size=int(os.environ[size]),
+                )
+        return cls()
+
+
+def _absolute(folder: Path) -> Path:
+    """The same folder after the script has changed the working directory."""
+    return folder.resolve()
+
+
+@frozen(kw_only=True)
+class Plan:
+    """What to capture, and where to put it."""
+
+    script: Path
+    """The training script."""
+    arguments: tuple[str, ...] = ()
+    """Its arguments."""
+    output_dir: Path = field(converter=_absolute)
+    """A folder that holds no run yet."""
+    metrics: tuple[str, ...]
+    """Names of `METRICS`."""
+    window: Window = field(factory=Window, validator=lambda _, __, value: check_window(value))
+    """Which steps are traced."""
+
+
+def versions() -> dict[str, str]:
+    """The versions that a run's manifest keeps."""
+    found = {"python": sys.version.split()[0], "ms-profile": __version__}
+    if importlib.util.find_spec("torch") is not None:
+        found["torch"] = version("torch")
+    return found
+
+
+def clear_run(folder: Path, place: Place) -> None:
+    """Remove what an earlier run left: this rank's files, and for rank 0 those of no rank now.
+
+    Raises:
+        CaptureError: the folder holds files but no run; it is not ours to clear.
+    """
+    if not folder.exists():
+        return
+    if any(folder.iterdir()) and not (folder / "manifest.json").exists() and place.rank == 0:
+        raise CaptureError(f"{folder} holds no run; it is not cleared, choose another --output-dir")
+    for path in folder.glob("*/rank-*"):
+        rank = int(path.name[5:10]) if path.name[5:10].isdigit() else -1
+        if rank == place.rank or (place.rank == 0 and rank >= place.world_size):
+            path.unlink(missing_ok=True)
+    if place.rank == 0:
+        (folder / "manifest.json").unlink(missing_ok=True)

@@ -1,0 +1,153 @@
+"""Kineto over windows of steps: torch's own profiler, started and stopped from outside the script.
+
+Only the steps of a window are slowed, and a window's records are saved before the next step begins.
+Needs torch; imported once the script has imported it.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import profiler as autograd_profiler
+from torch.profiler import ProfilerAction, profile
+
+from ms_profile.capture.metrics import Recording
+from ms_profile.capture.phases import Phase, phase_of
+from ms_profile.format import TraceFile, Window, trace_path
+
+__all__ = ["Tracer"]
+
+logger = logging.getLogger(__name__)
+ACTIONS = {
+    Phase.REST: ProfilerAction.NONE,
+    Phase.WARM: ProfilerAction.WARMUP,
+    Phase.RECORD: ProfilerAction.RECORD,
+    Phase.LAST: ProfilerAction.RECORD_AND_SAVE,
+}
+
+
+class Tracer:
+    """Trace the steps that a window names.
+
+    Args:
+        folder: the run's output folder.
+        rank: of this process.
+        window: which steps.
+        recording: what beside times.
+        on_saved: told of each file.
+        on_problem: told what could not be recorded, one sentence each.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        window: Window,
+        recording: Recording,
+        *,
+        on_saved: Callable[[TraceFile], None],
+        on_problem: Callable[[str], None],
+    ) -> None:
+        self._folder, self._rank, self._window = folder, rank, window
+        self._recording, self._on_saved, self._on_problem = recording, on_saved, on_problem
+        self._profile: Any = None
+        self._first = 0
+        self._steps = 0
+        self._number = len(list((folder / "traces").glob(f"rank-{rank:05d}.*")))
+
+    def busy(self, step: int) -> bool:
+        """Whether the tracer needs Kineto for itself from this step on."""
+        return self._profile is not None or phase_of(self._window, step) is not Phase.REST
+
+    @property
+    def tracing(self) -> bool:
+        """Whether the tracer is on, and so slows the current step."""
+        return self._profile is not None
+
+    def begin_step(self, step: int) -> None:
+        """Do what is due at the boundary before `step`."""
+        phase = phase_of(self._window, step)
+        if self._profile is None:
+            if phase in (Phase.WARM, Phase.RECORD, Phase.LAST):
+                self._start(step)
+            return
+        self._steps += phase_of(self._window, step - 1) is not Phase.WARM
+        self._profile.step()
+        if phase is Phase.REST or (phase is Phase.WARM and self._steps):
+            self._end()
+            if phase is Phase.WARM:
+                self._start(step)
+
+    def finish(self) -> None:
+        """Save the window that the script's end cut short, if it recorded anything."""
+        if self._profile is not None:
+            self._steps += 1
+            self._end()
+
+    def _start(self, step: int) -> None:
+        if getattr(autograd_profiler, "_is_profiler_enabled", False):
+            self._on_problem(f"step {step}: the script's own profiler was on; nothing was traced")
+            return
+        traced: Any = profile(
+            schedule=lambda number: ACTIONS[phase_of(self._window, number)],
+            on_trace_ready=self._save,
+            record_shapes=self._recording.shapes,
+            profile_memory=self._recording.memory,
+        )
+        # Its step numbers, and so the marks `ProfilerStep#n` in the trace, are to be the run's.
+        traced.step_num = step
+        traced.current_action = traced.schedule(step)
+        warming = traced.current_action == ProfilerAction.WARMUP
+        self._first = step + (self._window.warmup if warming else 0)
+        self._steps = 0
+        self._profile = traced
+        traced.start()
+        traced.add_metadata("rank", str(self._rank))
+
+    def _end(self) -> None:
+        ending, self._profile = self._profile, None
+        ending.stop()
+
+    def _save(self, traced: "profile") -> None:
+        """Write the window's trace aside and give it its name once it is whole."""
+        path = trace_path(self._folder, self._rank, self._number)
+        aside = path.with_name(f"{path.name}.partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            traced.export_chrome_trace(str(aside))
+            size = aside.stat().st_size
+            complete = _ends_whole(aside)
+            aside.replace(path)
+        except (OSError, RuntimeError) as error:
+            self._on_problem(f"the trace from step {self._first} could not be written: {error}")
+            return
+        if not complete:
+            self._on_problem(
+                f"{path.name} is cut short after {size} bytes; is the disk full? "
+                "What it holds can still be read"
+            )
+        self._number += 1
+        self._on_saved(
+            TraceFile(
+                path=path.relative_to(self._folder).as_posix(),
+                first_step=self._first,
+                steps=self._steps,
+                size_bytes=size,
+                complete=complete,
+            )
+        )
+
+
+def _ends_whole(path: Path) -> bool:
+    """Whether a JSON object's last byte is there."""
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - 16, 0))
+        return file.read().rstrip().endswith(b"}")
+
+
+def accelerator() -> str:
+    """The kind of accelerator that torch sees, `cpu` where none."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if found is None else found.type

@@ -1,0 +1,85 @@
+"""`ms-profile link`: latency and bandwidth between every pair of ranks."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from ms_profile.errors import LinkError
+from ms_profile.format import encode, write_whole
+from ms_profile.link import LinkMatrix, measure_links
+
+__all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
+
+HELP: Final = "measure latency and bandwidth between every pair of ranks by ping-pong"
+EXAMPLE: Final = (
+    "ms-profile link --nproc-per-node 4; or on several hosts: "
+    "torchrun --nnodes 2 --nproc-per-node 8 ... -m ms_profile link --backend nccl --out links.json"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="start N local processes")
+    parser.add_argument("--backend", default="gloo", help="gloo, nccl, hccl; default: gloo")
+    parser.add_argument("--repeats", type=int, default=10, help="round trips a size; 10")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the matrix as JSON")
+    parser.add_argument("--json", action="store_true", help="print the matrix as JSON")
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Measure under torchrun, starting it first if asked to."""
+    if options.nproc_per_node is not None:
+        return _start(options)
+    if "RANK" not in os.environ:
+        raise LinkError("links need ranks; give --nproc-per-node N, or run under torchrun")
+    import torch
+    import torch.distributed as dist
+
+    if options.backend != "gloo":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(options.backend)
+    try:
+        matrix = measure_links(repeats=options.repeats)
+        if dist.get_rank() == 0:
+            _report(matrix, options)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _start(options: argparse.Namespace) -> int:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    own = ["-m", "ms_profile", "link", "--backend", options.backend]
+    own += ["--repeats", str(options.repeats)]
+    own += ["--out", str(options.out)] if options.out else []
+    own += ["--json"] if options.json else []
+    return subprocess.call([sys.executable, *launcher, str(options.nproc_per_node), *own])
+
+
+def _report(matrix: LinkMatrix, options: argparse.Namespace) -> None:
+    if options.out is not None:
+        write_whole(options.out, encode(matrix))
+    if options.json:
+        print(msgspec.json.encode(matrix).decode(), flush=True)
+        return
+    table = Table(title=f"links over {matrix.backend}, {matrix.world_size} ranks")
+    for column in ("ranks", "hosts", "latency µs", "bandwidth MB/s", "misfit"):
+        table.add_column(column, justify="left" if column == "hosts" else "right")
+    for pair in matrix.pairs:
+        speed = pair.fit.bandwidth_bytes_per_s
+        table.add_row(
+            f"{pair.first} - {pair.second}",
+            f"{matrix.hosts[pair.first]} - {matrix.hosts[pair.second]}",
+            f"{pair.fit.latency_s * 1e6:.1f}",
+            "not measurable" if speed is None else f"{speed / 1e6:.0f}",
+            f"{pair.fit.residual:.0%}",
+        )
+    Console().print(table)

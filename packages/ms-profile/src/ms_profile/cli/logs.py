@@ -1,0 +1,93 @@
+"""`ms-profile logs`: the events of all ranks in one order, filtered or followed."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from ms_profile.errors import EventError
+from ms_profile.event_reader import EventFilter, follow_events, read_events
+from ms_profile.events import Event
+from ms_profile.tensorboard import export_tensorboard
+
+__all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
+
+HELP: Final = "merge the ranks' event logs by time; filter, follow, export"
+EXAMPLE: Final = "ms-profile logs ./profile_results --kind step --rank 0,1 --follow"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a run's folder, or a log's")
+    parser.add_argument("--kind", metavar="NAMES", help="comma-separated kinds to keep")
+    parser.add_argument("--rank", metavar="NUMBERS", help="comma-separated ranks to keep")
+    parser.add_argument("--first-step", type=int, metavar="N", help="drop what is before")
+    parser.add_argument("--last-step", type=int, metavar="N", help="drop what is after")
+    parser.add_argument("--since", type=float, metavar="SECONDS", help="keep the last SECONDS")
+    parser.add_argument("--follow", action="store_true", help="go on as the logs grow")
+    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write TensorBoard's files")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Print or export the events; 1 if a damaged part was left out."""
+    since = options.since
+    wanted = EventFilter(
+        kinds=options.kind.split(",") if options.kind else None,
+        ranks=_ranks(options.rank) if options.rank else None,
+        first_step=options.first_step,
+        last_step=options.last_step,
+        since_ns=None if since is None else time.time_ns() - int(since * 1e9),
+    )
+    problems: list[str] = []
+    events = _events(options, wanted, problems)
+    if options.tensorboard is not None:
+        written = export_tensorboard(events, options.tensorboard)
+        print(f"{written} scalars written to {options.tensorboard}")
+    else:
+        for event in events:
+            print(_as_json(event) if options.json else _as_text(event), flush=options.follow)
+    for problem in problems:
+        print(f"ms-profile: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _ranks(text: str) -> list[int]:
+    try:
+        return [int(rank) for rank in text.split(",")]
+    except ValueError:
+        raise EventError(f"--rank is {text!r}; give numbers, as in --rank 0,3") from None
+
+
+def _events(
+    options: argparse.Namespace, wanted: EventFilter, problems: list[str]
+) -> Iterator[Event]:
+    if options.follow and options.tensorboard is None:
+        return follow_events(options.folder, wanted)
+    return read_events(options.folder, wanted, on_problem=problems.append)
+
+
+def _as_json(event: Event) -> str:
+    return json.dumps(
+        {
+            "wall_ns": event.wall_ns,
+            "monotonic_ns": event.monotonic_ns,
+            "rank": event.rank,
+            "kind": event.kind,
+            "fields": event.fields,
+        }
+    )
+
+
+def _as_text(event: Event) -> str:
+    moment = datetime.fromtimestamp(event.wall_ns / 1e9, tz=UTC)
+    fields = " ".join(f"{name}={_short(value)}" for name, value in event.fields.items())
+    return f"{moment:%Y-%m-%dT%H:%M:%S.%fZ} {event.rank:>3} {event.kind:<10} {fields}"
+
+
+def _short(value: float | str) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

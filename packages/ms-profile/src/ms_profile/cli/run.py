@@ -1,0 +1,117 @@
+"""`ms-profile run`: run a training script unchanged and record it."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ms_profile.capture import METRICS, Place, Plan, launch, parse_metrics, run_here
+from ms_profile.capture.run import LAUNCHED, Outcome
+from ms_profile.format import Window
+
+__all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
+
+HELP: Final = "run a training script unchanged, alone or under torchrun, and record it"
+EXAMPLE: Final = (
+    "ms-profile run --nproc-per-node 2 --train-script train.py --output-dir ./profile_results "
+    "--metrics communication_time,compute_time -- --epochs 1; or under your own torchrun: "
+    "torchrun --nproc-per-node 2 -m ms_profile run --train-script train.py --output-dir DIR"
+)
+STEPS: Final = {
+    "skip": "steps left alone at the start",
+    "warmup": "steps before each window on which the tracer warms up",
+    "active": "steps recorded in a window",
+    "windows": "how many windows; 0 means without end",
+    "every": "steps from the start of one window to the next",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("--train-script", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--metrics",
+        default="communication_time,compute_time",
+        metavar="NAMES",
+        help=f"comma-separated, of {', '.join(METRICS)}; default: %(default)s",
+    )
+    parser.add_argument(
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="start N processes on this host by torchrun; without it, this process runs the script",
+    )
+    for name, meaning in STEPS.items():
+        default = getattr(Window(), name)
+        parser.add_argument(
+            f"--{name}", type=int, default=default, metavar="N", help=f"{meaning}; {default}"
+        )
+    parser.add_argument("--overwrite", action="store_true", help="replace the run that DIR holds")
+    parser.add_argument("--json", action="store_true", help="print what was recorded as JSON")
+    parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="of the script")
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Run the script; the exit code is its own, or 1 if not all could be recorded."""
+    window = Window(**{name: getattr(options, name) for name in STEPS})
+    plan = Plan(
+        script=options.train_script,
+        arguments=tuple(options.arguments),
+        output_dir=options.output_dir,
+        metrics=parse_metrics(options.metrics),
+        window=window,
+    )
+    if options.nproc_per_node is None:
+        outcome = run_here(plan, overwrite=options.overwrite)
+    else:
+        outcome = launch(
+            plan,
+            processes=options.nproc_per_node,
+            options=_options_of(plan),
+            overwrite=options.overwrite,
+        )
+    if Place.here().rank == 0 and LAUNCHED not in os.environ:
+        _tell(plan, outcome, as_json=options.json)
+    # Under a launcher a rank that fails takes the others with it: a loss is not worth that.
+    return outcome.exit_code or (0 if outcome.complete or "RANK" in os.environ else 1)
+
+
+def _options_of(plan: Plan) -> list[str]:
+    """The options that make the same plan in each of the processes."""
+    window = plan.window
+    numbers = [word for name in STEPS for word in (f"--{name}", str(getattr(window, name)))]
+    named = ["--train-script", str(plan.script), "--output-dir", str(plan.output_dir)]
+    return [*named, "--metrics", ",".join(plan.metrics), *numbers, "--", *plan.arguments]
+
+
+def _tell(plan: Plan, outcome: Outcome, *, as_json: bool) -> None:
+    """Say what was recorded; to stderr in words, for stdout is the script's."""
+    if "RANK" not in os.environ and as_json:
+        print(msgspec.json.encode(outcome.ranks).decode())
+    for rank in outcome.ranks:
+        for warning in rank.warnings:
+            print(f"ms-profile: rank {rank.rank}: {warning}", file=sys.stderr)
+    traced = max((sum(trace.steps for trace in rank.traces) for rank in outcome.ranks), default=0)
+    steps = max((rank.steps for rank in outcome.ranks), default=0)
+    if not traced:
+        print(f"ms-profile: {_nothing(plan.window, steps)}", file=sys.stderr)
+        return
+    print(
+        f"ms-profile: {traced} of {steps} steps traced; see them with: "
+        f"ms-profile report {plan.output_dir}",
+        file=sys.stderr,
+    )
+
+
+def _nothing(window: Window, steps: int) -> str:
+    if not steps:
+        return "no step was traced: no torch optimizer stepped in this process"
+    first = window.skip + window.warmup
+    return (
+        f"no step was traced: the script ended after {steps} steps and the first window starts "
+        f"at step {first}; lower --skip"
+    )

@@ -1,0 +1,249 @@
+"""`ms-profile run` on an unchanged script: real processes, real collectives, every kind of end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ms_profile.event_reader import EventFilter, read_events
+from ms_profile.format import read_ranks, read_run
+from ms_profile.ring import Kind, read_ring
+
+pytest.importorskip("torch")
+SCRIPT = Path(__file__).with_name("train_script.py")
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+RUN = [sys.executable, "-m", "ms_profile", "run", "--train-script", str(SCRIPT)]
+WINDOW = ["--skip", "2", "--active", "4", "--windows", "1"]
+Finished = subprocess.CompletedProcess[str]
+
+
+def run(
+    folder: Path, *script: str, own: tuple[str, ...] = (), limit_bytes: int = 0, rc: int = 0
+) -> Finished:
+    """Run the script under ms-profile and check the exit code."""
+    command = [*RUN, "--output-dir", str(folder), *WINDOW, *own, "--", *script]
+    if limit_bytes:
+        blocks = limit_bytes // 1024
+        command = ["bash", "-c", f'trap "" XFSZ; ulimit -f {blocks}; exec "$@"', "x", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=ENVIRONMENT)
+    assert done.returncode == rc, done.stderr
+    return done
+
+
+def trace_of(folder: Path, rank: int = 0, window: int = 0) -> list[dict[str, Any]]:
+    """The complete events of a rank's trace."""
+    path = folder / "traces" / f"rank-{rank:05d}.{window:03d}.json"
+    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if event.get("ph") == "X"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
+    """One process, 12 steps, all metrics."""
+    folder = tmp_path_factory.mktemp("alone") / "out"
+    metrics = ("--metrics", "operators,memory,compute_time")
+    return folder, run(folder, "--steps", "12", own=metrics)
+
+
+def test_the_script_computes_what_it_computes_alone(alone: tuple[Path, Finished]) -> None:
+    """Arguments arrive, and stdout, the last loss included, is the same to the last digit."""
+    plain = [sys.executable, str(SCRIPT), "--steps", "12"]
+    wanted = subprocess.run(plain, capture_output=True, text=True, env=ENVIRONMENT, check=True)
+    assert alone[1].stdout == wanted.stdout
+    assert "4 of 12 steps traced" in alone[1].stderr
+
+
+def test_the_window_holds_its_steps_with_shapes_and_memory(alone: tuple[Path, Finished]) -> None:
+    """Steps 3 to 6 (2 skipped, 1 warm) are marked by number; operators carry shapes."""
+    folder = alone[0]
+    events = trace_of(folder)
+    steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
+    assert steps == {f"ProfilerStep#{number}" for number in (3, 4, 5, 6)}
+    products = [event for event in events if event["name"] == "aten::addmm"]
+    assert len(products) == 4 * 4
+    assert products[0]["args"]["Input Dims"][1] == [4, 32]
+    text = (folder / "traces/rank-00000.000.json").read_text()
+    assert '"[memory]"' in text
+    (rank,) = read_ranks(folder)
+    assert (rank.traces[0].first_step, rank.traces[0].steps) == (3, 4)
+    assert (rank.status, rank.exit_code, rank.steps, rank.complete) == ("done", 0, 12, True)
+    manifest = read_run(folder)
+    assert manifest.metrics == ("compute_time", "memory", "operators")
+    assert manifest.arguments == ("--steps", "12")
+
+
+def test_each_step_is_an_event_and_a_span(alone: tuple[Path, Finished]) -> None:
+    """The event log has every step once with its duration; the ring its parts, in order."""
+    folder = alone[0]
+    events = list(read_events(folder, EventFilter(kinds={"step"})))
+    assert [event.step for event in events] == list(range(12))
+    assert [event.step for event in events if "traced" in event.fields] == [2, 3, 4, 5, 6]
+    assert all(float(event.fields["step_time_s"]) > 0 for event in events)
+    ring = read_ring(folder / "ring/rank-00000.ring")
+    fifth = [span for span in ring.spans if span["step"] == 5]
+    kinds = Counter(Kind(span["kind"]) for span in fifth)
+    assert kinds[Kind.STEP] == kinds[Kind.FORWARD] == kinds[Kind.BACKWARD] == 1
+    assert kinds[Kind.OPTIMIZER] == 1
+    assert kinds[Kind.MODULE] == 6  # two blocks and two layers in each
+    names = {ring.name_of(span["name"]) for span in fifth}
+    assert {"Net", "layers.0", "layers.1.down", "AdamW", "backward"} <= names
+    assert all(span["end_ns"] >= span["start_ns"] for span in ring.spans)
+
+
+PARALLEL = {"ddp": {"gloo:all_reduce"}, "fsdp": {"gloo:all_gather", "gloo:all_reduce"}}
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("launcher", ["ours", "torchrun"])
+def test_every_rank_sees_its_collectives_with_durations(
+    tmp_path: Path, parallel: str, launcher: str
+) -> None:
+    """DDP's and FSDP2's collectives are in each rank's trace and ring, though nobody named them."""
+    folder = tmp_path / "out"
+    script = ("--parallel", parallel, "--steps", "24", "--pause-s", "0.1")
+    if launcher == "ours":
+        run(folder, *script, own=("--nproc-per-node", "2"))
+    else:
+        torchrun = "torch.distributed.run --standalone --nproc-per-node 2 -m ms_profile run"
+        options = ["--train-script", str(SCRIPT), "--output-dir", str(folder), *WINDOW]
+        command = [sys.executable, "-m", *torchrun.split(), *options, "--", *script]
+        subprocess.run(command, env=ENVIRONMENT, timeout=180, check=True, capture_output=True)
+    assert [rank.status for rank in read_ranks(folder)] == ["done", "done"]
+    assert read_run(folder).world_size == 2
+    counts = []
+    for rank in range(2):
+        seen = [event for event in trace_of(folder, rank) if event["name"].startswith("gloo:")]
+        assert {event["name"] for event in seen} == PARALLEL[parallel]
+        assert all(event["dur"] > 0 for event in seen)
+        counts.append(Counter(event["name"] for event in seen))
+        assert counts[-1].total() % 4 == 0  # the same in each of the four steps
+        ring = read_ring(folder / f"ring/rank-{rank:05d}.ring")
+        inside = ring.spans[ring.spans["kind"] == Kind.COLLECTIVE]
+        assert PARALLEL[parallel] <= {ring.name_of(span["name"]) for span in inside}
+        assert (inside["end_ns"] > inside["start_ns"]).all()
+        # Outside the window (and its warm step) the ring has as many a step as the trace.
+        late = inside[(inside["step"] >= 9) & (inside["step"] < 23)]
+        assert len(late) == 14 * counts[-1].total() // 4
+    assert counts[0] == counts[1]
+
+
+def test_a_failing_script_keeps_its_traceback_its_code_and_what_was_recorded(
+    tmp_path: Path,
+) -> None:
+    """The window that the failure cut short is saved with the steps it had."""
+    done = run(tmp_path / "out", "--steps", "7", "--end", "raise", rc=1)
+    plain = subprocess.run(
+        [sys.executable, str(SCRIPT), "--steps", "7", "--end", "raise"],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    assert done.stderr.startswith(plain.stderr)
+    assert "RuntimeError: the script fails here" in plain.stderr
+    (rank,) = read_ranks(tmp_path / "out")
+    assert (rank.status, rank.exit_code) == ("failed", 1)
+    assert rank.error == "RuntimeError: the script fails here"
+    assert rank.traces[0].steps == 3
+    assert any(event["name"] == "aten::addmm" for event in trace_of(tmp_path / "out"))
+
+
+def test_the_exit_code_of_a_rank_comes_through_the_launcher(tmp_path: Path) -> None:
+    """Torchrun itself would say 1."""
+    run(tmp_path / "out", "--parallel", "ddp", "--end", "exit", own=("--nproc-per-node", "2"), rc=7)
+    assert {rank.exit_code for rank in read_ranks(tmp_path / "out")} >= {7}
+
+
+def test_kill_9_leaves_the_ring_the_events_and_earlier_windows(tmp_path: Path) -> None:
+    """Nobody gets to save anything, and yet the last steps can be seen."""
+    folder = tmp_path / "out"
+    run(folder, "--steps", "40", "--end", "kill", "--pause-s", "0.05", rc=-signal.SIGKILL)
+    (rank,) = read_ranks(folder)
+    assert rank.status == "running"
+    assert rank.traces[0].steps == 4
+    ring = read_ring(folder / "ring/rank-00000.ring")
+    assert ring.spans["step"].max() == 38
+    open_spans = ring.spans[ring.spans["end_ns"] == 0]
+    assert {Kind(kind) for kind in open_spans["kind"]} == {Kind.STEP, Kind.BETWEEN}
+    steps = [event.step or 0 for event in read_events(folder, EventFilter(kinds={"step"}))]
+    assert max(steps) >= 10
+
+
+def test_sigterm_saves_the_window_and_the_process_still_dies_of_it(tmp_path: Path) -> None:
+    """As torchrun ends the others when one rank failed."""
+    folder = tmp_path / "out"
+    command = [*RUN, "--output-dir", str(folder), *WINDOW, "--", "--steps", "7", "--end", "hang"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as hung:
+        assert hung.stdout is not None
+        while hung.stdout.readline() != "hangs\n":
+            assert hung.poll() is None
+        time.sleep(0.2)
+        hung.terminate()
+        assert hung.wait(60) == -signal.SIGTERM
+    (rank,) = read_ranks(folder)
+    assert (rank.status, rank.error) == ("failed", "terminated by SIGTERM")
+    assert rank.traces[0].steps == 3
+
+
+def test_a_full_disk_fails_the_command_and_not_the_script(tmp_path: Path) -> None:
+    """Files of at most 2.5 MB: the ring fits, the trace is cut; the script ends well, we do not."""
+    script = ("--steps", "300", "--width", "8")
+    own = ("--active", "250")
+    done = run(tmp_path / "out", *script, own=own, limit_bytes=2_500_000, rc=1)
+    assert "loss" in done.stdout
+    assert re.search(r"rank 0: .*(disk full|could not be written)", done.stderr)
+    (rank,) = read_ranks(tmp_path / "out")
+    assert (rank.exit_code, rank.complete, rank.steps) == (0, False, 300)
+    assert list((tmp_path / "out").rglob("*.partial")) == []
+
+
+def test_a_scripts_own_profiler_goes_first(tmp_path: Path) -> None:
+    """The script's profiler works as without us, and we say what we left out."""
+    done = run(tmp_path / "out", "--own-profiler", rc=1)
+    assert "own profiler saw True" in done.stdout
+    assert "the script's own profiler was on" in done.stderr
+    assert len(list(read_events(tmp_path / "out", EventFilter(kinds={"step"})))) == 12
+
+
+def test_too_few_steps_are_explained(tmp_path: Path) -> None:
+    """The remedy is in the message: where the first window lies."""
+    done = run(tmp_path / "out", "--steps", "3")
+    assert "ended after 3 steps and the first window starts at step 3" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--train-script", "nowhere.py"], "there is no script nowhere.py"),
+        (["--metrics", "comunication_time"], "did you mean 'communication_time'"),
+        (["--active", "0"], "active is 0"),
+        (["--nproc-per-node", "0"], "--nproc-per-node is 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
+    """No traceback for a user's mistake, and nothing is written."""
+    command = [*RUN, "--output-dir", str(tmp_path / "out"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_is_not_overwritten_unless_asked(alone: tuple[Path, Finished]) -> None:
+    """A second run into the same folder is refused; with --overwrite it replaces the first."""
+    folder = alone[0]
+    done = run(folder, "--steps", "4", rc=2)
+    assert "already holds a run" in done.stderr
+    run(folder, "--steps", "5", own=("--overwrite",))
+    assert read_run(folder).arguments == ("--steps", "5")
+    assert [path.name for path in (folder / "traces").iterdir()] == ["rank-00000.000.json"]

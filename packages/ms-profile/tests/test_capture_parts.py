@@ -1,0 +1,166 @@
+"""The pure parts of capture: metrics, phases, imports, and running a script as Python would."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ms_profile.capture.metrics import METRICS, Recording, parse_metrics
+from ms_profile.capture.phases import Phase, check_window, phase_of
+from ms_profile.capture.plan import Place, clear_run
+from ms_profile.errors import CaptureError, MetricError
+from ms_profile.format import Window
+
+WINDOWS = st.builds(
+    Window,
+    skip=st.integers(0, 5),
+    warmup=st.integers(0, 3),
+    active=st.integers(1, 5),
+    windows=st.integers(0, 4),
+    every=st.integers(8, 20),
+)
+
+
+def test_metrics_come_in_their_own_order() -> None:
+    """However they are given, once each."""
+    assert parse_metrics("memory, communication_time,memory") == ("communication_time", "memory")
+    assert parse_metrics(",".join(METRICS)) == tuple(METRICS)
+
+
+@pytest.mark.parametrize(
+    ("given_name", "meant"),
+    [("comunication_time", "communication_time"), ("memry", "memory"), ("data", "data_time")],
+)
+def test_an_unknown_metric_names_the_nearest(given_name: str, meant: str) -> None:
+    """One line with the offender and the remedy."""
+    with pytest.raises(MetricError, match=f"unknown metric '{given_name}'; did you mean '{meant}'"):
+        parse_metrics(given_name)
+
+
+def test_a_far_fetched_metric_lists_all_and_none_is_an_error() -> None:
+    """Where nothing is near, the known ones are listed."""
+    with pytest.raises(MetricError, match="known are communication_time"):
+        parse_metrics("zzzzqqq")
+    with pytest.raises(MetricError, match="no metric"):
+        parse_metrics(" , ")
+
+
+def test_only_what_is_asked_for_is_recorded() -> None:
+    """Shapes and allocations cost time, and are left out unless a metric needs them."""
+    assert Recording.of(["compute_time", "idle"]) == Recording(shapes=False, memory=False)
+    assert Recording.of(["memory"]) == Recording(shapes=False, memory=True)
+    assert Recording.of(["communication_time"]).shapes
+
+
+@given(WINDOWS)
+def test_each_window_records_its_steps_and_is_saved_once(window: Window) -> None:
+    """Every window is `warmup` warm steps, then `active` recorded ones of which the last saves."""
+    phases = [phase_of(check_window(window), step) for step in range(200)]
+    starts = [step for step in range(199) if phases[step] is not Phase.REST]
+    assert phases[: window.skip] == [Phase.REST] * window.skip
+    number = 0
+    step = window.skip
+    while step + window.every < 200 and (not window.windows or number < window.windows):
+        expected = [Phase.WARM] * window.warmup + [Phase.RECORD] * (window.active - 1)
+        assert phases[step : step + len(expected) + 1] == [*expected, Phase.LAST]
+        number, step = number + 1, step + window.every
+    if window.windows:
+        assert len(starts) == min(window.windows, 99) * (window.warmup + window.active)
+
+
+@pytest.mark.parametrize(
+    ("window", "message"),
+    [
+        (Window(skip=-1), "skip is -1"),
+        (Window(active=0), "active is 0"),
+        (Window(every=3), "every is 3, less than warmup"),
+    ],
+)
+def test_a_window_that_makes_no_sense_is_refused(window: Window, message: str) -> None:
+    """The message names the number."""
+    with pytest.raises(CaptureError, match=message):
+        check_window(window)
+
+
+def test_the_place_is_read_from_the_launchers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torchrun's variables come first, then Open MPI's and Slurm's; alone otherwise."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert Place.here() == Place()
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    assert Place.here() == Place(rank=3, world_size=8)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert Place.here() == Place(rank=1, local_rank=1, world_size=2)
+
+
+def test_overwriting_removes_a_runs_files_and_nothing_else(tmp_path: Path) -> None:
+    """A folder that holds no run is not cleared, and foreign files stay."""
+    (tmp_path / "precious").write_text("x")
+    with pytest.raises(CaptureError, match="holds no run"):
+        clear_run(tmp_path, Place())
+    (tmp_path / "manifest.json").write_text("{}")
+    for rank in range(3):
+        (tmp_path / "ring").mkdir(exist_ok=True)
+        (tmp_path / f"ring/rank-{rank:05d}.ring").write_text("x")
+    clear_run(tmp_path, Place(rank=0, world_size=2))
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {
+        "precious",
+        "rank-00001.ring",
+    }
+
+
+IMPORTS = """
+import sys
+from ms_profile.capture.imports import when_imported
+seen = []
+when_imported("tomllib", lambda: seen.append(sys.modules["tomllib"].loads("a = 1")))
+assert seen == [] and "tomllib" not in sys.modules
+import json.scanner, tomllib
+assert seen == [{"a": 1}], seen
+assert type(tomllib.__spec__.loader).__module__ != "ms_profile.capture.imports"
+assert all("ms_profile" not in type(finder).__module__ for finder in sys.meta_path)
+when_imported("tomllib", lambda: seen.append(2))
+assert seen[1] == 2
+"""
+
+
+def test_an_import_is_noticed_once_it_is_complete_and_leaves_no_trace() -> None:
+    """The callback finds the module ready; the import system is as before."""
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True)
+
+
+SCRIPTS = {
+    "raises": "def f():\n    raise ValueError('bad ' * 3)\nf()",
+    "chained": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError('x') from e",
+    "exits": "import sys; sys.exit(9)",
+    "exits with words": "import sys; sys.exit('words')",
+    "exits well": "raise SystemExit",
+    "syntax": "x = = 1",
+    "ends": "import __main__, sys; print(__name__, __file__, sys.argv, sys.path[0], __main__.sys)",
+    "pickles": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))))",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs_as_under_python_itself(tmp_path: Path, name: str) -> None:
+    """Same stdout, same stderr to the letter, same exit code."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPTS[name])
+    code = (
+        "import sys; from pathlib import Path; from ms_profile.capture.script import run_script;"
+        "sys.exit(run_script(Path('script.py'), ['a', '-b']).exit_code)"
+    )
+    ours = [sys.executable, "-c", code]
+    plain = [sys.executable, "script.py", "a", "-b"]
+    got, wanted = (
+        subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        for command in (ours, plain)
+    )
+    assert got.stderr == wanted.stderr
+    assert (got.returncode, got.stdout) == (wanted.returncode, wanted.stdout)

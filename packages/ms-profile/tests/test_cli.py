@@ -1,0 +1,95 @@
+"""The command line: what is printed, and the exit codes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ms_profile.cli import main
+from ms_profile.events import EventLog
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A log of two ranks with three steps each."""
+    logs = [EventLog(tmp_path / "events", rank=rank) for rank in range(2)]
+    for step in range(3):
+        for log in logs:
+            log("step", {"step": step, "loss": 1 / (step + 1)})
+    for log in logs:
+        log("end", {"why": "done"})
+        log.close()
+    return tmp_path
+
+
+def test_logs_are_printed_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line an event, times in UTC, ranks merged; a run's folder is as good as its log's."""
+    assert main(["logs", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8
+    assert lines == sorted(lines, key=lambda line: line[:27])
+    assert lines[0].endswith("step=0 loss=1")
+    assert main(["logs", str(folder / "events"), "--kind", "end", "--rank", "1"]) == 0
+    assert capsys.readouterr().out.split()[1:3] == ["1", "end"]
+
+
+def test_logs_are_printed_as_json_lines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line is an object with the event's fields inside."""
+    assert main(["logs", str(folder), "--json", "--first-step", "2", "--last-step", "2"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(record["rank"], record["fields"]["step"]) for record in records] == [(0, 2), (1, 2)]
+
+
+def test_damage_is_told_and_fails_the_check(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What can be read is printed; the exit code says that something is missing."""
+    path = folder / "events/rank-00001.000000.events"
+    path.write_bytes(path.read_bytes()[:-3])
+    assert main(["logs", str(folder)]) == 1
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 4
+    assert "ends inside a block" in captured.err
+
+
+def test_logs_are_exported_to_tensorboard(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The number of scalars is printed, and nothing partial stays behind."""
+    assert main(["logs", str(folder), "--tensorboard", str(folder / "tb")]) == 0
+    assert capsys.readouterr().out.startswith("6 scalars")
+    assert [path.suffix for path in (folder / "tb").rglob("*") if path.is_file()] == [
+        ".ms-profile",
+        ".ms-profile",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["logs", "nowhere"], "nowhere holds no event files"),
+        (["logs", ".", "--rank", "one"], "--rank"),
+        (["link"], "--nproc-per-node"),
+    ],
+)
+def test_bad_input_is_exit_code_2_or_1_in_one_line(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What, where and the remedy; no traceback."""
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(arguments) == 2
+    captured = capsys.readouterr().err
+    assert message in captured
+    assert len(captured.splitlines()) == 1
+
+
+def test_every_command_has_an_example_in_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--help` is where users start."""
+    from ms_profile.cli.main import COMMANDS
+
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as ending:
+            main([name, "--help"])
+        assert ending.value.code == 0
+        assert f"example: ms-profile {name}" in capsys.readouterr().out

@@ -1,0 +1,111 @@
+"""A training script that knows nothing of ms-profile: the tests run it unchanged."""
+# ruff: noqa: T201 - a script prints
+
+import argparse
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=12)
+parser.add_argument("--parallel", choices=("none", "ddp", "fsdp"), default="none")
+parser.add_argument("--end", choices=("well", "raise", "exit", "kill", "hang"), default="well")
+parser.add_argument("--own-profiler", action="store_true")
+parser.add_argument("--width", type=int, default=32)
+parser.add_argument("--pause-s", type=float, default=0.0)
+options = parser.parse_args()
+
+
+class Block(nn.Module):
+    """Two layers, so that there is something inside a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(options.width, options.width)
+        self.down = nn.Linear(options.width, options.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, W) to (B, W)."""
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    """Two blocks in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, W) to (B, W)."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def build() -> nn.Module:
+    """Build the model, split as asked."""
+    torch.manual_seed(0)
+    model: nn.Module = Net()
+    if options.parallel == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif options.parallel == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.layers:  # type: ignore[union-attr]
+            fully_shard(layer)
+        fully_shard(model)
+    return model
+
+
+def train() -> None:
+    """Train for the steps asked for."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = DataLoader(torch.randn(4 * options.steps, options.width), batch_size=4)  # type: ignore[arg-type]
+    loss = torch.zeros(())
+    for step, batch in enumerate(batches):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(options.pause_s)
+        if step == options.steps - 2:
+            end_early()
+    print(f"loss {loss.item():.9g}")
+
+
+def end_early() -> None:
+    """End as asked, one step before the last."""
+    if options.end == "raise":
+        raise RuntimeError("the script fails here")
+    if options.end == "exit":
+        sys.exit(7)
+    if options.end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if options.end == "hang":
+        print("hangs", flush=True)
+        time.sleep(600)
+
+
+if __name__ == "__main__":
+    print("arguments", *sys.argv[1:])
+    if options.parallel != "none":
+        dist.init_process_group("gloo")
+    if options.own_profiler:
+        with torch.profiler.profile() as own:
+            train()
+        print("own profiler saw", len(own.key_averages()) > 5)
+    else:
+        train()
+    if options.parallel != "none":
+        # Ranks leave together; a group that is torn down under a peer aborts the process.
+        dist.barrier()
+        time.sleep(0.2)
+        dist.destroy_process_group()
