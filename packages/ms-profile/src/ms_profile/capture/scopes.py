@@ -3,7 +3,7 @@
 Every Work of a process group opens such a scope (`gloo:all_reduce`), and so do DataLoader,
 optimizers, DDP and FSDP; operators don't. So a step has a handful of records instead of thousands,
 and the backward pass of DDP, which no hook in Python sees, is seen. The records are collected into
-the ring at a step's boundary, at most once a second.
+the ring at a step's boundary, at most every other second.
 
 torch offers the restriction only below its public profiler; where it is missing, the ring has no
 collectives and the run says so. A profiler that the script starts takes Kineto over: then this
@@ -40,7 +40,7 @@ def kind_of_scope(name: str) -> Kind:
 class ScopeRecorder:
     """Record the scopes of this process into a ring, interval by interval."""
 
-    def __init__(self, ring: Ring, *, interval_s: float = 1.0) -> None:
+    def __init__(self, ring: Ring, *, interval_s: float = 2.0) -> None:
         self._ring = ring
         self._interval_ns = int(interval_s * 1e9)
         self._settings: Any = autograd_profiler.profile()

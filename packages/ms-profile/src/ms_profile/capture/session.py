@@ -1,12 +1,11 @@
 """One process of a run: what is recorded while the script runs, and saved however it ends."""
 
-import gc
 import os
 import resource
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -15,7 +14,7 @@ from ms_profile.capture.metrics import Recording
 from ms_profile.capture.plan import Place, Plan, versions
 from ms_profile.clock import read_clocks
 from ms_profile.errors import CaptureError, RecordError
-from ms_profile.events import EventLog
+from ms_profile.events import EventLog, Value
 from ms_profile.format import (
     RankManifest,
     RunManifest,
@@ -25,18 +24,14 @@ from ms_profile.format import (
     ring_path,
     write_whole,
 )
-from ms_profile.ring import Kind, Ring
+from ms_profile.recorder import Recorder
 
 if TYPE_CHECKING:
-    from ms_profile.capture.scopes import ScopeRecorder
     from ms_profile.capture.tracer import Tracer
-    from ms_profile.capture.watch import StepWatch
 
 __all__ = ["Session"]
 
-SLOW_FACTS_NS = 1_000_000_000
-GARBAGE_NS = 50_000
-"""Shorter collections are left out of the ring: the young ones come by the hundred."""
+SLOW_FACTS_NS: Final = 1_000_000_000
 
 
 class Session:
@@ -55,26 +50,20 @@ class Session:
                 f"{plan.output_dir} already holds a run; choose another --output-dir, "
                 "or pass --overwrite"
             )
-        self._warnings: list[str] = []
-        self._traces: list[TraceFile] = []
-        self._watch: StepWatch | None = None
-        self._tracer: Tracer | None = None
-        self._scopes: ScopeRecorder | None = None
-        self._finished = False
         self.complete = True
         """Whether all that was to be recorded was."""
+        self._warnings: list[str] = []
+        self._traces: list[TraceFile] = []
+        self._tracer: Tracer | None = None
+        self._finished = False
         try:
             self._open_files()
         except OSError as error:
             raise RecordError(f"{plan.output_dir} cannot be written: {error}") from error
-        self._collecting_ns = 0
-        gc.callbacks.append(self._on_garbage)
         self._since_ns = self._facts_ns = time.monotonic_ns()
-        self._data_wait_ns = 0
-        self.events(
-            "run_start",
-            {"script": str(plan.script), "host": self._manifest.host, "pid": os.getpid()},
-        )
+        self._data_wait_s = 0.0
+        host = self.manifest.host
+        self.events("run_start", {"script": str(plan.script), "host": host, "pid": os.getpid()})
         when_imported("torch", self._on_torch)
 
     def finish(self, exit_code: int, error: str | None) -> None:
@@ -82,13 +71,11 @@ class Session:
         if self._finished:
             return
         self._finished = True
-        gc.callbacks.remove(self._on_garbage)
-        self._save_torch()
+        self._finish_recording()
         self.events("run_end", {"exit_code": exit_code, "error": error or ""})
         self.events.close()
         if self.events.lost:
             self._loss(f"{self.events.lost} events could not be written; is the disk full?")
-        self._ring.close()
         self._write_manifest(
             status="failed" if exit_code else "done",
             exit_code=exit_code,
@@ -96,19 +83,9 @@ class Session:
             end=read_clocks(),
         )
 
-    @property
-    def manifest(self) -> RankManifest:
-        """What was recorded, as last written."""
-        return self._manifest
-
-    @property
-    def steps(self) -> int:
-        """Steps that the script has finished."""
-        return self._watch.steps if self._watch else 0
-
     def _open_files(self) -> None:
         folder, place = self._plan.output_dir, self._place
-        self._manifest = RankManifest(
+        self.manifest = RankManifest(
             rank=place.rank,
             local_rank=place.local_rank,
             world_size=place.world_size,
@@ -118,26 +95,28 @@ class Session:
             status="running",
             start=read_clocks(),
         )
+        """What was recorded, as last written."""
         if place.rank == 0:
-            run = RunManifest(
-                world_size=place.world_size,
-                metrics=self._plan.metrics,
-                script=str(self._plan.script.resolve()),
-                arguments=self._plan.arguments,
-                started_wall_ns=time.time_ns(),
-                window=self._plan.window,
-                versions=versions(),
-            )
-            write_whole(folder / "manifest.json", encode(run))
-        self._ring = Ring(ring_path(folder, place.rank), rank=place.rank)
+            write_whole(folder / "manifest.json", encode(self._run_manifest()))
+        path = ring_path(folder, place.rank)
+        self._recorder = Recorder(path, rank=place.rank, on_step=self._on_step)
         self.events = EventLog(folder / "events", rank=place.rank, world_size=place.world_size)
-        write_whole(rank_path(folder, place.rank), encode(self._manifest))
+        write_whole(rank_path(folder, place.rank), encode(self.manifest))
+
+    def _run_manifest(self) -> RunManifest:
+        return RunManifest(
+            world_size=self._place.world_size,
+            metrics=self._plan.metrics,
+            script=str(self._plan.script.resolve()),
+            arguments=self._plan.arguments,
+            started_wall_ns=time.time_ns(),
+            window=self._plan.window,
+            versions=versions(),
+        )
 
     def _on_torch(self) -> None:
         """Attach to torch, which the script has just imported."""
-        from ms_profile.capture.scopes import ScopeRecorder
         from ms_profile.capture.tracer import Tracer
-        from ms_profile.capture.watch import StepWatch
 
         self._tracer = Tracer(
             self._plan.output_dir,
@@ -147,24 +126,24 @@ class Session:
             on_saved=self._on_trace,
             on_problem=self._loss,
         )
-        self._watch = StepWatch(self._ring, self._on_step)
-        self._scopes = ScopeRecorder(self._ring)
+        self._recorder.attach()
         if self._tracer.busy(0):
             self._tracer.begin_step(0)
 
     def _on_step(self, step: int) -> None:
-        """Act at the boundary before a step: report the last one, and switch the recorders."""
-        self._report_step(step)
-        self._trace_step(step)
+        """Act at the boundary before a step: report the last one, and switch the tracer."""
+        self._report_step(step - 1)
+        if self._tracer is not None:
+            if self._tracer.busy(step):
+                self._recorder.release_kineto()
+            self._tracer.begin_step(step)
+            self._recorder.kineto_free = not self._tracer.busy(step)
         # What the recorders took at the boundary is part of no step.
         self._since_ns = time.monotonic_ns()
 
     def _report_step(self, step: int) -> None:
         now = time.monotonic_ns()
-        fields: dict[str, int | float | str] = {
-            "step": step - 1,
-            "step_time_s": (now - self._since_ns) / 1e9,
-        }
+        fields: dict[str, Value] = {"step": step, "step_time_s": (now - self._since_ns) / 1e9}
         if self._tracer is not None and self._tracer.tracing:
             fields["traced"] = 1
         if now - self._facts_ns >= SLOW_FACTS_NS:
@@ -172,43 +151,27 @@ class Session:
             fields |= self._slow_facts()
         self.events("step", fields)
 
-    def _trace_step(self, step: int) -> None:
-        if self._tracer is None or self._scopes is None:
-            return
-        busy = self._tracer.busy(step)
-        if busy or self._scopes.due():
-            self._scopes.stop()
-        self._tracer.begin_step(step)
-        self._scopes.begin_step(step)
-        if not self._tracer.busy(step):
-            try:
-                self._scopes.start()
-            except (RuntimeError, TypeError, AttributeError) as error:
-                self._scopes = None
-                self._problem(f"this torch shows no collectives outside the windows: {error}")
-
-    def _slow_facts(self) -> dict[str, int | float | str]:
+    def _slow_facts(self) -> dict[str, Value]:
         """What is asked for about once a second: memory, and the wait for data since the last."""
-        facts: dict[str, int | float | str] = {
-            "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        }
-        if self._scopes is not None:
-            facts["data_wait_s"] = (self._scopes.data_wait_ns - self._data_wait_ns) / 1e9
-            self._data_wait_ns = self._scopes.data_wait_ns
         import torch
 
+        waited = self._recorder.data_wait_s
+        facts: dict[str, Value] = {
+            "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "data_wait_s": waited - self._data_wait_s,
+        }
+        self._data_wait_s = waited
         if torch.accelerator.is_available():
             facts["memory_bytes"] = torch.accelerator.memory_allocated()
         return facts
 
-    def _save_torch(self) -> None:
-        if self._scopes is not None:
-            self._scopes.stop()
-        if self._watch is not None:
-            before = self._watch.steps
-            self._watch.close()
-            if self._watch.steps > before:
-                self._report_step(self._watch.steps)
+    def _finish_recording(self) -> None:
+        before = self._recorder.steps
+        self._recorder.close()
+        if self._recorder.steps > before:
+            self._report_step(before)
+        if self._recorder.problem is not None:
+            self._warnings.append(self._recorder.problem)
         if self._tracer is not None:
             try:
                 self._tracer.finish()
@@ -220,35 +183,24 @@ class Session:
         self.events("trace", {"path": trace.path, "step": trace.first_step, "steps": trace.steps})
         self._write_manifest()
 
-    def _on_garbage(self, phase: str, info: dict[str, int]) -> None:
-        now = time.monotonic_ns()
-        if phase == "start":
-            self._collecting_ns = now
-        elif now - self._collecting_ns >= GARBAGE_NS:
-            name = self._ring.name(f"gc generation {info['generation']}")
-            self._ring.record(name, Kind.GARBAGE, self._collecting_ns, now)
-
     def _loss(self, text: str) -> None:
         self.complete = False
-        self._problem(text)
-
-    def _problem(self, text: str) -> None:
         self._warnings.append(text)
 
     def _write_manifest(self, **changes: object) -> None:
-        from_torch: dict[str, object] = {"steps": self.steps, "traces": tuple(self._traces)}
         if "torch" in sys.modules and self._tracer is not None:
             from ms_profile.capture.tracer import accelerator
 
-            from_torch["device"] = accelerator()
-        self._manifest = msgspec.structs.replace(
-            self._manifest,
+            changes["device"] = accelerator()
+        self.manifest = msgspec.structs.replace(
+            self.manifest,
+            steps=self._recorder.steps,
+            traces=tuple(self._traces),
             warnings=tuple(self._warnings),
             complete=self.complete,
-            **from_torch,
             **changes,
         )
         try:
-            write_whole(rank_path(self._plan.output_dir, self._place.rank), encode(self._manifest))
+            write_whole(rank_path(self._plan.output_dir, self._place.rank), encode(self.manifest))
         except OSError as error:
             self._loss(f"the manifest of rank {self._place.rank} is out of date: {error}")

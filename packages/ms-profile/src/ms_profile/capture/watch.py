@@ -1,7 +1,8 @@
 """See a training script's steps and modules from outside, by the hooks that torch offers for it.
 
 A step goes from the first forward after an optimizer's step to the next such forward: so gradient
-accumulation is one step, and two optimizers that step in turn are one. The models are found when an
+accumulation is one step, and two optimizers that step in turn are one. Where no model is called,
+a step ends before its first optimizer's next. The models are found when an
 optimizer steps for the first time: they are the outermost modules that own its parameters. Modules
 are watched down to `DEPTH` below them; hooks on everything would cost more than the promise.
 Compiled modules are watched from outside only: a hook inside would break their graph.
@@ -51,7 +52,7 @@ class StepWatch:
         self._optimizers: set[int] = set()
         self._watched: set[int] = set()
         self._forward_seen = False
-        self._stepped = False
+        self._stepped: set[int] = set()
         self.steps = 0
         """Steps that are over."""
         self._handles: list[Any] = [
@@ -63,7 +64,7 @@ class StepWatch:
         """Remove every hook, end what is open, and count the last step if it was finished."""
         for handle in self._handles:
             handle.remove()
-        self.steps += self._stepped
+        self.steps += bool(self._stepped)
         self._end_gap()
         self._ring.end(self._step_span)
 
@@ -71,21 +72,21 @@ class StepWatch:
         if id(optimizer) not in self._optimizers:
             self._optimizers.add(id(optimizer))
             self._watch_models(optimizer)
-        if self._stepped and not self._forward_seen:
+        if id(optimizer) in self._stepped and not self._forward_seen:
             self._begin_step()
         self._end_gap()
         name = self._ring.name(type(optimizer).__name__)
         self._optimizing.append(self._ring.begin(name, Kind.OPTIMIZER))
 
-    def _after_optimizer(self, *_: object) -> None:
+    def _after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         if self._optimizing:
             self._ring.end(self._optimizing.pop())
         self._end_gap()
         self._gap = self._ring.begin(self._between, Kind.BETWEEN)
-        self._stepped = True
+        self._stepped.add(id(optimizer))
 
     def _begin_step(self) -> None:
-        self._stepped = False
+        self._stepped.clear()
         self.steps += 1
         self._end_gap()
         self._ring.end(self._step_span)
@@ -160,7 +161,7 @@ def _inside(module: nn.Module, path: str, depth: int) -> Iterator[tuple[str, nn.
         inner = f"{path}.{name}" if path else name
         if isinstance(child, CONTAINERS):  # these are never called
             yield from _inside(child, inner, depth)
-        elif depth < DEPTH:
+        elif depth < DEPTH and not _compiled(child):
             yield inner, child
             yield from _inside(child, inner, depth + 1)
 

@@ -1,0 +1,144 @@
+"""`Recorder`: always on, and cheap enough for it: a process's spans in a ring that outlives it.
+
+Steps, modules, optimizers and garbage collection are recorded as they happen; collectives and
+DataLoader's waits, which only Kineto sees, are collected every other second. See `ring` for what
+a kill leaves, `capture.watch` for how steps are told, `capture.scopes` for the collectives.
+"""
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from ms_profile.ring import Kind, Ring
+
+if TYPE_CHECKING:
+    from ms_profile.capture.scopes import ScopeRecorder
+    from ms_profile.capture.watch import StepWatch
+
+__all__ = ["Recorder"]
+
+Item = TypeVar("Item")
+GARBAGE_NS: Final = 50_000
+"""Shorter collections are left out of the ring: the young ones come by the hundred."""
+
+
+class Recorder:
+    """Record this process into a ring from now until `close`; `attach` adds what torch does.
+
+    Args:
+        path: the ring's file.
+        rank: whose it is; the environment's `RANK`, or 0.
+        capacity: spans kept, of 32 bytes each.
+        on_step: called with the number of each step that begins, once torch is attached.
+
+    Raises:
+        RecordError: the file cannot be made at its full size.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        rank: int | None = None,
+        capacity: int = 1 << 16,
+        on_step: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        place = int(os.environ.get("RANK", "0")) if rank is None else rank
+        self.ring = Ring(path, capacity=capacity, rank=place)
+        self.problem: str | None = None
+        """Why collectives are not recorded, if they are not."""
+        self.kineto_free = True
+        """Whether Kineto is ours to use in the step that begins; `on_step` may decide."""
+        self._on_step = on_step
+        self._watch: StepWatch | None = None
+        self._scopes: ScopeRecorder | None = None
+        self._collecting_ns = 0
+        self._closed = False
+        gc.callbacks.append(self._on_garbage)
+
+    def attach(self) -> None:
+        """Record what torch does from now on: imports torch and adds its hooks."""
+        from ms_profile.capture.scopes import ScopeRecorder
+        from ms_profile.capture.watch import StepWatch
+
+        self._scopes = ScopeRecorder(self.ring)
+        self._watch = StepWatch(self.ring, self._begin_step)
+
+    def close(self) -> None:
+        """Collect what is left, remove every hook and close the ring; again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        gc.callbacks.remove(self._on_garbage)
+        self.release_kineto()
+        if self._watch is not None:
+            self._watch.close()
+        self.ring.close()
+
+    def release_kineto(self) -> None:
+        """Collect what Kineto has seen and let another profiler have it until the next step."""
+        if self._scopes is not None:
+            self._scopes.stop()
+
+    @property
+    def steps(self) -> int:
+        """Steps that are over."""
+        return self._watch.steps if self._watch is not None else 0
+
+    @property
+    def data_wait_s(self) -> float:
+        """Seconds of waiting in DataLoader collected so far."""
+        return self._scopes.data_wait_ns / 1e9 if self._scopes is not None else 0.0
+
+    @contextmanager
+    def span(self, name: str, kind: Kind = Kind.OTHER) -> Iterator[None]:
+        """Record the time inside a `with`."""
+        number = self.ring.begin(self.ring.name(name), kind)
+        try:
+            yield
+        finally:
+            self.ring.end(number)
+
+    def batches(self, source: Iterable[Item], name: str = "next batch") -> Iterator[Item]:
+        """Pass a source's items on, the wait for each recorded as a wait for data."""
+        number = self.ring.name(name)
+        iterator = iter(source)
+        while True:
+            span = self.ring.begin(number, Kind.DATA)
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.ring.end(span)
+            yield item
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _begin_step(self, step: int) -> None:
+        if self._scopes is not None:
+            if self._scopes.due():
+                self._scopes.stop()
+            self._scopes.begin_step(step)
+        self._on_step(step)
+        if self._scopes is not None and self.kineto_free:
+            try:
+                self._scopes.start()
+            except (RuntimeError, TypeError, AttributeError) as error:
+                self._scopes = None
+                self.problem = f"this torch shows no collectives outside the windows: {error}"
+
+    def _on_garbage(self, phase: str, info: dict[str, int]) -> None:
+        now = time.monotonic_ns()
+        if phase == "start":
+            self._collecting_ns = now
+        elif now - self._collecting_ns >= GARBAGE_NS:
+            name = self.ring.name(f"gc generation {info['generation']}")
+            self.ring.record(name, Kind.GARBAGE, self._collecting_ns, now)

@@ -1,0 +1,45 @@
+"""Prove that the installed wheel works alone: run by `python -I` where torch and siblings are not."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import ms_profile
+
+
+def check(holds: bool, what: str) -> None:
+    """End with exit code 1 unless a fact holds."""
+    if not holds:
+        sys.exit(f"ms-profile alone: {what} does not hold")
+
+
+def main() -> None:
+    """Write and read events and spans, align clocks, fit a link, and run the command."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for rank in range(2):
+            with ms_profile.EventLog(folder / "events", rank=rank, world_size=2) as log:
+                for step in range(3):
+                    log("step", {"step": step, "loss": 1.0 / (step + 1)})
+        events = list(ms_profile.read_events(folder))
+        check(len(events) == 6, "six events are read back")
+        check(ms_profile.StepMetrics.of(events[-1]).loss == 1 / 3, "the last loss is 1/3")
+        check(ms_profile.export_tensorboard(events, folder / "tb") == 6, "six scalars")
+        with ms_profile.Recorder(folder / "r.ring") as recorder:
+            check(list(recorder.batches([1, 2])) == [1, 2], "batches pass through")
+        check(len(ms_profile.read_ring(folder / "r.ring").spans) == 3, "three waits are recorded")
+        command = [sys.executable, "-I", "-m", "ms_profile", "logs", str(folder), "--json"]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        check(len(printed.splitlines()) == 6, "the command prints six lines")
+    fits = ms_profile.align_clocks(
+        {0: {k: k * 10**6 for k in range(9)}, 1: {k: k * 10**6 + 500 for k in range(9)}}
+    )
+    check(abs(fits[1].offset_ns - 500) < 1, "the offset of 500 ns is found")
+    fit = ms_profile.fit_link([0, 10**6], [1e-5, 1e-5 + 1e-3])
+    check(abs((fit.bandwidth_bytes_per_s or 0) / 1e9 - 1) < 1e-6, "1 GB/s is found")
+    check("torch" not in sys.modules, "torch is not imported")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""The recorder on real models: what a step is, what is watched, and that nothing is left behind."""
+
+import gc
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ms_profile.recorder import Recorder
+from ms_profile.ring import Kind, RingRecording, read_ring
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402 - torch may be missing
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+
+class Block(nn.Module):  # type: ignore[misc]
+    """A layer that may be recomputed in the backward pass."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.recompute = recompute
+
+    def forward(self, x: "torch.Tensor") -> "torch.Tensor":
+        """(B, 8) to (B, 8)."""
+        if self.recompute:
+            return checkpoint(self.inner, x, use_reentrant=False)
+        return self.inner(x)
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Iterator[Recorder]:
+    """A recorder that is attached to torch."""
+    with Recorder(tmp_path / "r.ring") as made:
+        made.attach()
+        yield made
+
+
+def spans_of(recorder: Recorder) -> RingRecording:
+    """What it has recorded so far, its Kineto records included."""
+    recorder.release_kineto()
+    return read_ring(recorder.ring.path)
+
+
+def kinds_in_step(found: RingRecording, step: int) -> Counter[Kind]:
+    """How many spans of each kind a step has."""
+    return Counter(Kind(span["kind"]) for span in found.spans if span["step"] == step)
+
+
+def test_gradient_accumulation_is_one_step(recorder: Recorder) -> None:
+    """Three forwards and backwards before an optimizer's step belong to one step."""
+    model = Block()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(3):
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    assert recorder.steps == 2  # the third is not over until the next forward
+    kinds = kinds_in_step(spans_of(recorder), 1)
+    assert (kinds[Kind.FORWARD], kinds[Kind.BACKWARD], kinds[Kind.OPTIMIZER]) == (3, 3, 1)
+    assert kinds[Kind.MODULE] == 3
+
+
+def test_two_optimizers_that_step_in_turn_are_one_step(recorder: Recorder) -> None:
+    """As in adversarial or actor-critic training."""
+    models = [Block(), Block()]
+    optimizers = [torch.optim.SGD(model.parameters()) for model in models]
+    for _ in range(4):
+        for model in models:
+            model(torch.ones(2, 8)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert recorder.steps == 3
+    assert kinds_in_step(spans_of(recorder), 2)[Kind.OPTIMIZER] == 2
+
+
+def test_a_training_that_calls_no_model_still_has_steps(recorder: Recorder) -> None:
+    """Parameters without a module that is called: the optimizer alone tells the steps."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight])
+    for _ in range(4):
+        weight.sum().backward()
+        optimizer.step()
+    assert recorder.steps == 3
+
+
+def test_a_recomputed_forward_is_part_of_the_backward_pass(recorder: Recorder) -> None:
+    """Recomputation neither begins a step nor ends the backward span."""
+    model = Block(recompute=True)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    found = spans_of(recorder)
+    kinds = kinds_in_step(found, 1)
+    assert (kinds[Kind.FORWARD], kinds[Kind.BACKWARD], kinds[Kind.MODULE]) == (1, 1, 2)
+
+
+def test_evaluation_has_no_backward(recorder: Recorder) -> None:
+    """A forward without gradients is followed by no backward span."""
+    model = Block()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    kinds = kinds_in_step(spans_of(recorder), 2)
+    assert kinds[Kind.FORWARD] == 1
+    assert kinds[Kind.BACKWARD] == 0
+
+
+def test_an_exception_in_a_forward_closes_its_spans(recorder: Recorder) -> None:
+    """Training that catches it goes on with a clean slate."""
+    model = Block()
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 9))
+    model(torch.ones(2, 8)).sum().backward()
+    forwards = [span for span in spans_of(recorder).spans if span["kind"] == Kind.FORWARD]
+    assert len(forwards) == 2
+    assert all(span["end_ns"] > 0 for span in forwards)
+
+
+def test_closing_removes_every_hook(tmp_path: Path) -> None:
+    """The model is as before, and nothing is recorded any more."""
+    model = Block()
+    optimizer = torch.optim.SGD(model.parameters())
+    callbacks = len(gc.callbacks)
+    with Recorder(tmp_path / "r.ring") as recorder:
+        recorder.attach()
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        assert model._forward_hooks
+    assert not model._forward_hooks
+    assert not model.inner._forward_pre_hooks
+    assert len(gc.callbacks) == callbacks
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    assert recorder.steps == 2
+
+
+def test_waits_for_data_and_own_spans_are_recorded(tmp_path: Path) -> None:
+    """A slow source shows as data spans of its length; `span` names what a user wants to see."""
+    with Recorder(tmp_path / "r.ring") as recorder:
+
+        def slow() -> Iterator[int]:
+            for number in range(3):
+                time.sleep(0.02)
+                yield number
+
+        assert list(recorder.batches(slow())) == [0, 1, 2]
+        with recorder.span("checkpoint"):
+            pass
+        found = read_ring(recorder.ring.path)
+    data = found.spans[found.spans["kind"] == Kind.DATA]
+    assert ((data["end_ns"] - data["start_ns"])[:3] >= 20_000_000).all()
+    assert found.name_of(found.spans["name"][-1]) == "checkpoint"
+
+
+def test_long_garbage_collections_are_recorded(tmp_path: Path) -> None:
+    """A full collection over many objects shows with its generation and length."""
+    with Recorder(tmp_path / "r.ring") as recorder:
+        kept = [[number] for number in range(200_000)]
+        gc.collect()
+        found = read_ring(recorder.ring.path)
+    del kept
+    garbage = found.spans[found.spans["kind"] == Kind.GARBAGE]
+    longest = garbage[(garbage["end_ns"] - garbage["start_ns"]).argmax()]
+    assert found.name_of(longest["name"]) == "gc generation 2"
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    """Torch is an extra."""
+    code = "import sys, ms_profile, ms_profile.cli; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
