@@ -80,7 +80,7 @@ def memory_peaks(trace: Trace, *, most: int = 20) -> tuple[PeakHolder, ...]:
 def _innermost(
     trace: Trace, rows: NDArray[np.int64], at_ns: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Place in `rows` of the last span to begin before each instant, if it is still open, else -1."""
+    """Place in `rows` of the last span begun before each instant, if still open; else -1."""
     place = np.searchsorted(trace.start_ns[rows], at_ns, side="right") - 1
     safe = np.maximum(place, 0)
     end = trace.start_ns[rows[safe]] + trace.duration_ns[rows[safe]]

@@ -36,5 +36,3 @@ def unbalanced_compute(analysis: Analysis) -> Finding | None:
         gain_share=share,
         evidence=longest_intervals(one, "compute", in_steps(one.activity, one.activity.compute)),
     )
-
-

@@ -9,7 +9,7 @@ function stackedBars(rows, phases) {
   return make("div", { class: "bars" }, rows.flatMap(([label, parts, total]) => [
     make("span", {}, label),
     make("div", { class: "bar", role: "img", "aria-label": `${label}: ${phases.map((p) => `${p} ${share(parts[p], total)}`).join(", ")}` },
-      phases.map((phase) => make("i", { style: `width: ${(100 * parts[phase]) / most}%; background: var(--${phase})`, title: `${phase}: ${time(parts[phase])}, ${share(parts[phase], total)}` }))),
+      phases.map((phase) => make("i", { style: `width: ${(100 * (parts[phase] ?? 0)) / most}%; background: var(--${phase})`, title: `${phase}: ${time(parts[phase])}, ${share(parts[phase], total)}` }))),
     make("span", { class: "n" }, time(total)),
   ]));
 }

@@ -22,7 +22,10 @@ MOST_LEDGER_ROWS = 300
 
 
 def build_facts(
-    analysis: Analysis, *, title: str = "", links: LinkMatrix | None = None,
+    analysis: Analysis,
+    *,
+    title: str = "",
+    links: LinkMatrix | None = None,
     findings: Sequence[Finding] | None = None,
 ) -> dict[str, Any]:
     """Everything of the report but the timeline, JSON-able; times in ns, sizes in bytes."""
@@ -43,7 +46,11 @@ def build_facts(
 
 def _rank(one: RankAnalysis) -> dict[str, Any]:
     steps = [
-        {"number": b.step.number, "wall": b.step.duration_ns, "phases": b.phases_ns,
+        {"number": b.step.number, "wall": b.step.duration_ns,
+         "phases": {
+             name: None if name in one.activity.unmeasured else amount
+             for name, amount in b.phases_ns.items()
+         },
          "communication": b.communication_ns, "hidden": b.hidden_ns}
         for b in one.breakdowns
     ]  # fmt: skip
@@ -100,9 +107,7 @@ def _communication(analysis: Analysis, links: LinkMatrix | None) -> dict[str, An
         waits[place[charge.waiting], place[charge.cause]] += charge.wait_ns
     kinds: dict[tuple[str, str, int | None], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     ledger = analysis.ledger
-    for one, waited, moved in zip(
-        ledger.meetings, ledger.wait_ns, ledger.transfer_ns, strict=True
-    ):
+    for one, waited, moved in zip(ledger.meetings, ledger.wait_ns, ledger.transfer_ns, strict=True):
         cell = kinds[one.kind, one.group, one.size_bytes]
         cell[0] += 1
         cell[1] += sum(waited.values()) / len(waited)
@@ -136,9 +141,9 @@ def _ledger(analysis: Analysis) -> dict[str, Any]:
     ledger = analysis.ledger
     suspect = name_suspect(ledger)
     sums = [[rank, phase, amount] for (rank, phase), amount in ledger.charged_ns().items()]
-    longest = sorted(
-        range(len(ledger.meetings)), key=lambda n: -sum(ledger.wait_ns[n].values())
-    )[:MOST_LEDGER_ROWS]
+    longest = sorted(range(len(ledger.meetings)), key=lambda n: -sum(ledger.wait_ns[n].values()))[
+        :MOST_LEDGER_ROWS
+    ]
     causes: dict[int, dict[tuple[int, str], float]] = defaultdict(lambda: defaultdict(float))
     for charge in ledger.charges:
         causes[charge.meeting][charge.cause, charge.phase] += charge.wait_ns
@@ -168,8 +173,8 @@ def _memory(one: RankAnalysis) -> dict[str, Any]:
          "peak": int(line.high_bytes.max())}
         for line in memory_timeline(one.trace)
     ]  # fmt: skip
-    return {"rank": one.rank, "series": series,
-            "peaks": [[peak.name, peak.size_bytes] for peak in memory_peaks(one.trace)]}  # fmt: skip
+    peaks = [[peak.name, peak.size_bytes] for peak in memory_peaks(one.trace)]
+    return {"rank": one.rank, "series": series, "peaks": peaks}
 
 
 def _finding(one: Finding) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The page: facts, packed columns, style and scripts, joined into one file that needs no network."""
+"""The page: facts, packed columns, style and scripts in one file that needs no network."""
 
 import os
 from importlib import resources

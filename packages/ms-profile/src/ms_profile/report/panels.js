@@ -1,6 +1,8 @@
 // One function a part of the report; each returns its elements.
 const phaseNames = Object.keys(facts.phases);
-const total = (rank, phase) => sum(rank.steps.map((step) => step.phases[phase]));
+// A phase that a rank's trace cannot show is null, and so is any sum over it alone.
+const known = (values) => { const own = values.filter((value) => value !== null); return own.length ? sum(own) : null; };
+const total = (rank, phase) => known(rank.steps.map((step) => step.phases[phase]));
 const wall = (rank) => sum(rank.steps.map((step) => step.wall));
 
 function tile(value, text) {
@@ -13,7 +15,7 @@ function overview(go) {
   const hidden = sum(ranks.flatMap((rank) => rank.steps.map((step) => step.hidden)));
   const communication = sum(ranks.flatMap((rank) => rank.steps.map((step) => step.communication)));
   const suspect = facts.ledger.suspect;
-  const phases = (phase) => share(sum(ranks.map((rank) => total(rank, phase))), all);
+  const phases = (phase) => share(known(ranks.map((rank) => total(rank, phase))), all);
   const named = ranks.every((rank) => rank.steps.every((step) => step.number !== null));
   const tiles = make("div", { class: "tiles" },
     tile(named ? time(median(ranks.flatMap((rank) => rank.steps.map((step) => step.wall)))) : NOT_MEASURABLE, named ? "median step" : "median step: the trace names no steps"),
@@ -21,7 +23,7 @@ function overview(go) {
     tile(facts.communication.seen ? phases("collective") : NOT_MEASURABLE, facts.communication.seen ? "in communication that nothing hides" : "communication: the traces hold no collective"),
     tile(communication ? share(hidden, communication) : NOT_MEASURABLE, "of communication hidden by compute"),
     tile(phases("data"), "waiting for data"),
-    tile(suspect ? `rank ${suspect.rank}` : NOT_MEASURABLE, suspect ? `causes most waiting: ${share(suspect.share, 1)} of it, in ${suspect.phase}, confidence ${share(suspect.confidence, 1)}` : "slow rank: it takes traces of two ranks with shared collectives"));
+    tile(suspect ? (suspect.confidence < 0.9 ? "no slow rank" : `rank ${suspect.rank}`) : NOT_MEASURABLE, suspect && suspect.confidence < 0.9 ? `stands out: rank ${suspect.rank} in ${suspect.phase} leads, with a confidence of ${share(suspect.confidence, 1)} alone` : suspect ? `causes most waiting: ${share(suspect.share, 1)} of it, in ${suspect.phase}, confidence ${share(suspect.confidence, 1)}` : "slow rank: it takes traces of two ranks with shared collectives"));
   const rows = ranks.map((rank) => [`rank ${rank.rank}`, Object.fromEntries(phaseNames.map((phase) => [phase, total(rank, phase)])), wall(rank)]);
   const advice = facts.advice.slice(0, 3).map((one) => make("p", {}, make("span", { class: "gain" }, `up to ${share(one.share, 1)}`), one.title));
   return [

@@ -44,9 +44,7 @@ def pack_columns(columns: Mapping[str, NDArray[Any]]) -> tuple[tuple[Column, ...
         width = narrow.dtype.itemsize
         planes = narrow.view(np.uint8).reshape(-1, width).T if len(narrow) else narrow
         parts.append(np.ascontiguousarray(planes).tobytes())
-        table.append(
-            Column(name=name, type=f"u{width}", offset=offset, length=len(narrow))
-        )
+        table.append(Column(name=name, type=f"u{width}", offset=offset, length=len(narrow)))
         offset += len(parts[-1])
     packer = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS, 9)
     packed = b"".join([packer.compress(part) for part in parts] + [packer.flush()])

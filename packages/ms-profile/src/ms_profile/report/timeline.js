@@ -187,7 +187,7 @@ class Timeline {
       const x = this.x(at / unit);
       if (x < GUTTER) continue;
       pen.fillRect(x, RULER - 7, 1, 6);
-      pen.fillText(time(at, 5), x + 4, RULER / 2 - 1);
+      pen.fillText(at === 0 ? "0" : time(at, Math.max(3, 1 + Math.ceil(Math.log10(at / step)))), x + 4, RULER / 2 - 1);
     }
     pen.fillStyle = this.card;
     pen.fillRect(0, 0, GUTTER, RULER - 1);
