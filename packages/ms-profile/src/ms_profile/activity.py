@@ -52,6 +52,8 @@ class Activity:
     """The host's operators and driver calls; empty without a device."""
     steps: tuple[Step, ...]
     has_device: bool
+    unmeasured: tuple[str, ...] = ()
+    """Phases that this trace cannot show; their time counts as "host"."""
 
     def partition(self) -> dict[str, Intervals]:
         """Intervals by phase, each instant in the first phase that claims it."""
@@ -82,23 +84,32 @@ class Breakdown:
         return self.hidden_ns / self.communication_ns if self.communication_ns else None
 
 
-def find_activity(trace: Trace, garbage: Intervals = NOTHING, data: Intervals = NOTHING) -> Activity:
+def find_activity(
+    trace: Trace, garbage: Intervals | None = None, data: Intervals | None = None
+) -> Activity:
     """Sort out what a trace shows; `garbage` and `data` are intervals known from elsewhere."""
     device = trace.rows(Category.KERNEL)
     has_device = len(device) > 0
     host = _host_compute(trace)
-    flags = _flagged(trace, DATA)
+    stalls = _join(_flagged(trace, DATA), NOTHING if data is None else data)
+    pauses = _join(_flagged(trace, GARBAGE), NOTHING if garbage is None else garbage)
+    unmeasured: tuple[str, ...] = () if has_device else ("copy", "synchronise", "launch")
+    if garbage is None and not len(pauses):
+        unmeasured += ("garbage",)
+    if data is None and not len(stalls):
+        unmeasured += ("data",)
     runtime = _spans(trace, trace.rows(Category.RUNTIME))
     return Activity(
         compute=_spans(trace, device) if has_device else host,
         collective=_spans(trace, trace.rows(Category.COLLECTIVE)),
         copy=_spans(trace, trace.rows(Category.COPY)),
-        garbage=_join(_flagged(trace, GARBAGE), garbage),
-        data=_join(flags, data),
+        garbage=pauses,
+        data=stalls,
         synchronise=_flagged(trace, SYNCHRONISE) if has_device else NOTHING,
         launch=_join(host, runtime) if has_device else NOTHING,
         steps=find_steps(trace),
         has_device=has_device,
+        unmeasured=unmeasured,
     )
 
 
@@ -132,9 +143,7 @@ def _host_compute(trace: Trace) -> Intervals:
     for thread in np.unique(trace.thread[rows]):
         here = trace.thread[rows] == thread
         busy = _spans(trace, rows[here & ~launching])
-        away = np.concatenate(
-            [rows[here & launching], waiting[trace.thread[waiting] == thread]]
-        )
+        away = np.concatenate([rows[here & launching], waiting[trace.thread[waiting] == thread]])
         if (carried := _collectives_of(trace, thread)) is not None:
             away = np.concatenate([away, carried])
         parts.append(subtract(busy, _spans(trace, away)))

@@ -28,6 +28,7 @@ Floats = NDArray[np.float64]
 HUBER = 1.5
 QUANTILE_99 = 2.576
 SAMPLES_FOR_DRIFT = 4
+PLAUSIBLE_DRIFT = 3e-4  # crystals keep within 1e-4; a steeper slope is noise of a short recording
 
 
 class ClockFit(Struct, frozen=True, kw_only=True):
@@ -161,7 +162,7 @@ def _fit_all(
     covariance = np.zeros((2 * len(ranks), 2 * len(ranks)))
     free = np.concatenate([shifting, drifting])
     scale = 1.0
-    for _ in range(12):
+    for turn in range(24):
         normal, right = _normal_equations(np.where(present, readings, 0.0), weights, span)
         solution = np.zeros(2 * len(ranks))
         chosen = np.ix_(free, free)
@@ -169,6 +170,11 @@ def _fit_all(
         solution[free] = inverse @ right[free]
         covariance[chosen] = inverse
         offset, drift = solution[: len(ranks)], solution[len(ranks) :] / span
+        if turn == 11 and (implausible := np.abs(drift) > PLAUSIBLE_DRIFT).any():
+            free[len(ranks) :] &= ~implausible
+            covariance[:] = 0.0
+        elif turn == 11:
+            break
         residuals = _residuals(readings, weights, offset, drift)
         scale = max(1.4826 * float(np.nanmedian(np.abs(residuals))), 1e-3)
         reach = HUBER * scale / np.maximum(np.abs(np.where(present, residuals, 0.0)), 1e-12)

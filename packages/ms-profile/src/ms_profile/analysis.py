@@ -21,6 +21,7 @@ from ms_profile.errors import ProfileError, TraceError
 from ms_profile.format import read_ranks
 from ms_profile.intervals import Intervals
 from ms_profile.ledger import Ledger, keep_ledger
+from ms_profile.pauses import read_pauses
 from ms_profile.trace import Trace, read_trace
 
 __all__ = ["Analysis", "RankAnalysis", "analyse", "analyse_traces", "find_traces"]
@@ -76,7 +77,13 @@ def analyse(path: str | os.PathLike[str]) -> Analysis:
         traces[rank] = evolve(trace, rank=rank)
     if not traces:
         raise TraceError(f"{path} holds no readable trace: {'; '.join(warnings) or 'it is empty'}")
-    return analyse_traces(traces, warnings=warnings)
+    pauses = {rank: read_pauses(Path(path), rank) for rank in traces}
+    return analyse_traces(
+        traces,
+        garbage={rank: own.garbage for rank, own in pauses.items() if own is not None},
+        data={rank: own.data for rank, own in pauses.items() if own is not None},
+        warnings=warnings,
+    )
 
 
 def find_traces(path: Path) -> list[Path]:
@@ -107,15 +114,23 @@ def analyse_traces(
     traces: Mapping[int, Trace],
     *,
     garbage: Mapping[int, Intervals] | None = None,
+    data: Mapping[int, Intervals] | None = None,
     warnings: Sequence[str] = (),
 ) -> Analysis:
-    """Analyse traces by rank; `garbage` is known from elsewhere, on each rank's own clock."""
+    """Analyse traces by rank.
+
+    Args:
+        traces: by rank.
+        garbage: intervals (N, 2) ns of garbage collection known from elsewhere, on each rank's own
+            wall clock.
+        data: likewise, of waits for the next batch.
+        warnings: what reading the traces said.
+    """
     fits = align_traces(traces) if len(traces) > 1 else {}
     said = list(warnings)
     ranks = {}
     for rank, trace in sorted(traces.items()):
-        extra = (garbage or {}).get(rank)
-        activity = find_activity(trace) if extra is None else find_activity(trace, extra)
+        activity = find_activity(trace, (garbage or {}).get(rank), (data or {}).get(rank))
         ranks[rank] = RankAnalysis(
             rank=rank, trace=trace, activity=activity, breakdowns=break_down(activity),
             collectives=find_collectives(trace), clock=fits.get(rank),

@@ -40,7 +40,8 @@ def intersect(left: Intervals, right: Intervals) -> Intervals:
     others = np.repeat(first, count) + offsets
     start = np.maximum(left[rows, 0], right[others, 0])
     end = np.minimum(left[rows, 1], right[others, 1])
-    return np.stack([start, end], axis=1)[end > start]
+    common: Intervals = np.stack([start, end], axis=1)[end > start]
+    return common
 
 
 def subtract(left: Intervals, right: Intervals) -> Intervals:

@@ -1,4 +1,4 @@
-"""The waiting ledger: every collective is transfer plus wait, and each wait is charged to its cause.
+"""The waiting ledger: each collective is transfer plus wait, and a wait is charged to its cause.
 
 A rank waits in a collective from its own entry until the last member enters; the rest is transfer.
 What made that last rank late is looked for in what it did since the two ranks last met: the phases
@@ -91,7 +91,9 @@ class _Covered:
         place = bisect_left(self._starts, instant)
         if not place:
             return 0
-        return self._before[place - 1] + min(instant, self._ends[place - 1]) - self._starts[place - 1]
+        return (
+            self._before[place - 1] + min(instant, self._ends[place - 1]) - self._starts[place - 1]
+        )
 
     def between(self, start: int, end: int) -> int:
         return max(self._until(end) - self._until(start), 0)
@@ -179,8 +181,8 @@ def _causes(
 ) -> tuple[tuple[int, str, float], ...]:
     """Shares of a wait by rank and phase; they sum to 1."""
     origin = _last_met(book, waiting, late, start)
-    excess = {}
-    spent_late, spent_own = entered - origin, start - origin
+    excess: dict[str, float] = {}
+    spent_late, spent_own = float(entered - origin), float(start - origin)
     for phase in book.phases.get(late, {}):
         theirs = book.phases[late][phase].between(origin, entered)
         own_phases = book.phases.get(waiting, {})

@@ -58,7 +58,8 @@ def self_times(
     above = parent[child]
     inside = np.maximum(np.minimum(end[child], end[above]) - start_ns[child], 0)
     spent = np.bincount(above, weights=inside, minlength=len(start_ns))
-    return np.maximum(duration_ns - np.rint(spent).astype(np.int64), 0)
+    own: NDArray[np.int64] = np.maximum(duration_ns - np.rint(spent).astype(np.int64), 0)
+    return own
 
 
 def _keys(

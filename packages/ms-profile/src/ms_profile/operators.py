@@ -109,7 +109,8 @@ def _host_rows(trace: Trace) -> NDArray[np.int64]:
     """Rows that nest on the host's threads: a device's collectives don't."""
     rows = trace.rows(*HOST)
     on_device = (trace.category[rows] == Category.COLLECTIVE) & (trace.correlation[rows] >= 0)
-    return rows[~on_device]
+    host: NDArray[np.int64] = rows[~on_device]
+    return host
 
 
 def _device_times(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:

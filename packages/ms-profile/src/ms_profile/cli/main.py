@@ -10,7 +10,7 @@ from ms_profile.errors import ProfileError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: Final = ("run", "logs", "link")
+COMMANDS: Final = ("run", "report", "compare", "logs", "link")
 """In the order of the help; each is a module of `ms_profile.cli`."""
 
 

@@ -1,4 +1,4 @@
-"""Read what profilers wrote into columns: Kineto's and the Ascend profiler's JSON, plain or gzip."""
+"""Read what profilers wrote into columns: Kineto's and Ascend's JSON, plain or gzip."""
 
 from ms_profile.trace.columns import Category, Memory, Thread, Trace
 from ms_profile.trace.reader import read_trace

@@ -1,10 +1,10 @@
 """Records into columns: a few list comprehensions a chunk, then numpy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+import msgspec
 import numpy as np
-from msgspec import Raw
 from numpy.typing import NDArray
 
 from ms_profile.trace.categories import categorise
@@ -17,8 +17,12 @@ Array = NDArray[Any]
 COLUMNS: Final = ("start", "duration", "name", "label", "thread", "external", "correlation",
                   "shape", "moved")  # fmt: skip
 MEMORY_COLUMNS: Final = ("at", "change", "allocated", "reserved", "device", "thread")
-ELEMENT_BYTES: Final = {"double": 8, "long": 8, "long int": 8, "float": 4, "int": 4, "half": 2,
-                        "c10::Half": 2, "c10::BFloat16": 2, "bool": 1, "unsigned char": 1}  # fmt: skip
+ELEMENT_BYTES: Final = {
+    **dict.fromkeys(("double", "long", "long int", "float64", "int64"), 8),
+    **dict.fromkeys(("float", "int", "float32", "int32"), 4),
+    **dict.fromkeys(("half", "c10::half", "c10::bfloat16", "bfloat16", "float16", "short"), 2),
+    **dict.fromkeys(("bool", "byte", "char", "unsigned char", "uint8", "int8"), 1),
+}
 
 
 class _Numbers(dict[Any, int]):
@@ -135,7 +139,12 @@ class TraceBuilder:
         place = header.get("distributedInfo")
         place = place if isinstance(place, dict) else {}
         category = categorise(
-            columns["label"], columns["name"], columns["thread"], tuple(self._labels), names, threads
+            columns["label"],
+            columns["name"],
+            columns["thread"],
+            tuple(self._labels),
+            names,
+            threads,
         )
         notes = self._finish_notes(order, category)
         return Trace(
@@ -198,7 +207,7 @@ class TraceBuilder:
         return notes
 
 
-def _column(values: Any, dtype: Callable[..., Any]) -> Array:
+def _column(values: Iterable[int], dtype: type[np.integer[Any]]) -> Array:
     return np.array(list(values), dtype)
 
 
@@ -223,8 +232,7 @@ def _order(thread: Array, start: Array, duration: Array) -> Array:
     """Rows by thread, then start, then longest first."""
     if not len(start):
         return np.zeros(0, np.int64)
-    order = np.lexsort((-duration, start, thread))
-    return order
+    return np.lexsort((-duration, start, thread))
 
 
 def _whole(value: object) -> int | None:
@@ -241,8 +249,6 @@ def _numbers(text: bytes) -> tuple[int, ...]:
 
 def _message(dims: bytes, types: bytes) -> tuple[int, str]:
     """Elements and dtype of gloo's first input; (0, "") where shapes were not recorded."""
-    import msgspec
-
     try:
         shapes = msgspec.json.decode(dims) if dims else []
         kinds = msgspec.json.decode(types) if types else []
@@ -257,7 +263,4 @@ def _message(dims: bytes, types: bytes) -> tuple[int, str]:
 
 def element_bytes(dtype: str) -> int | None:
     """Bytes of one element of a dtype as profilers name it; None where unknown."""
-    return ELEMENT_BYTES.get(dtype) or ELEMENT_BYTES.get(dtype.lower())
-
-
-_ = Raw
+    return ELEMENT_BYTES.get(dtype.lower())

@@ -43,13 +43,15 @@ def categorise(
     threads: Sequence[Thread],
 ) -> NDArray[np.uint8]:
     """Give each span its `Category`, (N,) uint8; `label`, `name`, `thread` (N,) are numbers."""
-    by_label = np.array([BY_LABEL.get(text, Category.OTHER) for text in labels] or [0], np.uint8)
+    by_label = np.array([BY_LABEL.get(text, Category.OTHER) for text in (*labels, "")], np.uint8)
     found: NDArray[np.uint8] = by_label[label]
     host = _flags(names, HOST_COLLECTIVE)
     device = _flags(names, DEVICE_COLLECTIVE)
     found[(found == Category.ANNOTATION) & host[name]] = Category.COLLECTIVE
     found[(found == Category.KERNEL) & device[name]] = Category.COLLECTIVE
-    by_thread = np.array([_ascend(thread) for thread in threads] or [0], np.uint8)
+    by_thread = np.array(
+        [_ascend(thread) for thread in (*threads, Thread(process=0, thread=0))], np.uint8
+    )
     ascend = (found == Category.OTHER) & (by_thread[thread] != Category.OTHER)
     found[ascend] = by_thread[thread][ascend]
     kernels = ascend & (found == Category.KERNEL)

@@ -10,6 +10,7 @@ import gzip
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -168,10 +169,8 @@ class TraceText:
         return records
 
     def _pieces(self, text: bytes) -> list[bytes | msgspec.Raw]:
-        try:
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
             return list(msgspec.json.decode(b"[" + text + b"]", type=list[msgspec.Raw]))
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            pass
         boundary = re.compile(rb"\n  \},\n  \{") if KINETO_BOUNDARY in text else ANY_BOUNDARY
         ends = [found.start() for found in boundary.finditer(text)]
         starts = [0, *(text.index(b",", end) + 1 for end in ends)]
@@ -196,8 +195,6 @@ class TraceText:
         records, used = self._decode_part(text) if b"}" in text else ([], 0)
         closing = text.rfind(b"}", used)
         last = text[used : closing + 1]
-        try:
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
             records.append(decode_record(last))
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            pass
         return records

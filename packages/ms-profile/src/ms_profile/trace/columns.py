@@ -127,4 +127,4 @@ class Trace:
 
     def name_of(self, row: int) -> str:
         """The name of one span."""
-        return self.names[self.name[row]]
+        return self.names[int(self.name[row])]

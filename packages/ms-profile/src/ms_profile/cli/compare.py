@@ -1,0 +1,69 @@
+"""`ms-profile compare A B`: exit 1 when B is significantly slower."""
+
+import argparse
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from ms_profile.analysis import analyse
+from ms_profile.comparison import LEAST_CHANGE, Change, Comparison, compare
+
+__all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
+
+HELP: Final = "compare two runs; exit code 1 when the second is significantly slower"
+EXAMPLE: Final = "ms-profile compare ./before ./after --least-change 0.05"
+MOST_OPERATORS = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("before", type=Path, help="run A: folder or trace")
+    parser.add_argument("after", type=Path, help="run B")
+    parser.add_argument("--least-change", type=float, default=LEAST_CHANGE, metavar="SHARE",
+                        help="smallest change that counts; 0.03")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Compare and print; 1 for a regression."""
+    found = compare(
+        analyse(options.before), analyse(options.after), least_change=options.least_change
+    )
+    if options.json:
+        print(msgspec.json.encode(_facts(found)).decode())
+    else:
+        _show(found)
+    return 1 if found.regression else 0
+
+
+def _facts(found: Comparison) -> dict[str, Any]:
+    def plain(one: Change) -> dict[str, Any]:
+        return {"name": one.name, "before_ns": one.before_ns, "after_ns": one.after_ns,
+                "share": one.share}  # fmt: skip
+
+    return {
+        "regression": found.regression, "improvement": found.improvement, "chance": found.chance,
+        "step": plain(found.step), "phases": [plain(one) for one in found.phases],
+        "operators": [plain(one) for one in found.operators],
+    }  # fmt: skip
+
+
+def _show(found: Comparison) -> None:
+    table = Table(title="per step")
+    for column in ("what", "before ms", "after ms", "change"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for one in (found.step, *found.phases, *found.operators[:MOST_OPERATORS]):
+        change = "new" if one.share is None else f"{one.share:+.1%}"
+        table.add_row(one.name, f"{one.before_ns / 1e6:.3f}", f"{one.after_ns / 1e6:.3f}", change)
+    Console().print(table)
+    verdict = "no significant difference"
+    if found.regression:
+        verdict = "significant regression"
+    elif found.improvement:
+        verdict = "significant improvement"
+    share = found.step.share
+    change = "" if share is None else f"{share:+.1%} a step, "
+    print(f"{verdict}: {change}by chance in {found.chance:.1%} of rearrangements")

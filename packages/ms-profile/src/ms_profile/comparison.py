@@ -1,0 +1,157 @@
+"""Whether run B is slower than run A: a permutation test on steps, and what moved.
+
+Steps of one run resemble their neighbours, so whole blocks of steps change places, not steps. A
+regression is called when chance alone would give so large a difference in fewer than 1% of all
+rearrangements, and when it is 3% or more: less than that differs between two runs of one program.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+from ms_profile.activity import PHASES
+from ms_profile.analysis import Analysis
+from ms_profile.errors import TraceError
+from ms_profile.operators import operator_table
+
+__all__ = ["Change", "Comparison", "compare", "compare_steps", "step_times"]
+
+LEAST_STEPS = 4
+CHANCE = 0.01
+LEAST_CHANGE = 0.03
+REARRANGEMENTS = 4000
+
+
+@frozen(kw_only=True)
+class Change:
+    """One quantity in both runs, per step, in ns."""
+
+    name: str
+    before_ns: float
+    after_ns: float
+
+    @property
+    def share(self) -> float | None:
+        """Relative change; None where there was nothing before."""
+        return self.after_ns / self.before_ns - 1 if self.before_ns else None
+
+
+@frozen(kw_only=True)
+class Comparison:
+    """What differs between two runs."""
+
+    step: Change
+    """Of the median step, the slowest rank's."""
+    chance: float
+    """How often chance alone makes B slower by as much."""
+    regression: bool
+    improvement: bool
+    phases: tuple[Change, ...]
+    """Per step and rank; those that either run shows."""
+    operators: tuple[Change, ...]
+    """Self time per step and rank, the largest change first."""
+
+
+def compare(before: Analysis, after: Analysis, *, least_change: float = LEAST_CHANGE) -> Comparison:
+    """Compare two runs' steps, phases and operators.
+
+    Raises:
+        TraceError: a run has fewer than 4 named steps.
+    """
+    old, new = step_times(before), step_times(after)
+    slower, faster = compare_steps(old, new), compare_steps(new, old)
+    change = Change(name="step", before_ns=float(np.median(old)), after_ns=float(np.median(new)))
+    relative = change.share or 0.0
+    return Comparison(
+        step=change,
+        chance=slower,
+        regression=slower < CHANCE and relative >= least_change,
+        improvement=faster < CHANCE and relative <= -least_change,
+        phases=_phases(before, after),
+        operators=_operators(before, after),
+    )
+
+
+def step_times(analysis: Analysis) -> NDArray[np.float64]:
+    """Wall time of each step that all ranks recorded, the slowest rank's, (S,) ns.
+
+    Raises:
+        TraceError: there are fewer than 4.
+    """
+    times: dict[int, list[int]] = defaultdict(list)
+    for one in analysis.ranks.values():
+        for step in one.breakdowns:
+            if step.step.number is not None:
+                times[step.step.number].append(step.step.duration_ns)
+    full = [max(own) for _, own in sorted(times.items()) if len(own) == len(analysis.ranks)]
+    if len(full) < LEAST_STEPS:
+        raise TraceError(
+            f"a run has {len(full)} named steps; comparing takes {LEAST_STEPS} or more: "
+            "record more steps, and call the profiler's step()"
+        )
+    return np.array(full, np.float64)
+
+
+def compare_steps(
+    before: Sequence[float] | NDArray[np.float64],
+    after: Sequence[float] | NDArray[np.float64],
+    *,
+    seed: int = 0,
+) -> float:
+    """How often chance makes the mean rank of `after` as much larger as it is, 0 to 1."""
+    old, new = np.asarray(before, np.float64), np.asarray(after, np.float64)
+    width = max(1, round(min(len(old), len(new)) ** 0.5 / 1.5))
+    both = np.concatenate([old, new])
+    ranks = np.argsort(np.argsort(both, kind="stable"), kind="stable").astype(np.float64)
+    blocks = np.concatenate([_means(ranks[: len(old)], width), _means(ranks[len(old) :], width)])
+    count = -(-len(old) // width)
+    observed = blocks[count:].mean() - blocks[:count].mean()
+    random = np.random.default_rng(seed)
+    order = random.random((REARRANGEMENTS, len(blocks))).argsort(axis=1)
+    shuffled = blocks[order]
+    differences = shuffled[:, count:].mean(axis=1) - shuffled[:, :count].mean(axis=1)
+    return float(((differences >= observed - 1e-9).sum() + 1) / (REARRANGEMENTS + 1))
+
+
+def _means(values: NDArray[np.float64], width: int) -> NDArray[np.float64]:
+    return np.array([values[at : at + width].mean() for at in range(0, len(values), width)])
+
+
+def _phases(before: Analysis, after: Analysis) -> tuple[Change, ...]:
+    def per_step(analysis: Analysis, phase: str) -> float | None:
+        amounts = [
+            step.phases_ns[phase]
+            for one in analysis.ranks.values()
+            for step in one.breakdowns
+            if phase not in one.activity.unmeasured
+        ]
+        return float(np.mean(amounts)) if amounts else None
+
+    found = []
+    for phase in PHASES:
+        old, new = per_step(before, phase), per_step(after, phase)
+        if old is not None and new is not None and (old or new):
+            found.append(Change(name=phase, before_ns=old, after_ns=new))
+    return tuple(found)
+
+
+def _operators(before: Analysis, after: Analysis) -> tuple[Change, ...]:
+    def per_step(analysis: Analysis) -> dict[str, float]:
+        sums: dict[str, float] = defaultdict(float)
+        steps = 0
+        for one in analysis.ranks.values():
+            steps += len(one.breakdowns)
+            for row in operator_table(one.trace):
+                if not row.name.startswith("ProfilerStep"):
+                    sums[row.name] += row.self_ns
+        return {name: amount / max(steps, 1) for name, amount in sums.items()}
+
+    old, new = per_step(before), per_step(after)
+    changes = [
+        Change(name=name, before_ns=old.get(name, 0.0), after_ns=new.get(name, 0.0))
+        for name in old.keys() | new.keys()
+    ]
+    return tuple(sorted(changes, key=lambda one: (-abs(one.after_ns - one.before_ns), one.name)))

@@ -1,0 +1,64 @@
+// Stacked bars, heat maps and the memory lines.
+function legend(entries) {
+  return make("div", { class: "legend" }, entries.map(([name, text]) => make("span", { title: text || "" }, make("i", { style: `background: var(--${name})` }), name)));
+}
+
+// rows: [label, {phase: ns}, total ns]
+function stackedBars(rows, phases) {
+  const most = Math.max(...rows.map(([, , total]) => total), 1);
+  return make("div", { class: "bars" }, rows.flatMap(([label, parts, total]) => [
+    make("span", {}, label),
+    make("div", { class: "bar", role: "img", "aria-label": `${label}: ${phases.map((p) => `${p} ${share(parts[p], total)}`).join(", ")}` },
+      phases.map((phase) => make("i", { style: `width: ${(100 * (parts[phase] ?? 0)) / most}%; background: var(--${phase})`, title: `${phase}: ${time(parts[phase])}, ${share(parts[phase], total)}` }))),
+    make("span", { class: "n" }, time(total)),
+  ]));
+}
+
+// cells: value or null by [row][column]
+function heatMap(ranks, cells, { text, caption, rowTitle, columnTitle }) {
+  const most = Math.max(...cells.flat().filter((value) => value !== null), 0);
+  const table = make("table", { class: "heat", "aria-label": caption });
+  table.append(make("tr", {}, make("th", {}, `${rowTitle} \\ ${columnTitle}`), ranks.map((rank) => make("th", { scope: "col" }, `${rank}`))));
+  ranks.forEach((rank, i) => {
+    table.append(make("tr", {}, make("th", { scope: "row" }, `${rank}`), ranks.map((other, j) => {
+      const value = cells[i][j];
+      if (value === null) return make("td", { class: "soft", title: `${rank}, ${other}: none` }, "·");
+      const heat = most ? Math.sqrt(value / most) : 0;
+      const style = `background: color-mix(in oklab, var(--heat-high) ${Math.round(heat * 100)}%, var(--heat-low)); color: ${heat > 0.6 ? "var(--on-heat, var(--card))" : "var(--ink)"}`;
+      return make("td", { style, title: `${rowTitle} ${rank}, ${columnTitle} ${other}: ${text(value)}` }, text(value));
+    })));
+  });
+  return table;
+}
+
+// series: [{name, at: ns[], low: bytes[], high: bytes[]}]
+function memoryChart(canvas, series) {
+  const scale = window.devicePixelRatio || 1;
+  const width = canvas.clientWidth, tall = canvas.clientHeight;
+  if (!width) return;
+  canvas.width = width * scale; canvas.height = tall * scale;
+  const pen = canvas.getContext("2d");
+  pen.scale(scale, scale);
+  const left = 70, bottom = tall - 22, top = 10;
+  const longest = Math.max(...series.map((line) => line.at[line.at.length - 1] || 1));
+  const most = Math.max(...series.map((line) => line.peak), 1) * 1.05;
+  const x = (at) => left + (at / longest) * (width - left - 12);
+  const y = (bytes) => bottom - (bytes / most) * (bottom - top);
+  pen.font = "11px system-ui, sans-serif"; pen.textBaseline = "middle";
+  for (let tick = 0; tick <= 4; tick++) {
+    const level = (most * tick) / 4;
+    pen.fillStyle = styleOf("--line"); pen.fillRect(left, Math.round(y(level)), width - left - 12, 1);
+    pen.fillStyle = styleOf("--soft"); pen.textAlign = "right"; pen.fillText(size(level), left - 8, y(level));
+    pen.textAlign = tick === 4 ? "right" : "center"; pen.fillText(time((longest * tick) / 4), x((longest * tick) / 4), bottom + 12);
+  }
+  const colours = ["--compute", "--collective", "--copy", "--data"].map(styleOf);
+  series.forEach((line, number) => {
+    pen.fillStyle = colours[number % colours.length]; pen.globalAlpha = 0.18;
+    pen.beginPath(); pen.moveTo(x(line.at[0]), bottom);
+    line.at.forEach((at, i) => { pen.lineTo(x(at), y(line.high[i])); });
+    pen.lineTo(x(line.at[line.at.length - 1]), bottom); pen.fill();
+    pen.globalAlpha = 1; pen.strokeStyle = colours[number % colours.length]; pen.lineWidth = 1.5; pen.beginPath();
+    line.at.forEach((at, i) => { pen.lineTo(x(at), y(line.high[i])); pen.lineTo(x(at), y(line.low[i])); });
+    pen.stroke();
+  });
+}

@@ -1,0 +1,47 @@
+// Numbers as people read them; what is not known is said, never shown as zero.
+const NOT_MEASURABLE = "not measurable";
+
+function time(ns, digits = 3) {
+  if (ns === null || ns === undefined) return NOT_MEASURABLE;
+  const size = Math.abs(ns);
+  const [unit, scale] = size >= 1e9 ? ["s", 1e9] : size >= 1e6 ? ["ms", 1e6] : size >= 1e3 ? ["µs", 1e3] : ["ns", 1];
+  const value = ns / scale;
+  const places = Math.max(0, digits - 1 - Math.floor(Math.log10(Math.max(Math.abs(value), 1))));
+  return `${value.toFixed(scale === 1 ? 0 : places)} ${unit}`;
+}
+
+function size(bytes) {
+  if (bytes === null || bytes === undefined) return NOT_MEASURABLE;
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let value = Math.abs(bytes), unit = 0;
+  while (value >= 1024 && unit < units.length - 1) { value /= 1024; unit++; }
+  return `${bytes < 0 ? "−" : ""}${value.toFixed(unit && value < 100 ? 1 : 0)} ${units[unit]}`;
+}
+
+function share(part, whole) {
+  if (part === null || part === undefined || !whole) return NOT_MEASURABLE;
+  const percent = (100 * part) / whole;
+  return `${percent.toFixed(percent < 10 ? 1 : 0)}%`;
+}
+
+const whole = new Intl.NumberFormat("en");
+const count = (number) => whole.format(number);
+const median = (values) => {
+  const sorted = [...values].sort((a, b) => a - b);
+  const half = sorted.length >> 1;
+  return sorted.length ? (sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2) : null;
+};
+const sum = (values) => values.reduce((total, value) => total + value, 0);
+
+// make("td", {class: "n"}, "text" | element...): text is always set as text.
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "on") for (const [event, handler] of Object.entries(value)) element.addEventListener(event, handler);
+    else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
+  }
+  for (const child of children.flat()) if (child !== null && child !== undefined) element.append(child);
+  return element;
+}
+
+const styleOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

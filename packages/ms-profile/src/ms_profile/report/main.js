@@ -1,0 +1,93 @@
+// Tabs, theme and keys; the timeline is built when it is first looked at.
+const redraws = [];
+const parts = { overview, timeline: null, operators, communication, waiting, memory, advice };
+const sections = {};
+let line = null;
+let opening = null;
+
+function openTimeline(section) {
+  opening = opening || (async () => {
+    if (!facts.timeline.shown) { section.append(make("p", {}, "The traces hold no spans to draw.")); return null; }
+    const columns = await readColumns();
+    columns.begin = new Float64Array(columns.start.length);
+    const lanes = layOut(columns);
+    const box = make("input", { type: "search", id: "search", placeholder: "Search names ( / )", "aria-label": "Search the timeline" });
+    const found = make("span", { class: "soft", role: "status" });
+    const stage = make("div", { id: "stage" });
+    const picked = make("p", { id: "picked", role: "status" });
+    section.append(make("div", { class: "row" }, box,
+      make("button", { type: "button", on: { click: () => line.next(-1) } }, "Previous"), make("button", { type: "button", on: { click: () => line.next(1) } }, "Next"),
+      make("button", { type: "button", on: { click: () => line.show(0, line.length) } }, "All"), found,
+      legend([["compute", "operators and kernels"], ["collective", ""], ["copy", ""], ["launch", "scopes and driver calls"], ["synchronise", "device waits"], ["data", "Python functions"]])), stage, picked);
+    line = new Timeline(stage, columns, lanes);
+    line.onpick = (row) => { picked.textContent = row < 0 ? "" : line.describe(row); };
+    box.addEventListener("input", () => { const hits = line.search(box.value); found.textContent = box.value.trim() ? `${count(hits)} spans` : ""; });
+    box.addEventListener("keydown", (event) => { if (event.key === "Enter") line.next(event.shiftKey ? -1 : 1); });
+    const { shown, total: all } = facts.timeline;
+    if (shown < all) section.append(make("p", { class: "soft" }, `The ${count(shown)} longest of ${count(all)} spans are shown.`));
+    redraws.push(() => line.recolour());
+    line.resize();
+    window.timeline = line;
+    return line;
+  })();
+  return opening;
+}
+
+function go(name, then) {
+  for (const [other, { tab, section }] of Object.entries(sections)) {
+    const chosen = other === name;
+    tab.setAttribute("aria-selected", String(chosen));
+    tab.tabIndex = chosen ? 0 : -1;
+    section.hidden = !chosen;
+  }
+  const { section } = sections[name];
+  if (name === "timeline") openTimeline(section).then((made) => { if (made) { made.resize(); if (then) then(made); made.canvas.focus({ preventScroll: true }); } });
+  else if (!section.childElementCount) section.append(...parts[name](go));
+  window.scrollTo(0, 0);
+  history.replaceState(null, "", `#${name}`);
+}
+
+function build() {
+  document.getElementById("title").textContent = facts.title;
+  const spans = sum(facts.ranks.map((rank) => rank.spans));
+  document.getElementById("subtitle").textContent = `${facts.ranks.length} rank${facts.ranks.length === 1 ? "" : "s"} · ${count(spans)} spans · ${size(sum(facts.ranks.map((rank) => rank.file_bytes)))} of traces`;
+  const tabs = document.getElementById("tabs"), panels = document.getElementById("panels");
+  for (const name of Object.keys(parts)) {
+    const label = name[0].toUpperCase() + name.slice(1);
+    const tab = make("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": `panel-${name}`, on: { click: () => go(name) } }, label, name === "advice" && facts.advice.length ? ` (${facts.advice.length})` : null);
+    const section = make("section", { id: `panel-${name}`, role: "tabpanel", "aria-labelledby": `tab-${name}`, hidden: true });
+    sections[name] = { tab, section };
+    tabs.append(tab);
+    panels.append(section);
+  }
+  tabs.addEventListener("keydown", (event) => {
+    const names = Object.keys(parts), now = names.findIndex((name) => sections[name].tab === document.activeElement);
+    const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!move || now < 0) return;
+    const next = names[(now + move + names.length) % names.length];
+    go(next);
+    sections[next].tab.focus();
+  });
+}
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  for (const redraw of redraws) redraw();
+}
+
+document.addEventListener("keydown", (event) => {
+  const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement.tagName);
+  if (event.ctrlKey || event.metaKey || event.altKey || typing) return;
+  const names = Object.keys(parts);
+  if (/^[1-9]$/.test(event.key) && names[event.key - 1]) go(names[event.key - 1]);
+  else if (event.key === "t") document.getElementById("theme").click();
+  else if (event.key === "/") { event.preventDefault(); const shown = Object.values(sections).find(({ section }) => !section.hidden).section; const box = shown.querySelector("input[type=search]"); if (box) box.focus(); }
+});
+document.getElementById("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+const dark = matchMedia("(prefers-color-scheme: dark)");
+setTheme(dark.matches ? "dark" : "light");
+dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));
+build();
+const asked = location.hash.slice(1);
+go(asked in parts ? asked : "overview");
+document.documentElement.dataset.ready = "yes";

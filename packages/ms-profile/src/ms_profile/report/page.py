@@ -1,0 +1,68 @@
+"""The page: facts, packed columns, style and scripts in one file that needs no network."""
+
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ms_profile.analysis import Analysis
+from ms_profile.format import write_whole
+from ms_profile.link import LinkMatrix
+from ms_profile.report.facts import build_facts
+from ms_profile.report.payload import pack_columns
+from ms_profile.report.timeline import build_timeline
+
+__all__ = ["render", "write_report"]
+
+SCRIPTS = ("data.js", "format.js", "timeline.js", "charts.js", "tables.js", "panels.js", "main.js")
+
+
+def write_report(
+    analysis: Analysis,
+    path: str | os.PathLike[str],
+    *,
+    title: str = "",
+    links: LinkMatrix | None = None,
+    most_events: int = 1_000_000,
+) -> None:
+    """Write the report of a run as one HTML file.
+
+    Args:
+        analysis: of `ms_profile.analyse`.
+        path: the file; it appears whole or not at all.
+        title: of the page.
+        links: as `ms-profile link --out` measured them.
+        most_events: spans that the timeline shows; of more, the longest.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    timeline = build_timeline(analysis, most_events=most_events)
+    table, packed = pack_columns(timeline.columns)
+    facts = build_facts(analysis, title=title, links=links)
+    facts["timeline"] = timeline.facts
+    facts["columns"] = msgspec.to_builtins(table)
+    write_whole(Path(path), render(facts, packed).encode())
+
+
+def render(facts: dict[str, Any], packed: str) -> str:
+    """Fill the page's template."""
+    room = resources.files("ms_profile.report")
+    text = room.joinpath("page.html").read_text("utf-8")
+    # A script element ends at "</" wherever that stands, inside of strings too.
+    safe = msgspec.json.encode(facts).decode().replace("<", "\\u003c")
+    scripts = "\n".join(room.joinpath(name).read_text("utf-8") for name in SCRIPTS)
+    title = facts["title"].replace("&", "&amp;").replace("<", "&lt;")
+    parts = {
+        "{{title}}": title,
+        "{{style}}": room.joinpath("style.css").read_text("utf-8"),
+        "{{facts}}": safe,
+        "{{columns}}": packed,
+        "{{scripts}}": scripts,
+    }
+    for mark, content in parts.items():
+        head, _, tail = text.partition(mark)
+        text = head + content + tail
+    return text

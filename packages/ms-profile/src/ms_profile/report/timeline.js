@@ -1,0 +1,393 @@
+// The timeline: lanes on one canvas. Spans narrower than a pixel are drawn as runs of their kind's
+// colour, and the search for the next pixel gallops: a frame costs lanes times pixels, not spans.
+const CATEGORY = ["other", "operator", "scope", "driver call", "kernel", "copy", "collective", "Python", "device scope", "overhead", "device wait"];
+const CATEGORY_COLOUR = ["host", "compute", "launch", "launch", "compute", "copy", "collective", "data", "launch", "host", "synchronise"];
+const LANE = 17, RULER = 26, GUTTER = 150, TRACK_GAP = 7;
+
+class Timeline {
+  constructor(stage, columns, lanes) {
+    Object.assign(this, { stage, columns, lanes });
+    this.canvas = make("canvas", { tabindex: 0, role: "application", "aria-label": "Timeline of all ranks; w and s zoom, a and d pan, up and down scroll" });
+    this.hint = make("div", { id: "hint", hidden: true });
+    stage.append(this.canvas, this.hint);
+    this.pen = this.canvas.getContext("2d", { alpha: false });
+    this.length = facts.timeline.length;
+    this.from = 0;
+    this.to = this.length;
+    this.scroll = 0;
+    this.picked = -1;
+    this.matches = null;
+    this.flags = null;
+    this.onpick = () => {};
+    this.placeLanes();
+    this.listen();
+    new ResizeObserver(() => this.resize()).observe(stage);
+    this.recolour();
+  }
+
+  placeLanes() {
+    let y = 0, track = -1;
+    for (const lane of this.lanes) {
+      if (lane.track !== track) { y += track < 0 ? 0 : TRACK_GAP; track = lane.track; facts.timeline.tracks[track].y = y; }
+      lane.y = y;
+      y += LANE;
+      facts.timeline.tracks[track].bottom = y;
+    }
+    this.height = y;
+  }
+
+  recolour() {
+    this.colours = CATEGORY_COLOUR.map((name) => styleOf(`--${name}`));
+    this.ink = styleOf("--ink"); this.soft = styleOf("--soft"); this.card = styleOf("--card");
+    this.line = styleOf("--line"); this.accent = styleOf("--accent"); this.faint = styleOf("--hover");
+    this.draw();
+  }
+
+  resize() {
+    const scale = window.devicePixelRatio || 1;
+    this.width = this.stage.clientWidth;
+    this.tall = this.stage.clientHeight;
+    if (!this.width) return;
+    this.canvas.width = Math.round(this.width * scale);
+    this.canvas.height = Math.round(this.tall * scale);
+    this.pen.setTransform(scale, 0, 0, scale, 0, 0);
+    this.paint();
+  }
+
+  draw() {
+    if (this.waiting) return;
+    this.waiting = true;
+    requestAnimationFrame(() => { this.waiting = false; this.paint(); });
+  }
+
+  paint() {
+    if (!this.width) return;
+    const pen = this.pen;
+    pen.fillStyle = this.card;
+    pen.fillRect(0, 0, this.width, this.tall);
+    pen.save();
+    pen.beginPath();
+    pen.rect(GUTTER, RULER, this.width - GUTTER, this.tall - RULER);
+    pen.clip();
+    this.paintSteps();
+    pen.font = "11px system-ui, sans-serif";
+    pen.textBaseline = "middle";
+    for (const lane of this.lanes) {
+      const y = RULER + lane.y - this.scroll;
+      if (y > this.tall || y + LANE < RULER) continue;
+      this.paintLane(lane, y);
+    }
+    this.paintPicked();
+    pen.restore();
+    this.paintRuler();
+    this.paintNames();
+  }
+
+  paintLane(lane, y) {
+    const { begin, duration, category, name } = this.columns;
+    const { pen, from, flags, colours } = this;
+    const rows = lane.rows, total = rows.length;
+    const scale = (this.width - GUTTER) / (this.to - from);
+    const tall = LANE - 2;
+    let i = this.firstEndingAfter(rows, from);
+    let runStart = -1, runEnd = -1, runColour = "";
+    const flush = () => {
+      if (runStart >= 0) { pen.fillStyle = runColour; pen.fillRect(runStart, y, Math.max(runEnd - runStart, 1), tall); }
+      runStart = -1;
+    };
+    while (i < total) {
+      const row = rows[i];
+      const start = begin[row];
+      if (start > this.to) break;
+      const left = GUTTER + (start - from) * scale;
+      const wide = duration[row] * scale;
+      const dim = flags !== null && !flags[name[row]];
+      const colour = dim ? this.faint : colours[category[row]];
+      if (wide >= 2) {
+        flush();
+        const x = Math.max(left, GUTTER - 2), right = Math.min(left + wide, this.width + 2);
+        pen.fillStyle = colour;
+        pen.fillRect(x, y, Math.max(right - x - 0.5, 1), tall);
+        if (right - x > 34) {
+          pen.fillStyle = dim ? this.soft : this.card;
+          const room = Math.floor((right - x - 8) / 5.6);
+          const text = facts.timeline.names[name[row]];
+          pen.fillText(text.length > room ? text.slice(0, Math.max(room - 1, 0)) + "…" : text, x + 4, y + tall / 2 + 0.5);
+        }
+        i++;
+        continue;
+      }
+      const x = Math.floor(left);
+      // Of the spans in one pixel a match is never hidden by the others.
+      let shown = colour;
+      const next = this.gallop(rows, i + 1, from + (x + 1 - GUTTER) / scale);
+      if (flags !== null && dim) {
+        const most = Math.min(next, i + 200);
+        for (let k = i + 1; k < most; k++) if (flags[name[rows[k]]]) { shown = colours[category[rows[k]]]; break; }
+      }
+      if (runStart >= 0 && shown === runColour && x <= runEnd + 0.5) runEnd = x + 1;
+      else { flush(); runStart = x; runEnd = x + 1; runColour = shown; }
+      i = Math.max(next, i + 1);
+    }
+    flush();
+  }
+
+  firstEndingAfter(rows, instant) {
+    const place = this.lower(rows, 0, rows.length, instant);
+    if (place > 0) {
+      const row = rows[place - 1];
+      if (this.columns.begin[row] + this.columns.duration[row] > instant) return place - 1;
+    }
+    return place;
+  }
+
+  lower(rows, low, high, instant) {
+    const begin = this.columns.begin;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (begin[rows[middle]] < instant) low = middle + 1; else high = middle;
+    }
+    return low;
+  }
+
+  gallop(rows, from, instant) {
+    let step = 1, high = from;
+    const begin = this.columns.begin;
+    while (high < rows.length && begin[rows[high]] < instant) { from = high + 1; high += step; step *= 2; }
+    return this.lower(rows, from, Math.min(high, rows.length), instant);
+  }
+
+  x(instant) { return GUTTER + ((instant - this.from) * (this.width - GUTTER)) / (this.to - this.from); }
+  instantAt(x) { return this.from + ((x - GUTTER) * (this.to - this.from)) / (this.width - GUTTER); }
+
+  paintSteps() {
+    const pen = this.pen;
+    const rank = facts.timeline.steps.length ? facts.timeline.steps[0][0] : null;
+    pen.fillStyle = this.line;
+    for (const [owner, , start] of facts.timeline.steps) {
+      if (owner === rank) pen.fillRect(Math.round(this.x(start)), RULER, 1, this.tall);
+    }
+  }
+
+  paintRuler() {
+    const pen = this.pen, unit = facts.timeline.unit_ns;
+    pen.fillStyle = this.card;
+    pen.fillRect(0, 0, this.width, RULER);
+    pen.fillStyle = this.line;
+    pen.fillRect(0, RULER - 1, this.width, 1);
+    const span = (this.to - this.from) * unit;
+    const rough = span / Math.max((this.width - GUTTER) / 110, 1);
+    const power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 5, 10].map((k) => k * power).find((k) => k >= rough);
+    pen.fillStyle = this.soft;
+    pen.font = "11px system-ui, sans-serif";
+    pen.textBaseline = "middle";
+    pen.textAlign = "left";
+    for (let at = Math.ceil((this.from * unit) / step) * step; at <= this.to * unit; at += step) {
+      const x = this.x(at / unit);
+      if (x < GUTTER) continue;
+      pen.fillRect(x, RULER - 7, 1, 6);
+      pen.fillText(at === 0 ? "0" : time(at, Math.max(3, 1 + Math.ceil(Math.log10(at / step)))), x + 4, RULER / 2 - 1);
+    }
+    pen.fillStyle = this.card;
+    pen.fillRect(0, 0, GUTTER, RULER - 1);
+    pen.fillStyle = this.soft;
+    pen.fillText(`${time(span)} shown`, 8, RULER / 2 - 1);
+  }
+
+  paintNames() {
+    const pen = this.pen;
+    pen.save();
+    pen.beginPath();
+    pen.rect(0, RULER, GUTTER, this.tall);
+    pen.clip();
+    pen.fillStyle = this.card;
+    pen.fillRect(0, RULER, GUTTER, this.tall);
+    pen.fillStyle = this.line;
+    pen.fillRect(GUTTER - 1, RULER, 1, this.tall);
+    for (const track of facts.timeline.tracks) {
+      const top = RULER + track.y - this.scroll, bottom = RULER + track.bottom - this.scroll;
+      if (bottom < RULER || top > this.tall) continue;
+      const y = Math.min(Math.max(top, RULER) + 8, bottom - 8);
+      pen.font = "600 11px system-ui, sans-serif";
+      pen.fillStyle = this.ink;
+      const label = `rank ${track.rank}`;
+      pen.fillText(label, 8, y);
+      pen.font = "11px system-ui, sans-serif";
+      pen.fillStyle = this.soft;
+      pen.fillText(track.name.slice(0, 22), bottom - y > 20 ? 8 : 16 + pen.measureText(label).width, bottom - y > 20 ? y + 14 : y);
+      pen.fillStyle = this.line;
+      pen.fillRect(0, bottom + TRACK_GAP / 2, GUTTER, 1);
+    }
+    pen.restore();
+  }
+
+  paintPicked() {
+    if (this.picked < 0) return;
+    const lane = this.laneOf(this.picked);
+    const x = this.x(this.columns.begin[this.picked]);
+    const wide = (this.columns.duration[this.picked] * (this.width - GUTTER)) / (this.to - this.from);
+    this.pen.strokeStyle = this.accent;
+    this.pen.lineWidth = 2;
+    this.pen.strokeRect(x - 1, RULER + lane.y - this.scroll - 1, Math.max(wide, 3) + 2, LANE);
+  }
+
+  laneOf(row) {
+    return this.lanes.find((lane) => {
+      const track = facts.timeline.tracks[lane.track];
+      if (row < track.first || row >= track.first + track.count) return false;
+      return lane.rows[this.indexIn(lane.rows, row)] === row;
+    });
+  }
+
+  indexIn(rows, row) {
+    let low = 0, high = rows.length;
+    while (low < high) { const middle = (low + high) >> 1; if (rows[middle] < row) low = middle + 1; else high = middle; }
+    return low;
+  }
+
+  rowAt(x, y) {
+    if (x < GUTTER || y < RULER) return -1;
+    const lane = this.lanes.find((one) => { const top = RULER + one.y - this.scroll; return y >= top && y < top + LANE; });
+    if (!lane) return -1;
+    const instant = this.instantAt(x);
+    const slack = (1.5 * (this.to - this.from)) / this.width;
+    const place = this.lower(lane.rows, 0, lane.rows.length, instant + slack) - 1;
+    if (place < 0) return -1;
+    const row = lane.rows[place];
+    return this.columns.begin[row] + this.columns.duration[row] + slack >= instant ? row : -1;
+  }
+
+  zoom(factor, x) {
+    const centre = this.instantAt(x);
+    const span = Math.min(Math.max((this.to - this.from) * factor, 20), this.length * 1.02);
+    const left = (centre - this.from) / (this.to - this.from);
+    this.show(centre - left * span, centre + (1 - left) * span);
+  }
+
+  show(from, to) {
+    const span = to - from;
+    const margin = this.length * 0.01;
+    this.from = Math.min(Math.max(from, -margin), Math.max(this.length + margin - span, -margin));
+    this.to = this.from + span;
+    this.draw();
+  }
+
+  pan(share) { const move = (this.to - this.from) * share; this.show(this.from + move, this.to + move); }
+  scrollBy(pixels) {
+    this.scroll = Math.min(Math.max(this.scroll + pixels, 0), Math.max(this.height - this.tall + RULER + 8, 0));
+    this.draw();
+  }
+
+  pick(row, centre = false) {
+    this.picked = row;
+    if (row >= 0 && centre) {
+      const lane = this.laneOf(row), start = this.columns.begin[row], wide = Math.max(this.columns.duration[row], 4);
+      const span = Math.min(Math.max(wide * 8, 2000), this.length);
+      this.show(start + wide / 2 - span / 2, start + wide / 2 + span / 2);
+      const top = lane.y - this.scroll;
+      if (top < 0 || top > this.tall - RULER - LANE) { this.scroll = 0; this.scrollBy(lane.y - this.tall / 3); }
+    }
+    this.draw();
+    this.onpick(row);
+  }
+
+  search(text) {
+    const wanted = text.trim().toLowerCase();
+    this.matches = null;
+    this.flags = wanted ? Uint8Array.from(facts.timeline.names, (name) => (name.toLowerCase().includes(wanted) ? 1 : 0)) : null;
+    let found = 0;
+    if (this.flags) for (const code of this.columns.name) found += this.flags[code];
+    this.draw();
+    return found;
+  }
+
+  next(direction) {
+    if (!this.flags) return;
+    if (!this.matches) {
+      const { begin, name } = this.columns;
+      const rows = [];
+      for (let row = 0; row < name.length; row++) if (this.flags[name[row]]) rows.push(row);
+      this.matches = Uint32Array.from(rows).sort((a, b) => begin[a] - begin[b]);
+    }
+    const { matches } = this;
+    if (!matches.length) return;
+    let place = this.picked < 0 ? -1 : matches.indexOf(this.picked);
+    if (place < 0 && direction < 0) place = 0;
+    this.pick(matches[(place + direction + matches.length) % matches.length], true);
+  }
+
+  goTo(rank, instantNs, lengthNs) {
+    const unit = facts.timeline.unit_ns;
+    const at = Number(BigInt(instantNs) - BigInt(facts.timeline.origin_ns)) / unit;
+    const span = Math.max((lengthNs / unit) * 3, 2000);
+    this.show(at + lengthNs / unit / 2 - span / 2, at + lengthNs / unit / 2 + span / 2);
+    const track = facts.timeline.tracks.find((one) => one.rank === rank);
+    if (track) { this.scroll = 0; this.scrollBy(track.y); }
+  }
+
+  listen() {
+    const canvas = this.canvas;
+    canvas.addEventListener("wheel", (event) => {
+      event.preventDefault();
+      if (event.ctrlKey || event.metaKey || !event.shiftKey && Math.abs(event.deltaY) > Math.abs(event.deltaX) && !event.altKey) {
+        this.zoom(Math.exp(event.deltaY * 0.0016), event.offsetX);
+      } else if (event.shiftKey) this.scrollBy(event.deltaY || event.deltaX);
+      else this.pan(event.deltaX / this.width);
+    }, { passive: false });
+    canvas.addEventListener("pointerdown", (event) => {
+      canvas.setPointerCapture(event.pointerId);
+      this.drag = { x: event.offsetX, y: event.offsetY, moved: 0 };
+      canvas.focus({ preventScroll: true });
+    });
+    canvas.addEventListener("pointermove", (event) => {
+      if (!this.drag) return this.point(event);
+      const dx = event.offsetX - this.drag.x, dy = event.offsetY - this.drag.y;
+      this.drag = { x: event.offsetX, y: event.offsetY, moved: this.drag.moved + Math.abs(dx) + Math.abs(dy) };
+      this.pan(-dx / (this.width - GUTTER));
+      this.scrollBy(-dy);
+    });
+    canvas.addEventListener("pointerup", (event) => {
+      if (this.drag && this.drag.moved < 4) this.pick(this.rowAt(event.offsetX, event.offsetY));
+      this.drag = null;
+    });
+    canvas.addEventListener("pointerleave", () => { this.hint.hidden = true; });
+    canvas.addEventListener("dblclick", (event) => {
+      const row = this.rowAt(event.offsetX, event.offsetY);
+      if (row >= 0) this.pick(row, true);
+    });
+    canvas.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const middle = GUTTER + (this.width - GUTTER) / 2;
+    const moves = {
+      w: () => this.zoom(0.7, middle), s: () => this.zoom(1 / 0.7, middle), "+": () => this.zoom(0.7, middle), "-": () => this.zoom(1 / 0.7, middle),
+      a: () => this.pan(-0.15), d: () => this.pan(0.15), ArrowLeft: () => this.pan(-0.15), ArrowRight: () => this.pan(0.15),
+      ArrowUp: () => this.scrollBy(-3 * LANE), ArrowDown: () => this.scrollBy(3 * LANE), PageUp: () => this.scrollBy(-this.tall * 0.8), PageDown: () => this.scrollBy(this.tall * 0.8),
+      0: () => this.show(0, this.length), Home: () => this.show(0, this.length), n: () => this.next(1), p: () => this.next(-1), Escape: () => this.pick(-1),
+    };
+    const move = moves[event.key];
+    if (!move) return;
+    event.preventDefault();
+    event.stopPropagation();
+    move();
+  }
+
+  describe(row) {
+    const { begin, duration, category, name } = this.columns;
+    const unit = facts.timeline.unit_ns;
+    const track = facts.timeline.tracks.find((one) => row >= one.first && row < one.first + one.count);
+    return `${facts.timeline.names[name[row]]} · ${CATEGORY[category[row]]} · ${time(duration[row] * unit, 4)} · at ${time(begin[row] * unit, 6)} · rank ${track.rank}, ${track.name}`;
+  }
+
+  point(event) {
+    const row = this.rowAt(event.offsetX, event.offsetY);
+    this.hint.hidden = row < 0;
+    if (row < 0) return;
+    this.hint.textContent = this.describe(row);
+    this.hint.style.left = `${Math.min(event.offsetX + 12, Math.max(this.width - 300, 0))}px`;
+    this.hint.style.top = `${Math.min(event.offsetY + 14, this.tall - 60)}px`;
+  }
+}
