@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from torch.distributed import TCPStore
+import torch.distributed as dist
 
 __all__ = ["ProcessesFailedError", "run_processes"]
 
@@ -37,7 +37,9 @@ def run_processes(
     (as under torchrun), so that no port can be taken in between. With `check=False` a process that
     failed yields `{"failed": its traceback}` (or its exit code) in place of a result.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
     with tempfile.TemporaryDirectory() as folder:
         started = [
             _start(rank, count, store.port, file, function, arguments, folder, environment or {})
@@ -81,7 +83,11 @@ def _start(
 
 
 def _wait(
-    started: Sequence["subprocess.Popen[bytes]"], timeout_s: float, folder: Path, *, stop_early: bool
+    started: Sequence["subprocess.Popen[bytes]"],
+    timeout_s: float,
+    folder: Path,
+    *,
+    stop_early: bool,
 ) -> list[int]:
     """Exit codes of all; gives up at the first failure (if `stop_early`) or after the time."""
     deadline = monotonic() + timeout_s

@@ -39,7 +39,10 @@ class Groups:
         return dist.get_global_rank(self.group(axis), index)
 
     def all_reduce(
-        self, tensor: torch.Tensor, axis: str | None = None, op: dist.ReduceOp.RedOpType | None = None
+        self,
+        tensor: torch.Tensor,
+        axis: str | None = None,
+        op: dist.ReduceOp.RedOpType | None = None,
     ) -> torch.Tensor:
         """Sum (or `op`) `tensor` in place along `axis`, or over all processes."""
         size = self.layout.world_size if axis is None else self.mesh.size(AXES.index(axis))
@@ -60,7 +63,9 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
     if found is None:
         if device is None:
             return torch.device("cpu")
-        raise LaunchError(f"device {str(device)!r} was asked for but this machine has no accelerator; use 'cpu'")
+        raise LaunchError(
+            f"device {str(device)!r} was asked for but this machine has no accelerator; use 'cpu'"
+        )
     index = None if device is None else torch.device(device).index
     index = int(os.environ.get("LOCAL_RANK", "0")) if index is None else index
     if index >= torch.accelerator.device_count():
@@ -111,7 +116,12 @@ def _initialise(layout: Layout, device: torch.device, timeout: timedelta) -> Non
             dist.init_process_group(backend, timeout=timeout, device_id=device_id)
         else:
             dist.init_process_group(
-                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+                backend,
+                store=dist.HashStore(),  # type: ignore[attr-defined]
+                rank=0,
+                world_size=1,
+                timeout=timeout,
+                device_id=device_id,
             )
     except dist.DistNetworkError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -18,18 +18,19 @@ __all__ = ["Batch", "HeadOutput", "Loss", "NextTokenLoss", "Output"]
 Batch = Mapping[str, Tensor]
 
 IGNORED = -100
+EVERYWHERE = slice(None)
 WHOLE_LOGITS_BYTES = 256 * 2**20
-"""Logits up to this size are held for the backward; beyond it they are computed twice, by chunks."""
+"""Logits up to this size are held for the backward; beyond it, computed twice by chunks."""
 
 
 class Output(Protocol):
     """What a loss may ask of the last stage; the same under every layout."""
 
-    def logits(self) -> Tensor:
-        """Logits (B, S, V) of the whole vocabulary, in the model's dtype."""
+    def logits(self, positions: slice = ...) -> Tensor:
+        """Logits (B, S, V) of the whole vocabulary, in the model's dtype; of some positions."""
 
     def token_losses(self, targets: Tensor) -> Tensor:
-        """−log p(target), float32 (B, S), 0 where the target is −100. Holds no big logits."""
+        """-log p(target), float32 (B, S), 0 where the target is -100. Holds no big logits."""
 
 
 class Loss(Protocol):
@@ -43,10 +44,10 @@ class Loss(Protocol):
 
 
 class NextTokenLoss:
-    """Mean of −log p(target) over all target tokens of the global batch, by `weights` if given."""
+    """Mean of -log p(target) over all target tokens of the global batch, by `weights` if given."""
 
     def weight(self, batch: Batch) -> float:
-        """Number of targets that are not −100, or the sum of their weights."""
+        """Number of targets that are not -100, or the sum of their weights."""
         counted = batch["targets"] != IGNORED
         weights = batch.get("weights")
         return float(counted.sum() if weights is None else (weights * counted).sum())
@@ -75,9 +76,9 @@ class HeadOutput:
         self.weight = weight.to_local() if isinstance(weight, DTensor) else weight
         self.hidden = _gather_sequence(hidden, groups) if self.split else hidden
 
-    def logits(self) -> Tensor:
-        """Logits (B, S, V), gathered over the tensor axis."""
-        local = F.linear(self.hidden, self.weight)
+    def logits(self, positions: slice = EVERYWHERE) -> Tensor:
+        """Logits (B, S, V), gathered over the tensor axis; of some positions, or of all."""
+        local = F.linear(self.hidden[:, positions], self.weight)
         if not self.split:
             return local
         mesh = self.groups.mesh["tensor"]
@@ -85,17 +86,15 @@ class HeadOutput:
         return spread.redistribute(placements=[Replicate()]).to_local()
 
     def token_losses(self, targets: Tensor) -> Tensor:
-        """−log p(target), float32 (B, S), 0 where the target is −100."""
+        """-log p(target), float32 (B, S), 0 where the target is -100."""
         if self.split:
             group = self.groups.group("tensor")
             flat = self.hidden.flatten(0, 1)
-            losses: Tensor = VocabularyParallelLoss.apply(
+            losses: Tensor = VocabularyParallelLoss.apply(  # type: ignore[no-untyped-call]
                 flat, self.weight, targets.flatten(), group, WHOLE_LOGITS_BYTES
             )
             return losses.view(targets.shape)
-        if targets.numel() * self.weight.shape[0] * 4 > WHOLE_LOGITS_BYTES:
-            return self.ops.linear_cross_entropy(self.hidden, self.weight, targets, reduction="none")
-        return self.ops.cross_entropy(self.logits(), targets, reduction="none")
+        return self.ops.linear_cross_entropy(self.hidden, self.weight, targets, reduction="none")
 
 
 def _gather_sequence(hidden: Tensor, groups: Groups) -> Tensor:
@@ -105,11 +104,11 @@ def _gather_sequence(hidden: Tensor, groups: Groups) -> Tensor:
 
 
 class VocabularyParallelLoss(torch.autograd.Function):
-    """−log softmax(h·Wᵀ)[target] with W split by rows (the vocabulary) over a process group.
+    """-log softmax(h·Wᵀ)[target] with W split by rows (the vocabulary) over a process group.
 
     Works a chunk of tokens at a time. A chunk leaves its local maximum, sum of exponentials and
     target logit, float32; two collectives then settle all chunks at once (Shoeybi et al., 2019,
-    section 3, has three per call). The backward forms p − onehot(target) from the saved
+    section 3, has three per call). The backward forms p - onehot(target) from the saved
     log-normaliser; if all local logits fit `limit_bytes` there is one chunk, and it is kept.
     """
 
@@ -130,7 +129,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
         rows = _chunk_rows(targets.shape[0], width, limit_bytes)
         kept: Tensor | None = None
         maxima, sums, hits = [], [], []
-        for part, at in zip(hidden.split(rows), index.split(rows), strict=True):
+        for part, at in zip(torch.split(hidden, rows), torch.split(index, rows), strict=True):
             logits = F.linear(part, weight).float()
             maximum = logits.amax(dim=1)
             maxima.append(maximum)
@@ -146,7 +145,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
         return (normaliser - target_logit).masked_fill_(~counted, 0.0)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -154,7 +153,9 @@ class VocabularyParallelLoss(torch.autograd.Function):
         hidden, weight, index, here, counted, normaliser, kept = ctx.saved_tensors
         gradient = gradient.masked_fill(~counted, 0.0)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        of_weight = (
+            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        )
         for start in range(0, hidden.shape[0], ctx.rows):
             rows = slice(start, start + ctx.rows)
             logits = F.linear(hidden[rows], weight).float() if kept is None else kept
@@ -165,7 +166,13 @@ class VocabularyParallelLoss(torch.autograd.Function):
                 torch.mm(error, weight, out=of_hidden[rows])
             if of_weight is not None:
                 of_weight += error.t() @ hidden[rows]
-        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None
+        return (
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def _settle(

@@ -2,11 +2,12 @@
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from attrs import Attribute, field, frozen
-from attrs.validators import and_, ge, gt, le, optional
+from attrs.validators import and_, deep_iterable, max_len, min_len, optional
 from torch import Tensor
 from torch.optim.adamw import adamw
 
@@ -17,30 +18,50 @@ __all__ = ["AdamW", "AdamWConfig", "learning_rate", "optimizer_config"]
 FUSED_DEVICES = {"cpu", "cuda"}
 
 
-def _betas(instance: object, attribute: "Attribute[tuple[float, float]]", value: tuple[float, float]) -> None:
-    if len(value) != 2 or not all(0.0 <= beta < 1.0 for beta in value):
-        raise ConfigError(f"betas are {value}; give two numbers from 0 up to, not including, 1")
+Check = Callable[[object, "Attribute[Any]", Any], None]
+
+
+def _number(fits: Callable[[Any], bool], remedy: str) -> Check:
+    """A validator for a finite number that `fits`."""
+
+    def check(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and math.isfinite(value) and fits(value)):
+            raise ConfigError(f"optimizer setting {attribute.name} is {value!r}; give {remedy}")
+
+    return check
+
+
+_share = _number(lambda value: 0.0 <= value <= 1.0, "a number from 0 to 1")
+_not_negative = _number(lambda value: value >= 0, "0 or more")
+_positive = _number(lambda value: value > 0, "a number above 0")
+_positive_or_none: Check = optional(_positive)
+_beta = _number(lambda value: 0.0 <= value < 1.0, "two numbers from 0 up to, not including, 1")
 
 
 @frozen(kw_only=True)
 class AdamWConfig:
     """AdamW (Loshchilov and Hutter, 2019) with linear warm-up and cosine decay."""
 
-    learning_rate: float = field(default=3e-4, validator=ge(0.0))
+    learning_rate: float = field(default=3e-4, validator=_not_negative)
     """The highest rate, reached at the end of the warm-up."""
-    warmup_steps: int = field(default=0, validator=ge(0))
+    warmup_steps: int = field(default=0, validator=_not_negative)
     """Updates over which the rate rises in a straight line."""
-    decay_steps: int | None = field(default=None, validator=optional(gt(0)))
+    decay_steps: int | None = field(default=None, validator=_positive_or_none)
     """Updates after which the cosine has reached its floor; None keeps the highest rate."""
-    final_ratio: float = field(default=0.1, validator=and_(ge(0.0), le(1.0)))
+    final_ratio: float = field(default=0.1, validator=_share)
     """Floor of the cosine, as a share of `learning_rate`."""
-    betas: tuple[float, float] = field(default=(0.9, 0.95), converter=tuple, validator=_betas)
+    betas: tuple[float, float] = field(
+        default=(0.9, 0.95),
+        converter=tuple,
+        validator=deep_iterable(_beta, and_(min_len(2), max_len(2))),
+    )
     """Decay of the first and second moment."""
-    epsilon: float = field(default=1e-8, validator=gt(0.0))
+    epsilon: float = field(default=1e-8, validator=_positive)
     """Added to the root of the second moment."""
-    weight_decay: float = field(default=0.1, validator=ge(0.0))
+    weight_decay: float = field(default=0.1, validator=_not_negative)
     """Decoupled decay of matrices; norms' weights and biases (one dim) are never decayed."""
-    max_grad_norm: float | None = field(default=1.0, validator=optional(gt(0.0)))
+    max_grad_norm: float | None = field(default=1.0, validator=_positive_or_none)
     """Gradients of a greater global norm are scaled down to it; None never scales."""
 
 
@@ -63,7 +84,7 @@ def optimizer_config(name: str, **settings: float | int | None) -> AdamWConfig:
 def learning_rate(step: int, config: AdamWConfig) -> float:
     """Rate of update number `step`, counted from 0.
 
-    Warm-up: lr·(step+1)/warmup. Then lr·(f + (1−f)·(1+cos(π·t))/2), with t the share of
+    Warm-up: lr·(step+1)/warmup. Then lr·(f + (1-f)·(1+cos(π·t))/2), with t the share of
     `decay_steps` after the warm-up that has passed and f the `final_ratio`.
     """
     peak = config.learning_rate
@@ -95,7 +116,9 @@ class AdamW:
         self.fused = {tensor.device.type for tensor in parameters.values()} <= FUSED_DEVICES
 
     @torch.no_grad()
-    def step(self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], rate: float) -> None:
+    def step(
+        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], rate: float
+    ) -> None:
         """Update `parameters` (local tensors, by name) in place from their `gradients`."""
         matrices = [name for name in gradients if _is_decayed(parameters[name])]
         vectors = [name for name in gradients if not _is_decayed(parameters[name])]
