@@ -1,0 +1,35 @@
+"""Which part of a whole tensor this process holds: the one place that reads DTensor's layout."""
+
+from attrs import frozen
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = ["Part", "part_of"]
+
+
+@frozen(kw_only=True, eq=False)
+class Part:
+    """A box of a whole tensor."""
+
+    local: Tensor
+    """The values, writable in place under `torch.no_grad`."""
+    offsets: tuple[int, ...]
+    """Where the box begins in the whole tensor, one number a dim."""
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The box as an index into the whole tensor."""
+        ends = zip(self.offsets, self.local.shape, strict=True)
+        return tuple(slice(start, start + size) for start, size in ends)
+
+
+def part_of(tensor: Tensor) -> Part:
+    """This process's part of a tensor; of a plain one, all of it.
+
+    Holds for any placement that keeps a process's values in one box: replicas, even and uneven
+    shards, and FSDP shards of a tensor-parallel shard. Call it under `torch.no_grad`.
+    """
+    if not isinstance(tensor, DTensor):
+        return Part(local=tensor, offsets=(0,) * tensor.ndim)
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return Part(local=tensor.to_local(), offsets=tuple(chunk.offsets))
