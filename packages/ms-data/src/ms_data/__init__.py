@@ -1,6 +1,6 @@
 """From raw corpus to token batches: tokenize, shard, shuffle, stream and resume, exactly."""
 
-from ms_data.build import Summary, build
+from ms_data.build import Progress, Summary, build
 from ms_data.errors import (
     CorpusError,
     DamageError,
@@ -26,6 +26,7 @@ __all__ = [
     "Facts",
     "OutputError",
     "Place",
+    "Progress",
     "Report",
     "SettingError",
     "StateError",

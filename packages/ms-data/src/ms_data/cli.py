@@ -9,6 +9,7 @@ import msgspec
 from ms_data.build import build
 from ms_data.errors import DamageError, DataError
 from ms_data.inspection import inspect
+from ms_data.progress import showing
 from ms_data.tokenizer import train_tokenizer
 from ms_data.verify import verify
 
@@ -25,15 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
-    except DamageError as error:
-        print(f"ms-data: {error}", file=sys.stderr)
-        return 1
     except DataError as error:
-        print(f"ms-data: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("ms-data: interrupted; the same command goes on from here", file=sys.stderr)
+        _complain(str(error), error)
+        return 1 if isinstance(error, DamageError) else 2
+    except KeyboardInterrupt as error:
+        _complain("interrupted", error)
         return 1
+
+
+def _complain(text: str, error: BaseException) -> None:
+    print("; ".join((f"ms-data: {text}", *getattr(error, "__notes__", ()))), file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,15 +120,17 @@ def _run_tokenizer(options: argparse.Namespace) -> int:
 
 
 def _run_build(options: argparse.Namespace) -> int:
-    summary = build(
-        options.corpus,
-        tokenizer=options.tokenizer,
-        out=options.out,
-        hold_out=options.hold_out,
-        shard_size_mib=options.shard_size_mib,
-        text_key=options.text_key,
-        skip_invalid=options.skip_invalid,
-    )
+    with showing("tokenizing") as on_progress:
+        summary = build(
+            options.corpus,
+            tokenizer=options.tokenizer,
+            out=options.out,
+            hold_out=options.hold_out,
+            shard_size_mib=options.shard_size_mib,
+            text_key=options.text_key,
+            skip_invalid=options.skip_invalid,
+            on_progress=on_progress,
+        )
     if options.json:
         _print_json(summary)
     else:

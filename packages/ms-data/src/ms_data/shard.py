@@ -1,8 +1,8 @@
-"""One shard: writing documents into it, and reading checked frames back."""
+"""Reading checked frames from a shard."""
 
 import os
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,14 +17,10 @@ from ms_data.format import (
     TRAILER_MARK,
     Footer,
     ShardEntry,
-    TokenType,
     checksum,
 )
 
-__all__ = ["Frame", "Shard", "ShardWriter"]
-
-COMPRESSION_LEVEL = 3
-"""On tokens, levels 9 and 19 save 9% and 13% more at a quarter and a sixtieth of the speed."""
+__all__ = ["Frame", "Shard"]
 
 
 class Frame(NamedTuple):
@@ -36,78 +32,6 @@ class Frame(NamedTuple):
     """Shape (e,), increasing: one past the last token of each document that ends here."""
     position: int
     """Tokens of the first document that stand in earlier frames."""
-
-
-class ShardWriter:
-    """Appends documents to a shard file and closes it with table, footer and trailer."""
-
-    def __init__(self, file: BinaryIO, *, token_type: TokenType, frame_tokens: int) -> None:
-        self._file = file
-        self._token_type: TokenType = token_type
-        self._frame_tokens = frame_tokens
-        self._kind = np.dtype(token_type).newbyteorder("<")
-        self._buffer = np.empty(frame_tokens, self._kind)
-        self._filled = 0
-        self._ends: list[int] = []
-        self._position = 0
-        self._table: list[tuple[int, int, int, int]] = []
-        self._compressor = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL)
-        self.size_bytes = file.write(MAGIC)
-        self.tokens = 0
-        self.documents = 0
-
-    def append(self, document: NDArray[np.integer]) -> None:
-        """Adds one document, shape (n,) with n ≥ 1, its end-of-text token included."""
-        length, start = len(document), 0
-        while start < length:
-            stop = min(length, start + self._frame_tokens - self._filled)
-            filled = self._filled + stop - start
-            self._buffer[self._filled : filled] = document[start:stop]
-            self._filled, start = filled, stop
-            if start == length:
-                self._ends.append(filled)
-            if filled == self._frame_tokens:
-                self._flush(position=start if start < length else 0)
-        self.tokens += length
-        self.documents += 1
-
-    def _flush(self, position: int) -> None:
-        """Writes the buffered tokens as a frame; the next one begins at `position`."""
-        ends = np.array(self._ends, self._kind)
-        raw = self._buffer[: self._filled].tobytes() + ends.tobytes()
-        payload = self._compressor.compress(raw)
-        self._file.write(payload)
-        self._table.append((len(payload), len(ends), self._position, checksum(payload)))
-        self.size_bytes += len(payload)
-        self._filled, self._ends, self._position = 0, [], position
-
-    def close(self, name: str, split: str) -> ShardEntry:
-        """Writes what follows the frames, syncs and closes the file; returns its entry."""
-        if self._filled:
-            self._flush(position=0)
-        table = np.array(self._table, FRAME).tobytes()
-        footer = Footer(
-            token_type=self._token_type,
-            frame_tokens=self._frame_tokens,
-            tokens=self.tokens,
-            documents=self.documents,
-            table_checksum=checksum(table),
-        )
-        encoded = msgspec.msgpack.encode(footer)
-        footer_checksum = checksum(encoded)
-        trailer = TRAILER.pack(footer_checksum, len(encoded), TRAILER_MARK)
-        self.size_bytes += self._file.write(table + encoded + trailer)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return ShardEntry(
-            name=name,
-            split=split,
-            size_bytes=self.size_bytes,
-            tokens=self.tokens,
-            documents=self.documents,
-            footer_checksum=footer_checksum,
-        )
 
 
 class Shard:
