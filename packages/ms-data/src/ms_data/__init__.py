@@ -1,6 +1,6 @@
 """From raw corpus to token batches: tokenize, shard, shuffle, stream and resume, exactly."""
 
-from ms_data.build import Progress, Summary, build
+from ms_data.build import Summary, build
 from ms_data.errors import (
     CorpusError,
     DamageError,
@@ -13,7 +13,7 @@ from ms_data.errors import (
 from ms_data.inspection import Facts, inspect
 from ms_data.stream import Place, TokenStream
 from ms_data.tokenizer import Tokenizer, train_tokenizer
-from ms_data.verify import Report, verify
+from ms_data.verify import Fault, Report, verify
 from ms_data.window import Batch
 
 __version__ = "0.1.0"
@@ -24,9 +24,9 @@ __all__ = [
     "DamageError",
     "DataError",
     "Facts",
+    "Fault",
     "OutputError",
     "Place",
-    "Progress",
     "Report",
     "SettingError",
     "StateError",

@@ -26,7 +26,7 @@ from ms_data.readers import Corpus, Document, Position, find_corpus
 from ms_data.tokenizer import Tokenizer
 from ms_data.writer import DatasetWriter
 
-__all__ = ["Progress", "Summary", "build"]
+__all__ = ["Summary", "build"]
 
 BATCH_CHARACTERS = 1 << 21
 """Text that is tokenized at once: enough to keep many cores busy, little enough to hold."""
@@ -54,16 +54,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens in each split."""
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a long task has come."""
-
-    read_bytes: int
-    """Bytes of the corpus read, as they lie on disk."""
-    total_bytes: int
-    documents: int
-    tokens: int
-
-
 def build(
     corpus: str | Path,
     *,
@@ -73,7 +63,7 @@ def build(
     shard_size_mib: int = 64,
     text_key: str = "text",
     skip_invalid: bool = False,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
     """Tokenizes a corpus into a folder of checked, compressed shards.
 
@@ -91,7 +81,7 @@ def build(
         shard_size_mib: a shard is closed at the first document end past this size.
         text_key: the member of a JSON line that holds the text.
         skip_invalid: leave out what is not valid text instead of stopping.
-        on_progress: hears after every batch how far the build is.
+        on_progress: hears how many of how many bytes of the corpus are done, after each batch.
 
     Raises:
         SettingError: an argument is out of range.
@@ -133,7 +123,7 @@ class _Build:
         encoder: Tokenizer,
         recipe: Recipe,
         aside: Path,
-        on_progress: Callable[[Progress], None],
+        on_progress: Callable[[int, int], None],
     ) -> None:
         self._source, self._encoder, self._recipe = source, encoder, recipe
         self._aside, self._on_progress = aside, on_progress
@@ -190,14 +180,7 @@ class _Build:
             held = xxhash.xxh3_64_intdigest(text) < self._recipe.hold_out * 2.0**64
             self._writer.append("held_out" if held else "train", tokens)
         self._position = batch[-1].after
-        self._on_progress(
-            Progress(
-                read_bytes=batch[-1].read_bytes,
-                total_bytes=self._source.size_bytes,
-                documents=self._writer.documents,
-                tokens=self._writer.tokens,
-            )
-        )
+        self._on_progress(batch[-1].read_bytes, self._source.size_bytes)
 
     def _save(self) -> None:
         journal = Journal(

@@ -113,9 +113,7 @@ class Split:
     def _open(self, number: int) -> Shard:
         shard = self._shards.get(number)
         if shard is None:
-            shard = Shard(self.folder, self._entries[number])
-            if shard.footer.frame_tokens != self.index.frame_tokens:
-                raise DamageError(shard.name, "footer", "its frames differ from the index")
+            shard = Shard(self.folder, self._entries[number], self.index.frame_tokens)
             self._shards[number] = shard
             if len(self._shards) > OPEN_SHARDS:
                 self._shards.popitem(last=False)[1].close()

@@ -37,12 +37,17 @@ class Frame(NamedTuple):
 class Shard:
     """An open shard whose footer and table have been checked; frames are checked when read.
 
+    Args:
+        folder: the dataset.
+        entry: the shard, as the index has it.
+        frame_tokens: tokens in a frame, as the index has it.
+
     Raises:
         DamageError: the file is missing, has another size than the index says, or any byte of
             its head, table, footer or trailer is not what was written.
     """
 
-    def __init__(self, folder: Path, entry: ShardEntry) -> None:
+    def __init__(self, folder: Path, entry: ShardEntry, frame_tokens: int) -> None:
         self.name = entry.name
         self._decompressor = zstandard.ZstdDecompressor()
         try:
@@ -50,7 +55,7 @@ class Shard:
         except OSError as error:
             raise self._damage("file", f"cannot be opened: {error.strerror}") from error
         try:
-            self._open(entry)
+            self._open(entry, frame_tokens)
         except DamageError:
             self.close()
             raise
@@ -97,13 +102,15 @@ class Shard:
             raise self._damage(part, f"cannot be decompressed: {error}") from error
         return np.frombuffer(raw, kind)
 
-    def _open(self, entry: ShardEntry) -> None:
+    def _open(self, entry: ShardEntry, frame_tokens: int) -> None:
         size = os.fstat(self._descriptor).st_size
         if size != entry.size_bytes:
             raise self._damage("file", f"has {size} bytes where {entry.size_bytes} were written")
         if self._bytes("head", 0, len(MAGIC)) != MAGIC:
             raise self._damage("head", "does not begin as a shard does")
         footer, footer_offset = self._read_footer(entry)
+        if footer.frame_tokens != frame_tokens:
+            raise self._damage("footer", "its frames differ from the index")
         table_bytes = footer.frames * FRAME.itemsize
         table_offset = footer_offset - table_bytes
         if table_offset < len(MAGIC):

@@ -213,18 +213,6 @@ class DatasetWriter:
         for shard in state.open:
             self._open[shard.split] = self._writer(shard.name, shard.split, shard)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens written so far."""
-        closed = sum(shard.tokens for shard in self._closed)
-        return closed + sum(writer.tokens for writer in self._open.values())
-
-    @property
-    def documents(self) -> int:
-        """Documents written so far."""
-        closed = sum(shard.documents for shard in self._closed)
-        return closed + sum(writer.documents for writer in self._open.values())
-
     def append(self, split: str, document: NDArray[np.integer]) -> None:
         """Adds one document to a split."""
         writer = self._open.get(split)
