@@ -52,6 +52,11 @@ class ModelConfig(Protocol):
         ...
 
     @property
+    def model_type(self) -> str:
+        """The architecture's name in config.json."""
+        ...
+
+    @property
     def shape(self) -> ModelShape:
         """The sizes that a layout has to divide."""
         ...
