@@ -24,9 +24,9 @@ from ms_parallel.groups import Groups, connect
 from ms_parallel.layout import Layout
 from ms_parallel.loss import Batch, HeadOutput, Loss, Output
 from ms_parallel.models import (
-    Decoder,
-    DecoderConfig,
     KeyValueCache,
+    ModelConfig,
+    StagedModel,
     architecture,
     initialise,
     model_plan,
@@ -87,7 +87,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str | Path | DecoderConfig,
+        model: str | Path | ModelConfig,
         layout: Layout | None = None,
         *,
         optimizer: AdamWConfig | None = None,
@@ -101,7 +101,7 @@ class Engine:
         on_nonfinite: Literal["skip", "raise"] = "skip",
         groups: Groups | None = None,
     ) -> None:
-        self.config = model if isinstance(model, DecoderConfig) else architecture(model)
+        self.config = architecture(model) if isinstance(model, str | Path) else model
         layout = groups.layout if groups else layout or Layout()
         layout.check_model(self.config.shape)
         self.groups = groups or connect(layout, device=device)
@@ -123,7 +123,9 @@ class Engine:
         local = {name: local_part(parameter) for name, parameter in self.parameters.items()}
         self.optimizer = AdamW(local, optimizer or AdamWConfig())
 
-    def _build(self, mixed_precision: bool, recompute: Recompute, seed: int) -> dict[int, Decoder]:
+    def _build(
+        self, mixed_precision: bool, recompute: Recompute, seed: int
+    ) -> dict[int, StagedModel]:
         layers = cut_layers(self.config.num_hidden_layers, len(self.placement), self.plan.cuts)
         stages = {}
         for stage, home in enumerate(self.placement):

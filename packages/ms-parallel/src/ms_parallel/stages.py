@@ -7,7 +7,7 @@ from torch import nn
 
 from ms_parallel.errors import LayoutError
 from ms_parallel.groups import Groups
-from ms_parallel.models import Decoder, DecoderConfig, build_model, model_plan
+from ms_parallel.models import ModelConfig, StagedModel, build_model, model_plan
 from ms_parallel.ops import Ops
 from ms_parallel.recompute import Recompute, recompute_blocks
 from ms_parallel.sharding import shard_model
@@ -39,14 +39,14 @@ def cut_layers(layers: int, stages: int, cuts: Sequence[int]) -> list[range]:
 
 
 def build_stage(
-    config: DecoderConfig,
+    config: ModelConfig,
     layers: range,
     groups: Groups,
     *,
     mixed_precision: bool,
     recompute: Recompute,
     ops: Ops | None,
-) -> Decoder:
+) -> StagedModel:
     """One stage on this process's device; its weights are allocated but not yet set.
 
     It is built without storage, then split, marked for recomputation and sharded in that order,
