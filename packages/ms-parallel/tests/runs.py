@@ -1,0 +1,108 @@
+"""Small training runs that every layout must repeat; functions that `run_processes` calls."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ms_parallel.engine import Engine
+from ms_parallel.groups import Groups, connect
+from ms_parallel.layout import Layout
+from ms_parallel.loss import Batch, NextTokenLoss
+from ms_parallel.models import DecoderConfig
+from ms_parallel.optimizer import AdamWConfig
+
+ROWS, LENGTH, VOCABULARY = 8, 16, 48
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"num_key_value_heads": 4},
+    "grouped": {"num_key_value_heads": 2},
+    "tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "tied grouped": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"attention_bias": True, "tie_word_embeddings": True},
+    "qwen3": {"query_key_norm": True, "attention_output_bias": True, "mlp_bias": True},
+}
+"""Everything else that a plan has to split."""
+
+
+def tiny(**settings: Any) -> DecoderConfig:
+    """A decoder of four layers whose weights are big enough for gradients to be well away from 0."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "initializer_range": 0.1,
+    }
+    return DecoderConfig(**{**sizes, **settings})
+
+
+def global_batch(step: int, rows: int = ROWS, length: int = LENGTH) -> dict[str, Tensor]:
+    """Two documents a row, cut at another place in each; the rows have unlike numbers of targets."""
+    generator = torch.Generator().manual_seed(step)
+    start = torch.randint(0, VOCABULARY, (rows, 1), generator=generator)
+    stride = torch.randint(1, 4, (rows, 1), generator=generator)
+    text = (start + stride * torch.arange(length + 1)) % VOCABULARY  # learnable: a count by stride
+    cut = torch.randint(3, length - 3, (rows, 1), generator=generator)
+    at = torch.arange(length).expand(rows, length)
+    targets = text[:, 1:].clone()
+    targets[at == cut - 1] = -100
+    unread = torch.arange(rows)[:, None] // 2  # later rows lack more targets
+    targets[at < unread] = -100
+    return {
+        "tokens": text[:, :-1].contiguous(),
+        "targets": targets,
+        "positions": torch.where(at < cut, at, at - cut),
+        "documents": (at >= cut).int(),
+        "weights": torch.rand(rows, length, generator=generator) + 0.5,
+    }
+
+
+def my_rows(batch: Batch, groups: Groups) -> dict[str, Tensor]:
+    """The rows of a global batch that this data rank reads."""
+    rows = len(batch["tokens"]) // groups.layout.data
+    start = groups.place.data * rows
+    return {name: value[start : start + rows] for name, value in batch.items()}
+
+
+OPTIMIZER = AdamWConfig(
+    learning_rate=1e-2, warmup_steps=5, decay_steps=40, weight_decay=0.1, max_grad_norm=1.0
+)
+
+
+def train(engine: Engine, steps: int) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of `steps` updates."""
+    losses, norms = [], []
+    for step in range(steps):
+        update = engine.update(my_rows(global_batch(step), engine.groups), NextTokenLoss())
+        losses.append(update.loss)
+        norms.append(update.grad_norm)
+    return losses, norms
+
+
+def build(settings: dict[str, Any], groups: Groups, **options: Any) -> Engine:
+    """An engine of a tiny model with microbatches of one or two rows."""
+    return Engine(
+        tiny(**settings), groups=groups, **{"optimizer": OPTIMIZER, "microbatch_size": 2, **options}
+    )
+
+
+def curves(
+    layouts: list[str], variants: dict[str, dict[str, Any]], steps: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Losses and gradient norms of every layout and variant, all in one set of processes."""
+    torch.set_num_threads(1)
+    found = {}
+    for layout in layouts:
+        groups = connect(Layout.parse(layout), device="cpu", timeout_s=60)
+        for name, settings in variants.items():
+            found[f"{layout} {name}"] = train(build(settings, groups, **options), steps)
+    dist.barrier()
+    return found
