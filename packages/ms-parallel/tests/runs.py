@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ms_parallel.engine import Engine
@@ -23,19 +22,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2": {"attention_bias": True, "tie_word_embeddings": True},
-    "qwen3": {"query_key_norm": True, "attention_output_bias": True, "mlp_bias": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "qwen3": {"model_type": "qwen3", "query_key_norm": True, "tie_word_embeddings": True},
 }
 """Everything else that a plan has to split."""
 
 
 def tiny(**settings: Any) -> DecoderConfig:
-    """A decoder of four layers whose weights are big enough for gradients to be well away from 0."""
+    """A decoder of three layers, so that two stages are unlike."""
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
@@ -45,7 +44,7 @@ def tiny(**settings: Any) -> DecoderConfig:
 
 
 def global_batch(step: int, rows: int = ROWS, length: int = LENGTH) -> dict[str, Tensor]:
-    """Two documents a row, cut at another place in each; the rows have unlike numbers of targets."""
+    """Two documents a row, cut at another place in each; rows differ in how many targets count."""
     generator = torch.Generator().manual_seed(step)
     start = torch.randint(0, VOCABULARY, (rows, 1), generator=generator)
     stride = torch.randint(1, 4, (rows, 1), generator=generator)
@@ -73,7 +72,7 @@ def my_rows(batch: Batch, groups: Groups) -> dict[str, Tensor]:
 
 
 OPTIMIZER = AdamWConfig(
-    learning_rate=1e-2, warmup_steps=5, decay_steps=40, weight_decay=0.1, max_grad_norm=1.0
+    learning_rate=5e-3, warmup_steps=5, decay_steps=40, weight_decay=0.1, max_grad_norm=1.0
 )
 
 
@@ -94,15 +93,19 @@ def build(settings: dict[str, Any], groups: Groups, **options: Any) -> Engine:
     )
 
 
-def curves(
-    layouts: list[str], variants: dict[str, dict[str, Any]], steps: int, options: dict[str, Any]
-) -> dict[str, Any]:
-    """Losses and gradient norms of every layout and variant, all in one set of processes."""
+def curves(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Losses and gradient norms of each job, all in one set of processes.
+
+    A job gives `layout`, `settings` of the model, `steps`, and `options` of the engine.
+    """
     torch.set_num_threads(1)
-    found = {}
-    for layout in layouts:
-        groups = connect(Layout.parse(layout), device="cpu", timeout_s=60)
-        for name, settings in variants.items():
-            found[f"{layout} {name}"] = train(build(settings, groups, **options), steps)
-    dist.barrier()
+    known: dict[str, Groups] = {}
+    found = []
+    for job in jobs:
+        layout = job["layout"]
+        if layout not in known:
+            known[layout] = connect(Layout.parse(layout), device="cpu", timeout_s=120)
+        engine = build(job["settings"], known[layout], **job.get("options", {}))
+        losses, norms = train(engine, job["steps"])
+        found.append({"losses": losses, "norms": norms})
     return found
