@@ -239,7 +239,8 @@ def cross_entropy(
         ignore_index: Target that has no loss.
         label_smoothing: Share of the target spread over all classes.
         z_loss: Weight of the squared log-normaliser.
-        reduction: `"mean"` over counted targets, `"sum"`, or `"none"` (zero where ignored).
+        reduction: `"mean"` over counted targets (0 if there are none), `"sum"`, or `"none"`
+            (zero where ignored).
 
     Returns:
         float32 scalar, or (...) for `"none"`.
@@ -259,7 +260,7 @@ def cross_entropy(
     if reduction == "none":
         return losses.reshape(targets.shape)
     total = losses.sum()
-    return total / counted.sum() if reduction == "mean" else total
+    return total / counted.sum().clamp(min=1) if reduction == "mean" else total
 
 
 def linear_cross_entropy(
@@ -295,7 +296,7 @@ def linear_cross_entropy(
     if reduction == "none":
         return losses.reshape(targets.shape)
     total = losses.sum()
-    return total / (flat != ignore_index).sum() if reduction == "mean" else total
+    return total / (flat != ignore_index).sum().clamp(min=1) if reduction == "mean" else total
 
 
 class _ChunkedLosses(torch.autograd.Function):

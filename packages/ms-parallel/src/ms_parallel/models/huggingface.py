@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ms_parallel.durable import sync_folder, write_synced
@@ -97,6 +98,9 @@ def load_weights(model: StagedModel, folder: str | Path) -> None:
     """
     weights = WeightFolder(Path(folder))
     _check(model, weights)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # else we would fill a gathered copy that is thrown away
     _fill(model, weights)
 
 

@@ -64,7 +64,8 @@ def architecture(
 
     Args:
         name_or_folder: A name of `ARCHITECTURES`, or a folder.
-        overrides: Settings to change, by name; `rope_scaling` may be a mapping.
+        overrides: Settings to change, by name; `rope_scaling` may be a mapping. Where heads or
+            hidden size change and `head_dim` is not given, it becomes their quotient.
 
     Raises:
         ConfigError: the name or a setting is unknown (the nearest known one is named), or a value
@@ -96,6 +97,9 @@ def _override(config: ModelConfig, overrides: dict[str, Any]) -> ModelConfig:
             if key not in known:
                 raise ConfigError(f"unknown rope_scaling setting {key!r}; {_nearest(key, known)}")
         overrides["rope_scaling"] = RopeScaling(**scaling)
+    if "head_dim" not in overrides and overrides.keys() & {"hidden_size", "num_attention_heads"}:
+        sizes = {**asdict(cast(Any, config)), **overrides}
+        overrides["head_dim"] = sizes["hidden_size"] // max(1, sizes["num_attention_heads"])
     return cast(ModelConfig, evolve(cast(Any, config), **overrides))
 
 
