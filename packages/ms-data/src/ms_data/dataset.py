@@ -95,11 +95,10 @@ class Split:
             frame = self._frame(shard, number)
             take = min(len(frame.tokens) - skip, stop - at)
             tokens[at - start : at - start + take] = frame.tokens[skip : skip + take]
-            frame_ends = frame.ends.astype(np.int64)
-            low, high = np.searchsorted(frame_ends, (skip, skip + take), side="right")
-            ends.append(frame_ends[low:high] + (at - start - skip))
+            low, high = np.searchsorted(frame.ends, (skip, skip + take), side="right")
+            ends.append(frame.ends[low:high] + (at - start - skip))
             if position < 0:
-                position = skip - int(frame_ends[low - 1]) if low else skip + frame.position
+                position = skip - int(frame.ends[low - 1]) if low else skip + frame.position
             at += take
         return Passage(tokens, np.concatenate(ends), position)
 

@@ -28,7 +28,7 @@ class Frame(NamedTuple):
 
     tokens: NDArray[np.unsignedinteger]
     """Shape (n,), in the shard's token type; read-only."""
-    ends: NDArray[np.unsignedinteger]
+    ends: NDArray[np.int64]
     """Shape (e,), increasing: one past the last token of each document that ends here."""
     position: int
     """Tokens of the first document that stand in earlier frames."""
@@ -89,7 +89,10 @@ class Shard:
         first = number * self.footer.frame_tokens
         tokens = min(self.footer.frame_tokens, self.footer.tokens - first)
         values = self._decode(part, payload, tokens + ends)
-        return Frame(values[:tokens], values[tokens:], position)
+        bounds = values[tokens:].astype(np.int64)
+        if ends and (bounds[0] < 1 or bounds[-1] > tokens or (np.diff(bounds) < 1).any()):
+            raise self._damage(part, "document ends are out of order")
+        return Frame(values[:tokens], bounds, position)
 
     def _decode(self, part: str, payload: bytes, count: int) -> NDArray[np.unsignedinteger]:
         kind = np.dtype(self.footer.token_type).newbyteorder("<")
