@@ -1,14 +1,16 @@
 """Small training runs that every layout must repeat; functions that `run_processes` calls."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ms_parallel import checkpoint
 from ms_parallel.engine import Engine
 from ms_parallel.groups import Groups, connect
 from ms_parallel.layout import Layout
-from ms_parallel.loss import Batch, NextTokenLoss
+from ms_parallel.loss import Batch, NextTokenLoss, Output
 from ms_parallel.models import DecoderConfig
 from ms_parallel.optimizer import AdamWConfig
 
@@ -108,4 +110,60 @@ def curves(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         engine = build(job["settings"], known[layout], **job.get("options", {}))
         losses, norms = train(engine, job["steps"])
         found.append({"losses": losses, "norms": norms})
+    return found
+
+
+PROMPTS = [[5, 6, 7, 8], [11], [20, 22, 24, 26, 28], [3, 6, 9]]
+
+
+def token_losses(output: Output, batch: Batch) -> Tensor:
+    """What an evaluation asks for; module-level, as every process asks the same."""
+    return output.token_losses(batch["targets"])
+
+
+def answers(engine: Engine) -> dict[str, Any]:
+    """Everything that is asked of a trained engine without changing it."""
+    groups = engine.groups
+    mine = my_rows(global_batch(99), groups)
+    share = len(PROMPTS) // groups.layout.data
+    prompts = PROMPTS[groups.place.data * share :][:share]
+    logits = engine.evaluate(mine, lambda output, _: output.logits())
+    return {
+        "data": groups.place.data,
+        "losses": engine.evaluate(mine, token_losses).tolist(),
+        "from logits": torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), mine["targets"].flatten(), reduction="none"
+        ).tolist(),
+        "greedy": engine.generate(prompts, max_new_tokens=6, temperature=0.0),
+        "sampled": engine.generate(prompts, max_new_tokens=6, temperature=1.0, top_k=20, seed=3),
+    }
+
+
+def save_and_answer(
+    layouts: list[str], settings: dict[str, Any], folder: str
+) -> list[dict[str, Any]]:
+    """Train a little under each layout, save, and answer; the next loss shows the moments."""
+    torch.set_num_threads(1)
+    found = []
+    for layout in layouts:
+        engine = build(settings, connect(Layout.parse(layout), device="cpu", timeout_s=120))
+        train(engine, 5)
+        checkpoint.save(Path(folder, layout), engine.state_dict(), step=engine.step, facts={})
+        found.append({**answers(engine), "next": train(engine, 2)})
+    return found
+
+
+def load_and_answer(
+    jobs: list[tuple[str, str]], settings: dict[str, Any], folder: str
+) -> list[dict[str, Any]]:
+    """Load what one layout saved under another, for each pair, and answer."""
+    torch.set_num_threads(1)
+    found = []
+    for saved, layout in jobs:
+        groups = connect(Layout.parse(layout), device="cpu", timeout_s=120)
+        engine = build(settings, groups, seed=7)
+        state, path = engine.state_dict(), Path(folder, saved)
+        checkpoint.load(path, checkpoint.read_manifest(path), state)
+        engine.load_state_dict(state)
+        found.append({**answers(engine), "step": engine.step, "next": train(engine, 2)})
     return found
