@@ -14,7 +14,7 @@ from ms_parallel.durable import publish, write_synced, writing
 from ms_parallel.errors import ConfigError
 from ms_parallel.options import Options
 
-__all__ = ["data_package", "prepare"]
+__all__ = ["copy_tokenizer", "data_package", "prepare"]
 
 SHARDS, SOURCE, TOKENIZER = "shards", "shards-source.json", "tokenizer.json"
 
@@ -34,13 +34,12 @@ def data_package() -> ModuleType:
     return ms_data
 
 
-def prepare(dataset_path: str | Path, options: Options, *, tokenizer: Path | None = None) -> Path:
+def prepare(dataset_path: str | Path, options: Options) -> Path:
     """The folder of shards to train on; raw text is built into `output_dir/shards` once.
 
     Args:
         dataset_path: a folder of shards; or a file or folder of raw text, or `stdlib`.
         options: the run's.
-        tokenizer: what encodes raw text; None trains one.
 
     Raises:
         ConfigError: output_dir holds the shards of something else.
@@ -48,6 +47,7 @@ def prepare(dataset_path: str | Path, options: Options, *, tokenizer: Path | Non
     """
     if (Path(dataset_path) / "index.json").is_file():
         return Path(dataset_path)
+    tokenizer = options.raw_text_tokenizer
     shards, source = options.output_dir / SHARDS, options.output_dir / SOURCE
     wanted = _source(dataset_path, options, tokenizer)
     known = msgspec.json.decode(source.read_bytes()) if source.is_file() else None

@@ -55,9 +55,7 @@ def end_scripts_plainly() -> None:
         sys.excepthook = _hook
 
 
-def _hook(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     code = report(error)
     if code is None:
         sys.__excepthook__(kind, error, trace)
@@ -90,7 +88,8 @@ def _speaks(what: str) -> bool:
         return True
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
+
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=False,

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from ms_parallel.errors import LaunchError
 from ms_parallel.layout import Layout
 
-__all__ = ["is_first", "join", "launch_command", "launched"]
+__all__ = ["is_first", "join", "launch_command", "launched", "rank", "world_size"]
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -22,9 +24,23 @@ def launched() -> bool:
     return all(name in os.environ for name in VARIABLES)
 
 
+def rank() -> int:
+    """This process's number among all, from 0."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    return _number("RANK") if launched() else 0
+
+
+def world_size() -> int:
+    """How many processes were started."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return _number("WORLD_SIZE") if launched() else 1
+
+
 def is_first() -> bool:
     """Whether this is the process that speaks for all."""
-    return not launched() or os.environ["RANK"] == "0"
+    return rank() == 0
 
 
 def launch_command(processes: int) -> str:
@@ -63,7 +79,7 @@ def join(layout: Layout, *, timeout_s: float) -> None:
                 f" {launch_command(layout.world_size)}"
             )
         return
-    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    number, size = rank(), world_size()
     layout.check_world(size)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     backend = dist.get_default_backend_for_device(accelerator or "cpu")
@@ -71,14 +87,14 @@ def join(layout: Layout, *, timeout_s: float) -> None:
     backend = backend if accelerator is None else f"cpu:gloo,{accelerator.type}:{backend}"
     timeout = timedelta(seconds=timeout_s)
     try:
-        store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
+        store, _, _ = next(iter(rendezvous("env://", number, size, timeout=timeout)))
         # torchrun keeps one store over its restarts; without a prefix of its own, a restarted
         # process reads the addresses of the dead ones and waits for them.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"ms-parallel/attempt-{attempt}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        store = PrefixStore(f"ms-parallel/attempt-{attempt}", store)
+        dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError) as error:
-        raise LaunchError(_why_not(error, rank, timeout_s)) from error
+        raise LaunchError(_why_not(error, number, timeout_s)) from error
     atexit.register(_leave)
 
 
@@ -89,7 +105,7 @@ def _number(name: str) -> int:
     return int(value)
 
 
-def _why_not(error: Exception, rank: int, timeout_s: float) -> str:
+def _why_not(error: Exception, number: int, timeout_s: float) -> str:
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     if "EADDRINUSE" in str(error) or "in use" in str(error):
@@ -97,9 +113,9 @@ def _why_not(error: Exception, rank: int, timeout_s: float) -> str:
             f"port {port} is in use on this machine (MASTER_PORT={port}); choose a free one for"
             " all ranks with MASTER_PORT, or start with torchrun --standalone, which finds one"
         )
-    if rank > 0:
+    if number > 0:
         return (
-            f"rank {rank} did not meet rank 0 at {host}:{port} within {timeout_s:g} s ({reason});"
+            f"rank {number} did not meet rank 0 at {host}:{port} within {timeout_s:g} s ({reason});"
             " start rank 0 too, or choose a free MASTER_PORT for all ranks"
         )
     return f"the processes did not meet at {host}:{port} within {timeout_s:g} s ({reason})"

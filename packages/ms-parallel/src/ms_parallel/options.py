@@ -8,15 +8,30 @@ from attrs import define, field, setters
 
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import OnEvent
+from ms_parallel.layout import Layout
 from ms_parallel.settings import flag, number, one_of, text, whole
 
-__all__ = ["Options"]
+__all__ = ["KeywordOptions", "Options"]
 
 
 def _model_config(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"model_config is {value!r}; give a table of model settings")
     return dict(value)
+
+
+def _path(value: Any) -> Path | None:
+    return None if value is None else Path(value)
+
+
+def _layout(value: Any) -> Layout | None:
+    if value is None or isinstance(value, Layout):
+        return value
+    if isinstance(value, str):
+        return Layout.parse(value)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"parallel_config is {value!r}; give a table such as tensor = 2")
+    return Layout.from_config(value)
 
 
 def _betas(instance: object, attribute: Any, value: Any) -> None:
@@ -32,7 +47,7 @@ def _pair(value: Any) -> Any:
 
 
 @define(kw_only=True, on_setattr=setters.frozen, eq=False, slots=False)
-class Options:
+class KeywordOptions:
     """Keyword options of `DistributedTrainer`; keys of a run file.
 
     Raises:
@@ -87,7 +102,7 @@ class Options:
     """Share of documents kept for evaluation, when raw text is built into shards."""
     vocab_size: int = field(default=8192, validator=whole(least=257))
     """Tokens of the tokenizer that is trained, when raw text is built without one."""
-    tokenizer: Path | None = field(default=None, converter=lambda v: None if v is None else Path(v))
+    tokenizer: Path | None = field(default=None, converter=_path)
     """A `tokenizer.json` for raw text; None trains one."""
     text_key: str = field(default="text", validator=text())
     """The member of a JSON line that holds the text."""
@@ -103,3 +118,31 @@ class Options:
     """Seconds after which a silent process counts as lost."""
     on_event: OnEvent | None = field(default=None)
     """Called on rank 0 with each event; None writes JSON lines to output_dir/events.jsonl."""
+
+
+@define(on_setattr=setters.frozen, eq=False, slots=False)
+class Options(KeywordOptions):
+    """All that a run is made of but its dataset and length."""
+
+    model_arch: str = field(converter=str)
+    """`llama`, `mistral`, `qwen2`, `qwen3`, or a folder with a Hugging Face config.json."""
+    parallel_config: Layout | None = field(default=None, converter=_layout)
+    """Axes such as `{"tensor_parallel": 2}`; None puts all processes on `data`."""
+    optimizer: str = field(default="AdamW", validator=one_of("AdamW"))
+    """The optimizer's name."""
+    mixed_precision: bool = field(default=False, validator=flag)
+    """Compute in bfloat16; weights, moments and sums stay float32."""
+
+    @property
+    def model_folder(self) -> Path | None:
+        """The Hugging Face folder that `model_arch` names, if it is one."""
+        folder = Path(self.model_arch)
+        return folder if (folder / "config.json").is_file() else None
+
+    @property
+    def raw_text_tokenizer(self) -> Path | None:
+        """What encodes raw text: as asked for, or the model folder's; None trains one."""
+        if self.tokenizer is not None or self.model_folder is None:
+            return self.tokenizer
+        own = self.model_folder / "tokenizer.json"
+        return own if own.is_file() else None
