@@ -89,7 +89,6 @@ def _speaks(what: str) -> bool:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
-
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=False,

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve
-
 from ms_parallel.dataset import data_package
 from ms_parallel.engine import Engine
 from ms_parallel.errors import ConfigError
@@ -38,7 +36,9 @@ def fit_model(options: Options, layout: Layout, shards: Path | None) -> Any:
         own = "vocab_size" in options.model_config or options.model_folder is not None
         if not own:
             padded = -(-facts.vocabulary_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-            config = evolve(config, vocab_size=padded)
+            config = architecture(
+                options.model_arch, {**options.model_config, "vocab_size": padded}
+            )
         elif config.vocab_size < facts.vocabulary_size:
             raise ConfigError(
                 f"the model's vocabulary of {config.vocab_size} does not match the shards in"
@@ -52,7 +52,8 @@ def fit_model(options: Options, layout: Layout, shards: Path | None) -> Any:
 
 
 def _check_sizes(options: Options, layout: Layout, config: Any) -> None:
-    length, most = options.sequence_length, config.max_position_embeddings
+    length = options.sequence_length
+    most = getattr(config, "max_position_embeddings", length)  # Transformer-XL has no end
     if length > most:
         raise ConfigError(
             f"sequence_length={length} is longer than the model's {most} positions; lower it, or"
@@ -96,7 +97,7 @@ def build_engine(options: Options, config: Any, layout: Layout, total: int) -> E
             warmup_steps=min(warmup, total - 1),
             decay_steps=total,
             final_ratio=options.final_learning_rate_ratio,
-            betas=options.betas,
+            betas=options.betas,  # type: ignore[arg-type]  # mypy misreads tuple as a converter
             epsilon=options.epsilon,
             weight_decay=options.weight_decay,
             max_grad_norm=options.max_grad_norm,

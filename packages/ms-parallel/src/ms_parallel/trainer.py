@@ -22,9 +22,9 @@ from ms_parallel.layout import Layout
 from ms_parallel.models.huggingface import load_weights, save_model
 from ms_parallel.options import Options
 from ms_parallel.progress import Show, duration
-from ms_parallel.training import Run
+from ms_parallel.training import Run, Stream
 
-__all__ = ["DistributedTrainer", "Result"]
+__all__ = ["DistributedTrainer", "Result", "Stream"]
 
 
 @frozen(kw_only=True)
@@ -212,7 +212,7 @@ class DistributedTrainer(Options):
         sample = None
         if finished and self.sample_prompt is not None:
             sample = self.generate(self.sample_prompt, max_new_tokens=self.sample_tokens)
-            run.show.note(f"sample:\n{self.sample_prompt}{sample}")
+            run.show.note(f"sample:\n{_printable(self.sample_prompt + sample)}")
         if not finished:
             run.show.note(
                 f"stopped by {run.stop.signal_name or 'a signal'} at step {run.engine.step} of"
@@ -267,3 +267,10 @@ def _check_length(epochs: float | None, steps: int | None) -> None:
         raise ConfigError(f"steps is {steps!r}; give a whole number of at least 1")
     if epochs is not None and not (isinstance(epochs, int | float) and epochs > 0):
         raise ConfigError(f"epochs is {epochs!r}; give a number above 0")
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )

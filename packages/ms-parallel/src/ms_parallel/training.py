@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from attrs import asdict, define, field, frozen
@@ -19,11 +19,24 @@ from ms_parallel.loss import NextTokenLoss
 from ms_parallel.options import Options
 from ms_parallel.progress import Pace, Show
 
-__all__ = ["Run", "Standing"]
+__all__ = ["Run", "Standing", "Stream"]
 
 SKIPPED_IN_A_ROW = 20
 """Updates in a row whose gradient was not finite, after which a run is lost."""
 logger = logging.getLogger(__name__)
+
+
+class Stream(Protocol):
+    """Batches, and a place among them that can be kept."""
+
+    def __next__(self) -> Mapping[str, Any]:
+        """This data rank's rows of the next global batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, as plain JSON; the same on every rank."""
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Go to where `state` was taken."""
 
 
 @define(kw_only=True)
@@ -48,8 +61,7 @@ class Run:
     """What `train` has put together, and the loop over it."""
 
     engine: Engine
-    stream: Any
-    """A Stream: batches, `state_dict`, `load_state_dict`."""
+    stream: Stream
     held_out: HeldOut | None
     total: int
     """Steps of the whole run."""
@@ -228,7 +240,7 @@ class Run:
 
 def model_facts(engine: Engine) -> dict[str, Any]:
     """What makes a model another model, as JSON gives it back."""
-    facts = asdict(engine.config)
+    facts = asdict(engine.config)  # type: ignore[arg-type]  # every one is attrs'
     return {name: list(v) if isinstance(v, tuple) else v for name, v in facts.items()}
 
 
