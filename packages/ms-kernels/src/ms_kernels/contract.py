@@ -143,6 +143,8 @@ class Option:
     """Whether a value is allowed."""
     fits: str
     """The values that are allowed, in words."""
+    trials: tuple[object, ...] = ()
+    """Other values that proofs should try."""
 
 
 @frozen(kw_only=True)
@@ -172,7 +174,7 @@ class Contract:
     gradient_tolerance: Mapping[torch.dtype, Tolerance]
     """How far a gradient may lie from the truth."""
     example: Dims
-    """Sizes of an ordinary small call."""
+    """Sizes of an ordinary small call, for which no backend is too large."""
     reference: Callable[..., Any]
     """The slow truth, in plain torch."""
 
@@ -246,6 +248,36 @@ class Contract:
             if argument.name == culprit and fact is not None:
                 return f"of shape {describe(fact.shape)}"
         return "None"
+
+    def call(
+        self,
+        dims: Dims,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        options: Mapping[str, Any] | None = None,
+        without: Iterable[str] = (),
+    ) -> Call:
+        """Describe a call on contiguous tensors, on a device that need not be here.
+
+        Args:
+            dims: sizes by symbol; those left out are taken from `example`.
+            dtype: dtype of the arguments that may have it.
+            device: where the tensors would be.
+            options: those that are not at their defaults.
+            without: names of optional arguments to leave out.
+        """
+        sizes = {**self.example, **dims}
+        facts: list[Fact | None] = []
+        for argument in self.arguments:
+            shape = tuple(sizes[name] for name in argument.dims)
+            strides = torch.empty(shape, device="meta").stride()
+            free = argument is self.arguments[0] or dtype in argument.dtypes
+            fitting = dtype if free else argument.dtypes[0]
+            fact = Fact(shape, fitting, torch.device(device), strides, True)
+            facts.append(None if argument.name in without else fact)
+        values = tuple((options or {}).get(each.name, each.default) for each in self.options)
+        return Call(self.name, tuple(facts), values)
 
     def draw(
         self,

@@ -67,13 +67,17 @@ LOSS_OPTIONS = (
         default=0.0,
         holds=lambda value: 0 <= value < 1,
         fits="at least 0 and below 1",
+        trials=(0.1,),
     ),
-    Option(name="z_loss", default=0.0, holds=lambda value: value >= 0, fits="0 or more"),
+    Option(
+        name="z_loss", default=0.0, holds=lambda value: value >= 0, fits="0 or more", trials=(1e-2,)
+    ),
     Option(
         name="reduction",
         default="mean",
         holds=lambda value: value in ("mean", "sum", "none"),
         fits="'mean', 'sum' or 'none'",
+        trials=("sum", "none"),
     ),
 )
 
@@ -97,6 +101,6 @@ CONTRACT = Contract(
     backward=_backward,
     tolerance=RESULTS,
     gradient_tolerance=GRADIENTS,
-    example={"...": 64, "V": 256},
+    example={"...": 128, "V": 256},
     reference=cross_entropy,
 )

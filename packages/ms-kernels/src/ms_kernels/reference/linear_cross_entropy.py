@@ -236,6 +236,6 @@ CONTRACT = Contract(
     backward=_backward,
     tolerance=RESULTS,
     gradient_tolerance=GRADIENTS,
-    example={"...": 64, "H": 32, "V": 256},
+    example={"...": 512, "H": 64, "V": 256},
     reference=linear_cross_entropy,
 )
