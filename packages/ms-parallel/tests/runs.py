@@ -11,7 +11,7 @@ from ms_parallel.engine import Engine
 from ms_parallel.groups import Groups, connect
 from ms_parallel.layout import Layout
 from ms_parallel.loss import Batch, NextTokenLoss, Output
-from ms_parallel.models import DecoderConfig
+from ms_parallel.models import DecoderConfig, ModelConfig, TransformerXLConfig
 from ms_parallel.optimizer import AdamWConfig
 
 ROWS, LENGTH, VOCABULARY = 8, 16, 48
@@ -25,24 +25,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
+    "transformer-xl": {"model_type": "transformer-xl", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "query_key_norm": True, "tie_word_embeddings": True},
 }
 """Everything else that a plan has to split."""
 
 
-def tiny(**settings: Any) -> DecoderConfig:
-    """A decoder of three layers, so that two stages are unlike."""
+def tiny(**settings: Any) -> ModelConfig:
+    """A model of three layers, so that two stages are unlike."""
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 8,
         "initializer_range": 0.1,
+        **settings,
     }
-    return DecoderConfig(**{**sizes, **settings})
+    if settings.get("model_type") == "transformer-xl":
+        return TransformerXLConfig(**{"segment_length": 4, "memory_length": 4, **sizes})
+    return DecoderConfig(**{"num_key_value_heads": 2, **sizes})
 
 
 def global_batch(step: int, rows: int = ROWS, length: int = LENGTH) -> dict[str, Tensor]:

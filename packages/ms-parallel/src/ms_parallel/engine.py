@@ -1,6 +1,7 @@
 """Runs a model under any layout: one object that trainers of every kind ask for work."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +30,10 @@ from ms_parallel.models import (
     StagedModel,
     architecture,
     initialise,
+    load_weights,
     model_plan,
 )
+from ms_parallel.models.registry import ARCHITECTURES
 from ms_parallel.ops import Ops
 from ms_parallel.optimizer import AdamW, AdamWConfig, learning_rate
 from ms_parallel.recompute import Recompute
@@ -65,14 +68,15 @@ class Engine:
     """A model, its optimizer, and the processes that share them.
 
     Args:
-        model: an architecture's name, a folder with a config.json, or a configuration.
+        model: an architecture's name, a configuration, or a folder with a config.json; the weights
+            of a folder that has them are read, each process its part.
         layout: how the processes split the work; one process by default.
         optimizer: AdamW's settings.
         schedule: `"1f1b"`, `"gpipe"`, or a verified table of its own number of microbatches.
         microbatch_size: rows of this data rank that pass at once; None for all of them.
         mixed_precision: compute in bfloat16; weights, moments and sums stay float32.
         recompute: `"full"` keeps only each block's input and runs it again in the backward.
-        seed: of the fresh weights, which are the same under every layout.
+        seed: of fresh weights, which are the same under every layout.
         device: `"cpu"` or an accelerator; by default the machine's best.
         ops: operators of the model; plain torch by default.
         on_nonfinite: what a gradient with an infinity or NaN does: `"skip"` the update and say
@@ -83,6 +87,7 @@ class Engine:
         LayoutError: the layout does not fit the processes or the model.
         LaunchError: the processes were not started as the layout needs.
         ConfigError: a setting cannot be used as given.
+        ModelError: the folder's model cannot be read.
     """
 
     def __init__(
@@ -113,7 +118,7 @@ class Engine:
         self.schedule = schedule
         self.plan = model_plan(self.config)
         self.placement = _placement(schedule, layout.pipeline)
-        self.stages = self._build(mixed_precision, recompute, seed)
+        self.stages = self._build(mixed_precision, recompute, seed, _weights_in(model))
         self.runtime = Runtime(self.stages, self.groups)
         self.parameters: dict[str, Tensor] = {
             name: parameter
@@ -124,7 +129,7 @@ class Engine:
         self.optimizer = AdamW(local, optimizer or AdamWConfig())
 
     def _build(
-        self, mixed_precision: bool, recompute: Recompute, seed: int
+        self, mixed_precision: bool, recompute: Recompute, seed: int, folder: Path | None
     ) -> dict[int, StagedModel]:
         layers = cut_layers(self.config.num_hidden_layers, len(self.placement), self.plan.cuts)
         stages = {}
@@ -138,7 +143,10 @@ class Engine:
                     recompute=recompute,
                     ops=self.ops,
                 )
-                initialise(stages[stage], seed)
+                if folder is None:
+                    initialise(stages[stage], seed)
+                else:
+                    load_weights(stages[stage], folder)
         return stages
 
     @property
@@ -308,7 +316,7 @@ class Engine:
                     f"has {microbatches}; change microbatch_size or the schedule"
                 )
             return self.schedule
-        return GENERATORS[self.schedule](self.groups.layout.pipeline, microbatches)
+        return _generated(self.schedule, self.groups.layout.pipeline, microbatches)
 
     def _output(self, hidden: Tensor) -> Output:
         last = self.stages[len(self.placement) - 1]
@@ -360,6 +368,18 @@ class Engine:
         self.optimizer.step(local, gradients, rate)
 
 
+@cache
+def _generated(name: str, ranks: int, microbatches: int) -> Schedule:
+    return GENERATORS[name](ranks, microbatches)
+
+
+def _weights_in(model: str | Path | ModelConfig) -> Path | None:
+    """The folder to read weights from, if `model` is one that has any."""
+    if not isinstance(model, str | Path) or str(model) in ARCHITECTURES:
+        return None
+    return Path(model) if any(Path(model).glob("*.safetensors")) else None
+
+
 def _placement(schedule: Literal["1f1b", "gpipe"] | Schedule, pipeline: int) -> tuple[int, ...]:
     """Rank of each stage."""
     if isinstance(schedule, Schedule):
@@ -375,7 +395,8 @@ def _placement(schedule: Literal["1f1b", "gpipe"] | Schedule, pipeline: int) -> 
     return tuple(range(pipeline))
 
 
-def _forwards(placement: Sequence[int], microbatches: int) -> Schedule:
+@cache
+def _forwards(placement: tuple[int, ...], microbatches: int) -> Schedule:
     """All forwards and no backward."""
     rows = [
         [

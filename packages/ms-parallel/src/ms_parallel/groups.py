@@ -134,7 +134,13 @@ def _initialise(layout: Layout, device: torch.device, timeout: timedelta) -> Non
 
 
 def _close() -> None:
-    if dist.is_initialized():
+    """Leave the group, so that no thread of it outlives the interpreter.
+
+    After an uncaught error an accelerator's group is left alone: its operations would be waited
+    for, though their peers may be gone.
+    """
+    failed = getattr(sys, "last_value", None) is not None
+    if dist.is_initialized() and not (failed and dist.get_backend() != "gloo"):
         dist.destroy_process_group()
 
 
