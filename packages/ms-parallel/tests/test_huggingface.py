@@ -1,0 +1,395 @@
+"""Hugging Face folders: transformers and we read each other's, under every layout."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ms_parallel.errors import ModelError, ParallelError
+from ms_parallel.layout import Layout
+from ms_parallel.models import architecture, initialise, load_model, load_weights, save_model
+from ms_parallel.models.registry import build_model
+
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import run_processes
+
+transformers.utils.logging.disable_progress_bar()
+
+CHILD = Path(__file__).with_name("model_folders.py")
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-all-heads": ("llama", {"num_key_value_heads": 4}),
+    "llama-one-key-head-tied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama-wide-heads": ("llama", {"head_dim": 16}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-linear": ("llama", {"rope_parameters": LINEAR}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-sliding": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3-tied-biases": (
+        "qwen3",
+        {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-sliding": ("mistral", {"sliding_window": 5, "head_dim": 16}),
+}
+# Logits reach about 10 here, so one rounding is 1e-6; transformers' and ours differ by a few.
+TOLERANCE = 1e-5
+
+
+def theirs(case: str, seed: int = 0) -> Any:
+    """A model of transformers with random weights, biases and norms included."""
+    family, settings = CASES[case]
+    config = transformers.AutoConfig.for_model(family, **{**SIZES, **settings})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def tokens() -> Tensor:
+    """Rows longer than any window here."""
+    return torch.randint(96, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, whichever files they lie in."""
+    files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    assert sum(map(len, files)) == len({name for file in files for name in file})
+    return {name: tensor for file in files for name, tensor in file.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """A folder that transformers saved in several files computes the same here."""
+    reference = theirs(case)
+    reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    ours = load_model(tmp_path)
+    expected = reference(tokens()).logits
+    torch.testing.assert_close(ours(tokens()), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("file_size_bytes", [1 << 30, 10_000])
+@torch.no_grad()
+def test_what_we_save_is_what_transformers_reads(
+    case: str, file_size_bytes: int, tmp_path: Path
+) -> None:
+    """Names, values, configuration and logits survive: in one file, or in many with an index."""
+    reference = theirs(case)
+    reference.save_pretrained(tmp_path / "theirs")
+    ours = load_model(tmp_path / "theirs")
+    save_model(ours, tmp_path / "ours", file_size_bytes=file_size_bytes)
+    assert (tmp_path / "ours/model.safetensors").exists() == (file_size_bytes > 10_000)
+    before, after = weights_of(tmp_path / "theirs"), weights_of(tmp_path / "ours")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert torch.equal(again(tokens()).logits, reference(tokens()).logits)
+    assert load_model(tmp_path / "ours").config == ours.config
+    assert not (tmp_path / "ours/.saving").exists()
+
+
+@torch.no_grad()
+def test_packed_documents_of_transformers_weights_are_apart(tmp_path: Path) -> None:
+    """Two documents in a row give the logits that transformers gives to each alone."""
+    reference = theirs("llama-3")
+    reference.save_pretrained(tmp_path)
+    row = tokens()[:1]
+    documents = torch.tensor([[0] * 15 + [1] * 25]).int()
+    positions = torch.cat((torch.arange(15), torch.arange(25)))[None]
+    packed = load_model(tmp_path)(row, positions=positions, documents=documents)
+    alone = [reference(row[:, :15]).logits, reference(row[:, 15:]).logits]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), atol=TOLERANCE, rtol=0)
+
+
+LAYOUTS = {
+    "tensor=2": ["llama-3", "qwen3", "qwen2"],
+    "pipeline=2": ["llama-3", "qwen3"],  # tied and not
+    "data=3": ["llama-3", "llama-biases"],  # nothing divides by 3: uneven and empty shards
+    "data=2,tensor=2": ["llama-3", "qwen3"],
+    "tensor=2,pipeline=2": ["llama-3", "qwen3"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@torch.no_grad()
+def test_each_layout_reads_its_parts_and_saves_the_whole(layout: str, tmp_path: Path) -> None:
+    """What processes together save equals, bit for bit, what each read its part of."""
+    references = {case: theirs(case) for case in LAYOUTS[layout]}
+    for case, reference in references.items():
+        reference.save_pretrained(tmp_path / case, max_shard_size="30KB")
+    shape = Layout.parse(layout)
+    held_by_rank = run_processes(
+        shape.world_size,
+        CHILD,
+        "load_and_save",
+        layout=layout,
+        folders=[(str(tmp_path / case), str(tmp_path / f"{case}-ours")) for case in references],
+        file_size_bytes=40_000,
+    )
+    for held, (case, reference) in zip(
+        zip(*held_by_rank, strict=True), references.items(), strict=True
+    ):
+        before, after = weights_of(tmp_path / case), weights_of(tmp_path / f"{case}-ours")
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{case}-ours").eval()
+        assert torch.equal(again(tokens()).logits, reference(tokens()).logits)
+        total = sum(parameter.numel() for parameter in reference.parameters())
+        tied_across = shape.pipeline > 1 and reference.config.tie_word_embeddings
+        whole_on_each = 9 * 32 + 4 * 32 + 4 * 2 * 16  # norms and biases that tensor ranks repeat
+        most = total + 96 * 32 * tied_across + whole_on_each * shape.world_size
+        assert max(held) < 0.8 * total
+        assert total <= sum(held) <= most
+
+
+@pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2", "data=3"])
+def test_every_layout_starts_from_the_same_model(layout: str, tmp_path: Path) -> None:
+    """Fresh weights are bit for bit those of one process, whatever is split, tied or not."""
+    sizes = {k: v for k, v in SIZES.items() if k != "max_position_embeddings"}
+    kinds = ["llama", "qwen3", "transformer-xl"]
+    for kind in kinds:
+        takes = {k: v for k, v in sizes.items() if k != "num_key_value_heads" or kind != kinds[2]}
+        whole = build_model(architecture(kind, takes))
+        initialise(whole, 11)
+        save_model(whole, tmp_path / kind)
+    run_processes(
+        Layout.parse(layout).world_size,
+        CHILD,
+        "initialise_and_save",
+        layout=layout,
+        folders=[(str(tmp_path / kind), str(tmp_path / f"{kind}-many")) for kind in kinds],
+        seed=11,
+    )
+    for kind in kinds:
+        one, many = weights_of(tmp_path / kind), weights_of(tmp_path / f"{kind}-many")
+        assert one.keys() == many.keys()
+        assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def test_transformer_xl_folders_round_trip(tmp_path: Path) -> None:
+    """Configuration and weights come back exactly."""
+    model = build_model(architecture("transformer-xl", {"num_hidden_layers": 2}))
+    initialise(model, 1)
+    save_model(model, tmp_path)
+    again = load_model(tmp_path)
+    assert again.config == model.config
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name))
+
+
+def test_a_save_that_fails_on_one_process_fails_on_all(tmp_path: Path) -> None:
+    """Nobody waits for ever, and every process says why."""
+    theirs("llama").save_pretrained(tmp_path / "theirs")
+    (tmp_path / "taken").write_text("a file, not a folder")
+    errors = run_processes(
+        2,
+        CHILD,
+        "save_to_a_file",
+        source=str(tmp_path / "theirs"),
+        layout="pipeline=2",
+        target=str(tmp_path / "taken"),
+    )
+    assert all("cannot save a model to" in error and "taken" in error for error in errors)
+
+
+def test_saving_again_replaces_the_model_and_leaves_other_files(tmp_path: Path) -> None:
+    """Old weight files go, a tokenizer stays, and rests of an interrupted save do no harm."""
+    theirs("llama", seed=1).save_pretrained(tmp_path, max_shard_size="20KB")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / ".saving").mkdir()
+    (tmp_path / ".saving/model.safetensors").write_text("half")
+    theirs("qwen3", seed=2).save_pretrained(tmp_path / "other")
+    save_model(load_model(tmp_path / "other"), tmp_path)
+    names = {path.name for path in tmp_path.iterdir()} - {"other"}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    assert load_model(tmp_path).config.model_type == "qwen3"
+
+
+@torch.no_grad()
+def test_weights_can_be_saved_in_half_the_bytes(tmp_path: Path) -> None:
+    """In bfloat16 files hold the rounded values, and config.json says so."""
+    theirs("llama").save_pretrained(tmp_path / "theirs")
+    model = load_model(tmp_path / "theirs")
+    save_model(model, tmp_path / "half", dtype=torch.bfloat16)
+    for name, tensor in weights_of(tmp_path / "half").items():
+        assert torch.equal(tensor, model.get_parameter(name).bfloat16())
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
+    assert again.dtype == torch.bfloat16
+
+
+def test_the_old_spelling_of_rotary_settings_is_read(tmp_path: Path) -> None:
+    """rope_theta and rope_scaling mean what rope_parameters means."""
+    theirs("llama-3").save_pretrained(tmp_path)
+    new = load_model(tmp_path).config
+    document = json.loads((tmp_path / "config.json").read_text())
+    rope = document.pop("rope_parameters")
+    document["rope_theta"] = rope.pop("rope_theta")
+    document["rope_scaling"] = rope
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    assert load_model(tmp_path).config == new
+
+
+REFUSED: list[tuple[dict[str, object], str]] = [
+    ({"model_type": "mixtral"}, "'mixtral' is not supported; supported: llama"),
+    ({"model_type": None}, "model_type None is not supported"),
+    ({"num_local_experts": 8}, "num_local_experts=8 is not supported"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only 'silu'"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config="),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn'"),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    ({"num_hidden_layers": 10**9}, "no tensor of layer 999999999"),
+    ({"num_hidden_layers": 5}, "no tensor of layer 4"),
+    ({"num_hidden_layers": "four"}, "num_hidden_layers is 'four'"),
+    ({"num_hidden_layers": 3}, "holds 'model.layers.3.input_layernorm.weight'"),
+    ({"intermediate_size": 48}, r"with shape \(44, 32\), but .* asks for \(48, 32\)"),
+    ({"vocab_size": 10**12}, r"shape \(96, 32\)"),  # refused before memory is taken
+    ({"attention_bias": True}, "lacks 16 of"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_what_we_do_not_support_is_refused_by_name(
+    change: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    """A config.json that would compute something else, or does not fit, is one line of error."""
+    theirs("llama").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ParallelError, match=message) as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "num_attention_heads"])
+def test_a_missing_size_is_named(key: str, tmp_path: Path) -> None:
+    """Sizes have no defaults."""
+    theirs("llama").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    document = json.loads(path.read_text())
+    del document[key]
+    path.write_text(json.dumps(document))
+    with pytest.raises(ModelError, match=f"lacks '{key}'"):
+        load_model(tmp_path)
+
+
+def damage(folder: Path, what: str) -> None:
+    """Break a folder of several files in one way."""
+    index = folder / "model.safetensors.index.json"
+    first = min(folder.glob("*.safetensors"))
+    document = json.loads(index.read_text())
+    names = document["weight_map"]
+    match what:
+        case "no config":
+            (folder / "config.json").unlink()
+        case "config cut":
+            (folder / "config.json").write_text('{"model_type": "lla')
+        case "no weights":
+            index.unlink()
+        case "index cut":
+            index.write_text(index.read_text()[:-30])
+        case "file missing":
+            first.unlink()
+        case "file cut":
+            os.truncate(first, first.stat().st_size - 1)
+        case "file empty":
+            os.truncate(first, 0)
+        case "long header":
+            first.write_bytes((1 << 60).to_bytes(8, "little") + first.read_bytes()[8:])
+        case "tensor missing":
+            tensors = load_file(first)
+            tensors.popitem()
+            save_file(tensors, first, metadata={"format": "pt"})
+        case "outside":
+            names[next(iter(names))] = "../theirs/model.safetensors"
+            index.write_text(json.dumps(document))
+        case "not in index":
+            del names["model.norm.weight"]
+            index.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no config", "config.json is missing"),
+        ("config cut", "config.json is damaged"),
+        ("no weights", "neither model.safetensors nor"),
+        ("index cut", "index.json is damaged"),
+        ("file missing", "of-.* is missing"),
+        ("file cut", "of-.* is damaged"),
+        ("file empty", "of-.* is damaged"),
+        ("long header", "of-.* is damaged"),
+        ("tensor missing", "though the index says so"),
+        ("outside", "'../theirs/model.safetensors', which is no safetensors file of the folder"),
+        ("not in index", "lacks 1 of .* tensors, first 'model.norm.weight'"),
+    ],
+)
+def test_a_damaged_folder_is_refused_with_what_is_wrong(
+    what: str, message: str, tmp_path: Path
+) -> None:
+    """One line names the file or tensor."""
+    theirs("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    damage(tmp_path, what)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    """`load_weights` checks names and shapes against the model it fills."""
+    theirs("llama").save_pretrained(tmp_path)
+    other = build_model(architecture("llama"))
+    with pytest.raises(ModelError, match=r"lacks .* of .* tensors|shape"):
+        load_weights(other, tmp_path)
+
+
+def test_reading_folders_does_not_need_transformers() -> None:
+    """The package never imports it."""
+    code = "import sys, ms_parallel.models; sys.exit('transformers' in sys.modules)"
+    path = os.pathsep.join(part for part in sys.path if part)
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": path})
