@@ -53,11 +53,10 @@ class Window:
         began = np.empty(len(chunks), np.int64)
         for slot, chunk in enumerate(chunks.tolist()):
             first = chunk * chunk_samples * length
-            passage = split.read(first, min(first + width, split.tokens))
-            self._buffer[slot, : len(passage.tokens)] = passage.tokens
+            found, position = split.read_into(self._buffer[slot, : split.tokens - first], first)
             # An end at the far edge belongs to the row's look-ahead token alone.
-            ends.append(passage.ends[passage.ends < width] + slot * width)
-            began[slot] = slot * width - passage.position
+            ends.append(found[found < width] + slot * width)
+            began[slot] = slot * width - position
         self._ends = np.concatenate((*ends, [_NEVER]))
         self._first_end = np.concatenate(([0], np.cumsum([len(part) for part in ends])))[slots]
         self._began = began[slots]
