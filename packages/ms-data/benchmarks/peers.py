@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+
 from ms_data import TokenStream, build, train_tokenizer
 from ms_data.dataset import Split
 
@@ -151,8 +152,11 @@ def megatron(corpus: Corpus, **flags: bool) -> Callable[[], Batches]:
         split="1,0,0",
         path_to_cache=str(corpus.folder / "megatron-cache"),
         tokenizer=Tokenizer(),
-        **({"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False}
-        | {"create_attention_mask": False} | flags),
+        **(
+            {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False}
+            | {"create_attention_mask": False}
+            | flags
+        ),
     )
     low = GPTDataset.build_low_level_dataset(prefix, config)
     everything = np.arange(len(corpus.ends), dtype=np.int32)
@@ -195,7 +199,7 @@ def mds_zstd(corpus: Corpus) -> Callable[[], Batches]:
 
 
 def litdata(corpus: Corpus) -> Callable[[], Batches]:
-    """litdata with its token loader, one block a sequence, uncompressed."""
+    """Litdata with its token loader, one block a sequence, uncompressed."""
     import torch
     from litdata import StreamingDataset, TokensLoader
     from litdata.streaming.writer import BinaryWriter

@@ -171,6 +171,26 @@ def test_a_full_disk_is_one_line_and_exit_2(place: Path, small_disk: Path) -> No
     assert list(small_disk.iterdir()) == []
 
 
+def test_a_build_goes_on_when_the_disk_has_room_again(place: Path, small_disk: Path) -> None:
+    """Past the first save the work is kept, and ends in the bytes of a build with room."""
+    write_lines(place / "large.jsonl", texts_of(3, 20_000))
+    script = (
+        "import sys; from ms_data.cli import main; module = sys.modules['ms_data.build'];"
+        "module.SAVE_EVERY_S, module.BATCH_CHARACTERS = 0.0, 60_000; sys.exit(main())"
+    )
+    arguments = ["build", "large.jsonl", "--tokenizer", "t.json", "--out"]
+    full = [sys.executable, "-c", script, *arguments, str(small_disk / "out")]
+    done = subprocess.run(full, cwd=place, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "the same command goes on there" in done.stderr
+    assert [path.name for path in small_disk.iterdir()] == ["out.partial"]
+    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
+    subprocess.run(full, cwd=place, check=True, capture_output=True)
+    assert main([*arguments, "calm"]) == 0
+    for path in (place / "calm").iterdir():
+        assert (small_disk / "out" / path.name).read_bytes() == path.read_bytes()
+
+
 def test_a_full_disk_stops_the_tokenizer_too(place: Path, small_disk: Path) -> None:
     """A tokenizer file is whole or not there."""
     (small_disk / "filler").write_bytes(bytes(250 << 10))

@@ -138,6 +138,21 @@ def test_a_stream_raises_when_it_meets_a_damaged_frame(copy: Path) -> None:
             list(stream)
 
 
+def test_a_stream_that_met_damage_never_mixes_windows(copy: Path) -> None:
+    """Going back to the window before the damage gives its own content again."""
+    stream = TokenStream(
+        copy, sequence_length=8, batch_size=1, shuffle=False, chunk_samples=2, window_chunks=8
+    )
+    first = next(stream)["tokens"].tolist()
+    start = stream.state_dict() | {"consumed_samples": 0}
+    path = copy / "shard-00001.msd"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DamageError):
+        list(islice(stream, 500))
+    stream.load_state_dict(start)
+    assert next(stream)["tokens"].tolist() == first
+
+
 def test_a_stream_raises_on_a_shard_that_shrinks_while_it_is_read(copy: Path) -> None:
     """A file cut under an open reader is an error, not a crash of the process."""
     stream = TokenStream(
