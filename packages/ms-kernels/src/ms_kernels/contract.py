@@ -220,18 +220,18 @@ class Contract:
 
     def _bind_shape(self, argument: Argument, fact: Fact, sizes: dict[str, Any]) -> None:
         """Give each symbol of `argument` its size, or check it against the one it has."""
-        names, shape = argument.dims, fact.shape
+        names, shape, known = argument.dims, fact.shape, dict(sizes)
         if names[0] == "..." and len(shape) >= len(names) - 1:
             names = names[1:]
             leading = shape[: len(shape) - len(names)]
             shape = shape[len(leading) :]
             if sizes.setdefault("...", leading) != leading:
-                raise self._misshapen(argument, fact, sizes)
+                raise self._misshapen(argument, fact, known)
         if len(shape) != len(names):
-            raise self._misshapen(argument, fact, sizes)
+            raise self._misshapen(argument, fact, known)
         for name, size in zip(names, shape, strict=True):
             if sizes.setdefault(name, size) != size:
-                raise self._misshapen(argument, fact, sizes)
+                raise self._misshapen(argument, fact, known)
             if size == 0 and name in self.positive:
                 raise self._misshapen(argument, fact, {}, f" with {name} at least 1")
 

@@ -35,7 +35,11 @@ CONTRACT = Contract(
     ),
     options=(
         Option(
-            name="eps", default=1e-6, holds=lambda eps: eps >= 0, fits="0 or more", trials=(0.5,)
+            name="eps",
+            default=1e-6,
+            holds=lambda value: isinstance(value, float | int) and value >= 0,
+            fits="a number, 0 or more",
+            trials=(0.5,),
         ),
     ),
     returns="(... H), dtype of x",
