@@ -24,28 +24,27 @@ def fit_model(options: Options, layout: Layout, shards: Path | None) -> Any:
     Args:
         options: what was asked for.
         layout: how the model is split.
-        shards: the dataset, whose vocabulary a model takes that names none; None for no check.
+        shards: the dataset, whose vocabulary a model takes that names none; None if there is
+            none yet, and vocab_size counts.
 
     Raises:
         ConfigError: the vocabulary, or sequence_length, does not fit.
         LayoutError: the layout does not fit the model.
     """
-    config = architecture(options.model_arch, options.model_config)
-    if shards is not None:
-        facts = data_package().inspect(shards)
-        own = "vocab_size" in options.model_config or options.model_folder is not None
-        if not own:
-            padded = -(-facts.vocabulary_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-            config = architecture(
-                options.model_arch, {**options.model_config, "vocab_size": padded}
-            )
-        elif config.vocab_size < facts.vocabulary_size:
-            raise ConfigError(
-                f"the model's vocabulary of {config.vocab_size} does not match the shards in"
-                f" {shards}, which have {facts.vocabulary_size} tokens; set vocab_size of"
-                f" model_config to at least {facts.vocabulary_size}, or build the shards with"
-                " the model's tokenizer"
-            )
+    named = "vocab_size" in options.model_config or options.model_folder is not None
+    tokens = (
+        options.vocab_size if shards is None else data_package().inspect(shards).vocabulary_size
+    )
+    overrides = dict(options.model_config)
+    if not named:
+        overrides["vocab_size"] = -(-tokens // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    config = architecture(options.model_arch, overrides)
+    if shards is not None and config.vocab_size < tokens:
+        raise ConfigError(
+            f"the model's vocabulary of {config.vocab_size} does not match the shards in"
+            f" {shards}, which have {tokens} tokens; set vocab_size of model_config to at least"
+            f" {tokens}, or build the shards with the model's tokenizer"
+        )
     _check_sizes(options, layout, config)
     layout.check_model(config.shape)
     return config

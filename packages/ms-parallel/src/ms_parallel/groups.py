@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ms_parallel.errors import LaunchError
 from ms_parallel.layout import Layout, Place
 
-__all__ = ["AXES", "Groups", "connect", "pick_device"]
+__all__ = ["AXES", "Groups", "connect", "disconnect", "pick_device"]
 
 AXES = ("pipeline", "data", "context", "tensor")
+SETTLE_S = 0.2
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
@@ -130,11 +132,14 @@ def _initialise(layout: Layout, device: torch.device, timeout: timedelta) -> Non
             f"cannot meet the other processes at {address}: {reason}; "
             "give torchrun a free port with --master-port"
         ) from error
-    atexit.register(_close)
+    atexit.register(disconnect)
 
 
-def _close() -> None:
+def disconnect() -> None:
     """Leave the group, so that no thread of it outlives the interpreter.
+
+    A gloo thread that still lets go of its last tensors when the interpreter ends aborts the
+    process, and a sharded model keeps its group alive: so they are given a moment.
 
     After an uncaught error an accelerator's group is left alone: its operations would be waited
     for, though their peers may be gone.
@@ -142,6 +147,7 @@ def _close() -> None:
     failed = getattr(sys, "last_value", None) is not None
     if dist.is_initialized() and not (failed and dist.get_backend() != "gloo"):
         dist.destroy_process_group()
+        time.sleep(SETTLE_S)
 
 
 def _command() -> str:

@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ms_parallel.errors import LaunchError
+from ms_parallel.groups import disconnect
 from ms_parallel.layout import Layout
 
 __all__ = ["is_first", "join", "launch_command", "launched", "rank", "world_size"]
@@ -95,7 +96,7 @@ def join(layout: Layout, *, timeout_s: float) -> None:
         dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise LaunchError(_why_not(error, number, timeout_s)) from error
-    atexit.register(_leave)
+    atexit.register(disconnect)
 
 
 def _number(name: str) -> int:
@@ -119,8 +120,3 @@ def _why_not(error: Exception, number: int, timeout_s: float) -> str:
             " start rank 0 too, or choose a free MASTER_PORT for all ranks"
         )
     return f"the processes did not meet at {host}:{port} within {timeout_s:g} s ({reason})"
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -99,6 +99,7 @@ class DistributedTrainer(Options):
         _check_length(epochs, steps)
         layout = self.layout
         launch.join(layout, timeout_s=self.timeout_s)
+        fit_model(self, layout, None)  # what can be told now should not wait for the shards
         self._shards = first_does(lambda: prepare(dataset_path, self))
         with self._events() as emit:
             run = self._assemble(layout, epochs, steps, emit)
