@@ -66,7 +66,7 @@ class HeldOut:
             batch_size=self.batch_size,
             place=self.readers,
             split=SPLIT,
-            shuffle=False,
+            shuffle=True,
         )
         total = count = 0.0
         for _ in range(self.batches):
