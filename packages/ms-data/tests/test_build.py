@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ms_data import (
     CorpusError,
@@ -31,6 +33,7 @@ from ms_data import (
 )
 from ms_data.dataset import Split
 from ms_data.readers import find_corpus
+from ms_data.writer import ShardState, ShardWriter
 
 WORDS = ["alpha", "beta", "gamma", "δέλτα", "日本", "naïve", "def", "return", "\n", "    ", "42"]
 
@@ -193,7 +196,7 @@ def test_the_standard_library_can_be_a_corpus(tokenizer: Tokenizer, tmp_path: Pa
 INTERRUPTED = """
 import sys, ms_data.build as _, ms_data
 module = sys.modules["ms_data.build"]
-module.SAVE_EVERY_S, module.BATCH_CHARACTERS = 0.0, 4000
+module.SAVE_EVERY_S, module.BATCH_CHARACTERS = 0.0, 40_000
 ms_data.build(sys.argv[1], tokenizer=sys.argv[2], out=sys.argv[3], hold_out=0.2, shard_size_mib=1)
 """
 
@@ -211,23 +214,82 @@ def test_killed_builds_go_on_to_the_same_bytes(tokenizer: Tokenizer, tmp_path: P
     build(folder, tokenizer=tokenizer, out=tmp_path / "calm", hold_out=0.2, shard_size_mib=1)
     assert len(files_of(tmp_path / "calm")) >= 4
 
-    out, aside = tmp_path / "out", tmp_path / "out.partial"
+    out, journal = tmp_path / "out", tmp_path / "out.partial" / "journal.msgpack"
     command = [sys.executable, "-c", INTERRUPTED, folder, tmp_path / "tokenizer.json", out]
-    went_on = kills = 0
-    while not out.exists():
-        had = (aside / "journal.msgpack").exists()
+    kills = 0
+    while kills < 10:
+        saves = rng.randint(1, 5)
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-            if kills < 12:
-                while not (aside / "journal.msgpack").exists() and process.poll() is None:
-                    time.sleep(0.005)
-                time.sleep(rng.uniform(0.0, 0.15) + (0.2 if had else 0.0))
-                process.send_signal(signal.SIGKILL)
-                kills += 1
-            assert process.wait(timeout=120) in (0, -signal.SIGKILL)
-        went_on += had
-        assert not out.exists() or not aside.exists()
-    assert went_on >= 3
+            for _ in range(saves):
+                await_change(journal, process)
+            time.sleep(rng.uniform(0.0, 0.02))
+            process.send_signal(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+        kills += 1
+        assert journal.exists()
+        assert not out.exists()
+    subprocess.run(command, check=True, timeout=120)
+    assert not journal.parent.exists()
     assert files_of(out) == files_of(tmp_path / "calm")
+
+
+def await_change(path: Path, process: subprocess.Popen[bytes]) -> None:
+    """Waits until a running process has renamed another file to `path`."""
+
+    def identity() -> tuple[int, int] | None:
+        return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
+
+    before, deadline = identity(), time.monotonic() + 60
+    while identity() == before:
+        assert process.poll() is None, "the build ended too early to be killed"
+        assert time.monotonic() < deadline, "the build does not save"
+        time.sleep(0.001)
+
+
+def test_what_an_earlier_run_left_is_not_published(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Files of a run that died before its first save do not end up in the dataset."""
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "shard-00099.msd").write_bytes(b"left")
+    build(corpus, tokenizer=tokenizer, out=tmp_path / "out")
+    assert sorted(files_of(tmp_path / "out")) == ["index.json", "shard-00000.msd", "tokenizer.json"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    lost=st.lists(st.integers(1, 200), max_size=30),
+    cut=st.integers(0, 30),
+)
+def test_a_writer_goes_on_from_its_state_whatever_was_written_after_it(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], lost: list[int], cut: int
+) -> None:
+    """Documents that were appended after the last state leave no trace in the shard."""
+    folder = tmp_path_factory.mktemp("writer")
+    documents = [np.arange(length) for length in lengths]
+    for name in ("calm", "killed"):
+        (folder / name).mkdir()
+
+    def writer(name: str, state: ShardState | None = None) -> ShardWriter:
+        path = folder / name / "shard-00000.msd"
+        return ShardWriter(path, "train", token_type="uint16", frame_tokens=16, state=state)
+
+    calm = writer("calm")
+    for document in documents:
+        calm.append(document)
+    killed = writer("killed")
+    for document in documents[:cut]:
+        killed.append(document)
+    state = killed.state()
+    for length in lost:
+        killed.append(np.full(length, 9))
+    killed.abandon()
+    again = writer("killed", state)
+    for document in documents[cut:]:
+        again.append(document)
+    assert again.close() == calm.close()
+    assert files_of(folder / "killed") == files_of(folder / "calm")
 
 
 def interrupt(folder: Path, tokenizer: Tokenizer, out: Path, **changes: object) -> None:
