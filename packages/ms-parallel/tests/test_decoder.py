@@ -179,6 +179,8 @@ def test_the_mask_of_documents_is_made_once_a_forward(monkeypatch: pytest.Monkey
     after = model(tokens(1, 4), documents=documents)
     assert len(made) == 2
     assert not torch.equal(before, after)
+    other = torch.tensor([[0, 0, 1, 1]]).int()  # while the first documents still live
+    assert torch.equal(model(tokens(1, 4), documents=other), before)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
