@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ms_parallel.errors import ModelError, ParallelError
 from ms_parallel.layout import Layout
 from ms_parallel.models import architecture, initialise, load_model, load_weights, save_model
+from ms_parallel.models.huggingface_config import from_document
 from ms_parallel.models.registry import build_model
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -230,6 +234,24 @@ def test_a_save_that_fails_on_one_process_fails_on_all(tmp_path: Path) -> None:
     assert all("cannot save a model to" in error and "taken" in error for error in errors)
 
 
+def test_a_save_that_runs_out_of_space_leaves_the_old_model(tmp_path: Path) -> None:
+    """The error says so, the old files are whole, and the unfinished ones are gone."""
+    theirs("llama", seed=1).save_pretrained(tmp_path)
+    before = weights_of(tmp_path)
+    model = load_model(tmp_path)
+    initialise(model, 0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(ModelError, match=r"cannot save a model .* free space"):
+            save_model(model, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    after = weights_of(tmp_path)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not (tmp_path / ".saving").exists()
+
+
 def test_saving_again_replaces_the_model_and_leaves_other_files(tmp_path: Path) -> None:
     """Old weight files go, a tokenizer stays, and rests of an interrupted save do no harm."""
     theirs("llama", seed=1).save_pretrained(tmp_path, max_shard_size="20KB")
@@ -280,9 +302,10 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only 'silu'"),
     ({"quantization_config": {"bits": 4}}, "quantization_config="),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn'"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "'full_attention'"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-    ({"num_hidden_layers": 10**9}, "no tensor of layer 999999999"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is beyond reason"),
     ({"num_hidden_layers": 5}, "no tensor of layer 4"),
     ({"num_hidden_layers": "four"}, "num_hidden_layers is 'four'"),
     ({"num_hidden_layers": 3}, "holds 'model.layers.3.input_layernorm.weight'"),
@@ -316,6 +339,27 @@ def test_a_missing_size_is_named(key: str, tmp_path: Path) -> None:
     path.write_text(json.dumps(document))
     with pytest.raises(ModelError, match=f"lacks '{key}'"):
         load_model(tmp_path)
+
+
+@given(
+    key=st.sampled_from(
+        sorted({**vars(transformers.LlamaConfig()), **vars(transformers.Qwen2Config())})
+    ),
+    family=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]),
+    value=st.sampled_from([None, "x", "", -1, 0, 1.5, 10**12, True, [], ["x"], {}, {"x": 1}]),
+)
+def test_no_value_in_config_json_makes_anything_but_one_line(
+    key: str, family: str, value: object
+) -> None:
+    """A configuration is understood or refused with our error; never another exception."""
+    document = {**transformers.AutoConfig.for_model(family, **SIZES).to_dict(), key: value}
+    try:
+        from_document(document)
+    except ParallelError as error:
+        message = str(error)
+    else:
+        message = ""
+    assert "\n" not in message
 
 
 def damage(folder: Path, what: str) -> None:

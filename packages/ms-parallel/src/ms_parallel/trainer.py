@@ -19,7 +19,7 @@ from ms_parallel.exits import end_scripts_plainly
 from ms_parallel.fitting import build_engine, fit_model, microbatch
 from ms_parallel.held_out import HeldOut, Readers
 from ms_parallel.layout import Layout
-from ms_parallel.models.huggingface import load_weights, save_model
+from ms_parallel.models import load_weights, save_model
 from ms_parallel.options import Options
 from ms_parallel.progress import Show, duration
 from ms_parallel.training import Run, Stream

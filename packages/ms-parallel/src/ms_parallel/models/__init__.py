@@ -3,9 +3,10 @@
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import DecoderConfig, ModelConfig, RopeScaling
 from ms_parallel.models.decoder import Decoder
-from ms_parallel.models.huggingface import load_model, load_weights, save_model
 from ms_parallel.models.initialise import initialise
+from ms_parallel.models.load import load_model, load_weights
 from ms_parallel.models.registry import architecture, build_model, model_plan
+from ms_parallel.models.save import save_model
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.transformer_xl import TransformerXL, TransformerXLConfig
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Literal, Protocol
 
 from attrs import Attribute, field, frozen
+from attrs.validators import optional
 
 from ms_parallel.errors import ConfigError
 from ms_parallel.layout import ModelShape
@@ -75,6 +76,12 @@ def above_zero(instance: object, attribute: "Attribute[float]", value: object) -
         raise ConfigError(f"model setting {attribute.name} is {value!r}; give a number above 0")
 
 
+def boolean(instance: object, attribute: "Attribute[bool]", value: object) -> None:
+    """Validator: true or false."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"model setting {attribute.name} is {value!r}; give true or false")
+
+
 def check_heads(queries: int, keys: int, head_dim: int) -> None:
     """Check that heads pair up.
 
@@ -139,15 +146,15 @@ class DecoderConfig:
     rms_norm_eps: float = field(default=1e-6, validator=above_zero)
     rope_theta: float = field(default=10000.0, validator=above_zero)
     rope_scaling: RopeScaling | None = None
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: bool = field(default=False, validator=boolean)
     """The head's weight is the embedding's."""
-    attention_bias: bool = False
+    attention_bias: bool = field(default=False, validator=boolean)
     """q, k and v projections have a bias; so has the output projection, but for qwen2."""
-    mlp_bias: bool = False
-    query_key_norm: bool = False
+    mlp_bias: bool = field(default=False, validator=boolean)
+    query_key_norm: bool = field(default=False, validator=boolean)
     """RMS norms over each head of q and k, before rotation."""
     max_position_embeddings: int = field(default=4096, validator=positive)
-    sliding_window: int | None = None
+    sliding_window: int | None = field(default=None, validator=optional(positive))
     """A position sees its last so many, itself included; None for all."""
     sliding_layers: tuple[int, ...] | None = None
     """Layers that the window applies to; None for all."""
@@ -160,8 +167,6 @@ class DecoderConfig:
 
     def __attrs_post_init__(self) -> None:
         check_heads(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(f"sliding_window={self.sliding_window}; give at least 1 or none")
         allowed = _FAMILIES.get(self.model_type)
         if allowed is None:
             raise ConfigError(

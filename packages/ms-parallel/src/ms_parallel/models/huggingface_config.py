@@ -50,6 +50,9 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 """Settings that would change the computation, with the values under which they do not."""
 
+_MOST_LAYERS = 100_000
+"""Lists as long as this are made before the weights are looked at."""
+
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -64,6 +67,8 @@ _COPIED = (
     "max_position_embeddings",
     "initializer_range",
 )
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_LLAMA3}
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -75,7 +80,7 @@ def from_document(document: Mapping[str, Any]) -> DecoderConfig:
         ConfigError: a value is out of range.
     """
     family: Any = document.get("model_type")
-    if family not in FAMILIES:
+    if family not in tuple(FAMILIES):  # a damaged one may not even be hashable
         raise ModelError(
             f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
@@ -85,6 +90,10 @@ def from_document(document: Mapping[str, Any]) -> DecoderConfig:
     for name in _SIZES:
         if name not in document:
             raise ModelError(f"config.json lacks {name!r}; add it")
+        if type(document[name]) is not int or document[name] < 1:
+            raise ModelError(f"{name} is {document[name]!r}; give a whole number of at least 1")
+    if document["num_hidden_layers"] > _MOST_LAYERS:
+        raise ModelError(f"num_hidden_layers={document['num_hidden_layers']} is beyond reason")
     given = {**_DEFAULTS[family], **{k: v for k, v in document.items() if v is not None}}
     queries = given["num_attention_heads"]
     settings = {name: given[name] for name in _COPIED if name in given}
@@ -96,11 +105,11 @@ def from_document(document: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(
         model_type=family,
         num_key_value_heads=given.get("num_key_value_heads", queries),
-        head_dim=given.get("head_dim") or given["hidden_size"] // queries,
+        head_dim=given.get("head_dim", given["hidden_size"] // queries),
         rope_theta=theta,
         rope_scaling=scaling,
-        attention_bias=family == "qwen2" or bool(given.get("attention_bias", False)),
-        mlp_bias=bool(given.get("mlp_bias", False)) and family == "llama",
+        attention_bias=family == "qwen2" or given.get("attention_bias", False),
+        mlp_bias=given.get("mlp_bias", False) if family == "llama" else False,
         query_key_norm=family == "qwen3",
         sliding_window=window,
         sliding_layers=layers,
@@ -119,11 +128,11 @@ def _window(
     if not given.get("use_sliding_window", False):
         return None, None
     window, count = given.get("sliding_window", 4096), given["num_hidden_layers"]
-    kinds = given.get("layer_types")
-    if kinds is None:
-        return window, tuple(range(given.get("max_window_layers", 28), count))
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown or len(kinds) != count:
+    kinds, first = given.get("layer_types"), given.get("max_window_layers", 28)
+    if kinds is None and type(first) is int:
+        return window, tuple(range(first, count))
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != count or any(k not in known for k in kinds):
         raise ModelError(
             f"layer_types={kinds!r} is not supported; give full_attention or sliding_attention"
             f" for each of {count} layers"
@@ -134,6 +143,9 @@ def _window(
 def _rope(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from the old spelling (rope_theta, rope_scaling) or rope_parameters."""
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    unknown = sorted(set(rope) - _ROPE) if isinstance(rope, dict) else [rope]
+    if unknown:
+        raise ModelError(f"rotary setting {unknown[0]!r} is not supported; known: {sorted(_ROPE)}")
     theta = rope.get("rope_theta", given.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -144,9 +156,7 @@ def _rope(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         return theta, None
     if kind not in ("linear", "llama3"):
         raise ModelError(f"rope_type {kind!r} is not supported; supported: default, linear, llama3")
-    names = ["factor"]
-    if kind == "llama3":
-        names += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+    names = _LLAMA3 if kind == "llama3" else ("factor",)
     missing = [name for name in names if name not in rope]
     if missing:
         raise ModelError(f"rope scaling {kind!r} lacks {missing[0]!r}; add it to config.json")
@@ -183,14 +193,8 @@ def _rope_document(config: DecoderConfig) -> dict[str, object] | None:
     scaling = config.rope_scaling
     if scaling is None:
         return None
-    document: dict[str, object] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        document |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-        }
-    return document
+    names = _LLAMA3 if scaling.kind == "llama3" else ("factor",)
+    return {"rope_type": scaling.kind, **{name: getattr(scaling, name) for name in names}}
 
 
 def _window_document(config: DecoderConfig) -> dict[str, object]:

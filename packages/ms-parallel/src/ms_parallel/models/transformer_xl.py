@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from ms_parallel.errors import ConfigError
 from ms_parallel.layout import ModelShape
 from ms_parallel.models.cache import KeyValueCache
-from ms_parallel.models.config import above_zero, check_heads, positive
+from ms_parallel.models.config import above_zero, boolean, check_heads, positive
 from ms_parallel.models.staged import Context, StagedModel
 from ms_parallel.plan import ModelPlan, Style
 
@@ -52,7 +52,7 @@ class TransformerXLConfig:
     memory_length: int = field(validator=positive)
     """Positions before a segment that it sees besides its own."""
     layer_norm_eps: float = field(default=1e-5, validator=above_zero)
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: bool = field(default=False, validator=boolean)
     """The head's weight is the embedding's."""
     initializer_range: float = field(default=0.02, validator=above_zero)
     """Standard deviation of fresh weights."""

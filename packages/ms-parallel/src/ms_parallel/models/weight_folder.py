@@ -1,47 +1,22 @@
-"""Weights in safetensors files: read by parts, written one tensor at a time.
+"""The weights of a folder of safetensors files, read by parts.
 
 A folder holds either `model.safetensors`, or several files and `model.safetensors.index.json`.
 """
 
-import os
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any
 
 import msgspec
-import torch
-from attrs import frozen
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ms_parallel.errors import ModelError
 
-__all__ = ["INDEX", "SINGLE", "TensorEntry", "WeightFile", "WeightFolder"]
+__all__ = ["INDEX", "SINGLE", "WeightFolder"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-DTYPES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
-
-
-@frozen(kw_only=True)
-class TensorEntry:
-    """A tensor of a file, before its values are known."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of its values."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -78,9 +53,15 @@ class WeightFolder:
         """The shape of a tensor, from its file's header.
 
         Raises:
-            ModelError: no file holds it, or that file is damaged.
+            ModelError: no file holds it, that file is damaged, or its values are not floats.
         """
-        return tuple(self._slice(name).get_shape())
+        found = self._slice(name)
+        if found.get_dtype() not in _DTYPES:
+            raise ModelError(
+                f"{self.folder / self._files[name]} holds {name!r} as {found.get_dtype()}, which is"
+                f" not supported; supported: {', '.join(_DTYPES)}"
+            )
+        return tuple(found.get_shape())
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """The part of a tensor inside a box; only that part is read.
@@ -133,60 +114,3 @@ class WeightFolder:
                     f" do not trust this folder"
                 )
         return index.weight_map
-
-
-class WeightFile:
-    """A safetensors file in the making; takes its tensors one by one, in the order promised.
-
-    Args:
-        path: Where to write; there must be no file.
-        entries: What will be written, in order.
-    """
-
-    def __init__(self, path: Path, entries: Iterable[TensorEntry]) -> None:
-        self.path = path
-        self._awaited = list(entries)[::-1]
-        self._file: BinaryIO | None = None
-        self._header = _header(reversed(self._awaited))
-
-    def __enter__(self) -> Self:
-        self._file = self.path.open("xb")
-        self._file.write(self._header)
-        return self
-
-    def write(self, name: str, values: Tensor) -> None:
-        """Append a tensor's values; they are converted to the dtype promised."""
-        entry = self._awaited.pop()
-        assert self._file is not None
-        assert (entry.name, entry.shape) == (name, tuple(values.shape))
-        plain = values.detach().to("cpu", entry.dtype).contiguous()
-        self._file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._file is not None
-        with self._file as file:
-            if kind is None:
-                assert not self._awaited
-                file.flush()
-                os.fsync(file.fileno())
-
-
-def _header(entries: Iterable[TensorEntry]) -> bytes:
-    """Length and JSON of a safetensors header, padded so that values begin at a multiple of 8."""
-    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        start, end = end, end + entry.size_bytes
-        described[entry.name] = {
-            "dtype": DTYPES[entry.dtype],
-            "shape": entry.shape,
-            "data_offsets": (start, end),
-        }
-    text = msgspec.json.encode(described)
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

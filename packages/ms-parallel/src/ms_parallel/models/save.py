@@ -1,8 +1,4 @@
-"""Models to and from Hugging Face folders: config.json and safetensors.
-
-Names are the same on both sides, so nothing is converted. Under any layout each process reads
-only its part, and saving gathers one tensor at a time.
-"""
+"""Models to Hugging Face folders; under any layout, gathering one tensor at a time."""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -15,129 +11,21 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ms_parallel.durable import sync_folder, write_synced
 from ms_parallel.errors import ModelError
-from ms_parallel.models.part import part_of
-from ms_parallel.models.registry import build_model, config_document, model_plan, read_config
+from ms_parallel.models.registry import config_document, model_plan
 from ms_parallel.models.staged import StagedModel
-from ms_parallel.models.weight_files import (
-    INDEX,
-    SINGLE,
-    TensorEntry,
-    WeightFile,
-    WeightFolder,
-)
-from ms_parallel.ops import Ops
+from ms_parallel.models.weight_file import TensorEntry, WeightFile
+from ms_parallel.models.weight_folder import INDEX, SINGLE
 
-__all__ = ["load_model", "load_weights", "save_model"]
+__all__ = ["save_model"]
 
 T = TypeVar("T")
 
 CONFIG = "config.json"
 _ASIDE = ".saving"
-_BUFFERS_OF_OLD = (".rotary_emb.inv_freq",)
-
-
-def load_model(
-    folder: str | Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    ops: Ops | None = None,
-    layers: range | None = None,
-    first: bool = True,
-    last: bool = True,
-) -> StagedModel:
-    """Build the model of a folder, or one stage of it, and read its weights.
-
-    Args:
-        folder: With a config.json and safetensors.
-        dtype: Of the parameters; files of another dtype are converted.
-        device: Of the parameters.
-        ops: Operators; plain torch by default.
-        layers: Global numbers of the blocks to build; all by default.
-        first: Build the embedding.
-        last: Build the final norm and the head.
-
-    Raises:
-        ModelError: the architecture or a setting is not supported, or a tensor is missing,
-            unknown or of another shape.
-    """
-    folder = Path(folder)
-    config = read_config(folder)
-    weights = WeightFolder(folder)
-    # Before a config.json that claims a billion layers makes us build them.
-    last_layer = f"model.layers.{config.num_hidden_layers - 1}."
-    if not any(name.startswith(last_layer) for name in weights.names):
-        raise ModelError(
-            f"{folder} holds no tensor of layer {config.num_hidden_layers - 1}, but its"
-            f" config.json says num_hidden_layers={config.num_hidden_layers}; copy it again"
-        )
-    with torch.device("meta"):
-        model = build_model(config, ops=ops, layers=layers, first=first, last=last).to(dtype)
-    _check(model, weights)
-    model.to_empty(device=device)
-    _fill(model, weights)
-    return model
-
-
-def load_weights(model: StagedModel, folder: str | Path) -> None:
-    """Fill a model, any stage under any layout, with the weights of a folder, in place.
-
-    Every process reads only its part. Parameters must not be on `meta`.
-
-    Args:
-        model: Plain, tensor-parallel or sharded.
-        folder: With safetensors of the same model.
-
-    Raises:
-        ModelError: a tensor is missing, unknown or of another shape.
-    """
-    weights = WeightFolder(Path(folder))
-    _check(model, weights)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # else we would fill a gathered copy that is thrown away
-    _fill(model, weights)
-
-
-def _check(model: StagedModel, weights: WeightFolder) -> None:
-    """Names of the whole model, and shapes of this stage, before any value is read."""
-    with torch.device("meta"):
-        whole = {name for name, _ in build_model(model.config).named_parameters()}
-    copies = {copy: owner for owner, copy in model_plan(model.config).tied}
-    missing = sorted(whole - weights.names)
-    if missing:
-        raise ModelError(
-            f"{weights.folder} lacks {len(missing)} of {len(whole)} tensors, first {missing[0]!r};"
-            f" is it complete, and of this architecture?"
-        )
-    known = whole | copies.keys()
-    unknown = sorted(n for n in weights.names - known if not n.endswith(_BUFFERS_OF_OLD))
-    if unknown:
-        raise ModelError(
-            f"{weights.folder} holds {unknown[0]!r}, which the model of its config.json does not"
-            f" have; this architecture is not supported"
-        )
-    for name, parameter in model.named_parameters():
-        shape = weights.shape(copies.get(name, name))
-        if shape != tuple(parameter.shape):
-            raise ModelError(
-                f"{weights.folder} holds {name!r} with shape {shape}, but its config.json asks"
-                f" for {tuple(parameter.shape)}; mend config.json"
-            )
-
-
-@torch.no_grad()
-def _fill(model: StagedModel, weights: WeightFolder) -> None:
-    copies = {copy: owner for owner, copy in model_plan(model.config).tied}
-    for name, parameter in model.named_parameters():
-        part = part_of(parameter)
-        if part.local.numel():
-            part.local.copy_(weights.read(copies.get(name, name), part.box))
 
 
 @frozen(kw_only=True)
@@ -166,7 +54,7 @@ def save_model(
 
     Args:
         model: Whole, or this process's stage or stages; plain, tensor-parallel or sharded.
-        folder: Made if missing; a model that it holds is replaced.
+        folder: On a disk that all processes see. Made if missing; a model in it is replaced.
         dtype: Of the files; the parameters' by default.
         file_size_bytes: A file takes no further tensor beyond this size.
 
@@ -189,11 +77,16 @@ def save_model(
     ]
     files = _share_out(_exchange(entries), file_size_bytes)
     document = config_document(config, dtype or next(stages[0].parameters()).dtype)
-    aside = folder / _ASIDE
-    _together(lambda: _clear(aside), folder, rank == 0)
     own = {name: file for name, file in files.items() if file.writer == rank}
-    _together(lambda: _write(mine, own, aside), folder)
-    _together(lambda: _publish(folder, files, document), folder, rank == 0)
+    aside = folder / _ASIDE
+    try:
+        _together(lambda: _clear(aside), folder, rank == 0)
+        _together(lambda: _write(mine, own, aside), folder)
+        _together(lambda: _publish(folder, files, document), folder, rank == 0)
+    except ModelError:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def _share_out(offers: list[list[TensorEntry]], file_size_bytes: int) -> dict[str, _File]:
@@ -244,7 +137,7 @@ def _write(mine: Mapping[str, Tensor], own: Mapping[str, _File], aside: Path) ->
                 writing[1].write(name, whole)
             except OSError as error:
                 failure = error
-                stack.pop_all()
+                stack.pop_all().__exit__(type(error), error, error.__traceback__)
     if failure is not None:
         raise failure
 
