@@ -1,5 +1,7 @@
 """What each process does in the tests of model folders; see `test_huggingface.py`."""
 
+from typing import Any
+
 import torch
 
 from ms_parallel.errors import ModelError
@@ -31,34 +33,36 @@ def stage_of(source: str, groups: Groups) -> StagedModel:
     )
 
 
-def load_and_save(layout: str, folders: list[tuple[str, str]], file_size_bytes: int) -> list[int]:
-    """Read each first folder by parts, write it again to the second; the numbers held here."""
+def everything(
+    layout: str, copies: dict[str, str], fresh: dict[str, str], seed: int, no_folder: str
+) -> dict[str, Any]:
+    """All that the tests ask of one layout, in one start of the processes.
+
+    Args:
+        layout: Of the processes.
+        copies: Folders to read by parts, to folders to write again.
+        fresh: Folders whose configuration to build, to folders to write the fresh model to.
+        seed: Of the fresh models.
+        no_folder: A path where no folder can be made.
+
+    Returns:
+        How many numbers this process held of each copy, and the error of saving to `no_folder`.
+    """
     groups = connect(Layout.parse(layout), device="cpu")
     held = []
-    for source, target in folders:
+    for source, target in copies.items():
         stage = stage_of(source, groups)
         load_weights(stage, source)
-        save_model(stage, target, file_size_bytes=file_size_bytes)
+        save_model(stage, target, file_size_bytes=40_000)
         with torch.no_grad():
             held.append(sum(part_of(parameter).local.numel() for parameter in stage.parameters()))
-    return held
-
-
-def initialise_and_save(layout: str, folders: list[tuple[str, str]], seed: int) -> None:
-    """Write a fresh model of each first folder's configuration to the second."""
-    groups = connect(Layout.parse(layout), device="cpu")
-    for source, target in folders:
+    for source, target in fresh.items():
         stage = stage_of(source, groups)
         initialise(stage, seed)
         save_model(stage, target)
-
-
-def save_to_a_file(layout: str, source: str, target: str) -> str:
-    """Save where a folder cannot be made: the error of this process."""
-    stage = stage_of(source, connect(Layout.parse(layout), device="cpu"))
-    initialise(stage, 0)
+    error = "none"
     try:
-        save_model(stage, target)
-    except ModelError as error:
-        return str(error)
-    return "saved"
+        save_model(stage, no_folder)
+    except ModelError as raised:
+        error = str(raised)
+    return {"held": held, "error": error}

@@ -5,6 +5,8 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -143,69 +145,100 @@ def test_packed_documents_of_transformers_weights_are_apart(tmp_path: Path) -> N
     torch.testing.assert_close(packed, torch.cat(alone, 1), atol=TOLERANCE, rtol=0)
 
 
-LAYOUTS = {
-    "tensor=2": ["llama-3", "qwen3", "qwen2"],
-    "pipeline=2": ["llama-3", "qwen3"],  # tied and not
-    "data=3": ["llama-3", "llama-biases"],  # nothing divides by 3: uneven and empty shards
-    "data=2,tensor=2": ["llama-3", "qwen3"],
-    "tensor=2,pipeline=2": ["llama-3", "qwen3"],
-}
+LAYOUTS = [
+    "tensor=2",
+    "pipeline=2",
+    "data=3",  # divides nothing: uneven and empty shards
+    "data=2,tensor=2",
+    pytest.param("tensor=2,pipeline=2", marks=pytest.mark.slow),
+]
+COPIED = ["llama-3", "llama-biases", "qwen3"]  # the first is tied
+FRESH = ["llama", "qwen3", "transformer-xl"]
+SEED = 11
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of transformers, and fresh ones of one process."""
+    root = tmp_path_factory.mktemp("folders")
+    for case in COPIED:
+        theirs(case).save_pretrained(root / case, max_shard_size="30KB")
+    for kind in FRESH:
+        sizes = {k: v for k, v in SIZES.items() if k != "max_position_embeddings"}
+        if kind == "transformer-xl":
+            del sizes["num_key_value_heads"]
+        model = build_model(architecture(kind, sizes))
+        initialise(model, SEED)
+        save_model(model, root / f"fresh-{kind}")
+    (root / "taken").write_text("a file, not a folder")
+    return root
+
+
+@pytest.fixture(scope="module")
+def ran(folders: Path) -> Callable[[str], list[dict[str, Any]]]:
+    """Start the processes of a layout once, for all tests that look at what they did."""
+
+    @cache
+    def run(layout: str) -> list[dict[str, Any]]:
+        return run_processes(
+            Layout.parse(layout).world_size,
+            CHILD,
+            "everything",
+            layout=layout,
+            copies={str(folders / case): str(folders / layout / case) for case in COPIED},
+            fresh={
+                str(folders / f"fresh-{kind}"): str(folders / layout / f"fresh-{kind}")
+                for kind in FRESH
+            },
+            seed=SEED,
+            no_folder=str(folders / "taken"),
+        )
+
+    return run
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.no_grad()
-def test_each_layout_reads_its_parts_and_saves_the_whole(layout: str, tmp_path: Path) -> None:
+def test_each_layout_reads_its_parts_and_saves_the_whole(
+    layout: str, folders: Path, ran: Callable[[str], list[dict[str, Any]]]
+) -> None:
     """What processes together save equals, bit for bit, what each read its part of."""
-    references = {case: theirs(case) for case in LAYOUTS[layout]}
-    for case, reference in references.items():
-        reference.save_pretrained(tmp_path / case, max_shard_size="30KB")
-    shape = Layout.parse(layout)
-    held_by_rank = run_processes(
-        shape.world_size,
-        CHILD,
-        "load_and_save",
-        layout=layout,
-        folders=[(str(tmp_path / case), str(tmp_path / f"{case}-ours")) for case in references],
-        file_size_bytes=40_000,
-    )
-    for held, (case, reference) in zip(
-        zip(*held_by_rank, strict=True), references.items(), strict=True
-    ):
-        before, after = weights_of(tmp_path / case), weights_of(tmp_path / f"{case}-ours")
+    held_by_case = zip(*(result["held"] for result in ran(layout)), strict=True)
+    for case, held in zip(COPIED, held_by_case, strict=True):
+        before, after = weights_of(folders / case), weights_of(folders / layout / case)
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
-        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{case}-ours").eval()
+        reference = theirs(case)
+        again = transformers.AutoModelForCausalLM.from_pretrained(folders / layout / case).eval()
         assert torch.equal(again(tokens()).logits, reference(tokens()).logits)
         total = sum(parameter.numel() for parameter in reference.parameters())
-        tied_across = shape.pipeline > 1 and reference.config.tie_word_embeddings
-        whole_on_each = 9 * 32 + 4 * 32 + 4 * 2 * 16  # norms and biases that tensor ranks repeat
-        most = total + 96 * 32 * tied_across + whole_on_each * shape.world_size
+        tied_across = "pipeline" in layout and reference.config.tie_word_embeddings
+        # Norms and the biases of row-split projections are whole on every tensor rank.
+        whole_on_each = 9 * 32 + 8 * 16 + 8 * 32
         assert max(held) < 0.8 * total
-        assert total <= sum(held) <= most
+        assert total <= sum(held) <= total + 96 * 32 * tied_across + whole_on_each * len(held)
 
 
-@pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2", "data=3"])
-def test_every_layout_starts_from_the_same_model(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_starts_from_the_same_model(
+    layout: str, folders: Path, ran: Callable[[str], list[dict[str, Any]]]
+) -> None:
     """Fresh weights are bit for bit those of one process, whatever is split, tied or not."""
-    sizes = {k: v for k, v in SIZES.items() if k != "max_position_embeddings"}
-    kinds = ["llama", "qwen3", "transformer-xl"]
-    for kind in kinds:
-        takes = {k: v for k, v in sizes.items() if k != "num_key_value_heads" or kind != kinds[2]}
-        whole = build_model(architecture(kind, takes))
-        initialise(whole, 11)
-        save_model(whole, tmp_path / kind)
-    run_processes(
-        Layout.parse(layout).world_size,
-        CHILD,
-        "initialise_and_save",
-        layout=layout,
-        folders=[(str(tmp_path / kind), str(tmp_path / f"{kind}-many")) for kind in kinds],
-        seed=11,
-    )
-    for kind in kinds:
-        one, many = weights_of(tmp_path / kind), weights_of(tmp_path / f"{kind}-many")
+    ran(layout)
+    for kind in FRESH:
+        one = weights_of(folders / f"fresh-{kind}")
+        many = weights_of(folders / layout / f"fresh-{kind}")
         assert one.keys() == many.keys()
         assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_save_that_fails_on_one_process_fails_on_all(
+    layout: str, ran: Callable[[str], list[dict[str, Any]]]
+) -> None:
+    """Nobody waits for ever, and every process says why."""
+    errors = [result["error"] for result in ran(layout)]
+    assert all("cannot save a model to" in error and "taken" in error for error in errors)
 
 
 def test_transformer_xl_folders_round_trip(tmp_path: Path) -> None:
@@ -217,21 +250,6 @@ def test_transformer_xl_folders_round_trip(tmp_path: Path) -> None:
     assert again.config == model.config
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, again.get_parameter(name))
-
-
-def test_a_save_that_fails_on_one_process_fails_on_all(tmp_path: Path) -> None:
-    """Nobody waits for ever, and every process says why."""
-    theirs("llama").save_pretrained(tmp_path / "theirs")
-    (tmp_path / "taken").write_text("a file, not a folder")
-    errors = run_processes(
-        2,
-        CHILD,
-        "save_to_a_file",
-        source=str(tmp_path / "theirs"),
-        layout="pipeline=2",
-        target=str(tmp_path / "taken"),
-    )
-    assert all("cannot save a model to" in error and "taken" in error for error in errors)
 
 
 def test_a_save_that_runs_out_of_space_leaves_the_old_model(tmp_path: Path) -> None:
