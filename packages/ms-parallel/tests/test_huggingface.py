@@ -79,11 +79,11 @@ def theirs(case: str, seed: int = 0) -> Any:
     """A model of transformers with random weights, biases and norms included."""
     family, settings = CASES[case]
     config = transformers.AutoConfig.for_model(family, **{**SIZES, **settings})
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(0.1 * torch.randn(parameter.shape))
     return model
 
 
