@@ -4,6 +4,7 @@ Pure: nothing here imports torch or starts anything.
 """
 
 from ms_parallel.schedules.action import Action, Kind
+from ms_parallel.schedules.balance import Balanced, LayerCosts, balance
 from ms_parallel.schedules.breadth_first import breadth_first
 from ms_parallel.schedules.communication import with_communication
 from ms_parallel.schedules.costs import Costs
@@ -12,6 +13,7 @@ from ms_parallel.schedules.gpipe import gpipe
 from ms_parallel.schedules.interleaved import interleaved_one_f_one_b
 from ms_parallel.schedules.one_f_one_b import one_f_one_b
 from ms_parallel.schedules.placements import looped, one_a_rank, vee
+from ms_parallel.schedules.search import Found, search
 from ms_parallel.schedules.simulate import Span, Timeline, simulate
 from ms_parallel.schedules.table import Schedule
 from ms_parallel.schedules.v_half import v_half
@@ -25,12 +27,16 @@ from ms_parallel.schedules.zb_v import zb_v
 
 __all__ = [
     "Action",
+    "Balanced",
     "Costs",
+    "Found",
     "Kind",
+    "LayerCosts",
     "Report",
     "Schedule",
     "Span",
     "Timeline",
+    "balance",
     "breadth_first",
     "dualpipe_v",
     "gpipe",
@@ -38,6 +44,7 @@ __all__ = [
     "looped",
     "one_a_rank",
     "one_f_one_b",
+    "search",
     "simulate",
     "v_half",
     "v_min",

@@ -9,6 +9,7 @@ the same rank; so the most advanced microbatch can always go on and no policy ca
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from heapq import heappop, heappush
 
 from attrs import field, frozen
@@ -39,12 +40,18 @@ class Problem:
     caps: tuple[int, ...] = field(converter=_integers)
     """Most activation memory of each rank."""
     split: bool = True
-    """False: the backward of weights follows that of inputs at once, as one full backward."""
+    """False: backwards are whole; `ticks` then has their full time as that of inputs, and no time
+    or memory for weights."""
 
     @property
     def ranks(self) -> int:
         """Ranks of the pipeline."""
         return len(self.caps)
+
+    @property
+    def lengths(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Ticks of forwards, backwards of inputs and of weights, for each stage."""
+        return self.ticks.forward, self.ticks.backward_input, self.ticks.backward_weight
 
     @property
     def longest_work(self) -> int:
@@ -53,6 +60,19 @@ class Problem:
         for stage, rank in enumerate(self.placement):
             work[rank] += self.ticks.work(stage)
         return max(work)
+
+    def check_cap(self, rank: int, cap: Fraction) -> None:
+        """Refuse a cap, in the unit of the costs, in which `rank` cannot work.
+
+        Raises:
+            ScheduleError: with the least that works.
+        """
+        least = Fraction(self.least(rank), self.ticks.memory_per_unit)
+        if cap < least:
+            raise ScheduleError(
+                f"rank {rank} cannot work in {float(cap):g} of activation memory; "
+                f"the least that works is {float(least):g}"
+            )
 
     def least(self, rank: int) -> int:
         """Memory without which `rank` cannot hold one microbatch in each of its stages."""
@@ -83,8 +103,6 @@ class Policy:
     order: tuple[tuple[tuple[int, int, int], ...], ...] | None = None
     """For each rank its forwards and backwards of inputs, to be kept in this order whatever the
     keys; a row may hold backwards of weights, which are placed anew."""
-    in_flight: tuple[int, ...] | None = None
-    """For each stage the most microbatches between forward and end of backward of inputs."""
 
 
 @frozen(kw_only=True)
@@ -98,28 +116,21 @@ class Arrangement:
 
     def schedule(self, problem: Problem, name: str) -> Schedule:
         """The arrangement as a table with communication."""
-        rows = []
-        for row in self.rows:
-            actions = [Action(_KINDS[kind], stage, number) for kind, stage, number in row]
-            rows.append(fuse(actions, everything=not problem.split))
+        rows = [_actions(row, problem.split) for row in self.rows]
         return Schedule.from_computations(rows, problem.placement, problem.microbatches, name)
 
 
-def fuse(row: Sequence[Action], *, everything: bool = False) -> list[Action]:
-    """Join an I and the W right behind it to a full B where no rank waits for the I.
-
-    Args:
-        row: Computations of one rank.
-        everything: Join every such pair, not only those of stage 0.
-    """
+def _actions(row: Sequence[tuple[int, int, int]], split: bool) -> list[Action]:
+    """Actions with whole backwards, or with I and W joined to a B where no rank waits for the I."""
+    if not split:
+        kinds = (Kind.FORWARD, Kind.BACKWARD)
+        return [Action(kinds[kind], stage, number) for kind, stage, number in row if kind != _W]
     fused: list[Action] = []
-    for action in row:
-        if action.kind is Kind.BACKWARD_WEIGHT and (everything or action.stage == 0):
-            before = action._replace(kind=Kind.BACKWARD_INPUT)
-            if fused and fused[-1] == before:
-                fused[-1] = action._replace(kind=Kind.BACKWARD)
-                continue
-        fused.append(action)
+    for kind, stage, number in row:
+        if kind == _W and stage == 0 and fused[-1] == (Kind.BACKWARD_INPUT, 0, number, ()):
+            fused[-1] = Action(Kind.BACKWARD, 0, number)
+        else:
+            fused.append(Action(_KINDS[kind], stage, number))
     return fused
 
 
@@ -131,12 +142,7 @@ def arrange(problem: Problem, policy: Policy) -> Arrangement:
             fit into the caps or waits for itself.
     """
     for rank, cap in enumerate(problem.caps):
-        if cap < (least := problem.least(rank)):
-            unit = problem.ticks.memory_per_unit
-            raise ScheduleError(
-                f"rank {rank} cannot work in {cap / unit:g} of activation memory; "
-                f"the least that works is {least / unit:g}"
-            )
+        problem.check_cap(rank, Fraction(cap, problem.ticks.memory_per_unit))
     desk = _Desk(problem, policy)
     desk.run()
     for rank, row in enumerate(desk.rows):
@@ -151,7 +157,7 @@ class _Desk:
     """State of one run of the list scheduler."""
 
     def __init__(self, problem: Problem, policy: Policy) -> None:
-        ticks, self.policy, self.split = problem.ticks, policy, problem.split
+        ticks, self.policy = problem.ticks, policy
         self.placement, self.count = problem.placement, problem.microbatches
         self.caps, self.stages, ranks = problem.caps, ticks.stages, problem.ranks
         self.duration = (ticks.forward, ticks.backward_input, ticks.backward_weight)
@@ -205,7 +211,7 @@ class _Desk:
                 continue
             due = policy.backward[stage] if kind == _I else policy.forward[stage]
             key = due + policy.period * number
-            if kind == _F and not self.has_room(rank, stage, number):
+            if kind == _F and not self.has_room(rank, stage):
                 starved = starved or arrived[number] <= now
             elif arrived[number] > now:
                 coming = min(coming, arrived[number])
@@ -238,10 +244,7 @@ class _Desk:
         row, done = self.order[rank], self.done[rank]
         return (row[done][:2],) if done < len(row) else ()
 
-    def has_room(self, rank: int, stage: int, number: int) -> bool:
-        limits = self.policy.in_flight
-        if limits is not None and number - self.next[_I][stage] >= limits[stage]:
-            return False
+    def has_room(self, rank: int, stage: int) -> bool:
         need = self.held[rank] + self.activation[stage]
         if not self.order:
             need += self.reserve[stage]
@@ -258,15 +261,10 @@ class _Desk:
             else:
                 self.arrivals[_I][stage].append(end)
         elif kind == _I:
-            if not self.split:
-                self.rows[rank].append((_W, stage, number))
-                end += self.duration[_W][stage]
-                self.held[rank] -= self.activation[stage]
-            else:
-                self.held[rank] -= self.activation[stage] - self.retained[stage]
-                delay = self.policy.weight_delay
-                due = _NEVER if delay is None else delay + self.policy.backward[stage]
-                self.weights[rank].append((due + self.policy.period * number, stage, number))
+            self.held[rank] -= self.activation[stage] - self.retained[stage]
+            delay = self.policy.weight_delay
+            due = _NEVER if delay is None else delay + self.policy.backward[stage]
+            self.weights[rank].append((due + self.policy.period * number, stage, number))
             if stage > 0:
                 self.deliver(rank, stage, stage - 1, _I, end)
         else:

@@ -4,7 +4,7 @@ from ms_parallel.schedules.arrange import Problem, arrange
 from ms_parallel.schedules.building_block import unit_block
 from ms_parallel.schedules.costs import Costs
 from ms_parallel.schedules.placements import vee
-from ms_parallel.schedules.portfolio import keep
+from ms_parallel.schedules.portfolio import keep_order
 from ms_parallel.schedules.table import Schedule, check_size
 
 __all__ = ["v_half", "vee_of_delays"]
@@ -22,7 +22,7 @@ def vee_of_delays(
         caps=[held] * ranks,
     )
     block = unit_block(problem.placement, delays)
-    return arrange(problem, keep(problem, block)).schedule(problem, name)
+    return arrange(problem, keep_order(problem, block.order(microbatches))).schedule(problem, name)
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:

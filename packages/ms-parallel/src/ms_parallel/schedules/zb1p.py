@@ -8,7 +8,7 @@ from ms_parallel.schedules.table import Schedule, check_size
 
 __all__ = ["zb1p", "zero_bubble"]
 
-_TRIES = 40
+_BUDGET = 100_000
 
 
 def zero_bubble(costs: Costs, microbatches: int, held: int, name: str) -> Schedule:
@@ -21,8 +21,7 @@ def zero_bubble(costs: Costs, microbatches: int, held: int, name: str) -> Schedu
         microbatches=microbatches,
         caps=[held * size for size in ticks.activation],
     )
-    arrangement, _ = best(problem, _TRIES)
-    return arrangement.schedule(problem, name)
+    return best(problem, _BUDGET).schedule(problem, name)
 
 
 def zb1p(costs: Costs, microbatches: int) -> Schedule:
