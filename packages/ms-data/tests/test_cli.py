@@ -1,6 +1,9 @@
 """The command: what it prints, what it returns, and one line for every mistake."""
 
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ms_data import inspect
+from ms_data import inspect, progress
 from ms_data.cli import main
 
 from .test_build import texts_of, write_lines
@@ -111,10 +114,12 @@ def test_other_bad_input_is_one_line_and_exit_2(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An occupied folder, a small vocabulary, a folder without shards, a bad place to write."""
+    os.mkfifo(place / "pipe")
     for arguments, text in (
         (["build", "corpus.jsonl", "--tokenizer", "t.json", "--out", "shards"], "not empty"),
         (["tokenizer", "corpus.jsonl", "--vocab-size", "9", "--out", "x"], "257"),
         (["tokenizer", "corpus.jsonl", "--out", "no/such/place.json"], "cannot write"),
+        (["tokenizer", "corpus.jsonl", "--out", "pipe"], "is not a file"),
         (["verify", "."], "no dataset"),
         (["inspect", "nowhere"], "no dataset"),
     ):
@@ -143,6 +148,36 @@ def test_every_command_has_help_with_an_example(
         main([command, "--help"])
     assert stop.value.code == 0
     assert f"example: ms-data {command} " in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_progress_is_a_bar_on_a_terminal(place: Path) -> None:
+    """On a terminal the bar goes to standard error; standard output holds the result alone."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ms_data", "build", "corpus.jsonl", "--tokenizer", "t.json"]
+    done = subprocess.run(
+        [*command, "--out", "more"], cwd=place, stdout=subprocess.PIPE, stderr=theirs, text=True
+    )
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "tokenizing" in shown
+    assert "kB" in shown or "bytes" in shown
+    assert done.stdout.startswith("more: 60 documents")
+
+
+def test_progress_is_plain_lines_elsewhere(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a terminal each line says how far, how fast and how long still."""
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    (place / "texts").mkdir()
+    for number, text in enumerate(texts_of(2, 9)):
+        (place / "texts" / f"{number}.txt").write_text(text)
+    assert main(["tokenizer", "texts", "--out", "u.json"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 8
+    for line in lines:
+        assert re.fullmatch(r"reading: \d+% of \d+ MB, [\d.]+ MB/s, \d+ s left", line)
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ BAD = {
     "b.jsonl": (b'{"text": "x"}\n{"text": \n', "b.jsonl:2: malformed JSON"),
     "c.jsonl": (b'{"text": "x"}\n\n{"body": "y"}\n', "c.jsonl:3: .*`text`.*--text-key"),
     "d.jsonl": (b'{"text": 3}\n', "d.jsonl:1: Expected `str`"),
-    "e.jsonl": (b'{"text": "\xff"}\n', "e.jsonl:1: malformed JSON"),
+    "e.jsonl": (b'{"text": "\xff"}\n', "e.jsonl:1: not UTF-8: byte 0xff at offset 10"),
     "f.jsonl": (b"[1]\n", "f.jsonl:1: Expected `object`"),
     "g.jsonl": (b'{"text": "\\ud800"}\n', "g.jsonl:1: malformed JSON"),
 }

@@ -251,7 +251,7 @@ def test_frames_are_decoded_once_in_a_window(
     read = Shard.read
 
     def counting(shard: Shard, number: int) -> Frame:
-        decoded.append((shard.name, number))
+        decoded.append((shard.path.name, number))
         return read(shard, number)
 
     monkeypatch.setattr(Shard, "read", counting)

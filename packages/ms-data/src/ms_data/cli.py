@@ -141,7 +141,7 @@ def _run_build(options: argparse.Namespace) -> int:
     skipped = f", {summary.skipped:,} invalid ones left out" if summary.skipped else ""
     print(
         f"{summary.folder}: {summary.documents:,} documents{skipped}, {summary.tokens:,} tokens "
-        f"({splits}) in {summary.shards:,} shards of {summary.size_bytes / 1e6:.1f} MB"
+        f"({splits}) in {_shards(summary.shards)} of {summary.size_bytes / 1e6:.1f} MB"
     )
     return 0
 
@@ -158,7 +158,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
     for name, split in facts.splits.items():
         print(
             f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, "
-            f"{split.shards:,} shards of {split.size_bytes / 1e6:.1f} MB "
+            f"{_shards(split.shards)} of {split.size_bytes / 1e6:.1f} MB "
             f"({split.size_bytes / split.tokens:.2f} bytes a token)"
         )
     return 0
@@ -174,13 +174,17 @@ def _run_verify(options: argparse.Namespace) -> int:
         print(fault)
     if report.ok:
         print(
-            f"{options.shards}: all bytes of {report.shards:,} shards "
+            f"{options.shards}: all bytes of {_shards(report.shards)} "
             f"({report.frames:,} frames) are as they were written"
         )
         return 0
     count = len(report.faults)
     print(f"{options.shards}: {count} {'fault' if count == 1 else 'faults'}; build it again")
     return 1
+
+
+def _shards(count: int) -> str:
+    return f"{count:,} shard{'' if count == 1 else 's'}"
 
 
 def _print_json(value: msgspec.Struct) -> None:

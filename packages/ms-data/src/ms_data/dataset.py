@@ -32,11 +32,11 @@ def read_index(folder: Path) -> Index:
             f"{folder} holds no dataset (no index.json); build one with `ms-data build`"
         ) from error
     except OSError as error:
-        raise DamageError("index.json", "file", f"cannot be read: {error.strerror}") from error
+        raise DamageError(path, "file", f"cannot be read: {error.strerror}") from error
     try:
         return decode_index(content)
     except ValueError as error:
-        raise DamageError("index.json", "index", str(error)) from error
+        raise DamageError(path, "index", str(error)) from error
 
 
 class Passage(NamedTuple):

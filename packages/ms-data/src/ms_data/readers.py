@@ -241,17 +241,25 @@ def _json_lines(path: Path, blocks: Iterator[bytes], key: str) -> Iterator[str |
         except msgspec.ValidationError as error:
             yield Invalid(f"{path}:{number}: {error}; name the text's key with --text-key")
         except (msgspec.DecodeError, UnicodeError) as error:
-            yield Invalid(f"{path}:{number}: malformed JSON line: {error}; mend the line")
+            reason = _not_utf8(line) or f"malformed JSON line: {error}; mend the line"
+            yield Invalid(f"{path}:{number}: {reason}")
+
+
+def _not_utf8(content: bytes) -> str | None:
+    """Why some bytes are not UTF-8, or None if they are."""
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        byte = content[error.start]
+        return f"not UTF-8: byte 0x{byte:02x} at offset {error.start}; convert the file to UTF-8"
+    return None
 
 
 def _decode(path: Path, content: bytes) -> str | Invalid:
     try:
         return content.decode().removeprefix(_BYTE_ORDER_MARK)
-    except UnicodeDecodeError as error:
-        return Invalid(
-            f"{path}: not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start}; "
-            "convert the file to UTF-8"
-        )
+    except UnicodeDecodeError:
+        return Invalid(f"{path}: {_not_utf8(content)}")
 
 
 def _decode_python(path: Path, content: bytes) -> str | Invalid:

@@ -48,10 +48,10 @@ class Shard:
     """
 
     def __init__(self, folder: Path, entry: ShardEntry, frame_tokens: int) -> None:
-        self.name = entry.name
+        self.path = folder / entry.name
         self._decompressor = zstandard.ZstdDecompressor()
         try:
-            self._descriptor = os.open(folder / entry.name, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise self._damage("file", f"cannot be opened: {error.strerror}") from error
         try:
@@ -157,4 +157,4 @@ class Shard:
         return content
 
     def _damage(self, part: str, problem: str) -> DamageError:
-        return DamageError(self.name, part, problem)
+        return DamageError(self.path, part, problem)

@@ -1,5 +1,6 @@
 """Batches for training: shuffled, split over ranks and resumable, all by arithmetic."""
 
+import operator
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,7 +96,7 @@ class TokenStream(Iterator[Batch]):
         _at_least_one(chunk_samples=chunk_samples, window_chunks=window_chunks)
         self._order = Order(
             samples=samples,
-            seed=seed,
+            seed=operator.index(seed),
             chunk_samples=chunk_samples,
             window_chunks=window_chunks,
             shuffle=shuffle,

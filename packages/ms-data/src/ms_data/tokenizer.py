@@ -73,7 +73,7 @@ class Tokenizer:
                 f"{path}: cannot be read: {error.strerror}; give a tokenizer.json"
             ) from error
         if wanted not in (None, xxhash.xxh3_128_hexdigest(content)):
-            raise DamageError(path.name, "file", "its checksum is not the one in the index")
+            raise DamageError(path, "file", "its checksum is not the one in the index")
         try:
             return cls(content, end_of_text=end_of_text)
         except TokenizerError as error:
