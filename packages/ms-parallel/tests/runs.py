@@ -11,7 +11,7 @@ from ms_parallel.engine import Engine
 from ms_parallel.groups import Groups, connect
 from ms_parallel.layout import Layout
 from ms_parallel.loss import Batch, NextTokenLoss, Output
-from ms_parallel.models import DecoderConfig, ModelConfig, TransformerXLConfig
+from ms_parallel.models import DecoderConfig, ModelConfig, TransformerXLConfig, save_model
 from ms_parallel.optimizer import AdamWConfig
 
 ROWS, LENGTH, VOCABULARY = 8, 16, 48
@@ -151,6 +151,7 @@ def save_and_answer(
     for layout in layouts:
         engine = build(settings, connect(Layout.parse(layout), device="cpu", timeout_s=120))
         train(engine, 5)
+        save_model(list(engine.stages.values()), Path(folder, f"{layout} model"))
         checkpoint.save(Path(folder, layout), engine.state_dict(), step=engine.step, facts={})
         found.append({**answers(engine), "next": train(engine, 2)})
     return found
@@ -168,5 +169,14 @@ def load_and_answer(
         state, path = engine.state_dict(), Path(folder, saved)
         checkpoint.load(path, checkpoint.read_manifest(path), state)
         engine.load_state_dict(state)
-        found.append({**answers(engine), "step": engine.step, "next": train(engine, 2)})
+        read = Engine(Path(folder, f"{saved} model"), groups=groups)
+        read_losses = read.evaluate(my_rows(global_batch(99), groups), token_losses).tolist()
+        found.append(
+            {
+                **answers(engine),
+                "step": engine.step,
+                "next": train(engine, 2),
+                "losses of the folder": read_losses,
+            }
+        )
     return found

@@ -76,7 +76,10 @@ def test_evaluation_and_generation_equal_one_process(
 def test_a_checkpoint_loads_under_another_layout(
     saved: tuple[Path, dict[int, Answers]], count: int
 ) -> None:
-    """Weights, moments and counters: the answers and the next two updates are as if undisturbed."""
+    """Weights, moments and counters: the answers and the next two updates are as if undisturbed.
+
+    The Hugging Face folder that was saved beside it is the same model.
+    """
     folder, found = saved
     of_ranks = run_processes(
         count, RUNS, "load_and_answer", jobs=LOADED[count], settings=SETTINGS, folder=str(folder)
@@ -84,4 +87,5 @@ def test_a_checkpoint_loads_under_another_layout(
     for of_rank in of_ranks:
         for job, answer in zip(LOADED[count], of_rank, strict=True):
             assert answer["step"] == 5
+            assert answer["losses of the folder"] == answer["losses"], job
             check(str(job), answer, found[1][0][0])

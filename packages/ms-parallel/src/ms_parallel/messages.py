@@ -30,7 +30,7 @@ class Mailbox:
     """Sends and receives in the order in which they are asked for.
 
     Neighbouring requests leave as one batch. What shape a message has is told once by a small
-    message before the first of its kind; from then on both ends know.
+    message of its own before the first of its kind; from then on both ends know.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -42,12 +42,14 @@ class Mailbox:
         self.received: dict[Name, tuple[Tensor, Sequence[dist.Work]]] = {}
         self.sent: list[tuple[Tensor, Sequence[dist.Work]]] = []
 
-    def send(self, name: Name, tensor: Tensor, peer: int, kind: Shape) -> None:
+    def send(self, tensor: Tensor, peer: int, kind: Shape) -> None:
         """Queue `tensor` for pipeline rank `peer`; `kind` is what decides its shape."""
         tensor = tensor.contiguous()
         if kind not in self.shapes:
             self.shapes[kind] = (tensor.dtype, tuple(tensor.shape))
+            self.flush()
             self._queue(dist.isend, _describe(tensor, self.groups.device), peer)
+            self.flush()
         self._queue(dist.isend, tensor, peer)
 
     def receive(self, name: Name, peer: int, kind: Shape) -> None:
@@ -55,7 +57,9 @@ class Mailbox:
         if kind not in self.shapes:
             self.flush()
             header = torch.zeros(MAX_DIMS + 2, dtype=torch.int64, device=self.groups.device)
-            dist.recv(header, self.groups.peer("pipeline", peer), self.groups.group("pipeline"))
+            self.arriving[name] = (header, 0)
+            self._queue(dist.irecv, header, peer)
+            header = self.take(name)
             self.shapes[kind] = _read(header)
         dtype, shape = self.shapes[kind]
         tensor = torch.empty(shape, dtype=dtype, device=self.groups.device)

@@ -102,14 +102,14 @@ class Runtime:
                 self._backward(key, step, schedule)
             case Kind.SEND_FORWARD:
                 peer = schedule.placement[stage + 1]
-                self.mailbox.send((*key, "F"), step.outputs.pop(key), peer, self._shape(step, key))
+                self.mailbox.send(step.outputs.pop(key), peer, self._shape(step, key))
             case Kind.RECV_FORWARD:
                 peer = schedule.placement[stage - 1]
                 self.mailbox.receive((*key, "F"), peer, self._shape(step, (stage - 1, microbatch)))
             case Kind.SEND_BACKWARD:
                 peer = schedule.placement[stage - 1]
                 shape = self._shape(step, (stage - 1, microbatch))
-                self.mailbox.send((*key, "B"), step.gradients.pop(key), peer, shape)
+                self.mailbox.send(step.gradients.pop(key), peer, shape)
             case Kind.RECV_BACKWARD:
                 peer = schedule.placement[stage + 1]
                 self.mailbox.receive((*key, "B"), peer, self._shape(step, key))
