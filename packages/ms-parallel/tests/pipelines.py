@@ -1,6 +1,5 @@
 """Pipelines of uncommon shape; called by `run_processes`."""
 
-import gc
 import weakref
 from typing import Any
 
@@ -24,16 +23,17 @@ def tables(texts: list[str], steps: int) -> list[dict[str, Any]]:
         schedule: Any = Schedule.from_csv(text) if text else "1f1b"
         ranks = schedule.ranks if text else 1
         groups = connect(Layout(pipeline=ranks), device="cpu", timeout_s=60)
-        engine = build(FOUR, groups, schedule=schedule)
+        engine = build(FOUR, groups, schedule=schedule, microbatch_size=1)
         found.append({"curve": train(engine, steps), **answers(engine)})
     return found
 
 
 def losses(layout: str, steps: int) -> list[float]:
-    """Losses of global batches of twelve rows, a row a microbatch."""
+    """Losses of global batches of twelve rows; four microbatches where there are stages."""
     torch.set_num_threads(1)
     groups = connect(Layout.parse(layout), device="cpu", timeout_s=120)
-    engine = build(FOUR, groups, microbatch_size=1)
+    size = 3 if groups.layout.pipeline > 1 else None
+    engine = build(FOUR, groups, microbatch_size=size)
     batches = (my_rows(global_batch(step, rows=12), groups) for step in range(steps))
     return [engine.update(batch, NextTokenLoss()).loss for batch in batches]
 
@@ -49,10 +49,9 @@ def most_held(schedule: str) -> int:
 
     def watch(module: nn.Module, arguments: Any, output: Tensor) -> None:
         nonlocal most
-        gc.collect()
         alive.append(weakref.ref(output))  # the next block's norm keeps it for the backward
         most = max(most, sum(entry() is not None for entry in alive))
 
     next(iter(layers.children())).register_forward_hook(watch)
-    engine.update(global_batch(0), NextTokenLoss())
+    engine.update(global_batch(0, rows=8), NextTokenLoss())
     return most

@@ -14,7 +14,7 @@ from ms_parallel.loss import Batch, NextTokenLoss, Output
 from ms_parallel.models import DecoderConfig, ModelConfig, TransformerXLConfig, save_model
 from ms_parallel.optimizer import AdamWConfig
 
-ROWS, LENGTH, VOCABULARY = 8, 16, 48
+ROWS, LENGTH, VOCABULARY = 4, 16, 48
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"num_key_value_heads": 4},
@@ -58,7 +58,7 @@ def global_batch(step: int, rows: int = ROWS, length: int = LENGTH) -> dict[str,
     at = torch.arange(length).expand(rows, length)
     targets = text[:, 1:].clone()
     targets[at == cut - 1] = -100
-    unread = torch.arange(rows)[:, None] // 2  # later rows lack more targets
+    unread = torch.arange(rows)[:, None]  # later rows lack more targets
     targets[at < unread] = -100
     return {
         "tokens": text[:, :-1].contiguous(),
@@ -137,8 +137,8 @@ def answers(engine: Engine) -> dict[str, Any]:
         "from logits": torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), mine["targets"].flatten(), reduction="none"
         ).tolist(),
-        "greedy": engine.generate(prompts, max_new_tokens=6, temperature=0.0),
-        "sampled": engine.generate(prompts, max_new_tokens=6, temperature=1.0, top_k=20, seed=3),
+        "greedy": engine.generate(prompts, max_new_tokens=4, temperature=0.0),
+        "sampled": engine.generate(prompts, max_new_tokens=4, temperature=1.0, top_k=20, seed=3),
     }
 
 
@@ -150,7 +150,7 @@ def save_and_answer(
     found = []
     for layout in layouts:
         engine = build(settings, connect(Layout.parse(layout), device="cpu", timeout_s=120))
-        train(engine, 5)
+        train(engine, 3)
         save_model(list(engine.stages.values()), Path(folder, f"{layout} model"))
         checkpoint.save(Path(folder, layout), engine.state_dict(), step=engine.step, facts={})
         found.append({**answers(engine), "next": train(engine, 2)})

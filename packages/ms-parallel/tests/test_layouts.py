@@ -49,14 +49,22 @@ def jobs_of(layout: str) -> dict[str, dict[str, Any]]:
     return jobs
 
 
-@cache
 def results(layout: str) -> dict[str, dict[str, list[float]]]:
-    """The curves of all jobs of a layout, the same from every process."""
-    jobs = jobs_of(layout)
-    count = Layout.parse(layout).world_size
-    of_ranks = run_processes(count, RUNS, "curves", jobs=list(jobs.values()))
+    """The curves of all jobs of a layout."""
+    return results_of(Layout.parse(layout).world_size)[layout]
+
+
+@cache
+def results_of(count: int) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """The curves of all layouts of so many processes, the same from every process."""
+    layouts = [text for text in ("data=1", *LAYOUTS) if Layout.parse(text).world_size == count]
+    jobs = [(layout, name, job) for layout in layouts for name, job in jobs_of(layout).items()]
+    of_ranks = run_processes(count, RUNS, "curves", jobs=[job for _, _, job in jobs])
     assert all(found == of_ranks[0] for found in of_ranks)
-    return dict(zip(jobs, of_ranks[0], strict=True))
+    found: dict[str, dict[str, dict[str, list[float]]]] = {layout: {} for layout in layouts}
+    for (layout, name, _), curves in zip(jobs, of_ranks[0], strict=True):
+        found[layout][name] = curves
+    return found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
