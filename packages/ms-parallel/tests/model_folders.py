@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from ms_parallel.errors import ModelError
 from ms_parallel.groups import Groups, connect
@@ -27,10 +28,16 @@ def stage_of(source: str, groups: Groups) -> StagedModel:
         config,
         layers[groups.place.pipeline],
         groups,
-        mixed_precision=False,
+        mixed_precision=True,
         recompute="none",
         ops=None,
     )
+
+
+def gather(stage: StagedModel) -> None:
+    """Leave the weights as a forward may leave them: whole, and in bfloat16."""
+    assert isinstance(stage, FSDPModule)
+    stage.unshard()
 
 
 def everything(
@@ -52,7 +59,9 @@ def everything(
     held = []
     for source, target in copies.items():
         stage = stage_of(source, groups)
+        gather(stage)
         load_weights(stage, source)
+        gather(stage)
         save_model(stage, target, file_size_bytes=40_000)
         with torch.no_grad():
             held.append(sum(part_of(parameter).local.numel() for parameter in stage.parameters()))

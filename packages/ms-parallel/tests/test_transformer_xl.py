@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from attrs import asdict
 from torch import Tensor
 
 from ms_parallel.models import TransformerXL, TransformerXLConfig, initialise
@@ -101,7 +102,7 @@ def naive_sinusoid(distance: int, width: int) -> Tensor:
 def test_it_computes_the_equations_of_the_paper(segment: int, memory: int) -> None:
     """Logits equal the naive recurrence's, for memories shorter and longer than a segment."""
     config = TransformerXLConfig(
-        **{**_settings(), "segment_length": segment, "memory_length": memory}
+        **{**asdict(CONFIG), "segment_length": segment, "memory_length": memory}
     )
     model = model_of(config)
     tokens = torch.randint(23, (14,), generator=torch.Generator().manual_seed(2))
@@ -131,7 +132,13 @@ def test_no_gradient_flows_through_memory() -> None:
     assert hidden.grad[:, 4:].count_nonzero() == 4 * 16
 
 
-def _settings() -> dict[str, object]:
-    from attrs import asdict
-
-    return asdict(CONFIG)
+@torch.no_grad()
+def test_memory_never_crosses_a_document() -> None:
+    """Documents that begin where segments begin give the logits of each alone."""
+    model = model_of(CONFIG)
+    row = torch.randint(23, (1, 21), generator=torch.Generator().manual_seed(5))
+    lengths = (8, 4, 9)
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None].int()
+    packed = model(row, documents=documents)
+    alone = [model(part) for part in torch.split(row, lengths, 1)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), atol=TOLERANCE, rtol=0)

@@ -6,10 +6,9 @@ Names are the same on both sides, so nothing is converted.
 from pathlib import Path
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from ms_parallel.errors import ModelError
-from ms_parallel.models.part import part_of
+from ms_parallel.models.part import drop_gathered, part_of
 from ms_parallel.models.registry import build_model, model_plan, read_config
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.weight_folder import WeightFolder
@@ -76,10 +75,8 @@ def load_weights(model: StagedModel, folder: str | Path) -> None:
         ModelError: a tensor is missing, unknown or of another shape.
     """
     weights = WeightFolder(Path(folder))
+    drop_gathered(model)
     _check(model, weights)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # else we would fill a gathered copy that is thrown away
     _fill(model, weights)
 
 

@@ -1,10 +1,11 @@
-"""Which part of a whole tensor this process holds: the one place that reads DTensor's layout."""
+"""Which part of a whole tensor this process holds: the one place that knows of DTensor and FSDP."""
 
 from attrs import frozen
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Part", "part_of"]
+__all__ = ["Part", "drop_gathered", "part_of"]
 
 
 @frozen(kw_only=True, eq=False)
@@ -33,3 +34,13 @@ def part_of(tensor: Tensor) -> Part:
         return Part(local=tensor, offsets=(0,) * tensor.ndim)
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     return Part(local=tensor.to_local(), offsets=tuple(chunk.offsets))
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Make `model.parameters()` FSDP's own shards again, where a forward left gathered copies.
+
+    The copies are in the precision of the computation, and what is written to them is lost.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

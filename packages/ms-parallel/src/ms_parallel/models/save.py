@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ms_parallel.durable import sync_folder, write_synced
 from ms_parallel.errors import ModelError
+from ms_parallel.models.part import drop_gathered
 from ms_parallel.models.registry import config_document, model_plan
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.weight_file import TensorEntry, WeightFile
@@ -63,6 +64,8 @@ def save_model(
     """
     folder, rank = Path(folder), _rank()
     stages = [model] if isinstance(model, StagedModel) else list(model)
+    for stage in stages:
+        drop_gathered(stage)
     config = stages[0].config
     copies = {copy for _, copy in model_plan(config).tied}
     mine = {
