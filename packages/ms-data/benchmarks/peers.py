@@ -47,6 +47,8 @@ class Corpus:
         self.folder, self.end = folder, tokenizer.end_of_text
         self.tokens, self.ends = passage.tokens, passage.ends
         self.samples = (len(self.tokens) - 1) // LENGTH
+        self.by_megatron = self.tokens
+        """The same with the documents in the order that Megatron gave them."""
 
     def sample(self, number: int) -> Array:
         """The tokens of one sequence and the one after it."""
@@ -93,11 +95,16 @@ def ours(corpus: Corpus) -> Callable[[], Batches]:
     return epoch
 
 
-def memmap(corpus: Corpus) -> Callable[[], Batches]:
-    """The bare minimum: slices of one raw file in the order of a stored permutation."""
+def raw_file(corpus: Corpus) -> Array:
+    """All tokens in one file, mapped."""
     path = corpus.folder / "raw.bin"
     corpus.tokens.tofile(path)
-    mapped = np.memmap(path, corpus.tokens.dtype, "r")
+    return np.memmap(path, corpus.tokens.dtype, "r")
+
+
+def memmap(corpus: Corpus) -> Callable[[], Batches]:
+    """The bare minimum: slices of one raw file in the order of a stored permutation."""
+    mapped = raw_file(corpus)
     rng = np.random.default_rng(0)
 
     def epoch() -> Batches:
@@ -110,11 +117,9 @@ def memmap(corpus: Corpus) -> Callable[[], Batches]:
 
 def memmap_all(corpus: Corpus) -> Callable[[], Batches]:
     """np.memmap with positions and documents looked up in the document ends by plain numpy."""
-    plain = memmap(corpus)
-    mapped = np.memmap(corpus.folder / "raw.bin", corpus.tokens.dtype, "r")
+    mapped = raw_file(corpus)
     begins = np.concatenate(([0], corpus.ends))
     rng = np.random.default_rng(0)
-    del plain
 
     def epoch() -> Batches:
         order = rng.permutation(corpus.samples)
@@ -145,7 +150,6 @@ def megatron(corpus: Corpus, **flags: bool) -> Callable[[], Batches]:
         eod, pad, vocab_size = corpus.end, -1, 8192
         unique_identifiers = {"class": "fixed"}  # noqa: RUF012 - it must be JSON
 
-    # Its caching of the mask goes wrong where labels are written over; each sample is taken as is.
     config = GPTDatasetConfig(
         random_seed=0,
         sequence_length=LENGTH,
@@ -162,7 +166,7 @@ def megatron(corpus: Corpus, **flags: bool) -> Callable[[], Batches]:
     everything = np.arange(len(corpus.ends), dtype=np.int32)
     dataset = GPTDataset(low, prefix, everything, None, MegatronSplit.train, config)
     documents = np.split(corpus.tokens, corpus.ends[:-1])
-    corpus.megatron_row = np.concatenate([documents[at] for at in dataset.document_index])  # type: ignore[attr-defined]
+    corpus.by_megatron = np.concatenate([documents[at] for at in dataset.document_index])
 
     def samples() -> Iterator[tuple[Array, Array]]:
         for number in range(len(dataset)):
@@ -265,7 +269,7 @@ def compare(corpus: Corpus, contenders: dict[str, Any], columns: int, rounds: in
     epochs = {name: make(corpus) for name, make in contenders.items()}
     truth = expected(corpus, corpus.tokens) if columns == 2 else digests(ours(corpus)(), 4)
     for name, epoch in epochs.items():
-        want = expected(corpus, corpus.megatron_row) if "Megatron" in name else truth  # type: ignore[attr-defined]
+        want = expected(corpus, corpus.by_megatron) if "Megatron" in name else truth
         got = digests(epoch(), columns)
         # ms-data also delivers the last sequence of a corpus whose length is a whole multiple.
         if sum((want - got).values()) or sum((got - want).values()) > 1:

@@ -92,6 +92,21 @@ def test_a_thousand_random_flips_and_truncations_are_all_found(copy: Path) -> No
     assert [fault.file for fault in verify(copy).faults] == ["tokenizer.json"]
 
 
+def test_every_byte_is_covered_and_every_cut_is_seen(tmp_path: Path) -> None:
+    """Not by chance but one by one: each byte changed and each length cut, in shard and index."""
+    folder = write_dataset(tmp_path / "tiny", random_documents(0, 4, 30), documents_per_shard=4)
+    for path in (folder / "shard-00000.msd", folder / "index.json"):
+        content = path.read_bytes()
+        for offset in range(len(content)):
+            flipped = bytearray(content)
+            flipped[offset] ^= 1 << (offset % 8)
+            for damaged in (bytes(flipped), content[:offset]):
+                path.write_bytes(damaged)
+                assert path.name in {fault.file for fault in verify(folder).faults}, offset
+        path.write_bytes(content)
+    assert verify(folder).ok
+
+
 def test_the_tokenizer_is_checked_too(copy: Path) -> None:
     """A changed tokenizer would change the meaning of every token."""
     (copy / "tokenizer.json").write_bytes(b" ")
