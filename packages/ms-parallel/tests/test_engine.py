@@ -2,6 +2,7 @@
 
 import math
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -222,6 +223,31 @@ def test_a_plain_start_is_told_what_to_type(tmp_path: Path) -> None:
         [sys.executable, script, "--x"], capture_output=True, text=True, timeout=60, check=False
     )
     assert "torchrun --nproc-per-node 2 train.py --x" in done.stderr
+
+
+def test_a_port_in_use_is_said_in_one_line() -> None:
+    """The error names the address and what to change."""
+    code = (
+        "from ms_parallel.errors import LaunchError\n"
+        "from ms_parallel.groups import connect\n"
+        "from ms_parallel.layout import Layout\n"
+        "try:\n    connect(Layout(), device='cpu')\n"
+        "except LaunchError as error:\n    print(error)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env={**os.environ, **place, "MASTER_PORT": str(port)},
+        )
+    (line,) = done.stdout.splitlines()
+    assert f"127.0.0.1:{port}" in line
+    assert "--master-port" in line
 
 
 def torchrun(script: Path) -> "subprocess.CompletedProcess[str]":

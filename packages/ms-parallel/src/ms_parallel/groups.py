@@ -125,7 +125,7 @@ def _initialise(layout: Layout, device: torch.device, timeout: timedelta) -> Non
                 timeout=timeout,
                 device_id=device_id,
             )
-    except dist.DistNetworkError as error:
+    except dist.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
         raise LaunchError(
