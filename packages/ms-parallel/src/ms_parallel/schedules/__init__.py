@@ -8,13 +8,14 @@ from ms_parallel.schedules.balance import Balanced, LayerCosts, balance
 from ms_parallel.schedules.breadth_first import breadth_first
 from ms_parallel.schedules.communication import with_communication
 from ms_parallel.schedules.costs import Costs
+from ms_parallel.schedules.draw import draw_html, draw_svg, draw_text
 from ms_parallel.schedules.dualpipe_v import dualpipe_v
 from ms_parallel.schedules.gpipe import gpipe
 from ms_parallel.schedules.interleaved import interleaved_one_f_one_b
 from ms_parallel.schedules.one_f_one_b import one_f_one_b
 from ms_parallel.schedules.placements import looped, one_a_rank, vee
 from ms_parallel.schedules.search import Found, search
-from ms_parallel.schedules.simulate import Span, Timeline, simulate
+from ms_parallel.schedules.simulate import Span, Timeline, measured, simulate
 from ms_parallel.schedules.table import Schedule
 from ms_parallel.schedules.v_half import v_half
 from ms_parallel.schedules.v_min import v_min
@@ -38,10 +39,14 @@ __all__ = [
     "Timeline",
     "balance",
     "breadth_first",
+    "draw_html",
+    "draw_svg",
+    "draw_text",
     "dualpipe_v",
     "gpipe",
     "interleaved_one_f_one_b",
     "looped",
+    "measured",
     "one_a_rank",
     "one_f_one_b",
     "search",

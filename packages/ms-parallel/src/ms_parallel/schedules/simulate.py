@@ -7,17 +7,18 @@ integers (`Ticks`), so that nothing is rounded.
 
 from collections.abc import Sequence
 from fractions import Fraction
+from math import lcm
 from typing import NamedTuple
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.action import Action, Kind
 from ms_parallel.schedules.communication import sources
-from ms_parallel.schedules.costs import Costs, Ticks
+from ms_parallel.schedules.costs import Costs, Number, Ticks, exact
 from ms_parallel.schedules.table import Schedule
 
-__all__ = ["Span", "Timeline", "simulate"]
+__all__ = ["Span", "Timeline", "measured", "simulate"]
 
 
 class Span(NamedTuple):
@@ -114,6 +115,63 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         schedule=schedule,
         ticks=ticks,
         spans=_play(rows, schedule.placement, ticks),
+        peak_memory=tuple(Fraction(_peak(row, ticks), ticks.memory_per_unit) for row in rows),
+    )
+
+
+def measured(
+    schedule: Schedule, times: Sequence[Sequence[tuple[Number, Number]]], costs: Costs | None = None
+) -> Timeline:
+    """The timeline of a real run, to be held against a simulated one.
+
+    Args:
+        schedule: What was run.
+        times: For each rank (start, end) of each of its computations in order, on one clock; the
+            first start of all becomes 0.
+        costs: Where the memory of activations comes from; default one a microbatch and stage.
+
+    Raises:
+        ScheduleError: the times are not those of this schedule's computations.
+    """
+    rows = schedule.computations()
+    if [len(row) for row in rows] != [len(row) for row in times]:
+        raise ScheduleError(
+            f"measured {[len(row) for row in times]} computations a rank, but the schedule has "
+            f"{[len(row) for row in rows]}; measure every one of them"
+        )
+    flat = [exact(time) for row in times for pair in row for time in pair]
+    per_unit, first = lcm(*(time.denominator for time in flat)), min(flat)
+    ticks = (costs or Costs.uniform(schedule.stages)).ticks()
+    begun = [[int((exact(pair[0]) - first) * per_unit) for pair in row] for row in times]
+    ended = [[int((exact(pair[1]) - first) * per_unit) for pair in row] for row in times]
+    where = {
+        (part.kind is not Kind.FORWARD, part.stage, part.microbatch): (rank, index)
+        for rank, row in enumerate(rows)
+        for index, action in enumerate(row)
+        for part in action.computations
+        if part.kind is not Kind.BACKWARD_WEIGHT
+    }
+
+    def cause(rank: int, index: int) -> tuple[int, int] | None:
+        """What ended last of all that the action waited for."""
+        needs = [
+            where[source]
+            for part in rows[rank][index].computations
+            for source in sources(part, schedule.stages)
+        ]
+        needs += [(rank, index - 1)] if index else []
+        return max(needs, key=lambda at: ended[at[0]][at[1]], default=None)
+
+    return Timeline(
+        schedule=schedule,
+        ticks=evolve(ticks, per_unit=per_unit),
+        spans=tuple(
+            tuple(
+                Span(action, begun[rank][index], ended[rank][index], cause(rank, index))
+                for index, action in enumerate(row)
+            )
+            for rank, row in enumerate(rows)
+        ),
         peak_memory=tuple(Fraction(_peak(row, ticks), ticks.memory_per_unit) for row in rows),
     )
 
