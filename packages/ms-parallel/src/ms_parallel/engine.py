@@ -1,7 +1,6 @@
 """Runs a model under any layout: one object that trainers of every kind ask for work."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,19 +10,19 @@ from attrs import frozen
 from torch import Tensor
 
 from ms_parallel import ops as plain_ops
-from ms_parallel.errors import ConfigError, ParallelError
+from ms_parallel.errors import ParallelError
 from ms_parallel.generate import Sampling, generate
 from ms_parallel.gradients import (
-    local_gradients,
+    is_counted,
     local_part,
+    reduce_gradients,
     scale,
     squared_norm,
-    sum_over_tensor,
-    sum_tied,
 )
 from ms_parallel.groups import Groups, connect
 from ms_parallel.layout import Layout
 from ms_parallel.loss import Batch, HeadOutput, Loss, Output
+from ms_parallel.microbatches import cut_batch, measure
 from ms_parallel.models import (
     KeyValueCache,
     ModelConfig,
@@ -38,15 +37,13 @@ from ms_parallel.ops import Ops
 from ms_parallel.optimizer import AdamW, AdamWConfig, learning_rate
 from ms_parallel.recompute import Recompute
 from ms_parallel.runtime import Runtime
-from ms_parallel.schedules import Action, Kind, Schedule, gpipe, one_f_one_b, verify
+from ms_parallel.schedules import Schedule
 from ms_parallel.sharding import reshard
 from ms_parallel.stages import build_stage, cut_layers
 from ms_parallel.state import load_state, state_of
-from ms_parallel.tensor_parallel import is_whole
+from ms_parallel.tables import Tables
 
 __all__ = ["Engine", "Update"]
-
-GENERATORS: Mapping[str, Callable[[int, int], Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
 
 
 @frozen(kw_only=True)
@@ -115,9 +112,10 @@ class Engine:
         self.on_nonfinite = on_nonfinite
         self.step = 0
         """Updates asked for so far, skipped ones included."""
-        self.schedule = schedule
         self.plan = model_plan(self.config)
-        self.placement = _placement(schedule, layout.pipeline)
+        self.tables = Tables(schedule, layout.pipeline)
+        self.placement = self.tables.placement
+        """Pipeline rank of each stage."""
         self.stages = self._build(mixed_precision, recompute, seed, _weights_in(model))
         self.runtime = Runtime(self.stages, self.groups)
         self.parameters: dict[str, Tensor] = {
@@ -166,8 +164,8 @@ class Engine:
             ConfigError: the rows do not divide into microbatches, or the sequence over `tensor`.
             ParallelError: the gradient is not finite and `on_nonfinite="raise"`.
         """
-        rows = self._rows(batch)
-        weight, tokens = self._measure(rows, loss)
+        rows = self._microbatches(batch)
+        weight, tokens = measure(rows, loss, self.groups)
         rate = learning_rate(self.step, self.optimizer.config)
         if weight <= 0.0:
             self.step += 1
@@ -177,8 +175,8 @@ class Engine:
             return loss(self._output(hidden), microbatch) / weight
 
         microbatches = [self._to_device(row) for row in rows]
-        losses = self.runtime.run(self._schedule(len(rows)), microbatches, finish)
-        gradients = self._gradients()
+        losses = self.runtime.run(self.tables.training(len(rows)), microbatches, finish)
+        gradients = reduce_gradients(self.parameters, self.plan, self.placement, self.groups)
         value, norm = self._summary(losses, gradients)
         finite = bool(np.isfinite(value) and np.isfinite(norm))
         if finite:
@@ -204,7 +202,7 @@ class Engine:
         Returns:
             The result for this data rank's rows, on every process of that data rank.
         """
-        results = self.forward(self._rows(batch), function)
+        results = self.forward(self._microbatches(batch), function)
         for stage in self.stages.values():
             reshard(stage)
         whole = torch.cat(results) if results else None
@@ -219,7 +217,7 @@ class Engine:
     ) -> list[Tensor]:
         """`function(output, microbatch)` of each; an empty list away from the last stage."""
         return self.runtime.run(
-            _forwards(self.placement, len(microbatches)),
+            self.tables.forwards(len(microbatches)),
             [self._to_device(microbatch) for microbatch in microbatches],
             lambda hidden, microbatch: function(self._output(hidden), microbatch),
             caches=caches,
@@ -268,97 +266,33 @@ class Engine:
         """
         load_state(self, state)
 
-    def _rows(self, batch: Mapping[str, Any]) -> list[Batch]:
-        """The batch as CPU tensors, cut into microbatches."""
-        tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
-        count, length = tensors["tokens"].shape
-        size = self.microbatch_size or count
-        if count % size:
-            raise ConfigError(
-                f"{count} rows of a data rank do not divide into microbatches of {size}; "
-                "choose a microbatch_size that divides them"
-            )
-        if length % self.groups.layout.tensor:
-            raise ConfigError(
-                f"sequence length {length} does not divide over tensor="
-                f"{self.groups.layout.tensor}; choose a multiple of it"
-            )
-        if "positions" not in tensors:
-            tensors["positions"] = torch.arange(length).expand(count, length)
-        return [
-            {name: value[start : start + size] for name, value in tensors.items()}
-            for start in range(0, count, size)
-        ]
+    def _microbatches(self, batch: Mapping[str, Any]) -> list[Batch]:
+        return cut_batch(batch, self.microbatch_size, self.groups.layout.tensor)
 
     def _to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":
             return batch
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
-    def _measure(self, rows: Sequence[Batch], loss: Loss) -> tuple[float, int]:
-        """Weight and tokens of the global batch."""
-        weight = sum(loss.weight(row) for row in rows)
-        tokens = sum(row["tokens"].numel() for row in rows)
-        if self.groups.layout.data == 1:
-            return weight, tokens
-        # Two float32 words a number: exact to 2^48, on devices without float64 collectives too.
-        total = torch.tensor([weight, tokens], dtype=torch.float64)
-        coarse = total.float()
-        fine = (total - coarse).float()
-        both = self.groups.all_reduce(torch.cat([coarse, fine]).to(self.device), "data").tolist()
-        return both[0] + both[2], round(both[1] + both[3])
-
-    def _schedule(self, microbatches: int) -> Schedule:
-        if isinstance(self.schedule, Schedule):
-            if self.schedule.microbatches != microbatches:
-                raise ConfigError(
-                    f"the schedule is of {self.schedule.microbatches} microbatches but the batch "
-                    f"has {microbatches}; change microbatch_size or the schedule"
-                )
-            return self.schedule
-        return _generated(self.schedule, self.groups.layout.pipeline, microbatches)
-
     def _output(self, hidden: Tensor) -> Output:
         last = self.stages[len(self.placement) - 1]
         return HeadOutput(hidden, last.head_weight, self.ops, self.groups)
-
-    def _gradients(self) -> dict[str, Tensor]:
-        """This process's part of each gradient of the global batch."""
-        gradients = local_gradients(self.parameters)
-        shares = [
-            gradient
-            for name, gradient in gradients.items()
-            if is_whole(name, self.parameters[name], self.plan)
-        ]
-        sum_over_tensor(shares, self.groups)
-        first, last = self.placement[0], self.placement[-1]
-        for owner, copy in self.plan.tied if len(self.placement) > 1 else ():
-            if first == last == self.groups.place.pipeline:
-                gradients[owner] += gradients[copy]
-                gradients[copy].copy_(gradients[owner])
-            elif owner in gradients:
-                sum_tied(gradients[owner], last, self.groups)
-            elif copy in gradients:
-                sum_tied(gradients[copy], first, self.groups)
-        return gradients
 
     def _summary(
         self, losses: Sequence[Tensor], gradients: Mapping[str, Tensor]
     ) -> tuple[float, float]:
         """Loss of the global batch and norm of its gradient, each part counted once."""
-        counted = [gradient for name, gradient in gradients.items() if self._counts(name)]
+        counted = [
+            gradient
+            for name, gradient in gradients.items()
+            if is_counted(name, self.plan, self.placement, self.groups)
+        ]
         facts = torch.zeros(2, device=self.device)
         if losses and self.groups.place.tensor == 0:
             facts[0] = torch.stack(list(losses)).sum()
         facts[1] = squared_norm(counted, self.device)
         value, square = self.groups.all_reduce(facts).tolist()
         return value, square**0.5
-
-    def _counts(self, name: str) -> bool:
-        """Whether this process's part of a gradient is nobody else's."""
-        if self.groups.place.tensor > 0 and self.plan.split_dim(name) is None:
-            return False
-        return not (len(self.placement) > 1 and name in {copy for _, copy in self.plan.tied})
 
     def _apply(self, gradients: Mapping[str, Tensor], norm: float, rate: float) -> None:
         limit = self.optimizer.config.max_grad_norm
@@ -368,43 +302,8 @@ class Engine:
         self.optimizer.step(local, gradients, rate)
 
 
-@cache
-def _generated(name: str, ranks: int, microbatches: int) -> Schedule:
-    return GENERATORS[name](ranks, microbatches)
-
-
 def _weights_in(model: str | Path | ModelConfig) -> Path | None:
     """The folder to read weights from, if `model` is one that has any."""
     if not isinstance(model, str | Path) or str(model) in ARCHITECTURES:
         return None
     return Path(model) if any(Path(model).glob("*.safetensors")) else None
-
-
-def _placement(schedule: Literal["1f1b", "gpipe"] | Schedule, pipeline: int) -> tuple[int, ...]:
-    """Rank of each stage."""
-    if isinstance(schedule, Schedule):
-        if schedule.ranks != pipeline:
-            raise ConfigError(
-                f"the schedule is for {schedule.ranks} ranks but pipeline={pipeline}; "
-                "choose one of as many"
-            )
-        verify(schedule)
-        return schedule.placement
-    if schedule not in GENERATORS:
-        raise ConfigError(f"schedule {schedule!r} is not known; choose 1f1b, gpipe or a Schedule")
-    return tuple(range(pipeline))
-
-
-@cache
-def _forwards(placement: tuple[int, ...], microbatches: int) -> Schedule:
-    """All forwards and no backward."""
-    rows = [
-        [
-            Action(Kind.FORWARD, stage, microbatch)
-            for microbatch in range(microbatches)
-            for stage, home in enumerate(placement)
-            if home == rank
-        ]
-        for rank in range(max(placement) + 1)
-    ]
-    return Schedule.from_computations(rows, placement, microbatches, "forwards")

@@ -8,8 +8,46 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ms_parallel.groups import Groups
+from ms_parallel.plan import ModelPlan
+from ms_parallel.tensor_parallel import is_whole
 
-__all__ = ["local_gradients", "local_part", "scale", "squared_norm", "sum_over_tensor", "sum_tied"]
+__all__ = ["is_counted", "local_part", "reduce_gradients", "scale", "squared_norm"]
+
+
+def reduce_gradients(
+    parameters: Mapping[str, Tensor], plan: ModelPlan, placement: Sequence[int], groups: Groups
+) -> dict[str, Tensor]:
+    """This process's part of each gradient of the global batch, by name.
+
+    The data axis was summed by the backward; what is left are parameters of which each tensor
+    rank has a share of the gradient, and tied weights of which two stages have one each.
+
+    Args:
+        parameters: of this process's stages.
+        plan: which are whole, and which are tied.
+        placement: pipeline rank of each stage.
+        groups: the layout's processes.
+    """
+    gradients = local_gradients(parameters)
+    whole = [gradient for name, gradient in gradients.items() if is_whole(name, plan)]
+    sum_over_tensor(whole, groups)
+    first, last = placement[0], placement[-1]
+    for owner, copy in plan.tied if len(placement) > 1 else ():
+        if first == last == groups.place.pipeline:
+            gradients[owner] += gradients[copy]
+            gradients[copy].copy_(gradients[owner])
+        elif owner in gradients:
+            sum_tied(gradients[owner], last, groups)
+        elif copy in gradients:
+            sum_tied(gradients[copy], first, groups)
+    return gradients
+
+
+def is_counted(name: str, plan: ModelPlan, placement: Sequence[int], groups: Groups) -> bool:
+    """Whether this process's part of a gradient counts in the norm, being nobody else's."""
+    if groups.place.tensor > 0 and plan.split_dim(name) is None:
+        return False
+    return not (len(placement) > 1 and name in {copy for _, copy in plan.tied})
 
 
 @torch.no_grad()

@@ -3,12 +3,7 @@
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["compute_dtype", "precision_policy"]
-
-
-def compute_dtype(mixed_precision: bool) -> torch.dtype:
-    """What the blocks compute in, and what travels between stages."""
-    return torch.bfloat16 if mixed_precision else torch.float32
+__all__ = ["precision_policy"]
 
 
 def precision_policy(mixed_precision: bool) -> MixedPrecisionPolicy:

@@ -1,6 +1,6 @@
 """Splits a model over the tensor axis as its plan says, with the sequence split in between."""
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -49,7 +49,7 @@ def split_model(model: nn.Module, plan: ModelPlan, groups: Groups) -> None:
     parallelize_module(model, groups.mesh["tensor"], styles, src_data_rank=None)
 
 
-def is_whole(name: str, parameter: Tensor, plan: ModelPlan) -> bool:
+def is_whole(name: str, plan: ModelPlan) -> bool:
     """Whether each tensor rank holds all of a parameter and only its share of the gradient."""
     return plan.style(name) in ("sequence", "heads")
 
