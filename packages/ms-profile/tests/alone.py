@@ -1,4 +1,4 @@
-"""Prove that the installed wheel works alone: run by `python -I` where torch and siblings are not."""
+"""Prove that the installed wheel works alone: run by `python -I`, without torch and siblings."""
 
 import subprocess
 import sys
@@ -32,9 +32,8 @@ def main() -> None:
         command = [sys.executable, "-I", "-m", "ms_profile", "logs", str(folder), "--json"]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         check(len(printed.splitlines()) == 6, "the command prints six lines")
-    fits = ms_profile.align_clocks(
-        {0: {k: k * 10**6 for k in range(9)}, 1: {k: k * 10**6 + 500 for k in range(9)}}
-    )
+    ends = {rank: {number: number * 10**6 + 500 * rank for number in range(9)} for rank in range(2)}
+    fits = ms_profile.align_clocks(ends)
     check(abs(fits[1].offset_ns - 500) < 1, "the offset of 500 ns is found")
     fit = ms_profile.fit_link([0, 10**6], [1e-5, 1e-5 + 1e-3])
     check(abs((fit.bandwidth_bytes_per_s or 0) / 1e9 - 1) < 1e-6, "1 GB/s is found")

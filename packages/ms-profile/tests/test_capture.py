@@ -247,3 +247,21 @@ def test_a_run_is_not_overwritten_unless_asked(alone: tuple[Path, Finished]) -> 
     run(folder, "--steps", "5", own=("--overwrite",))
     assert read_run(folder).arguments == ("--steps", "5")
     assert [path.name for path in (folder / "traces").iterdir()] == ["rank-00000.000.json"]
+
+
+def test_a_killed_rank_is_named_and_the_others_records_are_kept(tmp_path: Path) -> None:
+    """Rank 1 of 2 dies by SIGKILL: its ring and events stay, rank 0 fails and saves its window."""
+    folder = tmp_path / "out"
+    script = tmp_path / "killed.py"
+    script.write_text(
+        SCRIPT.read_text().replace("os.kill(", 'if os.environ["RANK"] == "1": os.kill(')
+    )
+    own = ("--nproc-per-node", "2", "--train-script", str(script))
+    done = run(folder, "--parallel", "ddp", "--steps", "7", "--end", "kill", own=own, rc=1)
+    assert "rank 1 ended without a word" in done.stderr
+    failed, killed = read_ranks(folder)
+    assert (failed.status, killed.status) == ("failed", "running")
+    assert failed.traces[0].steps >= 3
+    ring = read_ring(folder / "ring/rank-00001.ring")
+    assert ring.spans["step"].max() == 5
+    assert {event.rank for event in read_events(folder)} == {0, 1}

@@ -1,5 +1,6 @@
 """The pure parts of capture: metrics, phases, imports, and running a script as Python would."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -164,3 +165,24 @@ def test_a_script_runs_as_under_python_itself(tmp_path: Path, name: str) -> None
     )
     assert got.stderr == wanted.stderr
     assert (got.returncode, got.stdout) == (wanted.returncode, wanted.stdout)
+
+
+SAVING = """
+import os, signal, sys, time
+from ms_profile.capture.script import Termination
+def save():
+    print("saved", flush=True)
+termination = Termination(save)
+with termination.saving():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.05)
+    print("finished", flush=True)
+print("alive", flush=True)
+"""
+
+
+def test_a_termination_waits_for_what_is_being_saved() -> None:
+    """A SIGTERM in the middle of saving ends the process after it, and saves no second time."""
+    done = subprocess.run([sys.executable, "-c", SAVING], capture_output=True, text=True)
+    assert done.stdout == "finished\n"
+    assert done.returncode == -signal.SIGTERM

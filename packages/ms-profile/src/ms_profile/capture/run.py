@@ -12,7 +12,7 @@ from typing import Final
 from attrs import frozen
 
 from ms_profile.capture.plan import Place, Plan, clear_run
-from ms_profile.capture.script import on_termination, run_script
+from ms_profile.capture.script import Termination, run_script
 from ms_profile.capture.session import Session
 from ms_profile.errors import CaptureError
 from ms_profile.format import RankManifest, rank_path, read_ranks
@@ -45,16 +45,16 @@ def run_here(plan: Plan, *, overwrite: bool = False) -> Outcome:
     place = Place.here()
     if overwrite:
         clear_run(plan.output_dir, place)
-    # Kineto prints a line for each window otherwise; it reads this when torch is imported.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     session = Session(plan, place)
-    on_termination(lambda: session.finish(128 + signal.SIGTERM, "terminated by SIGTERM"))
+    terminated = 128 + signal.SIGTERM, "terminated by SIGTERM"
+    termination = Termination(lambda: session.finish(*terminated))
     try:
         ending = run_script(plan.script, plan.arguments)
     except CaptureError as error:
         session.finish(2, str(error))
         raise
-    session.finish(ending.exit_code, ending.error)
+    with termination.saving():
+        session.finish(ending.exit_code, ending.error)
     return Outcome(exit_code=ending.exit_code, ranks=(session.manifest,), complete=session.complete)
 
 

@@ -10,6 +10,7 @@ collectives and the run says so. A profiler that the script starts takes Kineto 
 stops, and starts again once that has ended.
 """
 
+import os
 import re
 import time
 from bisect import bisect_right
@@ -41,6 +42,8 @@ class ScopeRecorder:
     """Record the scopes of this process into a ring, interval by interval."""
 
     def __init__(self, ring: Ring, *, interval_s: float = 2.0) -> None:
+        # Kineto prints a line for each start otherwise; it reads this when first used.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._ring = ring
         self._interval_ns = int(interval_s * 1e9)
         self._settings: Any = autograd_profiler.profile()

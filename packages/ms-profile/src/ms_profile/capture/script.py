@@ -4,7 +4,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
 
@@ -12,7 +13,7 @@ from attrs import frozen
 
 from ms_profile.errors import CaptureError
 
-__all__ = ["Ending", "on_termination", "run_script"]
+__all__ = ["Ending", "Termination", "run_script"]
 
 
 @frozen
@@ -76,16 +77,37 @@ def _print(error: BaseException) -> None:
     sys.excepthook(type(error), error.with_traceback(own), own)
 
 
-def on_termination(save: Callable[[], None]) -> None:
+class Termination:
     """Save before SIGTERM ends this process, as a launcher sends it when another rank failed.
 
-    The process still dies of the signal. A script that sets its own handler replaces this one.
+    The process still dies of the signal, but not in the middle of `saving`. A script that sets its
+    own handler replaces this one.
     """
 
-    def handle(number: int, _: FrameType | None) -> None:
-        save()
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+    def __init__(self, save: Callable[[], None]) -> None:
+        self._save = save
+        self._saving = self._asked = False
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._handle)
 
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, handle)
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Put the end off until what is inside is done."""
+        self._saving = True
+        try:
+            yield
+        finally:
+            self._saving = False
+            if self._asked:
+                _die()
+
+    def _handle(self, _: int, __: FrameType | None) -> None:
+        self._asked = True
+        if not self._saving:
+            with self.saving():
+                self._save()
+
+
+def _die() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)

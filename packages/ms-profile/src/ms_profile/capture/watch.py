@@ -1,11 +1,13 @@
 """See a training script's steps and modules from outside, by the hooks that torch offers for it.
 
 A step goes from the first forward after an optimizer's step to the next such forward: so gradient
-accumulation is one step, and two optimizers that step in turn are one. Where no model is called,
-a step ends before its first optimizer's next. The models are found when an
-optimizer steps for the first time: they are the outermost modules that own its parameters. Modules
-are watched down to `DEPTH` below them; hooks on everything would cost more than the promise.
-Compiled modules are watched from outside only: a hook inside would break their graph.
+accumulation is one step, and two optimizers that step in turn are one. Where no model is called, a
+step ends when one of its optimizers is about to step again.
+
+The models are found when an optimizer steps for the first time: they are the outermost modules that
+own its parameters. Modules are watched down to `DEPTH` below them; hooks on everything would cost
+more than the promise. Compiled modules are watched from outside only: a hook inside would become
+part of what is compiled.
 
 Needs torch; imported once the script has imported it.
 """

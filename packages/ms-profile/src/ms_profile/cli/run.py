@@ -93,6 +93,8 @@ def _tell(plan: Plan, outcome: Outcome, *, as_json: bool) -> None:
     if "RANK" not in os.environ and as_json:
         print(msgspec.json.encode(outcome.ranks).decode())
     for rank in outcome.ranks:
+        if rank.status == "running":
+            print(f"ms-profile: rank {rank.rank} ended without a word: killed?", file=sys.stderr)
         for warning in rank.warnings:
             print(f"ms-profile: rank {rank.rank}: {warning}", file=sys.stderr)
     traced = max((sum(trace.steps for trace in rank.traces) for rank in outcome.ranks), default=0)
