@@ -8,20 +8,15 @@ from attrs import evolve, field, frozen
 
 from ms_profile.activity import Activity, Breakdown, break_down, find_activity
 from ms_profile.alignment import ClockFit
-from ms_profile.collectives import (
-    Collective,
-    Meeting,
-    align_traces,
-    correct_intervals,
-    find_collectives,
-    match_collectives,
-    shift_meeting,
-)
+from ms_profile.clocks import align_meetings, correct_intervals, shift_meeting
+from ms_profile.collectives import Collective, Meeting, find_collectives, match_collectives
 from ms_profile.errors import ProfileError, TraceError
 from ms_profile.format import read_ranks
+from ms_profile.grouping import split_groups
 from ms_profile.intervals import Intervals
 from ms_profile.ledger import Ledger, keep_ledger
 from ms_profile.pauses import read_pauses
+from ms_profile.steps import find_steps
 from ms_profile.trace import Trace, read_trace
 
 __all__ = ["Analysis", "RankAnalysis", "analyse", "analyse_traces", "find_traces"]
@@ -126,14 +121,18 @@ def analyse_traces(
         data: likewise, of waits for the next batch.
         warnings: what reading the traces said.
     """
-    fits = align_traces(traces) if len(traces) > 1 else {}
     said = list(warnings)
+    hosts = {rank: trace.host for rank, trace in traces.items()}
+    found = {rank: find_collectives(trace) for rank, trace in traces.items()}
+    steps = {rank: find_steps(trace) for rank, trace in traces.items()}
+    matched = split_groups(match_collectives(found, steps), hosts)
+    fits = align_meetings(matched, hosts) if len(traces) > 1 else {}
     ranks = {}
     for rank, trace in sorted(traces.items()):
         activity = find_activity(trace, (garbage or {}).get(rank), (data or {}).get(rank))
         ranks[rank] = RankAnalysis(
             rank=rank, trace=trace, activity=activity, breakdowns=break_down(activity),
-            collectives=find_collectives(trace), clock=fits.get(rank),
+            collectives=found[rank], clock=fits.get(rank),
         )  # fmt: skip
     lost = sorted(ranks.keys() - fits.keys())
     if lost and len(ranks) > 1:
@@ -141,10 +140,6 @@ def analyse_traces(
             f"ranks {', '.join(map(str, lost))} share no collectives with rank {min(ranks)}: "
             "their clocks cannot be compared, nor their waits be told from transfers"
         )
-    matched = match_collectives(
-        {rank: one.collectives for rank, one in ranks.items()},
-        {rank: one.activity.steps for rank, one in ranks.items()},
-    )
     meetings = tuple(shift_meeting(one, fits) for one in matched) if fits else ()
     phases = {
         rank: {

@@ -4,7 +4,8 @@ A rank waits in a collective from its own entry until the last member enters; th
 What made that last rank late is looked for in what it did since the two ranks last met: the phases
 in which it spent more than the rank that waits. The excess of all phases sums to the wait, for both
 left the same meeting; so each phase is charged its share of the positive excess. Time that the late
-rank itself spent waiting for a third is passed on to the one that it waited for.
+rank itself spent waiting for a third is passed on to the one that it waited for; time that it spent
+in transfers is the phase "link".
 """
 
 from bisect import bisect_left
@@ -32,7 +33,7 @@ class Charge:
     waiting: int
     cause: int
     phase: str
-    """A key of `ms_profile.activity.PHASES`."""
+    """A key of `ms_profile.activity.PHASES`, or "link" for slower transfers."""
     wait_ns: float
 
 
@@ -126,7 +127,7 @@ def keep_ledger(
     Args:
         meetings: on one clock, as `ms_profile.analysis` aligns them.
         phases: for each rank disjoint intervals (N, 2) ns by phase on the same clock; what they
-            leave is "host". "collective" is taken from the meetings.
+            leave is "host".
     """
     ordered = sorted(
         (one for one in meetings if len(one.starts_ns) > 1),
@@ -134,7 +135,7 @@ def keep_ledger(
     )
     book = _Book(
         phases={
-            rank: {name: _Covered(own) for name, own in parts.items() if name != "collective"}
+            rank: {name: _Covered(own) for name, own in parts.items()}
             for rank, parts in phases.items()
         },
         begins=min((min(one.starts_ns.values()) for one in ordered), default=0),
@@ -190,18 +191,19 @@ def _causes(
         excess[phase] = theirs - ours
         spent_late -= theirs
         spent_own -= ours
+    excess["host"] = spent_late - spent_own
+    # Exposed communication of the late rank is transfer, the link's, or wait, passed on.
+    communicated = excess.pop("collective", 0.0)
     passed_on = _waited(book.waits[late], origin, entered)
-    own_waits = sum(_waited(book.waits[waiting], origin, start).values())
     total_passed = sum(passed_on.values())
-    # Waiting looks like "host" from outside; here it is known for what it is.
-    excess["host"] = (spent_late - total_passed) - (spent_own - own_waits)
+    own_waits = sum(_waited(book.waits[waiting], origin, start).values())
+    more_wait = min(max(total_passed - own_waits, 0.0), max(communicated, 0.0))
+    excess["link"] = communicated - more_wait
     shares: dict[tuple[int, str], float] = {
         (late, phase): float(amount) for phase, amount in excess.items() if amount > 0
     }
-    if total_passed > own_waits:
-        scale = (total_passed - own_waits) / total_passed
-        for cause, amount in passed_on.items():
-            shares[cause] = shares.get(cause, 0.0) + amount * scale
+    for cause, amount in passed_on.items() if more_wait > 0 else ():
+        shares[cause] = shares.get(cause, 0.0) + amount * more_wait / total_passed
     total = sum(shares.values())
     if total <= 0:
         return ((late, "host", 1.0),)

@@ -5,10 +5,19 @@ from collections import defaultdict
 import numpy as np
 from attrs import frozen
 
-from ms_profile.ledger import Ledger
+from ms_profile.ledger import Ledger, name_suspect
 from ms_profile.link import LinkFit, LinkMatrix, fit_link
 
-__all__ = ["SlowLink", "TransferFit", "fit_transfers", "name_slow_link"]
+__all__ = [
+    "SlowGroup",
+    "SlowLink",
+    "TransferFit",
+    "Verdict",
+    "diagnose",
+    "fit_transfers",
+    "name_slow_group",
+    "name_slow_link",
+]
 
 FAIR_RATIO = 1.5
 LEAST_RUNS = 3
@@ -90,3 +99,107 @@ def fit_transfers(ledger: Ledger) -> tuple[TransferFit, ...]:
             )
         )  # fmt: skip
     return tuple(found)
+
+
+@frozen(kw_only=True)
+class SlowGroup:
+    """Ranks whose transfers take longer than the same transfers among others, or than usual."""
+
+    ranks: tuple[int, ...]
+    """The one rank that all slow groups share, where there is one; else the slowest group."""
+    excess_ns: float
+    """Transfer time over what is usual, summed over its collectives."""
+    confidence: float
+    """Share of 1,000 resamplings of the collectives in which these ranks come out slowest."""
+
+
+def name_slow_group(ledger: Ledger, *, seed: int = 0) -> SlowGroup | None:
+    """Name the ranks between which transfers are slow, from the collectives of a run.
+
+    Groups that do the same kind and size are held against the fastest of them. A group without
+    peers is held against its own fastest tenth: a link that is always slow, and the only one, is
+    not to be told from a fast one. None where no group's transfers are half as long again.
+    """
+    excess, usual = _excess_transfers(ledger)
+    if not excess:
+        return None
+    groups = sorted({ranks for _, ranks, _ in excess})
+    table = np.zeros((len(excess), len(groups)))
+    for row, (_, ranks, amount) in enumerate(excess):
+        table[row, groups.index(ranks)] = amount
+    totals = table.sum(axis=0)
+    first = int(totals.argmax())
+    if totals[first] < (FAIR_RATIO - 1) * usual[groups[first]]:
+        return None
+    slow = [set(group) for group, total in zip(groups, totals, strict=True)
+            if total > totals[first] / 2]  # fmt: skip
+    shared = set.intersection(*slow)
+    named = tuple(sorted(shared)) if len(slow) > 1 and len(shared) == 1 else groups[first]
+    counted = np.array([set(named) <= set(group) for group in groups])
+    random = np.random.default_rng(seed)
+    resampled = random.poisson(1.0, (1000, len(excess))) @ table
+    wins = counted[resampled.argmax(axis=1)].mean()
+    return SlowGroup(
+        ranks=named, excess_ns=float(totals[counted].sum()),
+        confidence=float(wins * (len(excess) + 1) / (len(excess) + 2)),
+    )  # fmt: skip
+
+
+def _excess_transfers(
+    ledger: Ledger,
+) -> tuple[list[tuple[int, tuple[int, ...], float]], dict[tuple[int, ...], float]]:
+    """Every meeting's transfer over the usual; and what is usual, summed by group."""
+    runs: dict[tuple[str, int | None, int], dict[tuple[int, ...], list[tuple[int, float]]]] = (
+        defaultdict(lambda: defaultdict(list))
+    )
+    for number, (one, transfers) in enumerate(
+        zip(ledger.meetings, ledger.transfer_ns, strict=True)
+    ):
+        ranks = tuple(sorted(transfers))
+        signature = one.kind, one.size_bytes, len(ranks)
+        runs[signature][ranks].append((number, float(np.mean(list(transfers.values())))))
+    excess = []
+    usual: dict[tuple[int, ...], float] = defaultdict(float)
+    for by_group in runs.values():
+        times = [np.array([time for _, time in own]) for own in by_group.values()]
+        if len(times) > 1:
+            fair = float(min(np.median(own) for own in times))
+        else:
+            fair = float(np.quantile(times[0], 0.1))
+        for ranks, own in by_group.items():
+            usual[ranks] += fair * len(own)
+            excess += [(number, ranks, max(time - fair, 0.0)) for number, time in own]
+    return excess, usual
+
+
+@frozen(kw_only=True)
+class Verdict:
+    """What a run's waiting comes from."""
+
+    ranks: tuple[int, ...]
+    phase: str
+    cost_ns: float
+    """Time that the other ranks lost to it."""
+    confidence: float
+
+
+def diagnose(ledger: Ledger) -> Verdict | None:
+    """Name the ranks and the phase that cost the others most: a slow rank or slow transfers.
+
+    None where nothing was waited for and no transfer was slow.
+    """
+    suspect, slow = name_suspect(ledger), name_slow_group(ledger)
+    if slow is not None and (
+        suspect is None or suspect.phase == "link" or slow.excess_ns > suspect.caused_ns
+    ):
+        return Verdict(
+            ranks=slow.ranks, phase="link", cost_ns=slow.excess_ns, confidence=slow.confidence
+        )
+    if suspect is None:
+        return None
+    return Verdict(
+        ranks=(suspect.rank,),
+        phase=suspect.phase,
+        cost_ns=suspect.caused_ns,
+        confidence=suspect.confidence,
+    )

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -46,7 +46,7 @@ def export_perfetto(analysis: Analysis, path: str | os.PathLike[str]) -> int:
     return written
 
 
-def _packed(file: BinaryIO, target: Path) -> AbstractContextManager[IO[bytes]]:
+def _packed(file: BinaryIO, target: Path) -> AbstractContextManager[BinaryIO | gzip.GzipFile]:
     if target.suffix == ".gz":
         return gzip.GzipFile(fileobj=file, mode="wb", compresslevel=4)
     return nullcontext(file)

@@ -55,10 +55,10 @@ function memoryChart(canvas, series) {
   series.forEach((line, number) => {
     pen.fillStyle = colours[number % colours.length]; pen.globalAlpha = 0.18;
     pen.beginPath(); pen.moveTo(x(line.at[0]), bottom);
-    line.at.forEach((at, i) => { pen.lineTo(x(at), y(line.high[i])); });
+    line.at.forEach((at, i) => { if (i) pen.lineTo(x(at), y(line.high[i - 1])); pen.lineTo(x(at), y(line.high[i])); });
     pen.lineTo(x(line.at[line.at.length - 1]), bottom); pen.fill();
     pen.globalAlpha = 1; pen.strokeStyle = colours[number % colours.length]; pen.lineWidth = 1.5; pen.beginPath();
-    line.at.forEach((at, i) => { pen.lineTo(x(at), y(line.high[i])); pen.lineTo(x(at), y(line.low[i])); });
+    line.at.forEach((at, i) => { if (i) pen.lineTo(x(at), y(line.low[i - 1])); pen.lineTo(x(at), y(line.high[i])); pen.lineTo(x(at), y(line.low[i])); });
     pen.stroke();
   });
 }

@@ -11,7 +11,7 @@ from ms_profile.advice import Finding, advise
 from ms_profile.analysis import Analysis, RankAnalysis
 from ms_profile.ledger import name_suspect
 from ms_profile.link import LinkMatrix
-from ms_profile.links import fit_transfers, name_slow_link
+from ms_profile.links import fit_transfers, name_slow_group, name_slow_link
 from ms_profile.memory import memory_peaks, memory_timeline
 from ms_profile.operators import kernel_table, operator_table
 
@@ -113,6 +113,7 @@ def _communication(analysis: Analysis, links: LinkMatrix | None) -> dict[str, An
         cell[1] += sum(waited.values()) / len(waited)
         cell[2] += sum(moved.values()) / len(moved)
     seen = sum(len(one.collectives) for one in analysis.ranks.values())
+    group = name_slow_group(ledger)
     slow = name_slow_link(links) if links is not None else None
     return {
         "ranks": ranks,
@@ -129,6 +130,9 @@ def _communication(analysis: Analysis, links: LinkMatrix | None) -> dict[str, An
             "backend": links.backend, "world": links.world_size,
             "pairs": [[p.first, p.second, p.fit.latency_s, p.fit.bandwidth_bytes_per_s]
                       for p in links.pairs],
+        },
+        "slow_group": None if group is None else {
+            "ranks": group.ranks, "excess": group.excess_ns, "confidence": group.confidence,
         },
         "slow_link": None if slow is None else {
             "first": slow.first, "second": slow.second, "ratio": slow.ratio,

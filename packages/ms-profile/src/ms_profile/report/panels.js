@@ -96,6 +96,8 @@ function communication() {
   const { ranks, waits, kinds, fits, links, slow_link: slow } = facts.communication;
   const matrix = waits ? heatMap(ranks, waits.map((row, i) => row.map((value, j) => (i === j ? null : value))), { text: time, caption: "Wait by waiting rank and causing rank", rowTitle: "waits", columnTitle: "causes" }) : make("p", { class: "soft" }, "Not measurable: it takes traces of two ranks or more that share collectives.");
   const parts = [make("div", { class: "card" }, make("h2", {}, "Who waits for whom"), matrix)];
+  const group = facts.communication.slow_group;
+  if (group) parts.push(make("p", { class: "warning" }, `Slow transfers: those of rank${group.ranks.length > 1 ? "s" : ""} ${group.ranks.join(", ")} took ${time(group.excess)} more than usual, confidence ${share(group.confidence, 1)}.`));
   if (links) {
     const by = (index) => ranksOf(links.world).map((a) => ranksOf(links.world).map((b) => { const pair = links.pairs.find((p) => (p[0] === a && p[1] === b) || (p[0] === b && p[1] === a)); return pair ? pair[index] : null; }));
     parts.push(make("div", { class: "pair" },
@@ -135,7 +137,7 @@ function waiting(go) {
     { title: "", value: (r) => r[2], text: (r) => make("button", { type: "button", class: "link", on: { click: () => go("timeline", (line) => line.goTo(r[5], r[2], (r[3] + r[4]) / facts.ranks.length)) } }, "show") },
   ];
   return [
-    make("div", { class: "card" }, make("h2", {}, "Who and what caused the waiting"), suspect ? make("p", {}, `Rank ${suspect.rank} in its ${suspect.phase} phase caused ${time(suspect.caused)} of the other ranks' waiting, confidence ${share(suspect.confidence, 1)}.`) : null, bars,
+    make("div", { class: "card" }, make("h2", {}, "Who and what caused the waiting"), suspect ? make("p", {}, `${suspect.confidence < 0.9 ? "No rank stands out; most, if not surely: " : ""}rank ${suspect.rank} in its ${suspect.phase} phase caused ${time(suspect.caused)} of the other ranks' waiting, confidence ${share(suspect.confidence, 1)}.`) : null, bars,
       make("p", { class: "soft" }, `${count(meetings)} collectives; the ranks waited ${waited.map(([rank, ns]) => `${time(ns)} (rank ${rank})`).join(", ")}. A wait is charged to the last rank to enter, and to the phases in which it spent more time than the one that waited; time that it had itself waited is passed on.`)),
     make("div", { class: "card" }, make("h2", {}, "Collectives with the longest waits"), sortedTable(rows, columns, { sort: 2, caption: "Waiting ledger" }).element),
   ];

@@ -1,0 +1,66 @@
+"""Traces for the tests: real ones of two gloo ranks, and made ones in the form Kineto documents."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ms_profile.trace import Trace
+from ms_profile.trace.builder import TraceBuilder
+from ms_profile.trace.records import Arguments, Record
+
+FOLDER = Path(__file__).parent / "traces"
+Span = tuple[str, str, int | str, float, float]
+"""Label, name, thread, start and length in µs."""
+
+
+@pytest.fixture
+def traces_folder() -> Path:
+    """The folder of real traces: `ddp` and `fsdp`, two ranks each."""
+    return FOLDER
+
+
+@pytest.fixture
+def make_trace() -> Callable[..., Trace]:
+    """Build a trace from spans; kernels and copies get correlations, as CUDA's have."""
+
+    def make(spans: Sequence[Span], *, rank: int = 0, host: str = "", messages: int = 0) -> Trace:
+        builder = TraceBuilder()
+        records = []
+        for number, (label, name, thread, start, length) in enumerate(spans):
+            device = label in ("kernel", "gpu_memcpy")
+            arguments = Arguments(correlation=number if device else -1)
+            if messages and label == "kernel" and name.startswith("nccl"):
+                arguments = Arguments(
+                    correlation=number, collective="allreduce", sent_elements=messages,
+                    received_elements=messages, dtype="Float", group="0", group_size=2,
+                )  # fmt: skip
+            records.append(
+                Record(
+                    ph="X", name=name, cat=label, pid=0, tid=thread, ts=start, dur=length,
+                    args=arguments,
+                )
+            )  # fmt: skip
+        builder.add(records)
+        place = {"rank": rank, "world_size": 2}
+        return builder.finish({"distributedInfo": place, "host_name": host}, (), 0)
+
+    return make
+
+
+@pytest.fixture
+def kineto_text() -> Callable[[Sequence[dict[str, Any]]], str]:
+    """Write events as Kineto lays them out: every event on lines of its own, indented by two."""
+
+    def write(events: Sequence[dict[str, Any]]) -> str:
+        parts = []
+        for event in events:
+            lines = json.dumps(event, indent=2).splitlines()
+            parts.append("\n".join("  " + line for line in lines))
+        body = ",\n".join(parts)
+        head = '{\n  "schemaVersion": 1,\n  "baseTimeNanoseconds": 1000000000,\n'
+        return f'{head}  "traceEvents": [\n{body}\n  ],"traceName": "made" }}'
+
+    return write

@@ -1,0 +1,215 @@
+"""Where the time goes: breakdowns, the ledger, verdicts on injected faults, clocks."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ms_profile.analysis import Analysis, analyse, analyse_traces
+from ms_profile.errors import TraceError
+from ms_profile.ledger import name_suspect
+from ms_profile.link import LinkMatrix, PairLink, fit_link
+from ms_profile.links import diagnose, fit_transfers, name_slow_link
+from ms_profile.memory import memory_peaks, memory_timeline
+from ms_profile.simulation import Fault, SimulatedRun, simulate_run
+from ms_profile.trace import Trace
+
+MS = 1_000_000
+
+
+def analysed(run: SimulatedRun) -> Analysis:
+    """Analyse a simulated run with what its recorder would know of garbage collection."""
+    return analyse_traces(run.traces, garbage=run.garbage)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_real_runs_phases_sum_to_its_wall_time(traces_folder: Path, kind: str) -> None:
+    """Of two gloo ranks every step's phases sum to its wall time, and collectives are matched."""
+    found = analyse(traces_folder / kind)
+    assert sorted(found.ranks) == [0, 1]
+    assert found.warnings == ()
+    for one in found.ranks.values():
+        assert len(one.breakdowns) == 2
+        for step in one.breakdowns:
+            assert sum(step.phases_ns.values()) == step.step.duration_ns
+            assert all(amount >= 0 for amount in step.phases_ns.values())
+        assert len(one.collectives) == len(found.meetings) > 0
+        assert {"copy", "launch", "synchronise"} < set(one.activity.unmeasured)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_transfer_and_wait_sum_to_each_collectives_time(traces_folder: Path, kind: str) -> None:
+    """Every rank's part in every collective is its wait plus its transfer, exactly; no charge is lost."""
+    ledger = analyse(traces_folder / kind).ledger
+    for one, wait, transfer in zip(
+        ledger.meetings, ledger.wait_ns, ledger.transfer_ns, strict=True
+    ):
+        for rank in wait:
+            assert wait[rank] + transfer[rank] == one.ends_ns[rank] - one.starts_ns[rank]
+            assert wait[rank] >= 0
+    assert sum(ledger.charged_ns().values()) == pytest.approx(sum(ledger.waited_ns().values()))
+
+
+@pytest.mark.parametrize("phase", ["data", "compute", "garbage", "host"])
+@pytest.mark.parametrize("delay_ms", [5, 50, 1000])
+@pytest.mark.parametrize(("ranks", "grid"), [(2, 0), (8, 0), (8, 2)])
+def test_the_slow_rank_and_phase_are_named(
+    phase: str, delay_ms: int, ranks: int, grid: int
+) -> None:
+    """With skewed, drifting clocks the fault's rank and phase are named, and with confidence."""
+    random = np.random.default_rng(ranks + delay_ms)
+    offsets, drifts = random.uniform(-3e9, 3e9, ranks), random.uniform(-5e-5, 5e-5, ranks)
+    fault = Fault(phase=phase, rank=ranks - 1, delay_ns=delay_ms * MS)  # type: ignore[arg-type]
+    run = simulate_run(
+        ranks=ranks, grid=grid, fault=fault, offsets_ns=list(offsets), drifts=list(drifts), seed=1
+    )
+    verdict = diagnose(analysed(run).ledger)
+    assert verdict is not None
+    assert (verdict.ranks, verdict.phase) == ((ranks - 1,), phase)
+    assert verdict.confidence > 0.9
+
+
+@pytest.mark.parametrize(("ranks", "grid", "every"), [(2, 0, 3), (4, 2, 1), (8, 2, 1)])
+def test_slow_transfers_are_told_from_slow_ranks(ranks: int, grid: int, every: int) -> None:
+    """A slow link is charged to the link, and the ranks named include the one it belongs to."""
+    fault = Fault(phase="link", rank=1, delay_ns=30 * MS, every=every)
+    verdict = diagnose(analysed(simulate_run(ranks=ranks, grid=grid, fault=fault, seed=2)).ledger)
+    assert verdict is not None
+    assert verdict.phase == "link"
+    assert 1 in verdict.ranks
+
+
+def test_without_a_fault_nobody_is_accused() -> None:
+    """On equal ranks no verdict reaches a confidence of 95% and a cost of 2% of the time."""
+    for seed in range(10):
+        found = analysed(simulate_run(ranks=4, seed=seed))
+        verdict = diagnose(found.ledger)
+        wall = sum(step.step.duration_ns for step in found.ranks[0].breakdowns)
+        assert verdict is None or verdict.confidence < 0.95 or verdict.cost_ns < 0.02 * wall * 4
+
+
+def test_clocks_of_simulated_traces_align_within_100_us() -> None:
+    """3 s of offset and 50 ppm of drift are taken out to within 100 µs at the 99th percentile."""
+    offsets, drifts = [0.0, 3e9, -3e9, 1e8], [0.0, 5e-5, -5e-5, 2e-5]
+    run = simulate_run(ranks=4, offsets_ns=offsets, drifts=drifts, steps=40, seed=3)
+    errors = []
+    for rank, one in analysed(run).ranks.items():
+        own = one.trace.start_ns - run.origin_ns
+        true = (own - offsets[rank]) / (1 + drifts[rank]) + run.origin_ns
+        assert one.clock is not None
+        errors.extend(np.abs(one.clock.correct(one.trace.start_ns) - true))
+    assert np.percentile(errors, 99) < 100_000
+
+
+def test_groups_that_the_backend_does_not_name_are_told_apart() -> None:
+    """In a grid of 4 by 2 the gatherings of rows are meetings of two ranks, not of eight."""
+    found = analysed(simulate_run(ranks=8, grid=2, seed=4))
+    members = {tuple(one.starts_ns) for one in found.meetings if one.kind == "all_gather"}
+    assert members == {(0, 1), (2, 3), (4, 5), (6, 7)}
+    assert {len(one.starts_ns) for one in found.meetings if one.kind == "all_reduce"} == {8}
+
+
+def test_hidden_communication_is_what_compute_covers(make_trace: Callable[..., Trace]) -> None:
+    """Of 100 µs of a collective 60 lie under kernels: 60% is hidden and 40 µs count as exposed."""
+    trace = make_trace(
+        [
+            ("user_annotation", "ProfilerStep#1", "main", 0.0, 200.0),
+            ("kernel", "gemm", "stream 7", 10.0, 100.0),
+            ("kernel", "ncclDevKernel_AllReduce_Sum", "stream 9", 50.0, 100.0),
+            ("cpu_op", "aten::mm", "main", 0.0, 8.0),
+            ("cuda_runtime", "cudaDeviceSynchronize", "main", 160.0, 30.0),
+        ]
+    )
+    (step,) = analyse_traces({0: trace}).ranks[0].breakdowns
+    assert step.hidden_share == pytest.approx(0.6)
+    expected = {"compute": 100, "collective": 40, "synchronise": 30, "launch": 8, "host": 22}
+    assert {k: v / 1000 for k, v in step.phases_ns.items() if v} == expected
+
+
+def test_ranks_without_shared_collectives_are_said_to_be_apart(
+    make_trace: Callable[..., Trace],
+) -> None:
+    """Two ranks that share nothing get no common clock, no waits and a warning."""
+    traces = {r: make_trace([("cpu_op", "aten::mm", 1, 0.0, 9.0)], rank=r) for r in (0, 1)}
+    found = analyse_traces(traces)
+    assert "cannot be compared" in found.warnings[0]
+    assert found.meetings == ()
+    assert name_suspect(found.ledger) is None
+    assert diagnose(found.ledger) is None
+
+
+def test_unequal_windows_pair_by_step(traces_folder: Path) -> None:
+    """A rank whose trace lacks its last step still pairs the collectives of the other."""
+    from attrs import evolve
+
+    from ms_profile.trace import read_trace
+
+    traces = {r: read_trace(traces_folder / "ddp" / f"rank-0000{r}.json.gz") for r in (0, 1)}
+    whole = analyse_traces(traces)
+    last = whole.ranks[1].activity.steps[-1].start_ns
+    keep = np.flatnonzero(traces[1].start_ns < last)
+    columns = ("start_ns", "duration_ns", "name", "category", "thread", "external", "correlation",
+               "shape", "moved_bytes")  # fmt: skip
+    notes = {new: traces[1].notes[old] for new, old in enumerate(keep) if old in traces[1].notes}
+    short = evolve(traces[1], notes=notes, **{c: getattr(traces[1], c)[keep] for c in columns})
+    found = analyse_traces({0: traces[0], 1: short})
+    assert len(found.meetings) == len(whole.meetings) // 2 > 0
+
+
+def test_the_memory_timeline_keeps_the_peak(traces_folder: Path) -> None:
+    """The line's highest point is the largest total that the allocator reported."""
+    found = analyse(traces_folder / "ddp").ranks[0].trace
+    (line,) = memory_timeline(found)
+    assert line.device == -1
+    assert line.high_bytes.max() == found.memory.allocated_bytes.max() > 0
+    assert memory_peaks(found)[0].size_bytes > 0
+
+
+def test_transfers_fit_the_line_they_were_made_from() -> None:
+    """Links' latency and bandwidth come back within 10% from noisy transfers of two sizes."""
+    random = np.random.default_rng(0)
+    sizes = np.repeat([8.0, 65536.0, 1048576.0, 4194304.0], 5)
+    times = (40e-6 + sizes / 2e9) * random.normal(1, 0.03, len(sizes))
+    fit = fit_link(sizes, times)
+    assert fit.latency_s == pytest.approx(40e-6, rel=0.1)
+    assert fit.bandwidth_bytes_per_s == pytest.approx(2e9, rel=0.1)
+    found = fit_transfers(analysed(simulate_run(ranks=4, seed=5)).ledger)
+    assert found == ()  # one size a kind makes no line
+
+
+def test_the_slow_link_is_named_and_an_even_matrix_names_none() -> None:
+    """One pair at a third of the bandwidth is named; pairs within 10% of each other are not."""
+
+    def matrix(slow: tuple[int, int] | None) -> LinkMatrix:
+        random = np.random.default_rng(1)
+        sizes = (8, 16384, 1048576, 4194304)
+        pairs = []
+        for first in range(4):
+            for second in range(first + 1, 4):
+                rate = 1e9 if (first, second) == slow else 3e9
+                times = tuple((30e-6 + s / rate) * random.normal(1, 0.03) for s in sizes)
+                fit = fit_link(sizes, times)
+                pairs.append(PairLink(first=first, second=second, fit=fit, sizes_bytes=sizes,
+                                      times_s=times))  # fmt: skip
+        return LinkMatrix(world_size=4, backend="gloo", hosts=("a",) * 4, pairs=tuple(pairs))
+
+    found = name_slow_link(matrix((1, 3)))
+    assert found is not None
+    assert (found.first, found.second) == (1, 3)
+    assert found.ratio == pytest.approx(3, rel=0.15)
+    assert name_slow_link(matrix(None)) is None
+
+
+def test_folders_without_traces_are_refused_and_bad_files_are_skipped(
+    tmp_path: Path, traces_folder: Path
+) -> None:
+    """A folder without traces is an error; beside good traces a bad one is a warning."""
+    with pytest.raises(TraceError, match="has no traces"):
+        analyse(tmp_path)
+    good = traces_folder / "ddp" / "rank-00000.json.gz"
+    (tmp_path / "rank-0.json.gz").write_bytes(good.read_bytes())
+    (tmp_path / "settings.json").write_text('{"a": 1}')
+    found = analyse(tmp_path)
+    assert list(found.ranks) == [0]
+    assert any("settings.json" in warning for warning in found.warnings)

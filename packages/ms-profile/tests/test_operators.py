@@ -1,0 +1,115 @@
+"""Operators' self and total times against a stack, and against torch's way of counting."""
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ms_profile.nesting import parents, self_times
+from ms_profile.operators import kernel_table, operator_table
+from ms_profile.trace import Trace, read_trace
+from ms_profile.trace.builder import TraceBuilder
+from ms_profile.trace.records import Arguments, Record
+
+
+@st.composite
+def nested_spans(draw: st.DrawFn) -> list[tuple[int, int, int]]:
+    """Well nested spans (thread, start, length), ordered by thread, start, longest first."""
+    found: list[tuple[int, int, int]] = []
+
+    def fill(thread: int, start: int, end: int, depth: int) -> None:
+        at = start
+        for _ in range(draw(st.integers(0, 3))):
+            if end - at < 2:
+                return
+            begin = draw(st.integers(at, end - 1))
+            stop = draw(st.integers(begin + 1, end))
+            found.append((thread, begin, stop - begin))
+            if depth:
+                fill(thread, begin, stop, depth - 1)
+            at = stop
+
+    for thread in range(draw(st.integers(1, 3))):
+        fill(thread, 0, 200, 3)
+    return sorted(found, key=lambda span: (span[0], span[1], -span[2]))
+
+
+@given(nested_spans())
+def test_parents_and_self_times_are_those_of_a_stack(spans: list[tuple[int, int, int]]) -> None:
+    """Level by level gives what walking a stack gives, span by span."""
+    table = np.array(spans, np.int64).reshape(-1, 3)
+    thread, start, length = table[:, 0], table[:, 1], table[:, 2]
+    own = length.copy()
+    expected, stack = [], []
+    for row in range(len(table)):
+        while stack and (
+            thread[stack[-1]] != thread[row] or start[stack[-1]] + length[stack[-1]] <= start[row]
+        ):
+            stack.pop()
+        expected.append(stack[-1] if stack else -1)
+        if stack:
+            own[stack[-1]] -= length[row]
+        stack.append(row)
+    found = parents(thread, start, length)
+    assert found.tolist() == expected
+    assert self_times(start, length, found).tolist() == own.tolist()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_real_traces_operators_agree_with_plain_counting(traces_folder: Path, kind: str) -> None:
+    """Calls and totals by name are the sums over the JSON; self times sum to the outermost spans'."""
+    path = traces_folder / kind / "rank-00000.json.gz"
+    table = operator_table(read_trace(path))
+    calls: dict[str, int] = defaultdict(int)
+    total: dict[str, int] = defaultdict(int)
+    for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
+        if event["ph"] == "X" and event.get("cat") in ("cpu_op", "user_annotation"):
+            calls[event["name"]] += 1
+            total[event["name"]] += round(event["dur"] * 1000)
+    assert {row.name: row.calls for row in table} == dict(calls)
+    assert {row.name: row.total_ns for row in table} == dict(total)
+    assert all(0 <= row.self_ns <= row.total_ns and row.device_ns is None for row in table)
+    assert [row.self_ns for row in table] == sorted((row.self_ns for row in table), reverse=True)
+
+
+def test_shapes_part_an_operators_calls(traces_folder: Path) -> None:
+    """By shape an operator's rows sum to its one row without."""
+    trace = read_trace(traces_folder / "ddp" / "rank-00000.json.gz")
+    by_name = {row.name: row for row in operator_table(trace)}
+    parted = [row for row in operator_table(trace, by_shape=True) if row.name == "aten::addmm"]
+    assert len({row.shape for row in parted}) == len(parted) > 1
+    assert sum(row.calls for row in parted) == by_name["aten::addmm"].calls
+    assert sum(row.self_ns for row in parted) == by_name["aten::addmm"].self_ns
+
+
+def test_device_time_goes_to_the_operator_that_launched_it() -> None:
+    """A kernel counts for the operator whose number it carries, and for no parent of it."""
+    builder = TraceBuilder()
+    host = {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1}
+    builder.add(
+        [
+            Record(**host, name="aten::linear", ts=0, dur=100, args=Arguments(external=1)),
+            Record(**host, name="aten::addmm", ts=10, dur=50, args=Arguments(external=2)),
+            Record(ph="X", cat="kernel", name="gemm", pid=0, tid=7, ts=70, dur=200,
+                   args=Arguments(external=2, correlation=9)),
+            Record(ph="X", cat="kernel", name="gemm", pid=0, tid=7, ts=280, dur=100,
+                   args=Arguments(external=2, correlation=10)),
+        ]
+    )  # fmt: skip
+    trace = builder.finish({}, (), 0)
+    found = {row.name: row.device_ns for row in operator_table(trace)}
+    assert found == {"aten::linear": 0, "aten::addmm": 300_000}
+    (kernel,) = kernel_table(trace)
+    assert (kernel.calls, kernel.total_ns) == (2, 300_000)
+    assert (kernel.shortest_ns, kernel.longest_ns) == (100_000, 200_000)
+
+
+def test_an_empty_device_gives_no_kernels(make_trace: Callable[..., Trace]) -> None:
+    """Without a device there are no kernels, rather than rows of zeros."""
+    assert kernel_table(make_trace([("cpu_op", "aten::mm", 1, 0.0, 5.0)])) == ()

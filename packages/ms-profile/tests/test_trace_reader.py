@@ -1,0 +1,213 @@
+"""Traces are read whole, in any layout, and damaged ones as far as they go."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ms_profile.errors import TraceError
+from ms_profile.trace import Category, Trace, read_trace
+from ms_profile.trace.builder import TraceBuilder
+from ms_profile.trace.chunks import TraceText
+
+Writer = Callable[[list[dict[str, Any]]], str]
+
+
+def sample(count: int = 400) -> list[dict[str, Any]]:
+    """Spans with nested lists, texts with braces, and metadata."""
+    events: list[dict[str, Any]] = [
+        {
+            "ph": "M",
+            "name": "process_name",
+            "pid": 7,
+            "tid": 0,
+            "ts": 0.0,
+            "args": {"name": "python"},
+        }
+    ]
+    for number in range(count):
+        events.append(
+            {
+                "ph": "X", "cat": "cpu_op", "name": f"aten::op{number % 5} }}, {{", "pid": 7,
+                "tid": 7 + number % 2, "ts": 10.0 * number + 0.125, "dur": 5.001,
+                "args": {"External id": number, "Input Dims": [[number % 3, 2], []],
+                         "parts": [{"a": 1}, {"b": [2]}]},
+            }
+        )  # fmt: skip
+    return events
+
+
+def read_in_chunks(path: Path, chunk_bytes: int) -> Trace:
+    """Read with chunks so small that every boundary is met."""
+    text = TraceText(path, chunk_bytes=chunk_bytes)
+    builder = TraceBuilder()
+    for records in text.records():
+        builder.add(records)
+    return builder.finish(text.header, text.warnings, 0)
+
+
+def same(left: Trace, right: Trace) -> bool:
+    """Whether two traces hold the same spans."""
+    columns = ("start_ns", "duration_ns", "category", "external")
+    return all((getattr(left, c) == getattr(right, c)).all() for c in columns) and [
+        left.name_of(row) for row in range(len(left))
+    ] == [right.name_of(row) for row in range(len(right))]
+
+
+@pytest.mark.parametrize("chunk_bytes", [700, 1501, 1 << 20])
+def test_every_layout_gives_the_same_columns(
+    tmp_path: Path, kineto_text: Writer, chunk_bytes: int
+) -> None:
+    """Kineto's layout, compact, spaced and indented JSON, a bare list and gzip all read alike."""
+    events = sample()
+    whole = {"baseTimeNanoseconds": 1_000_000_000, "traceEvents": events, "traceName": "made"}
+    texts = {
+        "kineto": kineto_text(events),
+        "compact": json.dumps(whole, separators=(",", ":")),
+        "spaced": json.dumps(whole),
+        "indented": json.dumps(whole, indent=4),
+        "facts_last": json.dumps({"traceEvents": events, "baseTimeNanoseconds": 1_000_000_000}),
+    }
+    found = {}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        found[name] = read_in_chunks(tmp_path / name, chunk_bytes)
+        assert found[name].warnings == (), name
+    (tmp_path / "gzip").write_bytes(gzip.compress(texts["kineto"].encode()))
+    found["gzip"] = read_in_chunks(tmp_path / "gzip", chunk_bytes)
+    assert len(found["kineto"]) == 400
+    assert found["kineto"].start_ns.min() == 1_000_000_125
+    assert all(same(found["kineto"], other) for other in found.values())
+    (tmp_path / "list").write_text(json.dumps(events))
+    assert len(read_in_chunks(tmp_path / "list", chunk_bytes)) == 400
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_real_trace_is_read_as_the_json_module_reads_it(traces_folder: Path, kind: str) -> None:
+    """Of torch's own traces every span, time, name and shape agrees with a plain JSON reading."""
+    path = traces_folder / kind / "rank-00001.json.gz"
+    trace = read_trace(path)
+    raw = json.loads(gzip.decompress(path.read_bytes()))
+    spans = [e for e in raw["traceEvents"] if e["ph"] == "X" and e.get("cat") != "Trace"]
+    assert (trace.rank, trace.world_size, trace.warnings) == (1, 2, ())
+    expected = sorted(
+        (raw["baseTimeNanoseconds"] + round(e["ts"] * 1000), round(e["dur"] * 1000), e["name"])
+        for e in spans
+    )
+    found = sorted(
+        (int(s), int(d), trace.names[n])
+        for s, d, n in zip(trace.start_ns, trace.duration_ns, trace.name, strict=True)
+    )
+    assert found == expected
+    allocations = sum(e["name"] == "[memory]" for e in raw["traceEvents"])
+    assert len(trace.memory.at_ns) == allocations > 0
+    with_shapes = sum(bool(e.get("args", {}).get("Input Dims")) for e in spans)
+    assert np.isin(trace.shape, [0]).sum() <= len(spans) - with_shapes
+    assert len(trace.rows(Category.COLLECTIVE)) > 0
+
+
+def test_a_trace_cut_anywhere_gives_what_came_before(tmp_path: Path, kineto_text: Writer) -> None:
+    """Cut at any byte after the first event, a trace reads as a prefix, with one warning."""
+    text = kineto_text(sample(60)).encode()
+    first = text.index(b'"aten') + 400
+    whole = 0
+    for cut in range(first, len(text) - 40, 331):
+        (tmp_path / "cut.json").write_bytes(text[:cut])
+        trace = read_in_chunks(tmp_path / "cut.json", 2000)
+        assert len(trace.warnings) == 1
+        assert "breaks off" in trace.warnings[0]
+        assert whole <= len(trace) <= 60
+        assert set(trace.external.tolist()) == set(range(len(trace)))
+        whole = len(trace)
+    assert whole >= 57
+
+
+def test_a_cut_compressed_trace_gives_what_came_before(tmp_path: Path, kineto_text: Writer) -> None:
+    """A gzip file that breaks off, or is corrupt inside, is read up to there, with a warning."""
+    packed = gzip.compress(kineto_text(sample(4000)).encode())
+    (tmp_path / "cut.json.gz").write_bytes(packed[: len(packed) // 2])
+    trace = read_in_chunks(tmp_path / "cut.json.gz", 1 << 14)
+    assert 1000 < len(trace) < 4000
+    assert any("breaks off" in warning for warning in trace.warnings)
+
+
+def test_damaged_events_are_left_out_and_counted(tmp_path: Path, kineto_text: Writer) -> None:
+    """Garbage inside one event, or a field of a wrong type, costs that event alone."""
+    text = kineto_text(sample(50)).encode()
+    place = text.index(b'"External id": 20')
+    damaged = text[:place] + b"\x00\xff@@" + text[place + 4 :]
+    damaged = damaged.replace(b'"External id": 30,', b'"External id": [],')
+    (tmp_path / "damaged.json").write_bytes(damaged)
+    trace = read_trace(tmp_path / "damaged.json")
+    assert set(range(50)) - set(trace.external.tolist()) == {20, 30}
+    assert "2 damaged events were left out" in trace.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b"  \n", "is empty"),
+        (b'{"weights": [1, 2]}', "no traceEvents"),
+        (b"\x89PNG\r\n", "no traceEvents"),
+        (b'{"traceEvents": []}', "has no spans"),
+        (b"[]", "has no spans"),
+        (b"\x1f\x8bnot gzip", "gzip"),
+    ],
+)
+def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, content: bytes, said: str) -> None:
+    """An empty, foreign or broken file gives a TraceError that names the file and the reason."""
+    (tmp_path / "odd.json").write_bytes(content)
+    with pytest.raises(TraceError, match=said) as caught:
+        read_trace(tmp_path / "odd.json")
+    assert "odd.json" in str(caught.value)
+    with pytest.raises(TraceError, match="there is no trace"):
+        read_trace(tmp_path / "missing.json")
+
+
+def test_the_ascend_profilers_form_is_understood(tmp_path: Path) -> None:
+    """Text timestamps keep their nanoseconds; hardware, CANN and communication are told apart."""
+
+    def meta(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+    def span(name: str, pid: int, tid: int, ts: str, **more: Any) -> dict[str, Any]:
+        return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": 2.5, **more}
+
+    events = [
+        meta("process_name", 1, 0, "Python"),
+        meta("process_name", 2, 0, "CANN"),
+        meta("process_name", 3, 0, "Ascend Hardware"),
+        meta("process_name", 4, 0, "Communication(HCCL)"),
+        meta("thread_name", 4, 1, "Group 0 Communication"),
+        meta("thread_name", 4, 2, "Plane 0"),
+        span("aten::mm", 1, 1, "1700000000000001.123", cat="cpu_op"),
+        span("AscendCL@aclnnMatmul", 2, 1, "1700000000000002.001"),
+        span("MatMulV3", 3, 5, "1700000000000003.002"),
+        span("EVENT_WAIT", 3, 5, "1700000000000004.002"),
+        span("hcom_allReduce__721_0_1", 4, 1, "1700000000000005.999"),
+        span("Memcpy", 4, 2, "1700000000000006.000"),
+    ]
+    (tmp_path / "trace_view.json").write_text(json.dumps(events))
+    trace = read_trace(tmp_path / "trace_view.json")
+    found = {
+        trace.name_of(r): (Category(trace.category[r]), int(trace.start_ns[r])) for r in range(6)
+    }
+    assert found["aten::mm"] == (Category.OPERATOR, 1_700_000_000_000_001_123)
+    assert found["AscendCL@aclnnMatmul"][0] is Category.RUNTIME
+    assert found["MatMulV3"][0] is Category.KERNEL
+    assert found["EVENT_WAIT"][0] is Category.DEVICE_WAIT
+    assert found["hcom_allReduce__721_0_1"] == (Category.COLLECTIVE, 1_700_000_000_000_005_999)
+    assert found["Memcpy"][0] is Category.OTHER
+
+
+def test_the_rank_is_taken_from_the_name_where_the_trace_does_not_say(
+    tmp_path: Path, kineto_text: Writer
+) -> None:
+    """`trace_rank3.json` is rank 3."""
+    (tmp_path / "trace_rank3.json").write_text(kineto_text(sample(3)))
+    assert read_trace(tmp_path / "trace_rank3.json").rank == 3
