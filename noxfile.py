@@ -85,7 +85,7 @@ def alone(session: nox.Session, package: str) -> None:
     """Run the wheel in a bare environment with only its declared needs; a sibling breaks it."""
     session.install("build", "hatchling>=1.26")
     wheel = build_wheel(session, ROOT / "packages" / package, "wheel")
-    broken_source = Path(session.create_tmp()) / "broken-source"
+    broken_source = Path(session.create_tmp()).absolute() / "broken-source"
     shutil.rmtree(broken_source, ignore_errors=True)
     shutil.copytree(ROOT / "packages" / package, broken_source)
     sibling = module_of(next(name for name in PACKAGES if name != package))
@@ -93,7 +93,7 @@ def alone(session: nox.Session, package: str) -> None:
     module.write_text(module.read_text() + f"\nimport {sibling}\n")
     broken = build_wheel(session, broken_source, "broken-wheel")
 
-    bare = Path(session.create_tmp()) / "bare"
+    bare = Path(session.create_tmp()).absolute() / "bare"
     shutil.rmtree(bare, ignore_errors=True)
     session.run("python", "-m", "venv", str(bare), silent=True)
     python = str(bare / "bin" / "python")
@@ -101,7 +101,7 @@ def alone(session: nox.Session, package: str) -> None:
         session.run(python, "-m", "pip", "install", "-q", TORCH, external=True)
     session.run(python, "-m", "pip", "install", "-q", str(wheel), external=True)
     script = str(ROOT / "packages" / package / "tests" / "alone.py")
-    elsewhere = Path(session.create_tmp()) / "elsewhere"
+    elsewhere = Path(session.create_tmp()).absolute() / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     with session.chdir(elsewhere):
         session.run(python, "-I", script, external=True)
@@ -113,7 +113,7 @@ def alone(session: nox.Session, package: str) -> None:
 
 def build_wheel(session: nox.Session, source: Path, name: str) -> Path:
     """Build the wheel of `source` into an emptied folder and return its path."""
-    folder = Path(session.create_tmp()) / name
+    folder = Path(session.create_tmp()).absolute() / name
     shutil.rmtree(folder, ignore_errors=True)
     arguments = ["--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
     session.run("python", "-m", "build", *arguments, silent=True)
@@ -134,7 +134,8 @@ def readme(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the site: one guide a package, how they compose, API pages from docstrings."""
     session.install("mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.27")
-    session.run("mkdocs", "build", "--strict", "--quiet", *session.posargs)
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    session.run("mkdocs", "build", "--strict", "--quiet", *session.posargs, env=quiet)
 
 
 @nox.session

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from sybil import Sybil
@@ -23,5 +24,9 @@ def leave_folder(namespace: dict[str, Any]) -> None:
 
 
 pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser()], pattern="*.md", setup=enter_folder, teardown=leave_folder
+    path=str(Path(__file__).resolve().parents[1]),  # pages anywhere in the repository
+    parsers=[PythonCodeBlockParser()],
+    pattern="*.md",
+    setup=enter_folder,
+    teardown=leave_folder,
 ).pytest()

@@ -1,18 +1,23 @@
 """TokenStream against a plain, slow reading of the same documents."""
 
-from itertools import islice
+import json
+from itertools import chain, islice
+from pathlib import Path
 
+import numpy as np
 import pytest
 from attrs import frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ms_data import Batch, TokenStream
+from ms_data import Batch, SettingError, StateError, TokenStream
 from ms_data.order import Order
+from ms_data.shard import Frame, Shard
 
-from .truth import random_documents, true_sample, write_dataset
+from .truth import END, random_documents, true_sample, write_dataset
 
 KEYS = ("tokens", "targets", "positions", "documents")
+TYPES = {"tokens": "int64", "targets": "int64", "positions": "int64", "documents": "int32"}
 
 
 @frozen
@@ -92,3 +97,190 @@ def test_two_epochs_equal_the_slow_truth(
     got = [row for data in islice(stream, 2 * samples // batch) for row in rows_of(data)]
     assert got == [truth[sample] for sample in expected[: len(got)]]
     assert len(got) == 2 * samples // batch * batch
+
+
+def ten_batches(stream: TokenStream) -> list[list[list[list[int]]]]:
+    """The rows of the next ten batches."""
+    return [rows_of(batch) for batch in islice(stream, 10)]
+
+
+def small_stream(folder: Path, batch: int = 6, place: Reader | None = None) -> TokenStream:
+    """A stream whose ten batches cross windows and epochs."""
+    return TokenStream(
+        folder,
+        sequence_length=24,
+        batch_size=batch,
+        seed=5,
+        place=place,
+        chunk_samples=3,
+        window_chunks=4,
+    )
+
+
+def test_batches_have_the_shapes_and_types_of_the_contract(dataset: Path) -> None:
+    """Tokens, targets and positions are int64, documents int32, all (B, S) and writable."""
+    batch = next(TokenStream(dataset, sequence_length=24, batch_size=6))
+    assert {key: str(value.dtype) for key, value in batch.items()} == TYPES  # type: ignore[attr-defined]
+    assert {value.shape for value in batch.values()} == {(6, 24)}  # type: ignore[attr-defined]
+    assert all(value.flags.writeable for value in batch.values())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("count", [2, 3, 6, 12])
+def test_rows_of_all_ranks_make_the_batches_of_one(dataset: Path, count: int) -> None:
+    """Whatever count divides the batch, ranks laid end to end equal a single reader."""
+    alone = ten_batches(small_stream(dataset, 12))
+    readers = [small_stream(dataset, 12, Reader(rank, count)) for rank in range(count)]
+    parts = [ten_batches(reader) for reader in readers]
+    assert [list(chain(*batches)) for batches in zip(*parts, strict=True)] == alone
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    before=st.integers(0, 40),
+    batches=st.tuples(st.sampled_from([2, 4, 6, 10]), st.sampled_from([2, 4, 6, 10])),
+    counts=st.tuples(st.sampled_from([1, 2]), st.sampled_from([1, 2])),
+)
+def test_resuming_anywhere_equals_going_on(
+    dataset: Path, before: int, batches: tuple[int, int], counts: tuple[int, int]
+) -> None:
+    """A JSON state taken anywhere goes on, also with other batch sizes and rank counts."""
+    first = small_stream(dataset, batches[0], Reader(0, counts[0]))
+    for _ in range(before):
+        next(first)
+    state = json.loads(json.dumps(first.state_dict()))
+
+    whole = small_stream(dataset, 2)
+    rows = [row for _ in range(before * batches[0] // 2) for row in rows_of(next(whole))]
+    assert len(rows) == before * batches[0]
+    expected = [row for _ in range(batches[1] * 2) for row in rows_of(next(whole))]
+
+    readers = [
+        small_stream(dataset, batches[1], Reader(rank, counts[1])) for rank in range(counts[1])
+    ]
+    got = []
+    for reader in readers:
+        reader.load_state_dict(state)
+    for _ in range(3):
+        for reader in readers:
+            got += rows_of(next(reader))
+    assert got == expected[: len(got)]
+
+
+def test_a_state_is_small_and_the_same_on_every_rank(dataset: Path) -> None:
+    """The state is a few JSON values that say where all ranks stand."""
+    readers = [small_stream(dataset, 6, Reader(rank, 3)) for rank in range(3)]
+    for reader in readers:
+        next(reader)
+    states = [json.dumps(reader.state_dict()) for reader in readers]
+    assert len(set(states)) == 1
+    assert len(states[0]) < 400
+    assert readers[0].consumed_samples == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("seed", 6), ("sequence_length", 25), ("shuffle", False), ("window_chunks", 5)],
+)
+def test_a_state_of_another_order_is_refused_by_name(dataset: Path, name: str, value: int) -> None:
+    """What the order depends on must agree, and the error names what does not."""
+    settings_of = {
+        "sequence_length": 24,
+        "batch_size": 6,
+        "seed": 5,
+        "chunk_samples": 3,
+        "window_chunks": 4,
+    }
+    other = TokenStream(dataset, **(settings_of | {name: value}))  # type: ignore[arg-type]
+    with pytest.raises(StateError, match=name):
+        other.load_state_dict(small_stream(dataset).state_dict())
+
+
+def test_a_state_of_other_data_is_refused(dataset: Path, tmp_path: Path) -> None:
+    """A dataset is known by its content: the same shape with other tokens is another one."""
+    other = write_dataset(tmp_path / "other", random_documents(1, 40, 50))
+    with pytest.raises(StateError, match="dataset"):
+        small_stream(other).load_state_dict(small_stream(dataset).state_dict())
+
+
+def test_damaged_states_are_refused(dataset: Path) -> None:
+    """An unknown version, a missing count or a wrong type is an error, not a guess."""
+    stream = small_stream(dataset)
+    good = stream.state_dict()
+    for change in ({"version": 2}, {"consumed_samples": -1}, {"consumed_samples": "6"}):
+        with pytest.raises(StateError):
+            stream.load_state_dict(good | change)
+    with pytest.raises(StateError):
+        stream.load_state_dict({})
+
+
+def test_epochs_end_the_stream_after_the_last_whole_batch(dataset: Path) -> None:
+    """Three epochs give every batch that they can fill, and no more."""
+    stream = TokenStream(dataset, sequence_length=24, batch_size=7, epochs=3)
+    count = sum(1 for _ in stream)
+    assert count == 3 * stream.samples_per_epoch // 7
+    assert stream.batches_per_epoch == stream.samples_per_epoch // 7
+    assert list(stream) == []
+
+
+def test_each_epoch_is_shuffled_anew_and_complete(dataset: Path) -> None:
+    """Two epochs hold the same samples in another order."""
+    probe = TokenStream(dataset, sequence_length=24, batch_size=1)
+    rows = [rows_of(next(probe))[0][0] for _ in range(2 * probe.samples_per_epoch)]
+    first, second = rows[: probe.samples_per_epoch], rows[probe.samples_per_epoch :]
+    assert first != second
+    assert sorted(first) == sorted(second)
+    assert probe.epoch == 2
+
+
+def test_a_batch_may_be_larger_than_many_epochs(tmp_path: Path) -> None:
+    """A corpus of three samples still fills batches of eight."""
+    documents = [np.array([1, 2, 3, END])] * 3
+    stream = TokenStream(
+        write_dataset(tmp_path / "few", documents), sequence_length=4, batch_size=8
+    )
+    batch = next(stream)
+    assert batch["tokens"].tolist() == [[1, 2, 3, END]] * 8
+    assert batch["targets"].tolist() == [[2, 3, END, -100]] * 8
+
+
+def test_frames_are_decoded_once_in_a_window(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading a whole unshuffled window costs one decode a frame."""
+    decoded: list[tuple[str, int]] = []
+    read = Shard.read
+
+    def counting(shard: Shard, number: int) -> Frame:
+        decoded.append((shard.path.name, number))
+        return read(shard, number)
+
+    monkeypatch.setattr(Shard, "read", counting)
+    stream = TokenStream(
+        dataset, sequence_length=8, batch_size=4, shuffle=False, chunk_samples=3, window_chunks=999
+    )
+    for _ in range(stream.batches_per_epoch):
+        next(stream)
+    assert len(decoded) == len(set(decoded))
+    assert len(decoded) > 30
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"batch_size": 0}, "batch_size"),
+        ({"sequence_length": 0}, "sequence_length"),
+        ({"epochs": 0}, "epochs"),
+        ({"batch_size": 7, "place": Reader(0, 2)}, "multiple of 2"),
+        ({"place": Reader(2, 2)}, "rank 2"),
+        ({"split": "held_out"}, "train"),
+        ({"sequence_length": 10**6}, "lower sequence_length"),
+        ({"batch_size": 10**6, "epochs": 1}, "lower batch_size"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    dataset: Path, change: dict[str, object], text: str
+) -> None:
+    """The error names the setting and what to do."""
+    given_settings: dict[str, object] = {"sequence_length": 24, "batch_size": 6}
+    with pytest.raises(SettingError, match=text):
+        TokenStream(dataset, **(given_settings | change))  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_data.format import Index, encode_index, token_type_for
-from ms_data.shard import ShardWriter
+from ms_data.writer import ShardWriter
 
 VOCABULARY = 500
 END = 499
@@ -26,11 +26,10 @@ def write_dataset(
     entries = []
     for number, start in enumerate(range(0, len(documents), documents_per_shard)):
         name = f"shard-{number:05d}.msd"
-        file = (folder / name).open("wb")
-        writer = ShardWriter(file, token_type=kind, frame_tokens=frame_tokens)
+        writer = ShardWriter(folder / name, "train", token_type=kind, frame_tokens=frame_tokens)
         for document in documents[start : start + documents_per_shard]:
             writer.append(document)
-        entries.append(writer.close(name, "train"))
+        entries.append(writer.close())
     index = Index(
         token_type=kind,
         frame_tokens=frame_tokens,

@@ -86,7 +86,7 @@ def test_bad_input_is_exit_code_2_or_1_in_one_line(
 
 def test_every_command_has_an_example_in_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     """`--help` is where users start."""
-    from ms_profile.cli.main import COMMANDS
+    from ms_profile.cli import COMMANDS
 
     for name in COMMANDS:
         with pytest.raises(SystemExit) as ending:

@@ -13,7 +13,7 @@ from ms_data.errors import (
 from ms_data.inspection import Facts, inspect
 from ms_data.stream import Place, TokenStream
 from ms_data.tokenizer import Tokenizer, train_tokenizer
-from ms_data.verify import Report, verify
+from ms_data.verify import Fault, Report, verify
 from ms_data.window import Batch
 
 __version__ = "0.1.0"
@@ -24,6 +24,7 @@ __all__ = [
     "DamageError",
     "DataError",
     "Facts",
+    "Fault",
     "OutputError",
     "Place",
     "Report",

@@ -1,22 +1,40 @@
-"""Corpus to shards."""
+"""Corpus to shards: read, tokenize on all cores, deal to splits, compress, publish.
 
+A build works in a folder beside the one asked for, `OUT.partial`, and renames it at the end, so
+that OUT is whole or not there. Every few seconds it syncs its shards and notes how far it is;
+the same command after a crash goes on from that note and ends in the same bytes.
+"""
+
+import fcntl
+import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import tokenizers
 import xxhash
+import zstandard
 
 from ms_data.durable import publish, sync_folder, write_file, writing
 from ms_data.errors import CorpusError, OutputError, SettingError
 from ms_data.format import FRAME_BYTES, Index, ShardEntry, encode_index, token_type_for
-from ms_data.readers import Corpus, Document, find_corpus
-from ms_data.shard import ShardWriter
+from ms_data.journal import Journal, Recipe, load_journal, save_journal
+from ms_data.readers import Corpus, Document, Position, find_corpus
 from ms_data.tokenizer import Tokenizer
+from ms_data.writer import DatasetWriter
 
 __all__ = ["Summary", "build"]
 
-BATCH_CHARACTERS = 1 << 22
+BATCH_CHARACTERS = 1 << 21
+"""Text that is tokenized at once: enough to keep many cores busy, little enough to hold."""
+
+SAVE_EVERY_S = 5.0
+"""A build that is killed loses at most about this much work."""
+
+JOURNAL = "journal.msgpack"
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,8 +45,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     shards: int
     size_bytes: int
+    """All shards together."""
     text_bytes: int
+    """The documents as UTF-8."""
     skipped: int
+    """Documents left out because they are not valid text."""
     splits: dict[str, int]
     """Tokens in each split."""
 
@@ -42,92 +63,232 @@ def build(
     shard_size_mib: int = 64,
     text_key: str = "text",
     skip_invalid: bool = False,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
-    """Tokenizes a corpus into a folder of shards."""
+    """Tokenizes a corpus into a folder of checked, compressed shards.
+
+    Documents keep the order of the corpus and each ends in the tokenizer's end of text. If an
+    earlier build of the same corpus was interrupted, this one goes on from there; the bytes are
+    the same as without interruption.
+
+    Args:
+        corpus: a file or folder of text or JSON Lines, plain or packed by gzip or zstd, or
+            `stdlib`; see `find_corpus`.
+        tokenizer: a `tokenizer.json` or a loaded one.
+        out: the folder to make; it must not hold anything yet.
+        hold_out: share of documents, 0 ≤ share < 1, that goes to the split `held_out`. A
+            document's text alone decides, so the same text is never in both splits.
+        shard_size_mib: a shard is closed at the first document end past this size.
+        text_key: the member of a JSON line that holds the text.
+        skip_invalid: leave out what is not valid text instead of stopping.
+        on_progress: hears how many of how many bytes of the corpus are done, after each batch.
+
+    Raises:
+        SettingError: an argument is out of range.
+        CorpusError: the corpus is missing, empty, damaged or not text.
+        TokenizerError: the tokenizer cannot be read.
+        OutputError: `out` is not empty, is being written by another build, belongs to another
+            build that was interrupted, or the disk is full.
+    """
     if not 0.0 <= hold_out < 1.0:
-        raise SettingError(f"hold_out {hold_out} is not a share from 0 to below 1")
-    source = find_corpus(corpus, text_key=text_key, skip_invalid=skip_invalid)
+        raise SettingError(f"hold_out is {hold_out}; it must be a share from 0 to below 1")
+    if shard_size_mib < 1:
+        raise SettingError(f"shard_size_mib is {shard_size_mib}; it must be 1 or more")
     encoder = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
-    folder = Path(out)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise OutputError(f"{folder} is not empty; choose another folder")
+    source = find_corpus(corpus, text_key=text_key, skip_invalid=skip_invalid)
+    folder = _free_place(out)
+    recipe = Recipe(
+        tokenizer=encoder.digest,
+        end_of_text=encoder.end_of_text,
+        hold_out=hold_out,
+        shard_size_bytes=shard_size_mib << 20,
+        text_key=text_key,
+        libraries=f"tokenizers {tokenizers.__version__}, zstandard {zstandard.__version__}",
+    )
     aside = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    with writing(aside):
-        aside.mkdir(parents=True)
-        summary = _build(source, encoder, aside, folder, hold_out, shard_size_mib << 20)
+    with _workplace(aside):
+        summary = _Build(source, encoder, recipe, aside, on_progress).run()
+        (aside / JOURNAL).unlink(missing_ok=True)
         sync_folder(aside)
         publish(aside, folder)
-    return summary
+    return msgspec.structs.replace(summary, folder=str(out))
 
 
-def _build(
-    source: Corpus, encoder: Tokenizer, aside: Path, folder: Path, hold_out: float, limit: int
-) -> Summary:
-    kind = token_type_for(encoder.vocabulary_size)
-    frame_tokens = FRAME_BYTES // (2 if kind == "uint16" else 4)
-    entries: list[ShardEntry] = []
-    writers: dict[str, tuple[str, ShardWriter]] = {}
-    skipped: list[str] = []
-    count = text_bytes = 0
-    for batch in _batches(source, skipped.append):
-        texts = [document.text for document in batch]
-        for text, tokens in zip(texts, encoder.encode_documents(texts), strict=True):
-            encoded = text.encode()
-            text_bytes += len(encoded)
-            held = xxhash.xxh3_64_intdigest(encoded) < hold_out * 2.0**64
-            split = "held_out" if held else "train"
-            if split not in writers:
-                name = f"shard-{count:05d}.msd"
-                count += 1
-                file = (aside / name).open("wb")
-                writers[split] = (
-                    name,
-                    ShardWriter(file, token_type=kind, frame_tokens=frame_tokens),
-                )
-            name, writer = writers[split]
-            writer.append(tokens)
-            if writer.size_bytes >= limit:
-                entries.append(writer.close(name, split))
-                del writers[split]
-    for split, (name, writer) in writers.items():
-        entries.append(writer.close(name, split))
-    if not entries:
-        raise CorpusError(f"{source.name} is empty: no text in its {len(source.files)} files")
-    write_file(aside / "tokenizer.json", encoder.content)
-    index = Index(
-        token_type=kind,
-        frame_tokens=frame_tokens,
-        vocabulary_size=encoder.vocabulary_size,
-        end_of_text=encoder.end_of_text,
-        tokenizer=encoder.digest,
-        hold_out=hold_out,
-        shards=tuple(sorted(entries, key=lambda entry: entry.name)),
-    )
-    write_file(aside / "index.json", encode_index(index))
-    splits: dict[str, int] = {}
-    for entry in index.shards:
-        splits[entry.split] = splits.get(entry.split, 0) + entry.tokens
-    return Summary(
-        folder=str(folder),
-        documents=sum(entry.documents for entry in entries),
-        tokens=sum(entry.tokens for entry in entries),
-        shards=len(entries),
-        size_bytes=sum(entry.size_bytes for entry in entries),
-        text_bytes=text_bytes,
-        skipped=len(skipped),
-        splits=splits,
-    )
+class _Build:
+    """One run of a build inside its workplace."""
 
+    def __init__(
+        self,
+        source: Corpus,
+        encoder: Tokenizer,
+        recipe: Recipe,
+        aside: Path,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        self._source, self._encoder, self._recipe = source, encoder, recipe
+        self._aside, self._on_progress = aside, on_progress
+        journal = load_journal(aside / JOURNAL)
+        if journal is not None:
+            self._check(journal)
+        self._clear(set(journal.dataset.names) if journal else set())
+        self._token_type = token_type_for(encoder.vocabulary_size)
+        self._frame_tokens = FRAME_BYTES // (2 if self._token_type == "uint16" else 4)
+        self._position = Position(journal.file, journal.documents) if journal else Position()
+        self._text_bytes = journal.text_bytes if journal else 0
+        self._skipped = journal.skipped if journal else 0
+        self._writer = DatasetWriter(
+            aside,
+            token_type=self._token_type,
+            frame_tokens=self._frame_tokens,
+            shard_size_bytes=recipe.shard_size_bytes,
+            state=journal.dataset if journal else None,
+        )
 
-def _batches(source: Corpus, on_skip: Callable[[str], None]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    size = 0
-    for document in source.documents(on_skip=on_skip):
-        batch.append(document)
-        size += len(document.text)
-        if size >= BATCH_CHARACTERS:
+    def run(self) -> Summary:
+        """Writes all that is left to write."""
+        try:
+            saved = time.monotonic()
+            for batch in self._batches():
+                self._write(batch)
+                if time.monotonic() - saved >= SAVE_EVERY_S:
+                    self._save()
+                    saved = time.monotonic()
+            return self._finish(self._writer.close())
+        finally:
+            self._writer.abandon()
+
+    def _batches(self) -> Iterator[list[Document]]:
+        batch: list[Document] = []
+        size = 0
+        for document in self._source.documents(self._position, self._skip):
+            batch.append(document)
+            size += len(document.text)
+            if size >= BATCH_CHARACTERS:
+                yield batch
+                batch, size = [], 0
+        if batch:
             yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+
+    def _skip(self, reason: str) -> None:
+        self._skipped += 1
+
+    def _write(self, batch: list[Document]) -> None:
+        encoded = self._encoder.encode_documents([document.text for document in batch])
+        for document, tokens in zip(batch, encoded, strict=True):
+            text = document.text.encode()
+            self._text_bytes += len(text)
+            held = xxhash.xxh3_64_intdigest(text) < self._recipe.hold_out * 2.0**64
+            self._writer.append("held_out" if held else "train", tokens)
+        self._position = batch[-1].after
+        self._on_progress(batch[-1].read_bytes, self._source.size_bytes)
+
+    def _save(self) -> None:
+        journal = Journal(
+            recipe=self._recipe,
+            skip_invalid=self._source.skip_invalid,
+            file=self._position.file,
+            documents=self._position.documents,
+            files_read=self._source.identity(self._position.file + 1),
+            text_bytes=self._text_bytes,
+            skipped=self._skipped,
+            dataset=self._writer.state(),
+        )
+        save_journal(self._aside / JOURNAL, journal)
+
+    def _clear(self, kept: set[str]) -> None:
+        """Removes what an earlier run wrote after its last save."""
+        for path in self._aside.iterdir():
+            if path.name not in kept and path.name != JOURNAL:
+                path.unlink()
+
+    def _check(self, journal: Journal) -> None:
+        """Refuses to go on with another build."""
+        before, now = msgspec.structs.asdict(journal.recipe), msgspec.structs.asdict(self._recipe)
+        differing = [name for name in now if before[name] != now[name]]
+        if journal.skip_invalid and not self._source.skip_invalid:
+            differing.append("skip_invalid")
+        if self._source.identity(journal.file + 1) != journal.files_read:
+            differing.append("corpus")
+        if differing:
+            raise OutputError(
+                f"{self._aside} holds an interrupted build with another {', '.join(differing)}; "
+                "repeat that build's command, or remove the folder"
+            )
+
+    def _finish(self, shards: tuple[ShardEntry, ...]) -> Summary:
+        if not shards:
+            files = len(self._source.files)
+            left_out = f", {self._skipped} left out as invalid" if self._skipped else ""
+            raise CorpusError(
+                f"{self._source.name} is empty: no text in {files} files{left_out}; "
+                "give a corpus that holds text"
+            )
+        write_file(self._aside / "tokenizer.json", self._encoder.content)
+        index = Index(
+            token_type=self._token_type,
+            frame_tokens=self._frame_tokens,
+            vocabulary_size=self._encoder.vocabulary_size,
+            end_of_text=self._encoder.end_of_text,
+            tokenizer=self._encoder.digest,
+            hold_out=self._recipe.hold_out,
+            shards=shards,
+        )
+        write_file(self._aside / "index.json", encode_index(index))
+        return Summary(
+            folder=str(self._aside),
+            documents=sum(shard.documents for shard in shards),
+            tokens=sum(shard.tokens for shard in shards),
+            shards=len(shards),
+            size_bytes=sum(shard.size_bytes for shard in shards),
+            text_bytes=self._text_bytes,
+            skipped=self._skipped,
+            splits={
+                name: sum(shard.tokens for shard in shards if shard.split == name)
+                for name in index.splits
+            },
+        )
+
+
+def _free_place(out: str | Path) -> Path:
+    """The real path of a folder that does not exist yet, or is empty."""
+    folder = Path(os.path.realpath(out))
+    with writing(folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise OutputError(f"{out} is not empty; choose another folder, or remove it")
+    if folder.is_mount():
+        raise OutputError(f"{out} is a mount point; choose a folder inside it")
+    return folder
+
+
+@contextmanager
+def _workplace(aside: Path) -> Iterator[None]:
+    """The folder to build in, held by this process alone; removed if it is of no further use."""
+    with writing(aside):
+        aside.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(descriptor, aside)
+        try:
+            with writing(aside):
+                yield
+        except BaseException as error:
+            if (aside / JOURNAL).exists():
+                error.add_note(f"what is done is kept in {aside}: the same command goes on there")
+            else:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, aside: Path) -> None:
+    """Takes the folder for this process, if it still stands under its name."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        same = os.path.samestat(os.fstat(descriptor), aside.stat())
+    except (BlockingIOError, FileNotFoundError):
+        same = False
+    if not same:
+        raise OutputError(
+            f"another build is writing {aside}; wait for it, or choose another folder"
+        )

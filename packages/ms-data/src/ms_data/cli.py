@@ -9,7 +9,8 @@ import msgspec
 from ms_data.build import build
 from ms_data.errors import DamageError, DataError
 from ms_data.inspection import inspect
-from ms_data.tokenizer import train_tokenizer
+from ms_data.progress import showing
+from ms_data.tokenizer import Tokenizer, train_tokenizer
 from ms_data.verify import verify
 
 __all__ = ["main"]
@@ -25,15 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
-    except DamageError as error:
-        print(f"ms-data: {error}", file=sys.stderr)
-        return 1
     except DataError as error:
-        print(f"ms-data: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("ms-data: interrupted; the same command goes on from here", file=sys.stderr)
+        _complain(str(error), error)
+        return 1 if isinstance(error, DamageError) else 2
+    except KeyboardInterrupt as error:
+        _complain("interrupted", error)
         return 1
+
+
+def _complain(text: str, error: BaseException) -> None:
+    print("; ".join((f"ms-data: {text}", *getattr(error, "__notes__", ()))), file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,6 +87,7 @@ def _add_build(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--out", required=True, help="the folder to write; must not hold anything")
     parser.add_argument("--hold-out", type=float, default=0.0, help="share of documents held out")
     parser.add_argument("--shard-size-mib", type=int, default=64, help="close a shard at this size")
+    parser.add_argument("--end-of-text", help="the token that ends a document, by its name")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.set_defaults(run=_run_build)
 
@@ -106,35 +109,40 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _run_tokenizer(options: argparse.Namespace) -> int:
-    tokenizer = train_tokenizer(
-        options.corpus,
-        vocab_size=options.vocab_size,
-        out=options.out,
-        text_key=options.text_key,
-        skip_invalid=options.skip_invalid,
-    )
-    print(f"{options.out}: {tokenizer.vocabulary_size} tokens")
+    with showing("reading") as on_progress:
+        tokenizer = train_tokenizer(
+            options.corpus,
+            vocab_size=options.vocab_size,
+            out=options.out,
+            text_key=options.text_key,
+            skip_invalid=options.skip_invalid,
+            on_progress=on_progress,
+        )
+    print(f"{options.out}: {tokenizer.vocabulary_size:,} tokens")
     return 0
 
 
 def _run_build(options: argparse.Namespace) -> int:
-    summary = build(
-        options.corpus,
-        tokenizer=options.tokenizer,
-        out=options.out,
-        hold_out=options.hold_out,
-        shard_size_mib=options.shard_size_mib,
-        text_key=options.text_key,
-        skip_invalid=options.skip_invalid,
-    )
+    with showing("tokenizing") as on_progress:
+        summary = build(
+            options.corpus,
+            tokenizer=Tokenizer.load(options.tokenizer, end_of_text=options.end_of_text),
+            out=options.out,
+            hold_out=options.hold_out,
+            shard_size_mib=options.shard_size_mib,
+            text_key=options.text_key,
+            skip_invalid=options.skip_invalid,
+            on_progress=on_progress,
+        )
     if options.json:
         _print_json(summary)
-    else:
-        splits = ", ".join(f"{name} {tokens:,}" for name, tokens in summary.splits.items())
-        print(
-            f"{summary.folder}: {summary.documents:,} documents, {summary.tokens:,} tokens "
-            f"({splits}) in {summary.shards} shards, {summary.size_bytes / 1e6:.1f} MB"
-        )
+        return 0
+    splits = ", ".join(f"{name} {tokens:,}" for name, tokens in summary.splits.items())
+    skipped = f", {summary.skipped:,} invalid ones left out" if summary.skipped else ""
+    print(
+        f"{summary.folder}: {summary.documents:,} documents{skipped}, {summary.tokens:,} tokens "
+        f"({splits}) in {_shards(summary.shards)} of {summary.size_bytes / 1e6:.1f} MB"
+    )
     return 0
 
 
@@ -143,22 +151,40 @@ def _run_inspect(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(facts)
         return 0
-    print(f"{facts.folder}: vocabulary {facts.vocabulary_size} ({facts.token_type})")
+    print(
+        f"{facts.folder}: vocabulary {facts.vocabulary_size:,}, tokens stored as "
+        f"{facts.token_type}, fingerprint {facts.fingerprint}"
+    )
     for name, split in facts.splits.items():
-        print(f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens")
+        print(
+            f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, "
+            f"{_shards(split.shards)} of {split.size_bytes / 1e6:.1f} MB "
+            f"({split.size_bytes / split.tokens:.2f} bytes a token)"
+        )
     return 0
 
 
 def _run_verify(options: argparse.Namespace) -> int:
-    report = verify(options.shards)
+    with showing("checking") as on_progress:
+        report = verify(options.shards, on_progress=on_progress)
     if options.json:
         _print_json(report)
-    else:
-        for fault in report.faults:
-            print(fault)
-        state = "all bytes are as written" if report.ok else f"{len(report.faults)} faults"
-        print(f"{options.shards}: {report.shards} shards, {report.frames} frames: {state}")
-    return 0 if report.ok else 1
+        return 0 if report.ok else 1
+    for fault in report.faults:
+        print(fault)
+    if report.ok:
+        print(
+            f"{options.shards}: all bytes of {_shards(report.shards)} "
+            f"({report.frames:,} frames) are as they were written"
+        )
+        return 0
+    count = len(report.faults)
+    print(f"{options.shards}: {count} {'fault' if count == 1 else 'faults'}; build it again")
+    return 1
+
+
+def _shards(count: int) -> str:
+    return f"{count:,} shard{'' if count == 1 else 's'}"
 
 
 def _print_json(value: msgspec.Struct) -> None:

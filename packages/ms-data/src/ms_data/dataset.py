@@ -32,11 +32,11 @@ def read_index(folder: Path) -> Index:
             f"{folder} holds no dataset (no index.json); build one with `ms-data build`"
         ) from error
     except OSError as error:
-        raise DamageError("index.json", "file", f"cannot be read: {error.strerror}") from error
+        raise DamageError(path, "file", f"cannot be read: {error.strerror}") from error
     try:
         return decode_index(content)
     except ValueError as error:
-        raise DamageError("index.json", "index", str(error)) from error
+        raise DamageError(path, "index", str(error)) from error
 
 
 class Passage(NamedTuple):
@@ -87,21 +87,29 @@ class Split:
             DamageError: a frame under the passage is damaged.
         """
         tokens = np.empty(stop - start, self.index.token_type)
+        ends, position = self.read_into(tokens, start)
+        return Passage(tokens, ends, position)
+
+    def read_into(
+        self, out: NDArray[np.unsignedinteger], start: int
+    ) -> tuple[NDArray[np.int64], int]:
+        """Fills `out`, shape (n,), from token `start`; returns ends and position as a Passage."""
         ends: list[NDArray[np.int64]] = []
-        position, at = -1, start
-        while at < stop:
+        position = -1
+        done = 0
+        while done < len(out):
+            at = start + done
             shard = int(np.searchsorted(self._starts, at, side="right")) - 1
             number, skip = divmod(at - int(self._starts[shard]), self.index.frame_tokens)
             frame = self._frame(shard, number)
-            take = min(len(frame.tokens) - skip, stop - at)
-            tokens[at - start : at - start + take] = frame.tokens[skip : skip + take]
-            frame_ends = frame.ends.astype(np.int64)
-            low, high = np.searchsorted(frame_ends, (skip, skip + take), side="right")
-            ends.append(frame_ends[low:high] + (at - start - skip))
+            taken = frame.tokens[skip : skip + len(out) - done]
+            out[done : done + len(taken)] = taken
+            low, high = np.searchsorted(frame.ends, (skip, skip + len(taken)), side="right")
+            ends.append(frame.ends[low:high] + (done - skip))
             if position < 0:
-                position = skip - int(frame_ends[low - 1]) if low else skip + frame.position
-            at += take
-        return Passage(tokens, np.concatenate(ends), position)
+                position = skip - int(frame.ends[low - 1]) if low else skip + frame.position
+            done += len(taken)
+        return np.concatenate(ends), position
 
     def _frame(self, shard: int, number: int) -> Frame:
         """A decoded frame; the last one is kept, because passages often share one."""
@@ -113,9 +121,7 @@ class Split:
     def _open(self, number: int) -> Shard:
         shard = self._shards.get(number)
         if shard is None:
-            shard = Shard(self.folder, self._entries[number])
-            if shard.footer.frame_tokens != self.index.frame_tokens:
-                raise DamageError(shard.name, "footer", "its frames differ from the index")
+            shard = Shard(self.folder, self._entries[number], self.index.frame_tokens)
             self._shards[number] = shard
             if len(self._shards) > OPEN_SHARDS:
                 self._shards.popitem(last=False)[1].close()

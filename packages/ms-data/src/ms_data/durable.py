@@ -18,6 +18,9 @@ def write_file(path: Path, content: bytes) -> None:
     """
     aside = path.with_name(path.name + ".partial")
     with writing(path):
+        # Renaming would put a file in the place of a device, pipe or folder.
+        if path.exists() and not path.is_file():
+            raise OutputError(f"{path} is there and is not a file; choose another name")
         try:
             with aside.open("wb") as file:
                 file.write(content)

@@ -1,5 +1,7 @@
 """Every error this package raises on purpose; each is also the builtin that fits."""
 
+from pathlib import Path
+
 __all__ = [
     "CorpusError",
     "DamageError",
@@ -38,8 +40,10 @@ class StateError(DataError, ValueError):
 class DamageError(DataError, RuntimeError):
     """Bytes on disk that are not those that were written: names the file and the part."""
 
-    def __init__(self, file: str, part: str, problem: str) -> None:
-        super().__init__(f"{file}: {part}: {problem}")
-        self.file = file
+    def __init__(self, path: Path, part: str, problem: str) -> None:
+        super().__init__(
+            f"{path}: {part}: {problem}; restore the file from a copy, or build the dataset again"
+        )
+        self.file = path.name
         self.part = part
         self.problem = problem

@@ -66,11 +66,12 @@ class Order:
         inside = ~before & (slots < short * chunk + rest)
         place = np.where(before, place, place_after)
         offset = np.where(before, offset, offset_after)
-        place[inside] = 0
+        place[inside] = min(short, whole - 1)
         samples: NDArray[np.int64] = offset
         if whole:
-            moved = permute(place.astype(np.uint64), whole, keys).astype(np.int64)
-            samples = moved * chunk + offset
+            near = np.arange(place.min(), min(place.max() + 1, whole), dtype=np.uint64)
+            moved = permute(near, whole, keys).astype(np.int64)
+            samples = moved[place - place.min()] * chunk + offset
         samples[inside] = whole * chunk + slots[inside] - short * chunk
         return samples
 
@@ -102,14 +103,16 @@ def _rounds(
 ) -> NDArray[np.uint64]:
     high, low = np.divmod(values, right)
     for even, odd in zip(keys[::2], keys[1::2], strict=True):
-        high = (high + _mix(low, even)) % left
-        low = (low + _mix(high, odd)) % right
+        high += _hash_below(left, low, even)
+        high -= left * (high >= left)
+        low += _hash_below(right, high, odd)
+        low -= right * (low >= right)
     return high * right + low
 
 
-def _mix(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """62 well-mixed bits of each value, so that adding a half cannot overflow."""
+def _hash_below(bound: np.uint64, values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
+    """A well-mixed number below `bound`, which is below 2**32, for each value."""
     mixed = (values ^ key) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0xD6E8FEB86659FD93)
-    return mixed >> np.uint64(2)
+    return ((mixed >> np.uint64(32)) * bound) >> np.uint64(32)

@@ -1,5 +1,6 @@
 """From files to documents, one at a time, in one fixed order."""
 
+import codecs
 import gzip
 import io
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import xxhash
 import zstandard
 from attrs import field, frozen
 
@@ -20,6 +22,7 @@ __all__ = ["Corpus", "Document", "Position", "find_corpus"]
 
 READ_BYTES = 1 << 20
 _LINES_SUFFIXES = (".jsonl", ".ndjson")
+_BYTE_ORDER_MARK = "\ufeff"
 _LIBRARY_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -72,6 +75,14 @@ class Corpus:
     def size_bytes(self) -> int:
         """Size of all files."""
         return sum(self.sizes_bytes)
+
+    def identity(self, count: int) -> str:
+        """Hexadecimal xxh3-128 of the names, sizes and times of the first `count` files."""
+        seen = xxhash.xxh3_128()
+        for path in self.files[:count]:
+            facts = path.stat()
+            seen.update(f"{path}\0{facts.st_size} {facts.st_mtime_ns}\0".encode())
+        return seen.hexdigest()
 
     def documents(
         self,
@@ -143,7 +154,7 @@ def find_corpus(
     else:
         raise CorpusError(f"no file or folder {corpus}; give a path, or `stdlib`")
     if not files:
-        raise CorpusError(f"{corpus} is empty: it holds no files to read")
+        raise CorpusError(f"{corpus} is empty: it holds no files to read; give a folder of text")
     # Python's own tests hold sources that are broken on purpose.
     return Corpus(
         name=str(corpus),
@@ -156,10 +167,14 @@ def find_corpus(
 
 def _visible_files(folder: Path) -> list[Path]:
     found = []
-    for place, folders, names in os.walk(folder):
+    for place, folders, names in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(place, name) for name in names if not name.startswith(".")]
     return sorted(path for path in found if path.is_file())
+
+
+def _refuse(error: OSError) -> None:
+    raise CorpusError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
 def _library_files() -> list[Path]:
@@ -214,6 +229,8 @@ def _json_lines(path: Path, blocks: Iterator[bytes], key: str) -> Iterator[str |
     row = msgspec.defstruct("Row", [("text", str, msgspec.field(name=key))])
     decoder = msgspec.json.Decoder(row)
     for number, line in enumerate(_lines(blocks), 1):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
         if not line.strip():
             yield ""
             continue
@@ -224,17 +241,25 @@ def _json_lines(path: Path, blocks: Iterator[bytes], key: str) -> Iterator[str |
         except msgspec.ValidationError as error:
             yield Invalid(f"{path}:{number}: {error}; name the text's key with --text-key")
         except (msgspec.DecodeError, UnicodeError) as error:
-            yield Invalid(f"{path}:{number}: malformed JSON line: {error}; mend the line")
+            reason = _not_utf8(line) or f"malformed JSON line: {error}; mend the line"
+            yield Invalid(f"{path}:{number}: {reason}")
+
+
+def _not_utf8(content: bytes) -> str | None:
+    """Why some bytes are not UTF-8, or None if they are."""
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        byte = content[error.start]
+        return f"not UTF-8: byte 0x{byte:02x} at offset {error.start}; convert the file to UTF-8"
+    return None
 
 
 def _decode(path: Path, content: bytes) -> str | Invalid:
     try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        return Invalid(
-            f"{path}: not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start}; "
-            "convert the file to UTF-8"
-        )
+        return content.decode().removeprefix(_BYTE_ORDER_MARK)
+    except UnicodeDecodeError:
+        return Invalid(f"{path}: {_not_utf8(content)}")
 
 
 def _decode_python(path: Path, content: bytes) -> str | Invalid:

@@ -1,5 +1,6 @@
 """Batches for training: shuffled, split over ranks and resumable, all by arithmetic."""
 
+import operator
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,7 +96,7 @@ class TokenStream(Iterator[Batch]):
         _at_least_one(chunk_samples=chunk_samples, window_chunks=window_chunks)
         self._order = Order(
             samples=samples,
-            seed=seed,
+            seed=operator.index(seed),
             chunk_samples=chunk_samples,
             window_chunks=window_chunks,
             shuffle=shuffle,
@@ -159,12 +160,14 @@ class TokenStream(Iterator[Batch]):
         number, offset = divmod(position, self._order.window_samples)
         key = (epoch, number)
         if self._window is None or self._window[0] != key:
-            self._window = None  # frees its memory before the next one is decoded
+            # Forgotten first: if reading fails, its memory holds neither window.
+            worn, self._window = self._window, None
             window = Window(
                 self._split,
                 self._order.window(epoch, number),
                 length=self.sequence_length,
                 chunk_samples=self._order.chunk_samples,
+                worn=worn[1] if worn else None,
             )
             self._window = (key, window)
         window = self._window[1]

@@ -1,6 +1,6 @@
 """Text to tokens and back: a thin face over a `tokenizers` file, and training a new one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,10 @@ import tokenizers
 import xxhash
 from numpy.typing import NDArray
 
+from ms_data.dataset import read_index
 from ms_data.durable import write_file
-from ms_data.errors import SettingError, TokenizerError
-from ms_data.readers import find_corpus
+from ms_data.errors import CorpusError, DamageError, SettingError, TokenizerError
+from ms_data.readers import Corpus, find_corpus
 
 __all__ = ["END_OF_TEXT", "Tokenizer", "train_tokenizer"]
 
@@ -31,13 +32,14 @@ class Tokenizer:
 
     Args:
         content: the bytes of a `tokenizer.json`.
-        end_of_text: the token that ends a document; None looks for the usual names.
+        end_of_text: the token that ends a document, by name or number; None looks for the
+            usual names.
 
     Raises:
         TokenizerError: the bytes are not a tokenizer, or it has no such token.
     """
 
-    def __init__(self, content: bytes, *, end_of_text: str | None = None) -> None:
+    def __init__(self, content: bytes, *, end_of_text: str | int | None = None) -> None:
         try:
             self._model = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the binding raises nothing narrower than Exception
@@ -53,16 +55,25 @@ class Tokenizer:
         self.vocabulary_size = 1 + max(self._model.get_vocab(with_added_tokens=True).values())
 
     @classmethod
-    def load(cls, path: str | Path, *, end_of_text: str | None = None) -> "Tokenizer":
-        """Reads a `tokenizer.json`.
+    def load(cls, path: str | Path, *, end_of_text: str | int | None = None) -> "Tokenizer":
+        """Reads a `tokenizer.json`, or the one that a folder of shards was built with.
 
         Raises:
             TokenizerError: the file cannot be read or is not a tokenizer.
+            DamageError: it is not the one that the shards were built with.
         """
+        path, wanted = Path(path), None
+        if path.is_dir():
+            index = read_index(path)
+            path, wanted, end_of_text = path / "tokenizer.json", index.tokenizer, index.end_of_text
         try:
-            content = Path(path).read_bytes()
+            content = path.read_bytes()
         except OSError as error:
-            raise TokenizerError(f"{path}: cannot be read: {error.strerror}") from error
+            raise TokenizerError(
+                f"{path}: cannot be read: {error.strerror}; give a tokenizer.json"
+            ) from error
+        if wanted not in (None, xxhash.xxh3_128_hexdigest(content)):
+            raise DamageError(path, "file", "its checksum is not the one in the index")
         try:
             return cls(content, end_of_text=end_of_text)
         except TokenizerError as error:
@@ -88,14 +99,16 @@ class Tokenizer:
         text: str = self._model.decode([int(one) for one in ids], skip_special_tokens=True)
         return text
 
-    def _find_end(self, name: str | None) -> int:
-        for candidate in (name,) if name is not None else _KNOWN_ENDS:
+    def _find_end(self, wanted: str | int | None) -> int:
+        if isinstance(wanted, int):
+            return wanted
+        for candidate in (wanted,) if wanted is not None else _KNOWN_ENDS:
             found: int | None = self._model.token_to_id(candidate)
             if found is not None:
                 return found
-        wanted = repr(name) if name is not None else "such as " + ", ".join(_KNOWN_ENDS[:3])
+        name = repr(wanted) if wanted is not None else "such as " + ", ".join(_KNOWN_ENDS[:3])
         raise TokenizerError(
-            f"has no end-of-text token {wanted}; name one of its tokens with --end-of-text"
+            f"has no end-of-text token {name}; name one of its tokens with --end-of-text"
         )
 
 
@@ -106,6 +119,7 @@ def train_tokenizer(
     out: str | Path | None = None,
     text_key: str = "text",
     skip_invalid: bool = False,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tokenizer:
     """Learns a byte-level BPE from a corpus; any text can be encoded with it.
 
@@ -115,6 +129,7 @@ def train_tokenizer(
         out: where to write `tokenizer.json`; None keeps it in memory.
         text_key: the member of a JSON line that holds the text.
         skip_invalid: leave out what is not valid text.
+        on_progress: hears how many of how many bytes of the corpus are read.
 
     Raises:
         SettingError: vocab_size has no room for the bytes.
@@ -122,7 +137,10 @@ def train_tokenizer(
         OutputError: `out` cannot be written.
     """
     if vocab_size < SMALLEST_VOCABULARY:
-        raise SettingError(f"vocab_size {vocab_size} is less than {SMALLEST_VOCABULARY}")
+        raise SettingError(
+            f"vocab_size is {vocab_size}; it must be {SMALLEST_VOCABULARY} or more, "
+            "which is every byte and the end of text"
+        )
     source = find_corpus(corpus, text_key=text_key, skip_invalid=skip_invalid)
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -133,8 +151,20 @@ def train_tokenizer(
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    model.train_from_iterator((document.text for document in source.documents()), trainer)
+    model.train_from_iterator(_texts(source, on_progress), trainer)
     tokenizer = Tokenizer(model.to_str(pretty=True).encode())
     if out is not None:
         write_file(Path(out), tokenizer.content)
     return tokenizer
+
+
+def _texts(source: Corpus, on_progress: Callable[[int, int], None]) -> Iterator[str]:
+    document = None
+    for document in source.documents():
+        on_progress(document.read_bytes, source.size_bytes)
+        yield document.text
+    if document is None:
+        raise CorpusError(
+            f"{source.name} is empty: no text in {len(source.files)} files; "
+            "give a corpus that holds text"
+        )

@@ -1,15 +1,18 @@
 """Checks every byte of a dataset."""
 
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import xxhash
+import zstandard
 
 from ms_data.dataset import read_index
 from ms_data.errors import DamageError
-from ms_data.format import Index, ShardEntry
-from ms_data.shard import Shard
+from ms_data.format import MAGIC, Index, ShardEntry
+from ms_data.shard import Frame, Shard
 
 __all__ = ["Fault", "Report", "verify"]
 
@@ -19,6 +22,7 @@ class Fault(msgspec.Struct, frozen=True):
 
     file: str
     part: str
+    """Such as `frame 12`, `frame table` or `footer`."""
     problem: str
 
     def __str__(self) -> str:
@@ -31,7 +35,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...]
     shards: int
     frames: int
+    """Frames that were decoded."""
     size_bytes: int
+    """Bytes of all shards."""
 
     @property
     def ok(self) -> bool:
@@ -39,8 +45,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return not self.faults
 
 
-def verify(folder: str | Path) -> Report:
+def verify(
+    folder: str | Path, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> Report:
     """Reads and decodes the whole dataset in `folder` and reports all damage, by file and part.
+
+    Args:
+        folder: a folder that `build` wrote.
+        on_progress: hears how many of how many bytes are checked, after each shard.
 
     Raises:
         SettingError: the folder holds no dataset.
@@ -50,49 +62,93 @@ def verify(folder: str | Path) -> Report:
         index = read_index(folder)
     except DamageError as error:
         return Report(faults=(_fault(error),), shards=0, frames=0, size_bytes=0)
+    total = sum(entry.size_bytes for entry in index.shards)
     faults = _check_tokenizer(folder, index)
-    frames = 0
-    for entry in index.shards:
-        found, checked = _check_shard(folder, entry, index)
-        faults += found
-        frames += checked
-    return Report(
-        faults=tuple(faults),
-        shards=len(index.shards),
-        frames=frames,
-        size_bytes=sum(entry.size_bytes for entry in index.shards),
-    )
+    frames = done = 0
+    # Reading, checksums and zstd let go of the interpreter, so threads use all cores.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = pool.map(lambda entry: _check_shard(folder, entry, index), index.shards)
+        for entry, (found, checked) in zip(index.shards, results, strict=True):
+            faults += found
+            frames += checked
+            done += entry.size_bytes
+            on_progress(done, total)
+    return Report(faults=tuple(faults), shards=len(index.shards), frames=frames, size_bytes=total)
 
 
 def _check_tokenizer(folder: Path, index: Index) -> list[Fault]:
+    name = "tokenizer.json"
     try:
-        content = (folder / "tokenizer.json").read_bytes()
+        content = (folder / name).read_bytes()
     except OSError as error:
-        return [Fault("tokenizer.json", "file", f"cannot be read: {error.strerror}")]
+        return [Fault(name, "file", f"cannot be read: {error.strerror}")]
     if xxhash.xxh3_128_hexdigest(content) != index.tokenizer:
-        return [Fault("tokenizer.json", "file", "its checksum is not the one in the index")]
+        return [Fault(name, "file", "its checksum is not the one in the index")]
     return []
 
 
 def _check_shard(folder: Path, entry: ShardEntry, index: Index) -> tuple[list[Fault], int]:
-    """The faults of one shard, and how many of its frames were checked."""
+    """The faults of one shard, and how many of its frames were decoded."""
     try:
-        shard = Shard(folder, entry)
+        shard = Shard(folder, entry, index.frame_tokens)
     except DamageError as error:
-        return [_fault(error)], 0
-    faults = []
+        cut = _frame_cut_off(folder / entry.name, entry)
+        return [Fault(error.file, cut or error.part, error.problem)], 0
+    faults: list[Fault] = []
+    decoded = 0
+    position: int | None = 0
     for number in range(shard.frames):
         try:
             frame = shard.read(number)
         except DamageError as error:
             faults.append(_fault(error))
+            position = None
             continue
-        ends = frame.ends.astype(np.int64)
-        if int(frame.tokens.max()) >= index.vocabulary_size:
-            faults.append(Fault(entry.name, f"frame {number}", "a token is not in the vocabulary"))
-        if ends.size and (ends[0] < 1 or ends[-1] > frame.tokens.size or (np.diff(ends) < 1).any()):
-            faults.append(Fault(entry.name, f"frame {number}", "document ends are out of order"))
-    return faults, shard.frames
+        decoded += 1
+        if problem := _inconsistency(frame, position, index):
+            faults.append(Fault(entry.name, f"frame {number}", problem))
+        position = _position_after(frame)
+    if position:
+        faults.append(Fault(entry.name, "footer", "the last document has no end"))
+    shard.close()
+    return faults, decoded
+
+
+def _inconsistency(frame: Frame, position: int | None, index: Index) -> str | None:
+    """What a frame says that cannot be, although its bytes are those that were written."""
+    if int(frame.tokens.max()) >= index.vocabulary_size:
+        return "a token is outside the vocabulary"
+    if (frame.tokens[frame.ends - 1] != index.end_of_text).any():
+        return "a document does not end in the end of text"
+    if position is not None and frame.position != position:
+        return "it does not go on where the frame before it stops"
+    return None
+
+
+def _position_after(frame: Frame) -> int:
+    if frame.ends.size:
+        return int(frame.tokens.size - frame.ends[-1])
+    return frame.position + int(frame.tokens.size)
+
+
+def _frame_cut_off(path: Path, entry: ShardEntry) -> str | None:
+    """Names the frame in which a shortened file ends, by unpacking what is there."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    if not len(MAGIC) <= len(content) < entry.size_bytes:
+        return None
+    number, rest = 0, content[len(MAGIC) :]
+    while True:
+        unpacker = zstandard.ZstdDecompressor().decompressobj()
+        try:
+            unpacker.decompress(rest)
+        except zstandard.ZstdError:
+            return None  # all frames are there: it is the table that is cut
+        if not unpacker.eof:
+            return f"frame {number}"
+        number, rest = number + 1, unpacker.unused_data
 
 
 def _fault(error: DamageError) -> Fault:

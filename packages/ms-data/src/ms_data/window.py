@@ -39,25 +39,38 @@ class Window:
         samples: int64, shape (w,): the samples in their order of delivery.
         length: tokens in a sample.
         chunk_samples: neighbouring samples that are read in one go.
+        worn: a window that is needed no more; its memory is used again.
     """
 
+    _buffer: NDArray[np.unsignedinteger]
+
     def __init__(
-        self, split: Split, samples: NDArray[np.int64], *, length: int, chunk_samples: int
+        self,
+        split: Split,
+        samples: NDArray[np.int64],
+        *,
+        length: int,
+        chunk_samples: int,
+        worn: "Window | None" = None,
     ) -> None:
         chunks, slots = np.unique(samples // chunk_samples, return_inverse=True)
         width = chunk_samples * length + 1
         self._length = length
-        self._buffer = np.zeros((len(chunks), width), split.index.token_type)
+        self._steps = np.arange(length)
+        shape = (len(chunks), width)
+        if worn is not None and worn._buffer.shape == shape:
+            self._buffer = worn._buffer
+        else:
+            self._buffer = np.empty(shape, split.index.token_type)
         self._starts = slots * width + (samples % chunk_samples) * length
         ends: list[NDArray[np.int64]] = []
         began = np.empty(len(chunks), np.int64)
         for slot, chunk in enumerate(chunks.tolist()):
             first = chunk * chunk_samples * length
-            passage = split.read(first, min(first + width, split.tokens))
-            self._buffer[slot, : len(passage.tokens)] = passage.tokens
+            found, position = split.read_into(self._buffer[slot, : split.tokens - first], first)
             # An end at the far edge belongs to the row's look-ahead token alone.
-            ends.append(passage.ends[passage.ends < width] + slot * width)
-            began[slot] = slot * width - passage.position
+            ends.append(found[found < width] + slot * width)
+            began[slot] = slot * width - position
         self._ends = np.concatenate((*ends, [_NEVER]))
         self._first_end = np.concatenate(([0], np.cumsum([len(part) for part in ends])))[slots]
         self._began = began[slots]
@@ -83,22 +96,18 @@ class Window:
         # The row's first document began after the end before it, or before the chunk.
         known = low > self._first_end[start:stop]
         began = np.where(known, self._ends[low - 1], self._began[start:stop])
+        # Runs of one document: where each starts in the batch, and in its row its document did.
         heads = np.arange(count) * length
-        begins = np.sort(np.concatenate((heads, end[end % length != 0])))
-        lengths = np.diff(begins, append=count * length)
-        first = np.searchsorted(begins, heads)
-        origin = begins.copy()
-        origin[first] -= at - began
-        local = np.arange(len(begins)) - first[begins // length]
-        positions = np.arange(count * length) - np.repeat(origin, lengths)
-        documents = np.repeat(local.astype(np.int32), lengths)
-        shape = (count, length)
-        return Batch(
-            tokens=tokens,
-            targets=targets,
-            positions=positions.reshape(shape),
-            documents=documents.reshape(shape),
-        )
+        runs = np.sort(np.concatenate((heads, end[end % length != 0])))
+        lengths = np.diff(runs, append=count * length)
+        first = np.searchsorted(runs, heads)
+        origin = runs % length
+        origin[first] = began - at
+        nth_in_row = np.arange(len(runs)) - np.repeat(first, np.diff(first, append=len(runs)))
+        positions = np.repeat(origin, lengths).reshape(count, length)
+        np.subtract(self._steps, positions, out=positions)
+        documents = np.repeat(nth_in_row.astype(np.int32), lengths).reshape(count, length)
+        return Batch(tokens=tokens, targets=targets, positions=positions, documents=documents)
 
     def _gather(self, at: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
         """The `length` + 1 tokens from each flat coordinate, shape (b, length + 1)."""

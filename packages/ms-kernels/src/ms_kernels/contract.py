@@ -143,6 +143,8 @@ class Option:
     """Whether a value is allowed."""
     fits: str
     """The values that are allowed, in words."""
+    trials: tuple[object, ...] = ()
+    """Other values that proofs should try."""
 
 
 @frozen(kw_only=True)
@@ -172,7 +174,7 @@ class Contract:
     gradient_tolerance: Mapping[torch.dtype, Tolerance]
     """How far a gradient may lie from the truth."""
     example: Dims
-    """Sizes of an ordinary small call."""
+    """Sizes of an ordinary small call, for which no backend is too large."""
     reference: Callable[..., Any]
     """The slow truth, in plain torch."""
 
@@ -218,18 +220,18 @@ class Contract:
 
     def _bind_shape(self, argument: Argument, fact: Fact, sizes: dict[str, Any]) -> None:
         """Give each symbol of `argument` its size, or check it against the one it has."""
-        names, shape = argument.dims, fact.shape
+        names, shape, known = argument.dims, fact.shape, dict(sizes)
         if names[0] == "..." and len(shape) >= len(names) - 1:
             names = names[1:]
             leading = shape[: len(shape) - len(names)]
             shape = shape[len(leading) :]
             if sizes.setdefault("...", leading) != leading:
-                raise self._misshapen(argument, fact, sizes)
+                raise self._misshapen(argument, fact, known)
         if len(shape) != len(names):
-            raise self._misshapen(argument, fact, sizes)
+            raise self._misshapen(argument, fact, known)
         for name, size in zip(names, shape, strict=True):
             if sizes.setdefault(name, size) != size:
-                raise self._misshapen(argument, fact, sizes)
+                raise self._misshapen(argument, fact, known)
             if size == 0 and name in self.positive:
                 raise self._misshapen(argument, fact, {}, f" with {name} at least 1")
 
@@ -246,6 +248,36 @@ class Contract:
             if argument.name == culprit and fact is not None:
                 return f"of shape {describe(fact.shape)}"
         return "None"
+
+    def call(
+        self,
+        dims: Dims,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        options: Mapping[str, Any] | None = None,
+        without: Iterable[str] = (),
+    ) -> Call:
+        """Describe a call on contiguous tensors, on a device that need not be here.
+
+        Args:
+            dims: sizes by symbol; those left out are taken from `example`.
+            dtype: dtype of the arguments that may have it.
+            device: where the tensors would be.
+            options: those that are not at their defaults.
+            without: names of optional arguments to leave out.
+        """
+        sizes = {**self.example, **dims}
+        facts: list[Fact | None] = []
+        for argument in self.arguments:
+            shape = tuple(sizes[name] for name in argument.dims)
+            strides = torch.empty(shape, device="meta").stride()
+            free = argument is self.arguments[0] or dtype in argument.dtypes
+            fitting = dtype if free else argument.dtypes[0]
+            fact = Fact(shape, fitting, torch.device(device), strides, True)
+            facts.append(None if argument.name in without else fact)
+        values = tuple((options or {}).get(each.name, each.default) for each in self.options)
+        return Call(self.name, tuple(facts), values)
 
     def draw(
         self,

@@ -12,7 +12,7 @@ from attrs import frozen
 from ms_kernels.contract import Call, describe
 from ms_kernels.errors import BackendError
 
-__all__ = ["Choice", "Implementation", "Verdict", "choose", "first_fit"]
+__all__ = ["Choice", "Implementation", "Verdict", "choose", "first_fit", "obstacle_to"]
 
 
 @frozen(kw_only=True)
@@ -73,7 +73,7 @@ def first_fit(
     torch.compile traces this one without a graph break.
     """
     for candidate in _candidates(call.operator, implementations, preferred):
-        if _obstacle(candidate, call) is None:
+        if obstacle_to(candidate, call) is None:
             return candidate
     return None
 
@@ -100,7 +100,7 @@ def choose(
     ]
     taken = None
     for candidate in candidates:
-        obstacle = f"{taken.backend} comes first" if taken else _obstacle(candidate, call)
+        obstacle = f"{taken.backend} comes first" if taken else obstacle_to(candidate, call)
         if obstacle is None:
             taken = candidate
         reason = obstacle or candidate.merit
@@ -130,7 +130,7 @@ def _candidates(
     return [each for name in preferred for each in own if each.backend == name]
 
 
-def _obstacle(candidate: Implementation, call: Call) -> str | None:
+def obstacle_to(candidate: Implementation, call: Call) -> str | None:
     """Say why `candidate` cannot take `call`, or None if it can."""
     if candidate.devices is not None and call.device.type not in candidate.devices:
         return f"runs on {' and '.join(sorted(candidate.devices))}, not on {call.device.type}"

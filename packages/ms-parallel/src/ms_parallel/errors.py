@@ -3,6 +3,7 @@
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DamageError",
     "LaunchError",
     "LayoutError",
     "ModelError",
@@ -29,6 +30,10 @@ class ModelError(ParallelError, ValueError):
 
 class CheckpointError(ParallelError, RuntimeError):
     """A checkpoint that cannot be written, or does not belong to this run."""
+
+
+class DamageError(CheckpointError):
+    """Bytes of a checkpoint that are not those that were written: names the file and the part."""
 
 
 class LaunchError(ParallelError, RuntimeError):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ms_kernels.contract import Argument, Contract, Dims, Option, Work, accumulator
-from ms_kernels.reference.tolerance import GRADIENTS, RESULTS
+from ms_kernels.reference.tolerance import ATTENTION_GRADIENTS, ATTENTION_RESULTS
 
 __all__ = ["CONTRACT", "attention", "visible"]
 
@@ -113,18 +113,21 @@ CONTRACT = Contract(
             default=True,
             holds=lambda value: isinstance(value, bool),
             fits="True or False",
+            trials=(False,),
         ),
         Option(
             name="window",
             default=None,
             holds=lambda value: value is None or (isinstance(value, int) and value >= 1),
             fits="None or a whole number of positions, 1 or more",
+            trials=(1, 7),
         ),
         Option(
             name="scale",
             default=None,
             holds=lambda value: value is None or isinstance(value, float | int),
             fits="None (for D ** -0.5) or a number",
+            trials=(0.3,),
         ),
     ),
     returns="(B Sq Hq D), dtype of q",
@@ -132,8 +135,8 @@ CONTRACT = Contract(
     rules=_rules,
     forward=_forward,
     backward=_backward,
-    tolerance=RESULTS,
-    gradient_tolerance=GRADIENTS,
+    tolerance=ATTENTION_RESULTS,
+    gradient_tolerance=ATTENTION_GRADIENTS,
     example={"B": 2, "Sq": 48, "Sk": 48, "Hq": 4, "Hk": 2, "D": 16},
     reference=attention,
 )

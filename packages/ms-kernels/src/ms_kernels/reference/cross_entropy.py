@@ -22,12 +22,21 @@ def cross_entropy(
     ignored = targets == ignore_index
     chosen = targets.masked_fill(ignored, 0).unsqueeze(-1)
     total = wide.logsumexp(-1)
-    losses = total - (1 - label_smoothing) * wide.gather(-1, chosen).squeeze(-1)
+    losses = total - (1 - label_smoothing) * _pick(wide, chosen)
     if label_smoothing:
         losses = losses - label_smoothing * wide.mean(-1)
     if z_loss:
         losses = losses + z_loss * total.square()
     return reduce(losses.masked_fill(ignored, 0), ignored, reduction)
+
+
+def _pick(logits: Tensor, chosen: Tensor) -> Tensor:
+    """Return the logits (...) of the chosen classes (..., 1)."""
+    if type(logits) is Tensor:
+        return logits.gather(-1, chosen).squeeze(-1)
+    # DTensor cannot gather along a dim that is split over processes; it can mask and sum.
+    hit = torch.zeros_like(logits).scatter(-1, chosen, 1.0)
+    return logits.masked_fill(hit == 0, 0).sum(-1)
 
 
 def reduce(losses: Tensor, ignored: Tensor, reduction: str) -> Tensor:
@@ -65,15 +74,23 @@ LOSS_OPTIONS = (
     Option(
         name="label_smoothing",
         default=0.0,
-        holds=lambda value: 0 <= value < 1,
-        fits="at least 0 and below 1",
+        holds=lambda value: isinstance(value, float | int) and 0 <= value < 1,
+        fits="a number, at least 0 and below 1",
+        trials=(0.1,),
     ),
-    Option(name="z_loss", default=0.0, holds=lambda value: value >= 0, fits="0 or more"),
+    Option(
+        name="z_loss",
+        default=0.0,
+        holds=lambda value: isinstance(value, float | int) and value >= 0,
+        fits="a number, 0 or more",
+        trials=(1e-2,),
+    ),
     Option(
         name="reduction",
         default="mean",
         holds=lambda value: value in ("mean", "sum", "none"),
         fits="'mean', 'sum' or 'none'",
+        trials=("sum", "none"),
     ),
 )
 
@@ -97,6 +114,6 @@ CONTRACT = Contract(
     backward=_backward,
     tolerance=RESULTS,
     gradient_tolerance=GRADIENTS,
-    example={"...": 64, "V": 256},
+    example={"...": 128, "V": 256},
     reference=cross_entropy,
 )

@@ -84,17 +84,17 @@ class _Chunked(torch.autograd.Function):
         )
         known = reduction != "none"
         sums = _Sums(hidden, weight, ctx.needs_input_grad) if training and known else None
-        kept = None
+        buffer = _buffer(hidden, weight, chunk_rows)
         for start in range(0, len(targets), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            logits = _project(hidden[rows], weight)
+            logits = _project(hidden[rows], weight, buffer)
             losses[rows] = _differentiate(logits, targets[rows], ignored[rows], *ctx.smoothing)
             if sums is not None:
                 sums.add(logits, hidden[rows], weight, rows)
-            elif training and len(targets) <= chunk_rows:
-                kept = logits
         if training:
             held = (sums.hidden, sums.weight) if sums is not None else (hidden, weight)
+            # One chunk was all there is: spare the backward pass from making it again.
+            kept = buffer if sums is None and len(targets) <= chunk_rows else None
             ctx.save_for_backward(*held, targets, ignored, kept)
             ctx.dtypes = hidden.dtype, weight.dtype
         return reduce(losses, ignored, reduction)
@@ -129,11 +129,12 @@ def _again(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Make the logits again, chunk by chunk, now that the gradient of each row is known."""
     sums = _Sums(hidden, weight, ctx.needs_input_grad)
+    buffer = _buffer(hidden, weight, ctx.chunk_rows) if kept is None else kept
     for start in range(0, len(targets), ctx.chunk_rows):
         rows = slice(start, start + ctx.chunk_rows)
-        logits = kept
-        if logits is None:
-            logits = _project(hidden[rows], weight)
+        logits = buffer
+        if kept is None:
+            logits = _project(hidden[rows], weight, buffer)
             _differentiate(logits, targets[rows], ignored[rows], *ctx.smoothing)
         sums.add(logits, hidden[rows], weight, rows, grad[rows, None])
     return sums.hidden, sums.weight
@@ -176,12 +177,17 @@ def _tiles(weight: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         yield columns, weight[columns].to(wide)
 
 
-def _project(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return the logits (R, V) of hidden (R, H), multiplied and summed in float32."""
-    wide = accumulator(hidden.dtype)
-    logits = torch.empty((len(hidden), len(weight)), dtype=wide, device=hidden.device)
-    for columns, tile in _tiles(weight, wide):
-        torch.mm(hidden.to(wide), tile.T, out=logits[:, columns])
+def _buffer(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
+    """Make room for the logits of one chunk; every chunk uses it in turn."""
+    rows = min(chunk_rows, len(hidden))
+    return hidden.new_empty((rows, len(weight)), dtype=accumulator(hidden.dtype))
+
+
+def _project(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+    """Put the logits (R, V) of hidden (R, H), multiplied and summed in float32, into `buffer`."""
+    logits = buffer[: len(hidden)]
+    for columns, tile in _tiles(weight, buffer.dtype):
+        torch.mm(hidden.to(buffer.dtype), tile.T, out=logits[:, columns])
     return logits
 
 
@@ -236,6 +242,6 @@ CONTRACT = Contract(
     backward=_backward,
     tolerance=RESULTS,
     gradient_tolerance=GRADIENTS,
-    example={"...": 64, "H": 32, "V": 256},
+    example={"...": 512, "H": 64, "V": 256},
     reference=linear_cross_entropy,
 )

@@ -33,13 +33,21 @@ CONTRACT = Contract(
         Argument(name="x", dims="... H"),
         Argument(name="weight", dims="H", dtypes=FLOATING),
     ),
-    options=(Option(name="eps", default=1e-6, holds=lambda eps: eps >= 0, fits="0 or more"),),
+    options=(
+        Option(
+            name="eps",
+            default=1e-6,
+            holds=lambda value: isinstance(value, float | int) and value >= 0,
+            fits="a number, 0 or more",
+            trials=(0.5,),
+        ),
+    ),
     returns="(... H), dtype of x",
     positive="H",
     forward=_forward,
     backward=_backward,
     tolerance=RESULTS,
     gradient_tolerance=GRADIENTS,
-    example={"...": 64, "H": 128},
+    example={"...": 256, "H": 128},
     reference=rms_norm,
 )

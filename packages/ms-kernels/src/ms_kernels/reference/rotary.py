@@ -80,6 +80,7 @@ CONTRACT = Contract(
             default=False,
             holds=lambda value: isinstance(value, bool),
             fits="True or False",
+            trials=(True,),
         ),
     ),
     returns="two tensors, shapes and dtypes of q and k",
@@ -89,6 +90,6 @@ CONTRACT = Contract(
     backward=_work,
     tolerance=RESULTS,
     gradient_tolerance=GRADIENTS,
-    example={"B": 2, "C": 1, "S": 32, "Hq": 4, "Hk": 2, "D": 16, "R/2": 8},
+    example={"B": 2, "C": 1, "S": 64, "Hq": 8, "Hk": 2, "D": 32, "R/2": 16},
     reference=rotary,
 )

@@ -38,6 +38,6 @@ CONTRACT = Contract(
     backward=_backward,
     tolerance=RESULTS,
     gradient_tolerance=GRADIENTS,
-    example={"...": 64, "I": 128},
+    example={"...": 256, "I": 128},
     reference=swiglu,
 )

@@ -8,14 +8,13 @@ Shapes: B rows, S positions, H hidden, V vocabulary, D width of one head.
 import math
 
 import torch
-import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor, nn
 
 from ms_parallel import ops as plain_ops
-from ms_parallel.errors import ModelError
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import DecoderConfig, RopeScaling
+from ms_parallel.models.staged import Context, StagedModel
 from ms_parallel.ops import Ops
 from ms_parallel.plan import ModelPlan, Style
 
@@ -23,15 +22,12 @@ __all__ = ["Block", "Decoder", "plan"]
 
 
 @frozen(kw_only=True, eq=False)
-class Context:
-    """What all blocks of one forward share."""
+class RotaryContext(Context):
+    """The angles of one forward's positions."""
 
     cos: Tensor
     """(B or 1, S, D/2) float32."""
     sin: Tensor
-    documents: Tensor | None
-    """(B, positions held and new)."""
-    cache: KeyValueCache | None
 
 
 class RMSNorm(nn.Module):
@@ -68,7 +64,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.ops = ops
 
-    def forward(self, hidden: Tensor, *, context: Context) -> Tensor:
+    def forward(self, hidden: Tensor, *, context: RotaryContext) -> Tensor:
         """(B, S, H) to (B, S, H)."""
         q, k, v = (
             projection(hidden).unflatten(-1, (-1, self.head_dim))
@@ -110,13 +106,13 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.mlp = FeedForward(config, ops)
 
-    def forward(self, hidden: Tensor, *, context: Context) -> Tensor:
+    def forward(self, hidden: Tensor, *, context: RotaryContext) -> Tensor:
         """(B, S, H) to (B, S, H)."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), context=context)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
 
-class Decoder(nn.Module):
+class Decoder(StagedModel):
     """A whole decoder, or one pipeline stage of it.
 
     Args:
@@ -136,104 +132,22 @@ class Decoder(nn.Module):
         first: bool = True,
         last: bool = True,
     ) -> None:
-        super().__init__()
-        self.config = config
-        self.first, self.last = first, last
-        layers = range(config.num_hidden_layers) if layers is None else layers
-        self.model = nn.Module()
-        if first:
-            self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.model.layers = nn.ModuleDict({str(i): Block(config, i, ops) for i in layers})
-        if last:
-            self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-            if not (config.tie_word_embeddings and first):
-                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        super().__init__(
+            config,
+            block=lambda layer: Block(config, layer, ops),
+            norm=lambda: RMSNorm(config.hidden_size, config.rms_norm_eps, ops),
+            layers=layers,
+            first=first,
+            last=last,
+        )
+        self.config: DecoderConfig = config
 
-    @property
-    def head_weight(self) -> Tensor:
-        """(V, H); the embedding's where tied and on the same stage.
-
-        Raises:
-            ModelError: this stage is not the last.
-        """
-        if not self.last:
-            raise ModelError("only the last stage has a head; ask that one")
-        head = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
-        return head.weight  # type: ignore[union-attr,return-value]
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """(B, S) int64 to (B, S, H)."""
-        return self.model.embed_tokens(tokens)  # type: ignore[operator,no-any-return]
-
-    def blocks(
-        self,
-        hidden: Tensor,
-        *,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        """Run this stage's blocks.
-
-        Args:
-            hidden: (B, S, H), or this rank's part of S where the sequence is split.
-            positions: (B or 1, S) int64, S whole; by default they count on from the cache.
-            documents: (B, S) int32; attention never crosses.
-            cache: Keys and values of earlier tokens; grows by S.
-
-        Returns:
-            Like `hidden`.
-        """
-        held = cache.length if cache is not None else 0
-        if positions is None:
-            positions = torch.arange(held, held + hidden.shape[1], device=hidden.device)[None]
-        if cache is not None:
-            documents = cache.all_documents(documents, hidden.shape[0], positions.shape[1])
+    def context(
+        self, positions: Tensor, documents: Tensor | None, cache: KeyValueCache | None
+    ) -> RotaryContext:
+        """The rotary tables of the positions, beside documents and cache."""
         cos, sin = rotary_tables(self.config, positions)
-        context = Context(cos=cos, sin=sin, documents=documents, cache=cache)
-        for block in self.model.layers.values():  # type: ignore[operator]
-            hidden = block(hidden, context=context)
-        if cache is not None:
-            cache.advance(positions.shape[1], documents)
-        return hidden
-
-    def finish(self, hidden: Tensor) -> Tensor:
-        """The final norm, (B, S, H) to (B, S, H)."""
-        return self.model.norm(hidden)  # type: ignore[operator,no-any-return]
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Finished hidden states (B, S, H) to logits (B, S, V)."""
-        if hasattr(self, "lm_head"):
-            return self.lm_head(hidden)  # type: ignore[no-any-return]
-        return F.linear(hidden, self.head_weight)
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-        logits: bool = True,
-    ) -> Tensor:
-        """Tokens (or, on later stages, hidden states) to logits (or, on earlier ones, hidden).
-
-        Args:
-            x: (B, S) int64 on the first stage, (B, S, H) on others.
-            positions: (B or 1, S) int64.
-            documents: (B, S) int32.
-            cache: Keys and values of earlier tokens.
-            logits: On the last stage, apply the head; else return finished hidden states.
-
-        Returns:
-            (B, S, V) on the last stage, (B, S, H) on others.
-        """
-        hidden = self.embed(x) if self.first else x
-        hidden = self.blocks(hidden, positions=positions, documents=documents, cache=cache)
-        if not self.last:
-            return hidden
-        hidden = self.finish(hidden)
-        return self.head(hidden) if logits else hidden
+        return RotaryContext(cos=cos, sin=sin, documents=documents, cache=cache)
 
 
 def rotary_tables(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:

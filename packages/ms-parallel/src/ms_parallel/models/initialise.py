@@ -9,7 +9,8 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from ms_parallel.models.part import part_of
 
 __all__ = ["initialise"]
 
@@ -40,25 +41,19 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 
 def _fill_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:
-    shape = tuple(parameter.shape)
-    if isinstance(parameter, DTensor):
-        local = parameter.to_local()
-        if local.numel() == 0:
-            return
-        (chunk,) = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-    else:
-        local, offsets, sizes = parameter, (0,) * len(shape), shape
+    shape, part = parameter.shape, part_of(parameter)
+    if part.local.numel() == 0:
+        return
+    rows_box, *inner = part.box
     per_chunk = max(1, _CHUNK_ELEMENTS // math.prod(shape[1:]))
-    first, end = offsets[0], offsets[0] + sizes[0]
-    inner = tuple(slice(o, o + n) for o, n in zip(offsets[1:], sizes[1:], strict=True))
-    for chunk_index in range(first // per_chunk, -(-end // per_chunk)):
-        start = chunk_index * per_chunk
+    first, end = rows_box.start, rows_box.stop
+    for chunk in range(first // per_chunk, -(-end // per_chunk)):
+        start = chunk * per_chunk
         rows = min(per_chunk, shape[0] - start)
         drawn = torch.empty(rows, *shape[1:])
-        drawn.normal_(0.0, std, generator=_generator(seed, name, chunk_index))
+        drawn.normal_(0.0, std, generator=_generator(seed, name, chunk))
         low, high = max(first, start), min(end, start + rows)
-        local[low - first : high - first].copy_(drawn[(slice(low - start, high - start), *inner)])
+        part.local[low - first : high - first] = drawn[(slice(low - start, high - start), *inner)]
 
 
 def _generator(seed: int, name: str, chunk: int) -> torch.Generator:

@@ -1,19 +1,32 @@
-"""Architectures by name, and what builds and splits each."""
+"""Architectures by name, and what builds, splits and describes each."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, cast
 
-from attrs import evolve, fields
+import msgspec
+import torch
+from attrs import asdict, evolve, fields
 
 from ms_parallel import ops as plain_ops
-from ms_parallel.errors import ConfigError
-from ms_parallel.models import decoder
-from ms_parallel.models.config import DecoderConfig
+from ms_parallel.errors import ConfigError, ModelError
+from ms_parallel.models import decoder, huggingface_config, transformer_xl
+from ms_parallel.models.config import DecoderConfig, ModelConfig, RopeScaling
+from ms_parallel.models.decoder import Decoder
+from ms_parallel.models.staged import StagedModel
+from ms_parallel.models.transformer_xl import TransformerXL, TransformerXLConfig
 from ms_parallel.ops import Ops
 from ms_parallel.plan import ModelPlan
 
-__all__ = ["architecture", "build_model", "model_plan"]
+__all__ = [
+    "ARCHITECTURES",
+    "architecture",
+    "build_model",
+    "config_document",
+    "model_plan",
+    "read_config",
+]
 
 _LAPTOP = DecoderConfig(
     vocab_size=8192,
@@ -25,65 +38,159 @@ _LAPTOP = DecoderConfig(
     head_dim=32,
 )
 
-ARCHITECTURES: Mapping[str, DecoderConfig] = {
+ARCHITECTURES: Mapping[str, ModelConfig] = {
     "llama": _LAPTOP,
     "mistral": evolve(_LAPTOP, model_type="mistral", sliding_window=1024),
     "qwen2": evolve(_LAPTOP, model_type="qwen2", attention_bias=True, tie_word_embeddings=True),
     "qwen3": evolve(_LAPTOP, model_type="qwen3", query_key_norm=True, tie_word_embeddings=True),
+    "transformer-xl": TransformerXLConfig(
+        vocab_size=8192,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        head_dim=32,
+        segment_length=128,
+        memory_length=128,
+    ),
 }
 """Small defaults that train on a laptop; every setting can be overridden."""
 
 
 def architecture(
     name_or_folder: str | Path, overrides: Mapping[str, object] | None = None
-) -> DecoderConfig:
+) -> ModelConfig:
     """The configuration of a named architecture, or of a folder with a config.json.
 
     Args:
-        name_or_folder: `"llama"`, `"mistral"`, `"qwen2"`, `"qwen3"`, or a folder.
-        overrides: Settings to change, by name.
+        name_or_folder: A name of `ARCHITECTURES`, or a folder.
+        overrides: Settings to change, by name; `rope_scaling` may be a mapping. Where heads or
+            hidden size change and `head_dim` is not given, it becomes their quotient.
 
     Raises:
-        ConfigError: the name or a setting is unknown (the nearest known one is named).
+        ConfigError: the name or a setting is unknown (the nearest known one is named), or a value
+            is out of range.
+        ModelError: the folder's config.json is damaged or asks for what is not supported.
     """
     known = ARCHITECTURES.get(str(name_or_folder))
+    if known is None and Path(name_or_folder).is_dir():
+        known = read_config(Path(name_or_folder))
     if known is None:
-        near = get_close_matches(str(name_or_folder), ARCHITECTURES, n=1, cutoff=0.4)
-        remedy = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(ARCHITECTURES)}"
-        raise ConfigError(f"unknown architecture {str(name_or_folder)!r}; {remedy}")
-    return _override(known, overrides or {})
+        remedy = _nearest(str(name_or_folder), list(ARCHITECTURES))
+        raise ConfigError(
+            f"unknown architecture {str(name_or_folder)!r}; {remedy}"
+            f" (or give a folder with a config.json)"
+        )
+    return _override(known, dict(overrides or {}))
 
 
-def _override(config: DecoderConfig, overrides: Mapping[str, object]) -> DecoderConfig:
-    names = [setting.name for setting in fields(type(config))]
+def _override(config: ModelConfig, overrides: dict[str, Any]) -> ModelConfig:
+    kind: Any = type(config)
+    names = [setting.name for setting in fields(kind)]
     for key in overrides:
         if key not in names:
-            near = get_close_matches(key, names, n=1, cutoff=0.4)
-            remedy = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
-            raise ConfigError(f"unknown model setting {key!r}; {remedy}")
-    return evolve(config, **overrides)  # type: ignore[arg-type]  # the validators check each value
+            raise ConfigError(f"unknown model setting {key!r}; {_nearest(key, names)}")
+    scaling = overrides.get("rope_scaling")
+    if isinstance(scaling, Mapping):
+        known = [setting.name for setting in fields(RopeScaling)]
+        for key in scaling:
+            if key not in known:
+                raise ConfigError(f"unknown rope_scaling setting {key!r}; {_nearest(key, known)}")
+        overrides["rope_scaling"] = RopeScaling(**scaling)
+    if "head_dim" not in overrides and overrides.keys() & {"hidden_size", "num_attention_heads"}:
+        sizes = {**asdict(cast(Any, config)), **overrides}
+        overrides["head_dim"] = sizes["hidden_size"] // max(1, sizes["num_attention_heads"])
+    return cast(ModelConfig, evolve(cast(Any, config), **overrides))
+
+
+def _nearest(given: str, known: list[str]) -> str:
+    near = get_close_matches(given, known, n=1, cutoff=0.4)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
 def build_model(
-    config: DecoderConfig,
+    config: ModelConfig,
     *,
     ops: Ops | None = None,
     layers: range | None = None,
     first: bool = True,
     last: bool = True,
-) -> decoder.Decoder:
+) -> StagedModel:
     """Build a model or one stage of it, with unset weights: `initialise` or load them.
 
     Args:
         config: What to build.
-        ops: Operators; plain torch by default.
+        ops: Operators; plain torch by default. Transformer-XL's scores need its own.
         layers: Global numbers of the blocks to build; all by default.
         first: Build the embedding.
         last: Build the final norm and the head.
+
+    Raises:
+        ModelError: no model has this kind of configuration.
     """
-    return decoder.Decoder(config, ops=ops or plain_ops, layers=layers, first=first, last=last)
+    if isinstance(config, DecoderConfig):
+        return Decoder(config, ops=ops or plain_ops, layers=layers, first=first, last=last)
+    if isinstance(config, TransformerXLConfig):
+        return TransformerXL(config, layers=layers, first=first, last=last)
+    raise _unknown(config)
 
 
-def model_plan(config: DecoderConfig) -> ModelPlan:
-    """How the model of a configuration may be split."""
-    return decoder.plan(config)
+def model_plan(config: ModelConfig) -> ModelPlan:
+    """How the model of a configuration may be split.
+
+    Raises:
+        ModelError: no model has this kind of configuration.
+    """
+    if isinstance(config, DecoderConfig):
+        return decoder.plan(config)
+    if isinstance(config, TransformerXLConfig):
+        return transformer_xl.plan(config)
+    raise _unknown(config)
+
+
+def config_document(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
+    """What a config.json says of a configuration, with weights of `dtype`.
+
+    Raises:
+        ModelError: no model has this kind of configuration.
+    """
+    if isinstance(config, DecoderConfig):
+        return huggingface_config.to_document(config, dtype)
+    if isinstance(config, TransformerXLConfig):
+        return {"torch_dtype": str(dtype).removeprefix("torch."), **asdict(config)}
+    raise _unknown(config)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration of a folder's config.json.
+
+    Raises:
+        ModelError: it is missing or damaged, or asks for something that is not supported.
+    """
+    path = folder / "config.json"
+    try:
+        document = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} is missing; give a folder of a saved model") from error
+    except msgspec.DecodeError as error:
+        raise ModelError(f"{path} is damaged ({error}); copy it again") from error
+    try:
+        if document.get("model_type") == "transformer-xl":
+            return _transformer_xl(document)
+        return huggingface_config.from_document(document)
+    except (ModelError, ConfigError) as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def _transformer_xl(document: dict[str, Any]) -> TransformerXLConfig:
+    names = {setting.name for setting in fields(TransformerXLConfig)}
+    known = {key: value for key, value in document.items() if key != "torch_dtype"}
+    for key in sorted(names ^ known.keys()):
+        raise ModelError(f"config.json {'lacks' if key in names else 'has unknown'} {key!r}")
+    return TransformerXLConfig(**known)
+
+
+def _unknown(config: object) -> ModelError:
+    return ModelError(
+        f"no model is built from a {type(config).__name__}; give a configuration of `architecture`"
+    )

@@ -4,19 +4,61 @@ Pure: nothing here imports torch or starts anything.
 """
 
 from ms_parallel.schedules.action import Action, Kind
+from ms_parallel.schedules.balance import Balanced, LayerCosts, balance
+from ms_parallel.schedules.breadth_first import breadth_first
 from ms_parallel.schedules.communication import with_communication
+from ms_parallel.schedules.costs import Costs
+from ms_parallel.schedules.draw import draw_html, draw_svg, draw_text
+from ms_parallel.schedules.dualpipe_v import dualpipe_v
 from ms_parallel.schedules.gpipe import gpipe
+from ms_parallel.schedules.interleaved import interleaved_one_f_one_b
 from ms_parallel.schedules.one_f_one_b import one_f_one_b
+from ms_parallel.schedules.placements import looped, one_a_rank, vee
+from ms_parallel.schedules.search import Found, search
+from ms_parallel.schedules.simulate import Span, Timeline, measured, simulate
 from ms_parallel.schedules.table import Schedule
+from ms_parallel.schedules.v_half import v_half
+from ms_parallel.schedules.v_min import v_min
 from ms_parallel.schedules.verify import Report, verify
+from ms_parallel.schedules.zb1p import zb1p
+from ms_parallel.schedules.zb2p import zb2p
+from ms_parallel.schedules.zb_h1 import zb_h1
+from ms_parallel.schedules.zb_h2 import zb_h2
+from ms_parallel.schedules.zb_v import zb_v
 
 __all__ = [
     "Action",
+    "Balanced",
+    "Costs",
+    "Found",
     "Kind",
+    "LayerCosts",
     "Report",
     "Schedule",
+    "Span",
+    "Timeline",
+    "balance",
+    "breadth_first",
+    "draw_html",
+    "draw_svg",
+    "draw_text",
+    "dualpipe_v",
     "gpipe",
+    "interleaved_one_f_one_b",
+    "looped",
+    "measured",
+    "one_a_rank",
     "one_f_one_b",
+    "search",
+    "simulate",
+    "v_half",
+    "v_min",
+    "vee",
     "verify",
     "with_communication",
+    "zb1p",
+    "zb2p",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
 ]

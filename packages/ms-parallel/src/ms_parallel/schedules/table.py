@@ -8,7 +8,7 @@ from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.action import RECEIVES, SENDS, Action, parse_action
 from ms_parallel.schedules.communication import with_communication
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "check_size"]
 
 
 def _homes(placement: Iterable[int]) -> tuple[int, ...]:
@@ -33,7 +33,7 @@ class Schedule:
     """What it is called in reports and pictures."""
 
     def __attrs_post_init__(self) -> None:
-        _check_size(len(self.placement), self.microbatches)
+        check_size(len(self.placement), self.microbatches)
         if sorted(set(self.placement)) != list(range(len(self.actions))):
             raise ScheduleError(
                 f"placement {self.placement} does not use each of the {len(self.actions)} ranks; "
@@ -53,7 +53,7 @@ class Schedule:
         Raises:
             ScheduleError: the rows wait for one another in a circle, or are misplaced.
         """
-        _check_size(len(placement), microbatches)
+        check_size(len(placement), microbatches)
         return cls(
             placement=tuple(placement),
             microbatches=microbatches,
@@ -110,7 +110,12 @@ class Schedule:
         return cls.from_computations(rows, placement, microbatches, name)
 
 
-def _check_size(stages: int, microbatches: int) -> None:
+def check_size(stages: int, microbatches: int) -> None:
+    """Refuse a schedule of nothing.
+
+    Raises:
+        ScheduleError: `stages` or `microbatches` is below 1.
+    """
     if stages < 1 or microbatches < 1:
         raise ScheduleError(
             f"a schedule of {stages} stages and {microbatches} microbatches does no work; "

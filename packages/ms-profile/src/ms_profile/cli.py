@@ -1,4 +1,4 @@
-"""Parse the command line, run one subcommand, turn errors into one line and an exit code."""
+"""The command `ms-profile`: parse the command line, run one subcommand, turn errors into one line and an exit code."""
 
 import argparse
 import importlib
@@ -11,7 +11,7 @@ from ms_profile.errors import ProfileError
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS: Final = ("run", "report", "compare", "logs", "link")
-"""In the order of the help; each is a module of `ms_profile.cli`."""
+"""In the order of the help; each is a module of `ms_profile.commands`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     asked = [name for name in given[:1] if name in COMMANDS]
     for name in asked or COMMANDS:
-        module = importlib.import_module(f"ms_profile.cli.{name}")
+        module = importlib.import_module(f"ms_profile.commands.{name}")
         command = commands.add_parser(
             name,
             help=module.HELP,

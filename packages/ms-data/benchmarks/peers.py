@@ -1,0 +1,323 @@
+"""Reads one corpus through ms-data and its peers: equal outputs checked, then timed in turns.
+
+The work: every sequence of 1,024 tokens once, shuffled, as batches of 64 in new int64 arrays:
+`tokens`, and `targets` shifted by one with -100 where a document ends. Every contender gets the
+same loop, one process, no workers, a warm page cache and its own default shuffle. A contender
+whose sequences are not exactly those of the corpus stops the run.
+
+    nox -s "peers(ms-data)"        or, with the packages installed,  python benchmarks/peers.py
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ms_data import TokenStream, build, train_tokenizer
+from ms_data.dataset import Split
+
+# streaming imports its vision part, which needs a torchvision that matches torch to the build;
+# nothing of it is used here.
+sys.modules["streaming.vision"] = types.ModuleType("streaming.vision")
+
+LENGTH, BATCH, SHORTEST_S = 1024, 64, 0.3
+Array = np.ndarray[Any, np.dtype[Any]]
+Batches = Iterator[tuple[Array, ...]]
+
+
+class Corpus:
+    """The tokens of all documents, laid end to end."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        tokenizer = train_tokenizer(name, vocab_size=8192)
+        build(name, tokenizer=tokenizer, out=folder / "ours")
+        split = Split(folder / "ours", "train")
+        passage = split.read(0, split.tokens)
+        self.folder, self.end = folder, tokenizer.end_of_text
+        self.tokens, self.ends = passage.tokens, passage.ends
+        self.samples = (len(self.tokens) - 1) // LENGTH
+        self.by_megatron = self.tokens
+        """The same with the documents in the order that Megatron gave them."""
+
+    def sample(self, number: int) -> Array:
+        """The tokens of one sequence and the one after it."""
+        return self.tokens[number * LENGTH : (number + 1) * LENGTH + 1]
+
+
+def gathered(samples: Iterator[Array], end: int) -> Batches:
+    """Batches out of single sequences of LENGTH + 1 tokens, each copied once."""
+    done = False
+    while not done:
+        tokens = np.empty((BATCH, LENGTH), np.int64)
+        targets = np.empty((BATCH, LENGTH), np.int64)
+        filled = 0
+        for sample in samples:
+            tokens[filled], targets[filled] = sample[:-1], sample[1:]
+            filled += 1
+            if filled == BATCH:
+                break
+        else:
+            done = True
+        if filled:
+            tokens, targets = tokens[:filled], targets[:filled]
+            targets[tokens == end] = -100
+            yield tokens, targets
+
+
+def ours(corpus: Corpus) -> Callable[[], Batches]:
+    """TokenStream: also delivers positions and documents, and checks every frame's checksum."""
+    stream = TokenStream(corpus.folder / "ours", sequence_length=LENGTH, batch_size=BATCH)
+
+    def epoch() -> Batches:
+        left = stream.samples_per_epoch
+        for batch in stream:
+            taken = min(left, BATCH)
+            yield tuple(value[:taken] for value in batch.values())  # type: ignore[attr-defined]
+            left -= taken
+            if not left:
+                # The next epoch begins at its first sample, as for everybody else.
+                epochs = stream.epoch + (stream.consumed_samples % stream.samples_per_epoch > 0)
+                consumed = epochs * stream.samples_per_epoch
+                stream.load_state_dict(stream.state_dict() | {"consumed_samples": consumed})
+                return
+
+    return epoch
+
+
+def raw_file(corpus: Corpus) -> Array:
+    """All tokens in one file, mapped."""
+    path = corpus.folder / "raw.bin"
+    corpus.tokens.tofile(path)
+    return np.memmap(path, corpus.tokens.dtype, "r")
+
+
+def memmap(corpus: Corpus) -> Callable[[], Batches]:
+    """The bare minimum: slices of one raw file in the order of a stored permutation."""
+    mapped = raw_file(corpus)
+    rng = np.random.default_rng(0)
+
+    def epoch() -> Batches:
+        order = rng.permutation(corpus.samples).tolist()
+        samples = (mapped[at * LENGTH : (at + 1) * LENGTH + 1] for at in order)
+        return gathered(samples, corpus.end)
+
+    return epoch
+
+
+def memmap_all(corpus: Corpus) -> Callable[[], Batches]:
+    """np.memmap with positions and documents looked up in the document ends by plain numpy."""
+    mapped = raw_file(corpus)
+    begins = np.concatenate(([0], corpus.ends))
+    rng = np.random.default_rng(0)
+
+    def epoch() -> Batches:
+        order = rng.permutation(corpus.samples)
+        samples = (mapped[at * LENGTH : (at + 1) * LENGTH + 1] for at in order.tolist())
+        for start, (tokens, targets) in enumerate(gathered(samples, corpus.end)):
+            at = order[start * BATCH : start * BATCH + len(tokens), None] * LENGTH
+            at = at + np.arange(LENGTH)
+            document = np.searchsorted(corpus.ends, at, side="right")
+            yield tokens, targets, at - begins[document], (document - document[:, :1]).astype("i4")
+
+    return epoch
+
+
+def megatron(corpus: Corpus, **flags: bool) -> Callable[[], Batches]:
+    """Megatron-core's GPTDataset without attention mask: samples of documents in its own order."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    from megatron.core.datasets.utils import Split as MegatronSplit
+
+    prefix = str(corpus.folder / "megatron")
+    if not Path(prefix + ".idx").exists():
+        builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
+        for document in np.split(corpus.tokens, corpus.ends[:-1]):
+            builder.add_document(document, [len(document)])
+        builder.finalize(prefix + ".idx")
+
+    class Tokenizer:
+        eod, pad, vocab_size = corpus.end, -1, 8192
+        unique_identifiers = {"class": "fixed"}  # noqa: RUF012 - it must be JSON
+
+    config = GPTDatasetConfig(
+        random_seed=0,
+        sequence_length=LENGTH,
+        split="1,0,0",
+        path_to_cache=str(corpus.folder / "megatron-cache"),
+        tokenizer=Tokenizer(),
+        **(
+            {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False}
+            | {"create_attention_mask": False}
+            | flags
+        ),
+    )
+    low = GPTDataset.build_low_level_dataset(prefix, config)
+    everything = np.arange(len(corpus.ends), dtype=np.int32)
+    dataset = GPTDataset(low, prefix, everything, None, MegatronSplit.train, config)
+    documents = np.split(corpus.tokens, corpus.ends[:-1])
+    corpus.by_megatron = np.concatenate([documents[at] for at in dataset.document_index])
+
+    def samples() -> Iterator[tuple[Array, Array]]:
+        for number in range(len(dataset)):
+            sample = dataset[number]
+            yield sample["tokens"].numpy(), sample["labels"].numpy()
+
+    def epoch() -> Batches:
+        rows = samples()
+        while batch := list(islice(rows, BATCH)):
+            tokens = np.stack([row[0] for row in batch])
+            targets = np.stack([row[1] for row in batch])
+            targets[tokens == corpus.end] = -100
+            yield tokens, targets
+
+    return epoch
+
+
+def mds(corpus: Corpus, compression: str | None = None) -> Callable[[], Batches]:
+    """mosaicml-streaming: one sample a sequence, without its optional hashes."""
+    from streaming import MDSWriter, StreamingDataset
+
+    folder = str(corpus.folder / f"mds-{compression}")
+    columns = {"tokens": f"ndarray:uint16:{LENGTH + 1}"}
+    with MDSWriter(out=folder, columns=columns, compression=compression) as writer:
+        for number in range(corpus.samples):
+            writer.write({"tokens": corpus.sample(number)})
+    dataset = StreamingDataset(local=folder, shuffle=True, batch_size=1, keep_zip=True)
+    return lambda: gathered((sample["tokens"] for sample in dataset), corpus.end)
+
+
+def mds_zstd(corpus: Corpus) -> Callable[[], Batches]:
+    """mosaicml-streaming with zstd-3; unpacked files stay on disk after the first epoch."""
+    return mds(corpus, "zstd:3")
+
+
+def litdata(corpus: Corpus) -> Callable[[], Batches]:
+    """Litdata with its token loader, one block a sequence, uncompressed."""
+    import torch
+    from litdata import StreamingDataset, TokensLoader
+    from litdata.streaming.writer import BinaryWriter
+
+    folder = str(corpus.folder / "litdata")
+    loader = TokensLoader(block_size=LENGTH + 1)
+    writer = BinaryWriter(folder, chunk_bytes="64MB", item_loader=loader)
+    for number in range(corpus.samples):
+        writer[number] = torch.from_numpy(corpus.sample(number).copy())
+    writer.done()
+    writer.merge()
+
+    def epoch() -> Batches:
+        dataset = StreamingDataset(
+            folder, item_loader=TokensLoader(block_size=LENGTH + 1), shuffle=True
+        )
+        return gathered((sample.numpy() for sample in dataset), corpus.end)
+
+    return epoch
+
+
+def digests(batches: Batches, columns: int) -> Counter[int]:
+    """The sequences of an epoch by the checksum of their content."""
+    seen: Counter[int] = Counter()
+    for batch in batches:
+        assert all(column.dtype == np.int64 for column in batch[:2])
+        for row in zip(*batch[:columns], strict=True):
+            seen[xxhash.xxh3_64_intdigest(b"".join(column.tobytes() for column in row))] += 1
+    return seen
+
+
+def expected(corpus: Corpus, tokens: Array) -> Counter[int]:
+    """The same of the documents laid end to end, cut by hand."""
+    seen: Counter[int] = Counter()
+    for at in range(0, corpus.samples * LENGTH, LENGTH):
+        row = tokens[at : at + LENGTH + 1].astype(np.int64)
+        targets = np.where(row[:-1] == corpus.end, -100, row[1:])
+        seen[xxhash.xxh3_64_intdigest(row[:-1].tobytes() + targets.tobytes())] += 1
+    return seen
+
+
+def rate(epoch: Callable[[], Batches]) -> tuple[float, float]:
+    """Sequences a CPU second and a wall second, over whole epochs of at least SHORTEST_S."""
+    count, cpu, wall = 0, time.process_time(), time.perf_counter()
+    while time.perf_counter() - wall < SHORTEST_S:
+        count += sum(len(batch[0]) for batch in epoch())
+    return count / (time.process_time() - cpu), count / (time.perf_counter() - wall)
+
+
+PLAIN = {
+    "ms-data": ours,
+    "np.memmap": memmap,
+    "litdata": litdata,
+    "Megatron GPTDataset": megatron,
+    "MDS": mds,
+    "MDS zstd-3": mds_zstd,
+}
+WITH_DOCUMENTS = {"ms-data": ours, "np.memmap + searchsorted": memmap_all}
+
+
+def compare(corpus: Corpus, contenders: dict[str, Any], columns: int, rounds: int) -> Any:
+    """Checks that all deliver the same, times them in turns, returns medians and ratios."""
+    epochs = {name: make(corpus) for name, make in contenders.items()}
+    truth = expected(corpus, corpus.tokens) if columns == 2 else digests(ours(corpus)(), 4)
+    for name, epoch in epochs.items():
+        want = expected(corpus, corpus.by_megatron) if "Megatron" in name else truth
+        got = digests(epoch(), columns)
+        # ms-data also delivers the last sequence of a corpus whose length is a whole multiple.
+        if sum((want - got).values()) or sum((got - want).values()) > 1:
+            sys.exit(f"{name} does not deliver the corpus: {len(want - got)} sequences are missing")
+        print(f"{name}: {sum(got.values()):,} sequences, all equal", file=sys.stderr)
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in epochs}
+    for _ in range(rounds):
+        for name, epoch in epochs.items():
+            rates[name].append(rate(epoch))
+    base = statistics.median(cpu for cpu, _ in rates["ms-data"])
+    return {
+        name: {
+            "sequences_per_cpu_s": round(cpu := statistics.median(one[0] for one in found)),
+            "sequences_per_wall_s": round(statistics.median(one[1] for one in found)),
+            "ms_data_is_faster_by": round(base / cpu, 2),
+        }
+        for name, found in rates.items()
+    }
+
+
+def dense_mask(corpus: Corpus, count: int = 100) -> float:
+    """Megatron's own way to keep documents apart: a dense mask a sequence; sequences a CPU s."""
+    rows = megatron(
+        corpus, reset_position_ids=True, reset_attention_mask=True, create_attention_mask=True
+    )()
+    began = time.process_time()
+    done = 0
+    while done < count:
+        done += len(next(rows)[0])
+    return done / (time.process_time() - began)
+
+
+def main() -> None:
+    """Prints one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--corpus", default="stdlib", help="as for `ms-data build`")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Corpus(Path(folder), options.corpus)
+        result = {
+            "tokens": len(corpus.tokens),
+            "tokens and targets": compare(corpus, PLAIN, 2, options.rounds),
+            "with positions and documents": compare(corpus, WITH_DOCUMENTS, 4, options.rounds),
+            "Megatron with dense mask, sequences_per_cpu_s": round(dense_mask(corpus)),
+        }
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""How far a build has come, kept beside its shards so that a killed build can go on."""
+
+from pathlib import Path
+
+import msgspec
+
+from ms_data.durable import write_file
+from ms_data.errors import OutputError
+from ms_data.format import checksum
+from ms_data.writer import DatasetState
+
+__all__ = ["Journal", "Recipe", "load_journal", "save_journal"]
+
+_CHECKSUM_BYTES = 8
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """All that decides the bytes of a dataset, apart from the corpus."""
+
+    tokenizer: str
+    end_of_text: int
+    hold_out: float
+    shard_size_bytes: int
+    text_key: str
+    libraries: str
+    """Versions of tokenizers and zstandard."""
+
+
+class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.1"):
+    """One moment of a build at which everything counted here is safely on disk."""
+
+    recipe: Recipe
+    skip_invalid: bool
+    file: int
+    """Files of the corpus that are done."""
+    documents: int
+    """Documents that are done of the file after them."""
+    files_read: str
+    """Names, sizes and times of the files that were read so far, as a checksum."""
+    text_bytes: int
+    skipped: int
+    dataset: DatasetState
+
+
+def save_journal(path: Path, journal: Journal) -> None:
+    """Writes a journal whole or not at all.
+
+    Raises:
+        OutputError: the disk is full or the place cannot be written.
+    """
+    content = msgspec.msgpack.encode(journal)
+    write_file(path, checksum(content).to_bytes(_CHECKSUM_BYTES, "little") + content)
+
+
+def load_journal(path: Path) -> Journal | None:
+    """The journal of an interrupted build, or None where there is none.
+
+    Raises:
+        OutputError: the journal is damaged.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be read: {error.strerror}") from error
+    body = content[_CHECKSUM_BYTES:]
+    try:
+        if checksum(body) != int.from_bytes(content[:_CHECKSUM_BYTES], "little"):
+            raise ValueError("its checksum does not match")
+        return msgspec.msgpack.decode(body, type=Journal)
+    except ValueError as error:
+        raise OutputError(
+            f"{path}: damaged ({error}); remove {path.parent} to build anew"
+        ) from error

@@ -1,0 +1,253 @@
+"""Writing documents into shards, in such a way that a killed writer can go on."""
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from ms_data.format import (
+    FRAME,
+    MAGIC,
+    TRAILER,
+    TRAILER_MARK,
+    Footer,
+    ShardEntry,
+    TokenType,
+    checksum,
+)
+
+__all__ = ["DatasetState", "DatasetWriter", "ShardState", "ShardWriter"]
+
+COMPRESSION_LEVEL = 3
+"""On tokens, levels 9 and 19 save 9% and 13% more at a quarter and a sixtieth of the speed."""
+
+
+class ShardState(msgspec.Struct, frozen=True, kw_only=True):
+    """A shard that is being written: what is on disk already, and what is not yet."""
+
+    name: str
+    split: str
+    size_bytes: int
+    tokens: int
+    documents: int
+    position: int
+    pending: bytes
+    """Tokens of the frame that is not full yet."""
+    ends: tuple[int, ...]
+    """Document ends in that frame."""
+    table: bytes
+    """FRAME records of the frames on disk."""
+
+
+class DatasetState(msgspec.Struct, frozen=True, kw_only=True):
+    """All shards of a dataset that is being written."""
+
+    closed: tuple[ShardEntry, ...] = ()
+    open: tuple[ShardState, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The files that hold it."""
+        return tuple(shard.name for shard in self.closed) + tuple(shard.name for shard in self.open)
+
+
+class ShardWriter:
+    """Appends documents to a shard file and closes it with table, footer and trailer.
+
+    Args:
+        path: the file to write; its name becomes the shard's.
+        split: the split that the shard belongs to.
+        token_type: type of a token on disk.
+        frame_tokens: tokens in each frame but the last.
+        state: what `state` returned, to go on from there.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        split: str,
+        *,
+        token_type: TokenType,
+        frame_tokens: int,
+        state: ShardState | None = None,
+    ) -> None:
+        self._name, self._split = path.name, split
+        self._token_type: TokenType = token_type
+        self._kind = np.dtype(token_type).newbyteorder("<")
+        self._buffer = np.empty(frame_tokens, self._kind)
+        self._compressor = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL)
+        self._filled, self._position = 0, 0
+        self._ends: list[int] = []
+        self._table = bytearray()
+        self.tokens, self.documents = 0, 0
+        self._file: BinaryIO
+        if state is None:
+            self._file = path.open("wb")
+            self.size_bytes = self._file.write(MAGIC)
+        else:
+            self._file = path.open("r+b")
+            self._restore(state)
+
+    def append(self, document: NDArray[np.integer]) -> None:
+        """Adds one document, shape (n,) with n ≥ 1, its end-of-text token included."""
+        length, start = len(document), 0
+        while start < length:
+            stop = min(length, start + len(self._buffer) - self._filled)
+            filled = self._filled + stop - start
+            self._buffer[self._filled : filled] = document[start:stop]
+            self._filled, start = filled, stop
+            if start == length:
+                self._ends.append(filled)
+            if filled == len(self._buffer):
+                self._flush(position=start if start < length else 0)
+        self.tokens += length
+        self.documents += 1
+
+    def _flush(self, position: int) -> None:
+        """Writes the buffered tokens as a frame; the next one begins at `position`."""
+        ends = np.array(self._ends, self._kind)
+        payload = self._compressor.compress(self._buffer[: self._filled].tobytes() + ends.tobytes())
+        self._file.write(payload)
+        self.size_bytes += len(payload)
+        record = (len(payload), len(ends), self._position, checksum(payload))
+        self._table += np.array([record], FRAME).tobytes()
+        self._filled, self._ends, self._position = 0, [], position
+
+    def state(self) -> ShardState:
+        """Syncs what is written and returns all that is needed to go on after a crash."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return ShardState(
+            name=self._name,
+            split=self._split,
+            size_bytes=self.size_bytes,
+            tokens=self.tokens,
+            documents=self.documents,
+            position=self._position,
+            pending=self._buffer[: self._filled].tobytes(),
+            ends=tuple(self._ends),
+            table=bytes(self._table),
+        )
+
+    def _restore(self, state: ShardState) -> None:
+        self._file.truncate(state.size_bytes)
+        self._file.seek(state.size_bytes)
+        pending = np.frombuffer(state.pending, self._kind)
+        self._filled = len(pending)
+        self._buffer[: self._filled] = pending
+        self._ends, self._position = list(state.ends), state.position
+        self._table += state.table
+        self.size_bytes, self.tokens = state.size_bytes, state.tokens
+        self.documents = state.documents
+
+    def close(self) -> ShardEntry:
+        """Writes what follows the frames, syncs and closes the file; returns its entry."""
+        if self._filled:
+            self._flush(position=0)
+        footer = Footer(
+            token_type=self._token_type,
+            frame_tokens=len(self._buffer),
+            tokens=self.tokens,
+            documents=self.documents,
+            table_checksum=checksum(bytes(self._table)),
+        )
+        encoded = msgspec.msgpack.encode(footer)
+        footer_checksum = checksum(encoded)
+        trailer = TRAILER.pack(footer_checksum, len(encoded), TRAILER_MARK)
+        self.size_bytes += self._file.write(self._table + encoded + trailer)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return ShardEntry(
+            name=self._name,
+            split=self._split,
+            size_bytes=self.size_bytes,
+            tokens=self.tokens,
+            documents=self.documents,
+            footer_checksum=footer_checksum,
+        )
+
+    def abandon(self) -> None:
+        """Gives the file back without finishing it; a full disk is no further trouble here."""
+        try:
+            self._file.close()
+        except OSError:
+            # Buffered bytes found no room. They are not part of any saved state.
+            self._file.raw.close()  # type: ignore[attr-defined]
+
+
+class DatasetWriter:
+    """Deals documents to the open shard of their split; closes a shard when it is large enough.
+
+    Args:
+        folder: where the shards are written.
+        token_type: type of a token on disk.
+        frame_tokens: tokens in a frame.
+        shard_size_bytes: a shard is closed at the first document end past this size.
+        state: what `state` returned, to go on from there.
+
+    Raises:
+        OSError: a file that `state` names is gone or cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        token_type: TokenType,
+        frame_tokens: int,
+        shard_size_bytes: int,
+        state: DatasetState | None = None,
+    ) -> None:
+        state = state or DatasetState()
+        self._folder = folder
+        self._token_type: TokenType = token_type
+        self._frame_tokens = frame_tokens
+        self._limit = shard_size_bytes
+        self._closed = list(state.closed)
+        self._open: dict[str, ShardWriter] = {}
+        for shard in state.open:
+            self._open[shard.split] = self._writer(shard.name, shard.split, shard)
+
+    def append(self, split: str, document: NDArray[np.integer]) -> None:
+        """Adds one document to a split."""
+        writer = self._open.get(split)
+        if writer is None:
+            name = f"shard-{len(self._closed) + len(self._open):05d}.msd"
+            writer = self._open[split] = self._writer(name, split, None)
+        writer.append(document)
+        if writer.size_bytes >= self._limit:
+            self._closed.append(writer.close())
+            del self._open[split]
+
+    def state(self) -> DatasetState:
+        """Syncs all shards and returns what is needed to go on after a crash."""
+        return DatasetState(
+            closed=tuple(self._closed),
+            open=tuple(writer.state() for writer in self._open.values()),
+        )
+
+    def close(self) -> tuple[ShardEntry, ...]:
+        """Finishes all shards and returns their entries by name."""
+        for split in tuple(self._open):
+            self._closed.append(self._open.pop(split).close())
+        return tuple(sorted(self._closed, key=lambda entry: entry.name))
+
+    def abandon(self) -> None:
+        """Gives all files back without finishing them."""
+        for writer in self._open.values():
+            writer.abandon()
+        self._open.clear()
+
+    def _writer(self, name: str, split: str, state: ShardState | None) -> ShardWriter:
+        return ShardWriter(
+            self._folder / name,
+            split,
+            token_type=self._token_type,
+            frame_tokens=self._frame_tokens,
+            state=state,
+        )

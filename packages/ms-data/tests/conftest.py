@@ -1,0 +1,21 @@
+"""Datasets that several tests read."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from .truth import random_documents, write_dataset
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[NDArray[np.int64]]:
+    """Forty documents of up to fifty tokens."""
+    return random_documents(0, 40, 50)
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory, documents: list[NDArray[np.int64]]) -> Path:
+    """The forty documents in six shards with frames of sixteen tokens; not to be changed."""
+    return write_dataset(tmp_path_factory.mktemp("data") / "shards", documents)

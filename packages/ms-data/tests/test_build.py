@@ -1,0 +1,427 @@
+"""A build is deterministic, whole or not there, and goes on after any end."""
+
+import fcntl
+import gzip
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ms_data import (
+    CorpusError,
+    OutputError,
+    SettingError,
+    Summary,
+    Tokenizer,
+    TokenStream,
+    build,
+    inspect,
+    train_tokenizer,
+    verify,
+)
+from ms_data.dataset import Split
+from ms_data.readers import find_corpus
+from ms_data.writer import ShardState, ShardWriter
+
+WORDS = ["alpha", "beta", "gamma", "δέλτα", "日本", "naïve", "def", "return", "\n", "    ", "42"]
+
+
+def texts_of(seed: int, count: int, longest: int = 60) -> list[str]:
+    """Some texts of up to `longest` words."""
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(1, longest))) for _ in range(count)]
+
+
+def write_lines(path: Path, texts: list[str]) -> Path:
+    """Writes a JSON Lines file, packed as its name says."""
+    content = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
+    if path.suffix == ".gz":
+        content = gzip.compress(content[:100]) + gzip.compress(content[100:])
+    if path.suffix == ".zst":
+        pack = zstandard.ZstdCompressor(write_checksum=True).compress
+        content = pack(content[:100]) + pack(content[100:])
+    path.write_bytes(content)
+    return path
+
+
+def documents_in(folder: Path, tokenizer: Tokenizer, name: str = "train") -> list[str]:
+    """The texts of a split, read back from its tokens."""
+    split = Split(folder, name)
+    passage = split.read(0, split.tokens)
+    pieces = np.split(passage.tokens, passage.ends)
+    assert len(pieces.pop()) == 0
+    assert all(piece[-1] == tokenizer.end_of_text for piece in pieces)
+    return [tokenizer.decode(piece) for piece in pieces]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder with its content."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text files in folders, a hidden one, an empty one, and JSON Lines of each packing."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number, text in enumerate(texts_of(1, 30)):
+        place = folder / f"part{number % 3}"
+        place.mkdir(exist_ok=True)
+        (place / f"{number:02d}.txt").write_text(text)
+    (folder / ".hidden").write_bytes(b"\xff")
+    (folder / "empty.md").write_text("")
+    write_lines(folder / "x.jsonl", texts_of(2, 40))
+    write_lines(folder / "y.jsonl.gz", texts_of(3, 40))
+    write_lines(folder / "z.jsonl.zst", texts_of(4, 40))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus: Path) -> Tokenizer:
+    """A small BPE of the corpus."""
+    return train_tokenizer(corpus, vocab_size=320)
+
+
+def expected_texts(corpus: Path) -> list[str]:
+    """The corpus in order of file names."""
+    files = [*corpus.glob("part*/*.txt")]
+    lines = [text for seed in (2, 3, 4) for text in texts_of(seed, 40)]
+    return [path.read_text() for path in sorted(files)] + lines
+
+
+def test_tokens_give_back_every_text_in_order(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Files, JSON Lines, gzip and zstd of several members: each text is a document, in order."""
+    summary = build(corpus, tokenizer=tokenizer, out=tmp_path / "out")
+    expected = expected_texts(corpus)
+    assert documents_in(tmp_path / "out", tokenizer) == expected
+    assert summary.documents == len(expected)
+    assert summary.text_bytes == sum(len(text.encode()) for text in expected)
+    assert verify(tmp_path / "out").ok
+
+
+def test_the_same_corpus_gives_the_same_bytes(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Nothing of the time, the place or the threads enters a dataset."""
+    for name in ("one", "two"):
+        build(corpus, tokenizer=tokenizer, out=tmp_path / name, hold_out=0.2)
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
+    assert sorted(files_of(tmp_path / "one")) == [
+        "index.json",
+        "shard-00000.msd",
+        "shard-00001.msd",
+        "tokenizer.json",
+    ]
+    assert not (tmp_path / "one.partial").exists()
+
+
+def test_held_out_documents_are_chosen_by_their_text(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Every document is in one split, equal texts in the same one, in about the share asked.
+
+    150 documents at 0.3: the standard deviation of the share is 0.037, five of them 0.19.
+    """
+    build(corpus, tokenizer=tokenizer, out=tmp_path / "out", hold_out=0.3)
+    train = documents_in(tmp_path / "out", tokenizer)
+    held = documents_in(tmp_path / "out", tokenizer, "held_out")
+    assert sorted(train + held) == sorted(expected_texts(corpus))
+    assert not set(train) & set(held)
+    assert abs(len(held) / 150 - 0.3) < 0.19
+    stream = TokenStream(tmp_path / "out", sequence_length=16, batch_size=2, split="held_out")
+    assert stream.samples_per_epoch == inspect(tmp_path / "out").splits["held_out"].tokens // 16
+
+
+def test_a_special_token_in_a_text_is_plain_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """No document can end itself early by spelling out the end of text."""
+    text = "before <|endoftext|> after"
+    (tmp_path / "a.txt").write_text(text)
+    build(tmp_path / "a.txt", tokenizer=tokenizer, out=tmp_path / "out")
+    assert documents_in(tmp_path / "out", tokenizer) == [text]
+    assert tokenizer.end_of_text not in tokenizer.encode(text)
+
+
+def test_shards_close_at_their_size_and_documents_stay_whole(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Several shards read as one row of documents; each one ends with a document."""
+    rng = random.Random(0)
+    texts = ["".join(rng.choices("abcdefghij     ", k=40_000)) for _ in range(70)]
+    write_lines(tmp_path / "a.jsonl", texts)
+    summary = build(
+        tmp_path / "a.jsonl", tokenizer=tokenizer, out=tmp_path / "out", shard_size_mib=1
+    )
+    assert summary.shards >= 2
+    sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.msd")]
+    assert max(sizes) < 1.3 * (1 << 20)
+    assert documents_in(tmp_path / "out", tokenizer) == texts
+    assert verify(tmp_path / "out").ok
+
+
+def test_a_wide_vocabulary_is_stored_in_four_bytes(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Past 65,536 tokens the token type grows, and texts come back all the same."""
+    model = json.loads(tokenizer.content)
+    last = max(model["model"]["vocab"].values())
+    for number in range(last + 1, 70_000):
+        model["model"]["vocab"][f"never {number}"] = number
+    wide = Tokenizer(json.dumps(model).encode())
+    (tmp_path / "a.txt").write_text("alpha beta")
+    build(tmp_path / "a.txt", tokenizer=wide, out=tmp_path / "out")
+    assert inspect(tmp_path / "out").token_type == "uint32"
+    assert documents_in(tmp_path / "out", wide) == ["alpha beta"]
+
+
+def test_the_standard_library_can_be_a_corpus(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """`stdlib` reads the running Python's sources, and leaves out what is broken on purpose."""
+    source = find_corpus("stdlib")
+    assert len(source.files) > 500
+    assert not any("site-packages" in path.parts for path in source.files)
+    text = next(islice(source.documents(), 5, None)).text
+    assert "import" in text or "def" in text
+
+
+INTERRUPTED = """
+import sys, ms_data.build as _, ms_data
+module = sys.modules["ms_data.build"]
+module.SAVE_EVERY_S, module.BATCH_CHARACTERS = 0.0, 40_000
+ms_data.build(sys.argv[1], tokenizer=sys.argv[2], out=sys.argv[3], hold_out=0.2, shard_size_mib=1)
+"""
+
+
+def test_killed_builds_go_on_to_the_same_bytes(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Kill -9 at random moments, again and again: the end equals an undisturbed build."""
+    rng = random.Random(7)
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    letters = "abcdefghijklmnop     "
+    for number in range(4):
+        texts = ["".join(rng.choices(letters, k=rng.randint(1, 9000))) for _ in range(170)]
+        write_lines(folder / f"{number}.jsonl{('', '.gz', '.zst', '')[number]}", texts)
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.content)
+    build(folder, tokenizer=tokenizer, out=tmp_path / "calm", hold_out=0.2, shard_size_mib=1)
+    assert len(files_of(tmp_path / "calm")) >= 4
+
+    out, journal = tmp_path / "out", tmp_path / "out.partial" / "journal.msgpack"
+    command = [sys.executable, "-c", INTERRUPTED, folder, tmp_path / "tokenizer.json", out]
+    kills = 0
+    while kills < 10:
+        saves = rng.randint(1, 5)
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+            for _ in range(saves):
+                await_change(journal, process)
+            time.sleep(rng.uniform(0.0, 0.02))
+            process.send_signal(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+        kills += 1
+        assert journal.exists()
+        assert not out.exists()
+    subprocess.run(command, check=True, timeout=120)
+    assert not journal.parent.exists()
+    assert files_of(out) == files_of(tmp_path / "calm")
+
+
+def await_change(path: Path, process: subprocess.Popen[bytes]) -> None:
+    """Waits until a running process has renamed another file to `path`."""
+
+    def identity() -> tuple[int, int] | None:
+        return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
+
+    before, deadline = identity(), time.monotonic() + 60
+    while identity() == before:
+        assert process.poll() is None, "the build ended too early to be killed"
+        assert time.monotonic() < deadline, "the build does not save"
+        time.sleep(0.001)
+
+
+def test_what_an_earlier_run_left_is_not_published(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Files of a run that died before its first save do not end up in the dataset."""
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "shard-00099.msd").write_bytes(b"left")
+    build(corpus, tokenizer=tokenizer, out=tmp_path / "out")
+    assert sorted(files_of(tmp_path / "out")) == ["index.json", "shard-00000.msd", "tokenizer.json"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    lost=st.lists(st.integers(1, 200), max_size=30),
+    cut=st.integers(0, 30),
+)
+def test_a_writer_goes_on_from_its_state_whatever_was_written_after_it(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], lost: list[int], cut: int
+) -> None:
+    """Documents that were appended after the last state leave no trace in the shard."""
+    folder = tmp_path_factory.mktemp("writer")
+    documents = [np.arange(length) for length in lengths]
+    for name in ("calm", "killed"):
+        (folder / name).mkdir()
+
+    def writer(name: str, state: ShardState | None = None) -> ShardWriter:
+        path = folder / name / "shard-00000.msd"
+        return ShardWriter(path, "train", token_type="uint16", frame_tokens=16, state=state)
+
+    calm = writer("calm")
+    for document in documents:
+        calm.append(document)
+    killed = writer("killed")
+    for document in documents[:cut]:
+        killed.append(document)
+    state = killed.state()
+    for length in lost:
+        killed.append(np.full(length, 9))
+    killed.abandon()
+    again = writer("killed", state)
+    for document in documents[cut:]:
+        again.append(document)
+    assert again.close() == calm.close()
+    assert files_of(folder / "killed") == files_of(folder / "calm")
+
+
+def interrupt(folder: Path, tokenizer: Tokenizer, out: Path, **changes: object) -> None:
+    """Starts a build that stops after its second save, as an interrupt from the keyboard does."""
+    module = sys.modules["ms_data.build"]
+    seen = 0
+
+    def stop(done: int, total: int) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 3:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SAVE_EVERY_S", 0.0)
+        patch.setattr(module, "BATCH_CHARACTERS", 1500)
+        with pytest.raises(KeyboardInterrupt):
+            build(folder, tokenizer=tokenizer, out=out, on_progress=stop, **changes)  # type: ignore[arg-type]
+
+
+def test_an_interrupted_build_counts_as_if_it_had_not_been(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """The summary of a build that went on is that of an undisturbed one."""
+    calm = build(corpus, tokenizer=tokenizer, out=tmp_path / "calm")
+    interrupt(corpus, tokenizer, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    went_on = build(corpus, tokenizer=tokenizer, out=tmp_path / "out")
+    assert isinstance(went_on, Summary)
+    assert (went_on.documents, went_on.tokens, went_on.text_bytes) == (
+        calm.documents,
+        calm.tokens,
+        calm.text_bytes,
+    )
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"), [({"hold_out": 0.5}, "hold_out"), ({"shard_size_mib": 3}, "shard_size")]
+)
+def test_another_build_does_not_go_on_from_an_interrupted_one(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path, changes: dict[str, float], named: str
+) -> None:
+    """What was interrupted is kept and the difference named."""
+    interrupt(corpus, tokenizer, tmp_path / "out")
+    kept = files_of(tmp_path / "out.partial")
+    with pytest.raises(OutputError, match=named):
+        build(corpus, tokenizer=tokenizer, out=tmp_path / "out", **changes)  # type: ignore[arg-type]
+    assert files_of(tmp_path / "out.partial") == kept
+
+
+def test_a_corpus_that_changed_where_it_was_read_is_refused(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """A file that was already read must be the same; one that is still to come may change."""
+    folder = Path(shutil.copytree(corpus, tmp_path / "corpus"))
+    interrupt(folder, tokenizer, tmp_path / "out")
+    late = write_lines(folder / "z.jsonl.zst", ["another text"])
+    os.utime(folder / "part0" / "00.txt", (1, 1))
+    with pytest.raises(OutputError, match="corpus"):
+        build(folder, tokenizer=tokenizer, out=tmp_path / "out")
+    os.utime(folder / "part0" / "00.txt", ns=(0, (corpus / "part0/00.txt").stat().st_mtime_ns))
+    assert late.exists()
+    build(folder, tokenizer=tokenizer, out=tmp_path / "out")
+    build(folder, tokenizer=tokenizer, out=tmp_path / "calm")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
+
+
+def test_a_bad_line_late_in_a_build_can_be_skipped_when_it_goes_on(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Work before the bad line is not lost: the same command with skip_invalid goes on."""
+    path = write_lines(tmp_path / "a.jsonl", texts_of(5, 60))
+    with path.open("ab") as file:
+        file.write(b"{broken\n")
+    module = sys.modules["ms_data.build"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SAVE_EVERY_S", 0.0)
+        patch.setattr(module, "BATCH_CHARACTERS", 1500)
+        with pytest.raises(CorpusError, match=r"a\.jsonl:61") as caught:
+            build(path, tokenizer=tokenizer, out=tmp_path / "out")
+    assert "goes on" in caught.value.__notes__[0]
+    summary = build(path, tokenizer=tokenizer, out=tmp_path / "out", skip_invalid=True)
+    assert (summary.documents, summary.skipped) == (60, 1)
+
+
+def test_one_build_at_a_time_writes_a_folder(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """A second build of the same folder is refused and harms nothing of the first."""
+    aside = tmp_path / "out.partial"
+    aside.mkdir()
+    (aside / "shard-00000.msd").write_bytes(b"in work")
+    descriptor = os.open(aside, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(OutputError, match="another build"):
+        build(corpus, tokenizer=tokenizer, out=tmp_path / "out")
+    assert (aside / "shard-00000.msd").read_bytes() == b"in work"
+    os.close(descriptor)
+    build(corpus, tokenizer=tokenizer, out=tmp_path / "out")
+
+
+def test_a_failed_build_leaves_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """An error before the first save leaves neither the folder nor the one beside it."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("good")
+    (tmp_path / "in" / "b.txt").write_bytes(b"bad \xff")
+    with pytest.raises(CorpusError):
+        build(tmp_path / "in", tokenizer=tokenizer, out=tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_an_occupied_folder_is_refused_and_an_empty_one_taken(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Nothing that stands in the way is ever overwritten."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("keep")
+    (tmp_path / "file").write_text("keep")
+    for name in ("full", "file"):
+        with pytest.raises(OutputError, match="not empty"):
+            build(corpus, tokenizer=tokenizer, out=tmp_path / name)
+    assert (tmp_path / "full" / "mine").read_text() == "keep"
+    (tmp_path / "empty").mkdir()
+    build(corpus, tokenizer=tokenizer, out=tmp_path / "empty")
+    assert verify(tmp_path / "empty").ok
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.0, float("nan")])
+def test_a_share_outside_its_range_is_refused(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path, value: float
+) -> None:
+    """The held-out share is from 0 to below 1."""
+    with pytest.raises(SettingError, match="hold_out"):
+        build(corpus, tokenizer=tokenizer, out=tmp_path / "out", hold_out=value)

@@ -1,0 +1,304 @@
+"""Whatever happens to the bytes of a dataset is found and named, and never read as data."""
+
+import random
+import shutil
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+import zstandard
+
+from ms_data import DamageError, TokenStream, verify
+from ms_data.dataset import read_index
+from ms_data.format import (
+    FRAME,
+    MAGIC,
+    TRAILER,
+    TRAILER_MARK,
+    Footer,
+    Index,
+    ShardEntry,
+    checksum,
+    encode_index,
+)
+
+from .truth import random_documents, write_dataset
+
+FAULTS = 1000
+PARTS = ("frame", "head", "footer", "trailer", "file", "index")
+
+
+@pytest.fixture
+def copy(dataset: Path, tmp_path: Path) -> Path:
+    """A copy of the dataset that may be damaged."""
+    return Path(shutil.copytree(dataset, tmp_path / "copy"))
+
+
+def entry_of(folder: Path, number: int = 0) -> ShardEntry:
+    """One shard as the index has it."""
+    return read_index(folder).shards[number]
+
+
+def frame_at(folder: Path, name: str, offset: int) -> str:
+    """Which part of a shard an offset lies in, by the plain layout of the file."""
+    content = (folder / name).read_bytes()
+    _, size, _ = TRAILER.unpack(content[-TRAILER.size :])
+    footer_at = len(content) - TRAILER.size - size
+    footer = msgspec.msgpack.decode(content[footer_at : footer_at + size], type=Footer)
+    table_at = footer_at - footer.frames * FRAME.itemsize
+    table = np.frombuffer(content[table_at:footer_at], FRAME)
+    edges = [(len(MAGIC), "head")]
+    for number, frame_bytes in enumerate(table["size"].tolist()):
+        edges.append((edges[-1][0] + frame_bytes, f"frame {number}"))
+    edges += [(table_at + len(table) * FRAME.itemsize, "frame table"), (footer_at + size, "footer")]
+    return next((part for edge, part in edges if offset < edge), "trailer")
+
+
+def test_an_untouched_dataset_has_no_faults(dataset: Path) -> None:
+    """What was written verifies, and every frame is decoded."""
+    report = verify(dataset)
+    assert report.ok
+    assert report.frames > 40
+    assert report.shards == 6
+
+
+def test_a_thousand_random_flips_and_truncations_are_all_found(copy: Path) -> None:
+    """A flipped bit or a cut anywhere is reported under its file, and frame if it is in one."""
+    (copy / "tokenizer.json").unlink()
+    names = sorted(path.name for path in copy.iterdir())
+    rng = random.Random(20261121)
+    for _ in range(FAULTS):
+        name = rng.choice(names)
+        path = copy / name
+        content = path.read_bytes()
+        offset = rng.randrange(len(content))
+        cut = rng.random() < 0.3
+        part = frame_at(copy, name, offset) if name.endswith(".msd") else "index"
+        if cut:
+            path.write_bytes(content[:offset])
+        else:
+            flipped = content[offset] ^ (1 << rng.randrange(8))
+            path.write_bytes(content[:offset] + bytes([flipped]) + content[offset + 1 :])
+        faults = [fault for fault in verify(copy).faults if fault.file != "tokenizer.json"]
+        assert [fault.file for fault in faults] == [name], (name, offset, cut, faults)
+        found = faults[0].part
+        if part.startswith("frame ") and part != "frame table":
+            assert found == part, (name, offset, cut, faults)
+        assert found.split()[0] in PARTS
+        path.write_bytes(content)
+    assert [fault.file for fault in verify(copy).faults] == ["tokenizer.json"]
+
+
+def test_every_byte_is_covered_and_every_cut_is_seen(tmp_path: Path) -> None:
+    """Not by chance but one by one: each byte changed and each length cut, in shard and index."""
+    folder = write_dataset(tmp_path / "tiny", random_documents(0, 4, 30), documents_per_shard=4)
+    for path in (folder / "shard-00000.msd", folder / "index.json"):
+        content = path.read_bytes()
+        for offset in range(len(content)):
+            flipped = bytearray(content)
+            flipped[offset] ^= 1 << (offset % 8)
+            for damaged in (bytes(flipped), content[:offset]):
+                path.write_bytes(damaged)
+                assert path.name in {fault.file for fault in verify(folder).faults}, offset
+        path.write_bytes(content)
+    assert verify(folder).ok
+
+
+def test_the_tokenizer_is_checked_too(copy: Path) -> None:
+    """A changed tokenizer would change the meaning of every token."""
+    (copy / "tokenizer.json").write_bytes(b" ")
+    assert [fault.file for fault in verify(copy).faults] == ["tokenizer.json"]
+
+
+def test_all_damage_of_a_shard_is_reported_at_once(copy: Path) -> None:
+    """Verify goes on after a damaged frame."""
+    path = copy / "shard-00002.msd"
+    content = bytearray(path.read_bytes())
+    content[len(MAGIC) + 1] ^= 1
+    second = next(at for at in range(len(content)) if frame_at(copy, path.name, at) == "frame 3")
+    content[second] ^= 1
+    path.write_bytes(content)
+    assert [fault.part for fault in verify(copy).faults] == ["frame 0", "frame 3"]
+
+
+@pytest.mark.parametrize("change", ["missing", "longer", "swapped"])
+def test_shards_that_are_not_the_ones_of_the_index_are_found(copy: Path, change: str) -> None:
+    """A missing, lengthened or exchanged shard is a fault even if it is whole in itself."""
+    first, second = copy / "shard-00000.msd", copy / "shard-00001.msd"
+    if change == "missing":
+        first.unlink()
+    elif change == "longer":
+        first.write_bytes(first.read_bytes() + b"\0")
+    else:
+        content = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+        second.write_bytes(content)
+    assert "shard-00000.msd" in {fault.file for fault in verify(copy).faults}
+
+
+def test_a_stream_raises_when_it_meets_a_damaged_frame(copy: Path) -> None:
+    """Whatever byte of a frame is flipped, training stops with the file's and frame's name."""
+    path = copy / "shard-00003.msd"
+    content = path.read_bytes()
+    offsets = [at for at in range(len(content)) if frame_at(copy, path.name, at) == "frame 2"]
+    for offset in offsets[::7]:
+        changed = bytearray(content)
+        changed[offset] ^= 0x10
+        path.write_bytes(changed)
+        stream = TokenStream(copy, sequence_length=8, batch_size=1, epochs=1)
+        with pytest.raises(DamageError, match=r"shard-00003\.msd: frame 2: "):
+            list(stream)
+
+
+def test_a_stream_that_met_damage_never_mixes_windows(copy: Path) -> None:
+    """Going back to the window before the damage gives its own content again."""
+    stream = TokenStream(
+        copy, sequence_length=8, batch_size=1, shuffle=False, chunk_samples=2, window_chunks=8
+    )
+    first = next(stream)["tokens"].tolist()
+    start = stream.state_dict() | {"consumed_samples": 0}
+    path = copy / "shard-00001.msd"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DamageError):
+        list(islice(stream, 500))
+    stream.load_state_dict(start)
+    assert next(stream)["tokens"].tolist() == first
+
+
+def test_a_stream_raises_on_a_shard_that_shrinks_while_it_is_read(copy: Path) -> None:
+    """A file cut under an open reader is an error, not a crash of the process."""
+    stream = TokenStream(
+        copy, sequence_length=8, batch_size=1, shuffle=False, chunk_samples=1, window_chunks=1
+    )
+    next(stream)
+    path = copy / "shard-00000.msd"
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(DamageError, match=r"shard-00000\.msd"):
+        list(islice(stream, 20))
+
+
+@pytest.mark.parametrize("name", ["../shard-00000.msd", "/etc/passwd", "shard-00000.msd/../x", ""])
+def test_an_index_cannot_name_a_file_outside_its_folder(copy: Path, name: str) -> None:
+    """Even an index with a good fingerprint is refused when a name is more than a name."""
+    index = msgspec.json.decode((copy / "index.json").read_bytes())
+    index["shards"][0]["name"] = name
+    write_signed(copy, index)
+    with pytest.raises(DamageError, match="name"):
+        TokenStream(copy, sequence_length=8, batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("member", "value"),
+    [
+        ("frame_tokens", 1 << 40),
+        ("frame_tokens", 0),
+        ("vocabulary_size", 1 << 17),
+        ("end_of_text", 500),
+        ("shards", []),
+        ("surplus", 1),
+    ],
+)
+def test_an_index_that_contradicts_itself_is_refused(
+    copy: Path, member: str, value: object
+) -> None:
+    """Values are checked when they are read, whatever the fingerprint says."""
+    index = msgspec.json.decode((copy / "index.json").read_bytes())
+    index[member] = value
+    write_signed(copy, index)
+    with pytest.raises(DamageError, match=r"index\.json"):
+        read_index(copy)
+
+
+def write_signed(folder: Path, index: dict[str, object]) -> None:
+    """Writes an index with the fingerprint that its content deserves."""
+
+    def text(value: dict[str, object]) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+
+    index["fingerprint"] = ""
+    index["fingerprint"] = xxhash.xxh3_128_hexdigest(text(index))
+    (folder / "index.json").write_bytes(text(index))
+
+
+def forge(folder: Path, payload: bytes, *, size: int | None = None) -> None:
+    """Replaces the dataset by one shard whose checksums all hold, with `payload` as its frame."""
+    index = read_index(folder)
+    record = (len(payload) if size is None else size, 1, 0, checksum(payload))
+    table = np.array([record], FRAME).tobytes()
+    footer = msgspec.msgpack.encode(
+        Footer(
+            token_type="uint16",
+            frame_tokens=index.frame_tokens,
+            tokens=16,
+            documents=1,
+            table_checksum=checksum(table),
+        )
+    )
+    trailer = TRAILER.pack(checksum(footer), len(footer), TRAILER_MARK)
+    content = MAGIC + payload + table + footer + trailer
+    (folder / "shard-00000.msd").write_bytes(content)
+    entry = ShardEntry(
+        name="shard-00000.msd",
+        split="train",
+        size_bytes=len(content),
+        tokens=16,
+        documents=1,
+        footer_checksum=checksum(footer),
+    )
+    forged = msgspec.structs.replace(index, shards=(entry,))
+    (folder / "index.json").write_bytes(encode_index(forged))
+
+
+def test_a_frame_that_would_unpack_to_gigabytes_takes_no_memory(copy: Path) -> None:
+    """The size that zstd announces is compared with the table before memory is taken."""
+    bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 28))
+    forge(copy, bomb)
+    assert len(bomb) < 100_000
+    with pytest.raises(DamageError, match="does not hold the tokens"):
+        next(TokenStream(copy, sequence_length=8, batch_size=1))
+
+
+def test_a_frame_larger_than_its_file_is_refused_before_reading(copy: Path) -> None:
+    """Sizes in a table must add up to the file."""
+    forge(copy, b"x" * 10, size=1 << 31)
+    with pytest.raises(DamageError, match="does not fit"):
+        next(TokenStream(copy, sequence_length=8, batch_size=1))
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ([*range(15), 600, 16], "outside the vocabulary"),
+        ([*range(16), 16], "end of text"),
+        ([*range(15), 499, 17], "out of order"),
+        ([*range(15), 499, 0], "out of order"),
+    ],
+)
+def test_content_that_cannot_be_is_reported(copy: Path, values: list[int], problem: str) -> None:
+    """Good checksums over impossible tokens or document ends are a fault as well."""
+    forge(copy, zstandard.ZstdCompressor().compress(np.array(values, "<u2").tobytes()))
+    (fault,) = verify(copy).faults
+    assert fault.part == "frame 0"
+    assert problem in fault.problem
+
+
+def test_a_footer_never_claims_more_than_an_index_allows() -> None:
+    """Impossible totals are refused when they are built."""
+    for change in ({"tokens": 0}, {"documents": 9}, {"frame_tokens": 1 << 20}):
+        values = {"frame_tokens": 4, "tokens": 8, "documents": 2, "table_checksum": 0} | change
+        with pytest.raises(ValueError, match=next(iter(change))):
+            Footer(token_type="uint16", **values)  # type: ignore[arg-type]
+
+
+def test_the_fingerprint_names_the_content(tmp_path: Path) -> None:
+    """Equal datasets have equal fingerprints wherever they lie; one other token is another."""
+    documents = random_documents(3, 10, 30)
+    one = read_index(write_dataset(tmp_path / "one", documents))
+    two = read_index(write_dataset(tmp_path / "two", documents))
+    documents[4][0] = (documents[4][0] + 1) % 400 if len(documents[4]) > 1 else 499
+    three = read_index(write_dataset(tmp_path / "three", documents))
+    assert isinstance(one, Index)
+    assert one.fingerprint == two.fingerprint != three.fingerprint

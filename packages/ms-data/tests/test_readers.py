@@ -1,0 +1,137 @@
+"""Documents come out of files in one order, from any point on."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ms_data import CorpusError
+from ms_data.readers import Corpus, Position, find_corpus
+
+from .test_build import texts_of, write_lines
+
+
+def texts(source: Corpus, start: Position | None = None) -> list[str]:
+    """All documents of a corpus."""
+    return [document.text for document in source.documents(start or Position())]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lines=st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=30),
+    packing=st.sampled_from(["", ".gz", ".zst"]),
+)
+def test_json_lines_give_back_any_text(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], packing: str
+) -> None:
+    """Whatever Unicode a text holds, it comes back, and lines of other members are read too."""
+    path = tmp_path_factory.mktemp("lines") / f"a.jsonl{packing}"
+    assert texts(find_corpus(write_lines(path, lines))) == lines
+
+
+def test_reading_goes_on_from_the_position_after_any_document(tmp_path: Path) -> None:
+    """What a document says comes after it is what an undisturbed reading gives next."""
+    for number, name in enumerate(["a.txt", "b.jsonl", "c.jsonl.gz", "d.jsonl.zst", "e.txt"]):
+        if name.endswith(".txt"):
+            (tmp_path / name).write_text(f"text {number}")
+        else:
+            write_lines(tmp_path / name, texts_of(number, 9))
+    source = find_corpus(tmp_path)
+    documents = list(source.documents())
+    assert len(documents) == 29
+    for number, document in enumerate(documents):
+        rest = [other.text for other in documents[number + 1 :]]
+        assert texts(source, document.after) == rest
+    assert documents[-1].read_bytes == source.size_bytes
+
+
+def test_blank_lines_empty_texts_and_byte_order_marks_are_no_documents(tmp_path: Path) -> None:
+    """Only text counts; a mark at the head of a file is not part of it."""
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": ""}\n')
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbftwo")
+    (tmp_path / "c.txt").write_bytes(b"")
+    assert texts(find_corpus(tmp_path)) == ["one", "two"]
+
+
+def test_lines_longer_than_a_block_stay_whole(tmp_path: Path) -> None:
+    """A document of three megabytes between small ones is one document."""
+    lines = ["small", "long " * 600_000, "small again"]
+    for packing in ("", ".gz", ".zst"):
+        path = write_lines(tmp_path / f"a.jsonl{packing}", lines)
+        assert texts(find_corpus(path)) == lines
+
+
+def test_text_files_may_be_packed(tmp_path: Path) -> None:
+    """A .gz or .zst that is no JSON Lines file is one text."""
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one"))
+    (tmp_path / "b.py.zst").write_bytes(zstandard.ZstdCompressor().compress(b"two"))
+    assert texts(find_corpus(tmp_path)) == ["one", "two"]
+
+
+def test_another_key_can_hold_the_text(tmp_path: Path) -> None:
+    """The key is chosen by the user; others may hold anything."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": 3, "content": "one"}) + "\n")
+    assert texts(find_corpus(tmp_path, text_key="content")) == ["one"]
+
+
+BAD = {
+    "a.txt": (b"good \xff bad", "a.txt: not UTF-8: byte 0xff at offset 5"),
+    "b.jsonl": (b'{"text": "x"}\n{"text": \n', "b.jsonl:2: malformed JSON"),
+    "c.jsonl": (b'{"text": "x"}\n\n{"body": "y"}\n', "c.jsonl:3: .*`text`.*--text-key"),
+    "d.jsonl": (b'{"text": 3}\n', "d.jsonl:1: Expected `str`"),
+    "e.jsonl": (b'{"text": "\xff"}\n', "e.jsonl:1: not UTF-8: byte 0xff at offset 10"),
+    "f.jsonl": (b"[1]\n", "f.jsonl:1: Expected `object`"),
+    "g.jsonl": (b'{"text": "\\ud800"}\n', "g.jsonl:1: malformed JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_not_text_is_named_or_left_out(tmp_path: Path, name: str) -> None:
+    """File and line, or file and byte, are in the error; skip_invalid leaves just it out."""
+    content, match = BAD[name]
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "z.txt").write_text("last")
+    with pytest.raises(CorpusError, match=match):
+        texts(find_corpus(tmp_path))
+    reasons: list[str] = []
+    source = find_corpus(tmp_path, skip_invalid=True)
+    found = [document.text for document in source.documents(on_skip=reasons.append)]
+    assert found == (["x"] if content.startswith(b'{"text": "x"}') else []) + ["last"]
+    assert len(reasons) == 1
+
+
+@pytest.mark.parametrize("packing", [".gz", ".zst"])
+def test_damaged_packed_files_are_errors_even_when_skipping(tmp_path: Path, packing: str) -> None:
+    """A cut, a flip and a file that is not packed at all: none is taken for its end."""
+    path = write_lines(tmp_path / f"a.jsonl{packing}", texts_of(1, 400))
+    content = path.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 0x40
+    for damaged in (content[:-9], content[: len(content) // 2], bytes(flipped), b"no such thing"):
+        path.write_bytes(damaged)
+        with pytest.raises(CorpusError, match=r"a\.jsonl"):
+            texts(find_corpus(path, skip_invalid=True))
+
+
+def test_a_corpus_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """A wrong path, a folder without files and one with only hidden ones."""
+    with pytest.raises(CorpusError, match="no file or folder"):
+        find_corpus(tmp_path / "nowhere")
+    (tmp_path / ".hidden").write_text("text")
+    with pytest.raises(CorpusError, match="is empty"):
+        find_corpus(tmp_path)
+
+
+def test_python_sources_are_decoded_by_their_cookie() -> None:
+    """The library's files in other encodings are read as Python reads them."""
+    source = find_corpus("stdlib")
+    assert source.python_sources
+    assert source.skip_invalid
+    latin = [path for path in source.files if b"coding: latin-1" in path.read_bytes()[:200]]
+    for path in latin:
+        (document,) = Corpus(name="one", files=(path,), python_sources=True).documents()
+        assert document.text == path.read_bytes().decode("latin-1")

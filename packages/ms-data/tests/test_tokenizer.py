@@ -1,0 +1,114 @@
+"""The tokenizer is exact, deterministic and careful with other people's files."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ms_data import (
+    CorpusError,
+    DamageError,
+    SettingError,
+    Tokenizer,
+    TokenizerError,
+    build,
+    train_tokenizer,
+)
+from ms_data.tokenizer import END_OF_TEXT
+
+from .test_build import texts_of, write_lines
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fifty texts."""
+    return write_lines(tmp_path_factory.mktemp("lines") / "a.jsonl", texts_of(6, 50))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(lines: Path) -> Tokenizer:
+    """A small BPE."""
+    return train_tokenizer(lines, vocab_size=300)
+
+
+@given(text=st.text(max_size=60))
+def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    """Bytes that were never seen in training are encoded all the same."""
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_documents_end_in_the_end_of_text(tokenizer: Tokenizer) -> None:
+    """Encoding many equals encoding one by one, and adds the end."""
+    texts = texts_of(7, 20)
+    encoded = [tokens.tolist() for tokens in tokenizer.encode_documents(texts)]
+    assert encoded == [[*tokenizer.encode(text), tokenizer.end_of_text] for text in texts]
+    assert tokenizer.decode(encoded[0]) == texts[0]
+
+
+def test_training_twice_gives_the_same_file(lines: Path, tmp_path: Path) -> None:
+    """The tokenizer depends on the corpus alone, and is written whole."""
+    for name in ("one.json", "two.json"):
+        train_tokenizer(lines, vocab_size=300, out=tmp_path / name)
+    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.json", "two.json"]
+    assert Tokenizer.load(tmp_path / "one.json").vocabulary_size == 300
+
+
+def test_a_folder_of_shards_gives_its_tokenizer(
+    lines: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Shards carry their tokenizer, and one that was exchanged is refused."""
+    build(lines, tokenizer=tokenizer, out=tmp_path / "out")
+    loaded = Tokenizer.load(tmp_path / "out")
+    assert loaded.digest == tokenizer.digest
+    assert loaded.end_of_text == tokenizer.end_of_text
+    (tmp_path / "out" / "tokenizer.json").write_bytes(tokenizer.content + b" ")
+    with pytest.raises(DamageError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path / "out")
+
+
+def test_truncation_and_padding_of_a_file_are_ignored(tokenizer: Tokenizer) -> None:
+    """A published tokenizer that cuts at 5 tokens must not cut documents."""
+    model = json.loads(tokenizer.content)
+    model["truncation"] = {
+        "direction": "Right",
+        "max_length": 5,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    cutting = Tokenizer(json.dumps(model).encode())
+    text = "alpha beta gamma " * 9
+    assert cutting.encode(text) == tokenizer.encode(text)
+
+
+def test_the_end_of_text_can_be_named(tokenizer: Tokenizer) -> None:
+    """A file without a usual name needs one; a wrong name is refused with the remedy."""
+    odd = tokenizer.content.replace(END_OF_TEXT.encode(), b"<<stop>>")
+    with pytest.raises(TokenizerError, match="--end-of-text"):
+        Tokenizer(odd)
+    with pytest.raises(TokenizerError, match="'<stop>'"):
+        Tokenizer(odd, end_of_text="<stop>")
+    assert Tokenizer(odd, end_of_text="<<stop>>").end_of_text == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"model": 3}', b"\xff\xfe", b"[1, 2]"])
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: bytes) -> None:
+    """The path and the remedy are in the error."""
+    (tmp_path / "t.json").write_bytes(content)
+    with pytest.raises(TokenizerError, match=r"t\.json: not a tokenizer\.json"):
+        Tokenizer.load(tmp_path / "t.json")
+    shutil.rmtree(tmp_path)
+    with pytest.raises(TokenizerError, match="cannot be read"):
+        Tokenizer.load(tmp_path / "t.json")
+
+
+def test_training_needs_room_and_text(lines: Path, tmp_path: Path) -> None:
+    """A vocabulary without room for the bytes, and a corpus without text, are refused."""
+    with pytest.raises(SettingError, match="257"):
+        train_tokenizer(lines, vocab_size=256)
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(CorpusError, match="is empty"):
+        train_tokenizer(tmp_path, vocab_size=300)

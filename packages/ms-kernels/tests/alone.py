@@ -1,0 +1,45 @@
+"""Run by `nox -s alone` in a bare environment: the installed wheel, with nothing but its needs."""
+
+import importlib.util
+import subprocess
+import sys
+
+import torch
+
+import ms_kernels
+from ms_kernels import attention, linear_cross_entropy, rms_norm, rotary, swiglu, use_backend
+
+
+def check(holds: bool, fact: str) -> None:
+    """End with status 1 where a fact does not hold."""
+    if not holds:
+        sys.exit(f"does not hold: {fact}")
+
+
+def main() -> None:
+    """One pass through every operator, and the command."""
+    for sibling in ("ms_data", "ms_parallel", "ms_align", "ms_compress", "ms_profile"):
+        check(importlib.util.find_spec(sibling) is None, f"{sibling} is absent here")
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 6, 16, requires_grad=True)
+    q, k, v = (torch.randn(2, 6, heads, 8) for heads in (4, 2, 2))
+    angles = torch.arange(6).float()[None, :, None] / torch.tensor([1.0, 10.0, 100.0, 1000.0])
+    with use_backend("reference"):
+        q, k = rotary(q, k, angles.cos(), angles.sin())
+        out = attention(q, k, v)
+        normal = rms_norm(hidden, torch.ones(16))
+        loss = linear_cross_entropy(
+            swiglu(normal, normal), torch.randn(32, 16), torch.randint(32, (2, 6))
+        )
+    loss.backward()
+    check(out.shape == (2, 6, 4, 8), "attention keeps its queries' shape")
+    check(hidden.grad is not None and bool(hidden.grad.isfinite().all()), "gradients are finite")
+    choice = ms_kernels.explain("rms_norm", hidden, torch.ones(16))
+    check(len(choice.verdicts) > 0, "explain says why")
+    command = [sys.executable, "-I", "-m", "ms_kernels", "list"]
+    check(subprocess.run(command, capture_output=True).returncode == 0, "ms-kernels list works")
+    print(f"ms-kernels {ms_kernels.__version__} works alone")
+
+
+if __name__ == "__main__":
+    main()

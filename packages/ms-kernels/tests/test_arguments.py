@@ -1,0 +1,122 @@
+"""What does not fit is refused in a line that names operator, argument, what it got, what fits."""
+
+import pytest
+import torch
+
+import ms_kernels
+from ms_kernels import ArgumentError, BackendError, KernelError
+from ms_kernels.dispatch import CONTRACTS
+
+
+def ones(*shape, **settings):
+    """Shorten the table below."""
+    return torch.ones(*shape, **settings)
+
+
+def call_with(operator, **changed):
+    """Call `operator` on its example, with some arguments replaced."""
+    return getattr(ms_kernels, operator)(**{**CONTRACTS[operator].draw({}), **changed})
+
+
+WRONG = [
+    # operator, arguments, the culprit, words of what it got, words of what fits
+    ("rms_norm", {"x": [1.0]}, "x", "list", "torch.Tensor"),
+    ("rms_norm", {"x": None}, "x", "None", "a tensor"),
+    ("rms_norm", {"x": ones(4, 128, dtype=torch.int64)}, "x", "int64", "bfloat16"),
+    ("rms_norm", {"x": ones(())}, "x", "()", "(..., H)"),
+    ("rms_norm", {"x": ones(4, 0), "weight": ones(0)}, "x", "(4, 0)", "H at least 1"),
+    ("rms_norm", {"x": ones(4, 128).to_sparse()}, "x", "sparse", "dense"),
+    ("rms_norm", {"weight": ones(64)}, "weight", "(64,)", "(128,)"),
+    ("rms_norm", {"weight": ones(1, 128)}, "weight", "(1, 128)", "(128,)"),
+    ("rms_norm", {"weight": ones(128, device="meta")}, "weight", "meta", "cpu, as x is"),
+    ("rms_norm", {"eps": -1.0}, "eps", "-1.0", "0 or more"),
+    ("rms_norm", {"eps": "tiny"}, "eps", "'tiny'", "0 or more"),
+    ("rotary", {"k": ones(2, 64, 2, 16)}, "k", "(2, 64, 2, 16)", "(2, 64, Hk, 32)"),
+    ("rotary", {"cos": ones(1, 64, 16).bfloat16()}, "cos", "bfloat16", "float32"),
+    ("rotary", {"cos": ones(3, 64, 16), "sin": ones(3, 64, 16)}, "cos", "(3, 64, 16)", "1 or 2"),
+    ("rotary", {"cos": ones(1, 64, 17), "sin": ones(1, 64, 17)}, "cos", "17", "at most 16"),
+    ("rotary", {"sin": ones(1, 63, 16)}, "sin", "(1, 63, 16)", "(1, 64, 16)"),
+    ("rotary", {"interleaved": 1}, "interleaved", "1", "True or False"),
+    ("swiglu", {"up": ones(256, 128).double()}, "up", "float64", "float32, as gate is"),
+    ("swiglu", {"up": ones(255, 128)}, "up", "(255, 128)", "(256, 128)"),
+    ("attention", {"k": ones(2, 48, 3, 16), "v": ones(2, 48, 3, 16)}, "k", "3", "divides q's 4"),
+    ("attention", {"q": ones(2, 49, 4, 16)}, "q", "(2, 49, 4, 16)", "at most 48"),
+    ("attention", {"v": ones(2, 48, 2, 8)}, "v", "(2, 48, 2, 8)", "(2, 48, 2, 16)"),
+    ("attention", {"q": ones(48, 4, 16)}, "q", "(48, 4, 16)", "(B, Sq, Hq, D)"),
+    ("attention", {"documents": ones(2, 48)}, "documents", "float32", "int32 or int64"),
+    ("attention", {"documents": ones(2, 47).int()}, "documents", "(2, 47)", "(2, 48)"),
+    ("attention", {"window": 0}, "window", "0", "1 or more"),
+    ("attention", {"window": 2.5}, "window", "2.5", "whole number"),
+    ("attention", {"causal": None}, "causal", "None", "True or False"),
+    ("attention", {"scale": "half"}, "scale", "'half'", "a number"),
+    ("cross_entropy", {"targets": ones(128)}, "targets", "float32", "int64 or int32"),
+    ("cross_entropy", {"targets": ones(127).long()}, "targets", "(127,)", "(128,)"),
+    ("cross_entropy", {"targets": ones(128).long() * 256}, "targets", "256", "from 0 to 255"),
+    ("cross_entropy", {"targets": ones(128).long() * -1}, "targets", "-1", "from 0 to 255"),
+    ("cross_entropy", {"label_smoothing": 1.0}, "label_smoothing", "1.0", "below 1"),
+    ("cross_entropy", {"z_loss": -0.1}, "z_loss", "-0.1", "0 or more"),
+    ("cross_entropy", {"reduction": "avg"}, "reduction", "'avg'", "'mean'"),
+    ("cross_entropy", {"ignore_index": None}, "ignore_index", "None", "whole number"),
+    ("linear_cross_entropy", {"weight": ones(256, 32)}, "weight", "(256, 32)", "(V, 64)"),
+    ("linear_cross_entropy", {"weight": ones(256, 64).half()}, "weight", "float16", "float32"),
+    ("linear_cross_entropy", {"weight": ones(0, 64)}, "weight", "(0, 64)", "V at least 1"),
+    ("linear_cross_entropy", {"targets": ones(512).long() * 300}, "targets", "300", "0 to 255"),
+]
+
+
+@pytest.mark.parametrize(
+    ("operator", "changed", "argument", "got", "fits"),
+    WRONG,
+    ids=[f"{case[0]}-{case[2]}-{index}" for index, case in enumerate(WRONG)],
+)
+def test_bad_input_is_told_in_one_line(operator, changed, argument, got, fits):
+    """One error names the operator, the argument, what it got and what fits."""
+    with pytest.raises(ArgumentError) as caught:
+        call_with(operator, **changed)
+    error = caught.value
+    assert (error.operator, error.argument) == (operator, argument)
+    assert got in error.got
+    assert fits in error.fits
+    assert str(error) == f"{operator}: {argument} is {error.got}; it must be {error.fits}"
+    assert "\n" not in str(error)
+
+
+def test_errors_are_also_the_builtins_that_fit():
+    """Callers may catch ValueError or RuntimeError without knowing this package."""
+    assert issubclass(ArgumentError, KernelError | ValueError)
+    assert issubclass(BackendError, RuntimeError)
+
+
+def test_a_good_call_does_not_excuse_a_bad_one():
+    """What is kept of one decision is never used for a call that differs in any fact."""
+    x, weight = torch.randn(4, 8), torch.ones(8)
+    for _ in range(3):
+        ms_kernels.rms_norm(x, weight)
+        for bad in (weight[:4], weight.int(), weight.to("meta"), weight[None]):
+            with pytest.raises(ArgumentError, match="weight"):
+                ms_kernels.rms_norm(x, bad)
+        with pytest.raises(ArgumentError, match="eps"):
+            ms_kernels.rms_norm(x, weight, -1.0)
+
+
+@pytest.mark.parametrize("operator", CONTRACTS)
+def test_no_rows_are_no_error(operator):
+    """Tensors without rows give results without rows, and gradients of zeros."""
+    contract = CONTRACTS[operator]
+    rows = {"...": 0} if "..." in contract.example else {"B": 0}
+    drawn = contract.draw(rows)
+    for argument in contract.arguments:
+        drawn[argument.name].requires_grad_(argument.differentiable)
+    last = {"reduction": "sum"} if "entropy" in operator else {}
+    result = getattr(ms_kernels, operator)(**drawn, **last)
+    total = sum(each.sum() for each in (result if isinstance(result, tuple) else (result,)))
+    assert total == 0
+    total.backward()
+    assert all(not each.grad.any() for each in drawn.values() if each.requires_grad)
+
+
+def test_the_mean_over_no_target_is_nan_as_in_torch():
+    """A mean loss with every target ignored is 0 / 0."""
+    logits, targets = torch.randn(3, 5), torch.full((3,), -100)
+    assert ms_kernels.cross_entropy(logits, targets).isnan()
+    assert ms_kernels.linear_cross_entropy(logits, torch.randn(4, 5), targets).isnan()

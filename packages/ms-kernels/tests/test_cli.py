@@ -1,0 +1,148 @@
+"""The command `ms-kernels`: what it prints, and its exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ms_kernels import cli, dispatch
+from ms_kernels.cli import main
+from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS
+from ms_kernels.registry import Implementation
+
+
+def run(capsys, *arguments):
+    """Return exit code, standard output and standard error of a command."""
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_list_names_every_operator_and_backend(capsys):
+    """Both forms of `list` tell all that is registered."""
+    code, text, _ = run(capsys, "list")
+    assert code == 0
+    facts = json.loads(run(capsys, "list", "--json")[1])
+    assert [each["operator"] for each in facts] == list(CONTRACTS)
+    listed = {(each["operator"], it["backend"]) for each in facts for it in each["backends"]}
+    assert listed == {(each.operator, each.backend) for each in IMPLEMENTATIONS}
+    for each in facts:
+        assert each["operator"] + ":" in text
+        assert each["summary"] in text
+
+
+def test_explain_tells_the_choice_its_reasons_and_the_least_work(capsys):
+    """The choice for a device that is not here can be asked for as well."""
+    code, text, _ = run(capsys, "explain", "rms_norm", "--device", "cuda", "...=8192", "H=4096")
+    assert code == 0
+    assert "rms_norm on cuda in float32, ...=8192 H=4096" in text
+    assert "cpu        runs on cpu, not on cuda" in text
+    assert "-> reference" in text
+    code, text, _ = run(capsys, "explain", "attention", "Sq=1", "documents", "window=8", "--json")
+    fact = json.loads(text)
+    assert (code, fact["backend"], fact["sizes"]["Sq"]) == (0, "cpu", 1)
+    assert [each["taken"] for each in fact["verdicts"]] == [True, False]
+    assert fact["least_work"]["forward"]["flops"] > 0
+
+
+def test_least_work_is_the_roofline(capsys):
+    """8192 rows of 4096 bfloat16 are read and written once: 128 MiB."""
+    arguments = ("explain", "rms_norm", "...=8192", "H=4096", "--dtype", "bfloat16", "--json")
+    fact = json.loads(run(capsys, *arguments)[1])
+    assert fact["least_work"]["forward"]["size_bytes"] == 2 * 2 * 8192 * 4096 + 2 * 4096
+
+
+def test_check_proves_and_tells_how_far_from_the_truth(capsys):
+    """A check that holds exits with 0, and says what it did not run and why."""
+    code, text, _ = run(capsys, "check", "--operator", "rotary", "--dtype", "bfloat16")
+    assert code == 0
+    assert "takes float32, float64, not bfloat16" in text
+    assert "results and gradients hold" in text
+    code, text, _ = run(capsys, "check", "--operator", "swiglu", "--backend", "cpu", "--json")
+    findings = json.loads(text)
+    assert code == 0
+    assert [each["part"] for each in findings] == ["result", "gradient of gate", "gradient of up"]
+    assert all(each["holds"] and each["backend"] == "cpu" for each in findings)
+
+
+@pytest.mark.parametrize("fault", ["result", "gradient", "nan"])
+def test_check_finds_a_backend_that_is_wrong(capsys, monkeypatch, fault):
+    """A thousandth off in the result, a missing gradient or a NaN: exit code 1."""
+
+    def wrong(gate, up):
+        right = torch.nn.functional.silu(gate) * up
+        if fault == "result":
+            return right * 1.001
+        return right.detach() + 0 * gate.sum() + 0 * up.sum() if fault == "gradient" else right / 0
+
+    broken = Implementation(operator="swiglu", backend="cpu", run=wrong, merit="")
+    monkeypatch.setattr("ms_kernels.check.IMPLEMENTATIONS", (broken,))
+    code, text, _ = run(capsys, "check")
+    assert code == 1
+    assert "FAIL" in text
+
+
+def test_a_check_that_ran_nothing_does_not_hold(capsys):
+    """Asking for what no backend takes is a failure, not a success."""
+    code, text, _ = run(
+        capsys, "check", "--operator", "rotary", "--backend", "cpu", "--dtype", "float16"
+    )
+    assert code == 1
+    assert "0 of 0" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["explain", "rmsnorm"], "no operator 'rmsnorm'; there are rms_norm"),
+        (["explain", "rms_norm", "W=3"], "one of ...=SIZE, H=SIZE, eps=VALUE"),
+        (["explain", "rms_norm", "H=0"], "H at least 1"),
+        (["explain", "rms_norm", "H=many"], "one of ...=SIZE, H=SIZE"),
+        (["explain", "rms_norm", "--dtype", "int8"], "no operator is made for dtype 'int8'"),
+        (["explain", "rms_norm", "--device", "toaster"], "there is no device 'toaster'"),
+        (["explain", "rms_norm", "--backend", "triton"], "no backend 'triton'; there are cpu"),
+        (["explain", "attention", "Hq=3"], "divides q's 3"),
+        (["explain", "attention", "window=wide"], "window is 'wide'"),
+        (["check", "--operator", "gelu"], "no operator 'gelu'"),
+        (["check", "--backend", "triton"], "no backend 'triton'"),
+        (["check", "--device", "xpu"], "device xpu is not available here"),
+    ],
+)
+def test_bad_input_exits_with_two_and_one_line(capsys, arguments, told):
+    """One line on standard error says what and what would fit."""
+    code, text, error = run(capsys, *arguments)
+    assert (code, text) == (2, "")
+    assert told in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["bench"], ["list", "--colour"], ["check", "x"]])
+def test_an_unknown_command_or_flag_exits_with_two(capsys, arguments):
+    """Errors of argparse have the same exit code."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("command", ["list", "explain", "check"])
+def test_every_command_has_help_with_an_example(capsys, command):
+    """`--help` shows how to type it."""
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"example: ms-kernels {command}" in capsys.readouterr().out
+
+
+def test_the_module_is_the_command():
+    """`python -m ms_kernels` exits with the command's code."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ms_kernels", "explain", "nothing"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_the_command_knows_the_backends_that_dispatch_knows():
+    """There is one list of backends."""
+    assert cli.BACKENDS is dispatch.BACKENDS

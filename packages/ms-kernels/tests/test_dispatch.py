@@ -1,0 +1,225 @@
+"""Which implementation a call gets: a pure choice with reasons, which users may force."""
+
+import itertools
+import threading
+import time
+
+import pytest
+import torch
+
+import ms_kernels
+from ms_kernels import ArgumentError, BackendError, dispatch, explain, rms_norm, use_backend
+from ms_kernels.contract import Call, Fact
+from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS
+from ms_kernels.registry import Implementation, choose, first_fit
+
+LARGE = (torch.randn(256, 512), torch.ones(512))
+
+
+def stand_in(backend, **settings):
+    """Return an implementation of rms_norm that answers with its backend's name."""
+    return Implementation(
+        operator="rms_norm", backend=backend, run=lambda *given: backend, merit="", **settings
+    )
+
+
+def call(device="cpu", dtype=torch.float32, plain=True):
+    """Describe a call of rms_norm."""
+    fact = Fact((4, 8), dtype, torch.device(device), (8, 1), plain)
+    return Call("rms_norm", (fact, fact), (1e-6,))
+
+
+def test_the_first_that_fits_is_taken_and_every_reason_is_told():
+    """Order decides; device, dtype and subclass rule out, each with its reason."""
+    offered = [
+        stand_in("other"),
+        stand_in("chip", devices=frozenset({"cuda"}), subclasses=True),
+        stand_in("half", dtypes=(torch.bfloat16,), subclasses=True),
+        stand_in("any", subclasses=True),
+    ]
+    assert choose(call(), offered).backend == "other"
+    choice = choose(call(plain=False), offered)
+    assert choice.backend == "any"
+    assert [each.taken for each in choice.verdicts] == [False, False, False, True]
+    assert "subclass" in choice.verdicts[0].reason
+    assert "runs on cuda, not on cpu" in choice.verdicts[1].reason
+    assert "takes bfloat16, not float32" in choice.verdicts[2].reason
+    assert choose(call("cuda", plain=False), offered).backend == "chip"
+    assert choose(call(dtype=torch.bfloat16, plain=False), offered).backend == "half"
+
+
+def test_the_choice_is_a_pure_function():
+    """The same call gives an equal choice, and `first_fit` takes what `choose` takes."""
+    for operator, contract in CONTRACTS.items():
+        for device, dtype in itertools.product(("cpu", "cuda"), (torch.float32, torch.bfloat16)):
+            for rows in (1, 4096):
+                leading = next(iter(contract.example))
+                asked = contract.call({leading: rows}, dtype=dtype, device=device)
+                choice = choose(asked, IMPLEMENTATIONS)
+                assert choice == choose(asked, IMPLEMENTATIONS)
+                assert first_fit(asked, IMPLEMENTATIONS) is choice.implementation
+                assert choice.operator == operator
+                assert sum(each.taken for each in choice.verdicts) == 1
+
+
+def test_every_operator_has_a_reference_that_refuses_nothing():
+    """Any device, any dtype, any subclass: the reference takes the call."""
+    for contract in CONTRACTS.values():
+        (reference,) = [
+            each
+            for each in IMPLEMENTATIONS
+            if each.operator == contract.name and each.backend == "reference"
+        ]
+        assert (reference.devices, reference.dtypes, reference.subclasses) == (None, None, True)
+
+
+def test_what_runs_is_what_explain_says(monkeypatch):
+    """Each operator runs the very function that `explain` names."""
+    ran = []
+    watched = tuple(
+        Implementation(
+            operator=each.operator,
+            backend=each.backend,
+            run=lambda *given, each=each: (ran.append(each.backend), each.run(*given))[1],
+            devices=each.devices,
+            dtypes=each.dtypes,
+            subclasses=each.subclasses,
+            refuses=each.refuses,
+            merit=each.merit,
+        )
+        for each in IMPLEMENTATIONS
+    )
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", watched)
+    monkeypatch.setattr(dispatch, "_kept", {})
+    for operator, contract in CONTRACTS.items():
+        for rows, dtype in itertools.product((1, 128), (torch.float32, torch.bfloat16)):
+            leading = next(iter(contract.example))
+            tensors = contract.draw({leading: rows}, dtype=dtype)
+            for _ in range(2):
+                getattr(ms_kernels, operator)(**tensors)
+                assert ran.pop() == explain(operator, **tensors).backend
+
+
+def test_use_backend_forces_one_and_ends_with_its_block():
+    """Inside, the named backend is taken; nested blocks win; outside, all is as before."""
+    assert explain("rms_norm", *LARGE).backend == "cpu"
+    with use_backend("reference"):
+        assert explain("rms_norm", *LARGE).backend == "reference"
+        with use_backend("cpu"):
+            assert explain("rms_norm", *LARGE).backend == "cpu"
+        assert explain("rms_norm", *LARGE).backend == "reference"
+    with pytest.raises(ZeroDivisionError), use_backend("reference"):
+        raise ZeroDivisionError
+    assert explain("rms_norm", *LARGE).backend == "cpu"
+
+
+def test_use_backend_holds_for_its_own_thread():
+    """Another thread is not forced."""
+    seen = []
+    with use_backend("reference"):
+        thread = threading.Thread(target=lambda: seen.append(explain("rms_norm", *LARGE).backend))
+        thread.start()
+        thread.join()
+    assert seen == ["cpu"]
+
+
+def test_a_forced_backend_that_cannot_take_the_call_is_an_error():
+    """Nothing falls back in silence; naming a second backend allows it."""
+    q = torch.randn(2, 64, 4, 32, dtype=torch.bfloat16)
+    angles = torch.zeros(1, 64, 16)
+    with use_backend("cpu"):
+        with pytest.raises(BackendError, match=r"rotary.*cpu takes float32, float64, not bfloat16"):
+            ms_kernels.rotary(q, q, angles, angles)
+        with pytest.raises(BackendError, match=r"rms_norm.*pays from 32768 elements"):
+            rms_norm(torch.ones(2, 4), torch.ones(4))
+        feature_first = torch.randn(2, 4, 32, 64).permute(0, 3, 1, 2)
+        with pytest.raises(BackendError, match=r"attention.*last stride of 1; q has 64"):
+            ms_kernels.attention(feature_first, feature_first, feature_first)
+    with use_backend("cpu", "reference"):
+        assert explain("rotary", q, q, angles, angles).backend == "reference"
+
+
+@pytest.mark.parametrize("names", [("cuda13",), ("cpu", "trition"), ()])
+def test_an_absent_backend_is_told_with_those_that_exist(names):
+    """The error names the backend that is absent and lists what there is."""
+    with pytest.raises(BackendError, match="cpu, reference"), use_backend(*names):
+        pass
+
+
+def test_explain_refuses_what_does_not_exist():
+    """Unknown operators and arguments are named, beside those that exist."""
+    with pytest.raises(BackendError, match="no operator 'rmsnorm'; there are rms_norm"):
+        explain("rmsnorm", *LARGE)
+    with pytest.raises(ArgumentError, match=r"epsilon.*eps"):
+        explain("rms_norm", *LARGE, epsilon=1e-5)
+    with pytest.raises(ArgumentError, match="weight is None"):
+        explain("rms_norm", LARGE[0])
+
+
+def test_kept_decisions_cannot_fill_the_memory(monkeypatch):
+    """Ever new shapes are forgotten in time."""
+    monkeypatch.setattr(dispatch, "KEPT", 16)
+    monkeypatch.setattr(dispatch, "_kept", {})
+    weight = torch.ones(8)
+    for rows in range(100):
+        rms_norm(torch.ones(rows, 8), weight)
+        assert len(dispatch._kept) <= 16
+
+
+def test_a_call_like_one_before_is_not_checked_again():
+    """What was decided is looked up: 1 µs where the whole decision takes 8, on a quiet machine.
+
+    Half of it is the bound, both taken as the best of many tries, so that a busy machine passes.
+    """
+    contract = CONTRACTS["rms_norm"]
+
+    def decide_anew():
+        return dispatch.decide(dispatch.describe_call(contract, LARGE, (1e-6,)))
+
+    def decide_again():
+        return dispatch.implementation(contract, LARGE, (1e-6,))
+
+    best = {decide_anew: float("inf"), decide_again: float("inf")}
+    for _ in range(50):
+        for decide in best:
+            start = time.perf_counter()
+            for _ in range(100):
+                decide()
+            best[decide] = min(best[decide], (time.perf_counter() - start) / 100)
+    assert best[decide_again] < best[decide_anew] / 2
+
+
+@pytest.mark.parametrize("operator", CONTRACTS)
+def test_torch_compile_follows_every_operator_without_a_graph_break(operator):
+    """One graph, also when shapes change, with the results and gradients of the plain call."""
+    contract = CONTRACTS[operator]
+    plain = getattr(ms_kernels, operator)
+    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    leading = "..." if "..." in contract.example else "B"
+    for rows in (3, 5, 7):
+        tensors = contract.draw({leading: rows})
+        leaves = [
+            tensors[argument.name].requires_grad_()
+            for argument in contract.arguments
+            if argument.differentiable
+        ]
+        answers = []
+        for run in (compiled, plain):
+            result = run(**tensors)
+            result = result if isinstance(result, tuple) else (result,)
+            pulls = [torch.ones_like(each) for each in result]
+            answers.append([*result, *torch.autograd.grad(result, leaves, pulls)])
+        for got, truth in zip(*answers, strict=True):
+            # The same operations, perhaps of another backend: a few roundings of float32.
+            torch.testing.assert_close(got, truth, rtol=1e-5, atol=1e-5)
+
+
+def test_torch_compile_minds_use_backend_and_bad_arguments():
+    """While tracing, calls are checked and chosen as ever."""
+    compiled = torch.compile(rms_norm, backend="eager")
+    with pytest.raises(Exception, match="weight is of shape"):
+        compiled(torch.ones(2, 8), torch.ones(7))
+    torch._dynamo.reset()
+    with use_backend("cpu"), pytest.raises(Exception, match="none of"):
+        torch.compile(rms_norm, fullgraph=True, backend="eager")(*LARGE)
+    torch._dynamo.reset()

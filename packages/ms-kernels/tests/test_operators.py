@@ -1,0 +1,159 @@
+"""Every implementation against the truth, on sizes, strides, dtypes and options drawn at random."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ms_kernels.check import compare
+from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS, describe_call
+from ms_kernels.registry import obstacle_to
+
+from .truth import TRUTHS
+
+SIZES = {
+    "rms_norm": {"...": (0, 9), "H": (1, 70)},
+    "rotary": {"B": (0, 3), "S": (0, 9), "Hq": (1, 5), "Hk": (1, 3), "D": (2, 19)},
+    "swiglu": {"...": (0, 9), "I": (1, 70)},
+    "attention": {"B": (0, 3), "Sk": (1, 40), "Hk": (1, 3), "D": (1, 33)},
+    "cross_entropy": {"...": (0, 20), "V": (1, 90)},
+    "linear_cross_entropy": {"...": (0, 20), "H": (1, 33), "V": (1, 90)},
+}
+STRIDES = ["contiguous", "every other feature", "dims reversed", "wider rows"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+IDENTITIES = [f"{each.operator}-{each.backend}" for each in IMPLEMENTATIONS]
+
+
+@st.composite
+def dims_of(draw, operator):
+    """Draw sizes, odd ones and no rows among them, that keep the contract's rules."""
+    dims = {name: draw(st.integers(*limits)) for name, limits in SIZES[operator].items()}
+    if operator == "rotary":
+        dims["C"] = draw(st.sampled_from([1, dims["B"]]))
+        dims["R/2"] = draw(st.integers(1, dims["D"] // 2))
+    if operator == "attention":
+        dims["Hq"] = dims["Hk"] * draw(st.integers(1, 3))
+        dims["Sq"] = draw(st.one_of(st.just(dims["Sk"]), st.integers(0, dims["Sk"])))
+    return dims
+
+
+@st.composite
+def options_of(draw, contract):
+    """Draw each option at its default or at another value."""
+    return tuple(
+        draw(st.sampled_from([option.default, *option.trials])) for option in contract.options
+    )
+
+
+def restride(tensor, how):
+    """Return the same numbers laid out in another way."""
+    if how == "every other feature":
+        wide = tensor.new_zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]))
+        wide[..., ::2] = tensor
+        return wide[..., ::2]
+    if how == "dims reversed":
+        order = tuple(reversed(range(tensor.ndim)))
+        return tensor.permute(order).contiguous().permute(order)
+    if how == "wider rows":
+        wide = tensor.new_zeros((*tensor.shape[:-1], tensor.shape[-1] + 3))
+        wide[..., : tensor.shape[-1]] = tensor
+        return wide[..., : tensor.shape[-1]]
+    return tensor
+
+
+def arguments_of(data, contract, dtype):
+    """Draw the tensors and options of one call."""
+    drawn = contract.draw(
+        data.draw(dims_of(contract.name), label="sizes"),
+        dtype=dtype,
+        seed=data.draw(st.integers(0, 2**31), label="seed"),
+    )
+    tensors = [
+        None
+        if argument.optional and data.draw(st.booleans(), label=f"no {argument.name}")
+        else restride(drawn[argument.name], data.draw(st.sampled_from(STRIDES)))
+        for argument in contract.arguments
+    ]
+    return tensors, data.draw(options_of(contract), label="options")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDENTITIES)
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_every_backend_equals_the_reference_in_float64(implementation, data):
+    """Results and gradients lie within the contract's tolerance, derived beside it.
+
+    What a backend refuses by size alone it must still get right, so it is run all the same.
+    """
+    contract = CONTRACTS[implementation.operator]
+    dtype = data.draw(st.sampled_from(DTYPES), label="dtype")
+    tensors, options = arguments_of(data, contract, dtype)
+    if options[-1:] == ("mean",) and not (tensors[-1] != -100).any():
+        options = (*options[:-1], "sum")
+    call = describe_call(contract, tuple(tensors), options)
+    contract.bind(call)
+    obstacle = obstacle_to(implementation, call)
+    if obstacle is not None and not obstacle.startswith("pays from"):
+        return
+    for part, share in compare(contract, implementation.run, tensors, options):
+        assert share <= 1, f"{part} is off by {share:.3g} times the tolerance"
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_the_reference_equals_the_formula_one_number_at_a_time(name, data):
+    """In float64 the reference is what the formula says, spelled out in loops."""
+    contract = CONTRACTS[name]
+    tensors, options = arguments_of(data, contract, torch.float64)
+    got, truth = contract.reference(*tensors, *options), TRUTHS[name](*tensors, *options)
+    # Both are float64; sums of up to 90 terms of order 1 to 100 differ in their order alone.
+    torch.testing.assert_close(got, truth, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDENTITIES)
+def test_leading_dims_are_rows(implementation):
+    """A tensor of more dims gives what its rows give, in its own shape."""
+    contract = CONTRACTS[implementation.operator]
+    if "..." not in contract.example:
+        pytest.skip("its dims are fixed")
+    options = tuple(
+        "none" if option.name == "reduction" else option.default for option in contract.options
+    )
+    flat = list(contract.draw({"...": 12}).values())
+    deep = [
+        tensor.unflatten(0, (2, 3, 2)) if "..." in argument.dims else tensor
+        for argument, tensor in zip(contract.arguments, flat, strict=True)
+    ]
+    rows = implementation.run(*flat, *options)
+    assert torch.equal(implementation.run(*deep, *options), rows.unflatten(0, (2, 3, 2)))
+
+
+def test_dtypes_and_shapes_of_results_are_as_promised():
+    """Results have the inputs' dtype; losses are float32, float64 for float64."""
+    for implementation in IMPLEMENTATIONS:
+        contract = CONTRACTS[implementation.operator]
+        for dtype in DTYPES:
+            tensors = list(contract.draw({}, dtype=dtype).values())
+            options = tuple(option.default for option in contract.options)
+            if obstacle_to(implementation, describe_call(contract, tuple(tensors), options)):
+                continue
+            got = implementation.run(*tensors, *options)
+            if "cross_entropy" in contract.name:
+                assert got.dtype == (dtype if dtype == torch.float64 else torch.float32)
+                assert got.shape == ()
+            else:
+                first = got[0] if isinstance(got, tuple) else got
+                assert (first.dtype, first.shape) == (dtype, tensors[0].shape)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDENTITIES)
+def test_inputs_stay_as_they_were(implementation):
+    """No implementation writes into its inputs, forward or backward."""
+    contract = CONTRACTS[implementation.operator]
+    tensors = contract.draw({})
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    options = tuple(option.default for option in contract.options)
+    list(compare(contract, implementation.run, tensors.values(), options))
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, before[name])

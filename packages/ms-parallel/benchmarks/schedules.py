@@ -1,0 +1,212 @@
+"""Bubble and peak activations of every schedule and of `search`, beside torch's own schedules.
+
+    python packages/ms-parallel/benchmarks/schedules.py              # the whole table, minutes
+    python packages/ms-parallel/benchmarks/schedules.py --ranks 2 4  # a part of it
+
+Every model is given as 2p small stages; schedules of one stage a rank see them in pairs. Memory is
+in microbatches of a whole rank, so 1F1B holds p. "Bubble" is the makespan beyond the busiest rank's
+work, as a share of the makespan. torch's schedules are read from torch.distributed.pipelining as
+CSV and played by `simulate` like ours; no process is started.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from types import SimpleNamespace
+
+from ms_parallel.schedules import (
+    Costs,
+    Found,
+    Schedule,
+    dualpipe_v,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    search,
+    simulate,
+    v_half,
+    v_min,
+    verify,
+    zb1p,
+    zb2p,
+    zb_v,
+)
+from ms_parallel.schedules.breadth_first import breadth_first
+from ms_parallel.schedules.placements import one_a_rank, vee
+
+HALF = Fraction(1, 2)
+
+
+def factors(ranks: int, equal: bool) -> list[Fraction]:
+    """Size of each small stage; unequal: an embedding in front, a head behind, layers left over."""
+    if equal:
+        return [HALF] * (2 * ranks)
+    sizes = [HALF * (Fraction(11, 10) if stage % 3 == 1 else 1) for stage in range(2 * ranks)]
+    sizes[0] += Fraction(1, 20)
+    sizes[-1] += Fraction(1, 5)
+    return sizes
+
+
+def costs_of(sizes: Sequence[Fraction], equal: bool, share: Fraction) -> Costs:
+    """F/I/W of 1/1/1 without latency, or of 1/1.3/.7 with a latency of .1."""
+    input_time, weight_time = (1, 1) if equal else (Fraction(13, 10), Fraction(7, 10))
+    return Costs(
+        forward=sizes,
+        backward_input=[size * input_time for size in sizes],
+        backward_weight=[size * weight_time for size in sizes],
+        latency=0 if equal else Fraction(1, 10),
+        activation=[share] * len(sizes),
+    )
+
+
+def whole(sizes: Sequence[Fraction]) -> list[Fraction]:
+    """Stages of one a rank: neighbouring small stages joined."""
+    return [sizes[i] + sizes[i + 1] for i in range(0, len(sizes), 2)]
+
+
+def bubble(makespan: Fraction, costs: Costs, ranks: int, placement: Sequence[int], m: int) -> float:
+    """Makespan beyond the busiest rank's work, as a share."""
+    work = [Fraction(0)] * ranks
+    for stage, rank in enumerate(placement):
+        work[rank] += costs.forward[stage] + costs.backward_input[stage]
+        work[rank] += costs.backward_weight[stage]
+    return float(1 - max(work) * m / makespan)
+
+
+def torch_schedules(ranks: int, microbatches: int) -> dict[str, Schedule]:
+    """Torch's own, from the classes that plan without processes; stages are stand-ins."""
+    from torch.distributed.pipelining import schedules
+
+    def stages(count: int) -> list[SimpleNamespace]:
+        return [
+            SimpleNamespace(
+                num_stages=ranks * count, group_size=ranks, group_rank=0, group=None,
+                stage_index=index, submod=None, is_last=False, is_first=False,
+            )
+            for index in range(count)
+        ]  # fmt: skip
+
+    made = {}
+    for name, kind, count in (
+        ("interleaved 1F1B", schedules.ScheduleInterleaved1F1B, 2),
+        ("looped BFS", schedules.ScheduleLoopedBFS, 2),
+        ("interleaved ZB", schedules.ScheduleInterleavedZeroBubble, 2),
+        ("ZBV", schedules.ScheduleZBVZeroBubble, 2),
+        ("DualPipeV", schedules.ScheduleDualPipeV, 2),
+    ):
+        try:
+            order = kind(stages(count), microbatches).pipeline_order
+        except ValueError as refusal:
+            print(f"  torch {name} refuses p={ranks} m={microbatches}: {refusal}")
+            continue
+        text = "\n".join(
+            ",".join(str(a or "") for a in order[rank]).strip(",") for rank in range(ranks)
+        )
+        made[f"torch {name}"] = Schedule.from_csv(text, name=f"torch {name}")
+    return made
+
+
+def named(ranks: int, m: int, pair_costs: Costs) -> dict[str, Schedule]:
+    """Our generators."""
+    makers: dict[str, Callable[[], Schedule]] = {
+        "GPipe": lambda: gpipe(ranks, m),
+        "1F1B": lambda: one_f_one_b(ranks, m),
+        "interleaved": lambda: interleaved_one_f_one_b(ranks, m),
+        "breadth-first": lambda: breadth_first(ranks, m),
+        "ZB1P": lambda: zb1p(pair_costs, m),
+        "ZB2P": lambda: zb2p(pair_costs, m),
+        "ZB-V": lambda: zb_v(ranks, m),
+        "V-Half": lambda: v_half(ranks, m),
+        "V-Min": lambda: v_min(ranks, m),
+    }
+    if m >= 2 * ranks:
+        makers["DualPipeV"] = lambda: dualpipe_v(ranks, m)
+    return {name: make() for name, make in makers.items()}
+
+
+def sized(schedule: Schedule, ranks: int, equal: bool) -> Costs:
+    """The costs that a schedule sees: its own order of stages decides which are joined."""
+    sizes = factors(ranks, equal)
+    if schedule.stages == ranks:
+        return costs_of(whole(sizes), equal, Fraction(1))
+    return costs_of(sizes, equal, HALF)
+
+
+def searched(ranks: int, m: int, cap: Fraction, equal: bool, effort: float) -> tuple[Found, Costs]:
+    """The best over all placements, with a bound for all of them."""
+    sizes = factors(ranks, equal)
+    small = costs_of(sizes, equal, HALF)
+    joined = costs_of(whole(sizes), equal, Fraction(1))
+    tries = [(search(small, cap, microbatches=m, ranks=ranks, effort=effort), small)]
+    if cap >= 1:
+        tries.append((search(joined, cap, microbatches=m, effort=effort / 2), joined))
+    return min(tries, key=lambda each: each[0].makespan)
+
+
+def block(ranks: int, m: int, equal: bool, effort: float) -> list[str]:
+    """Lines of the table for one size and one kind of costs."""
+    lines, fastest = [], {}
+    pair = costs_of(whole(factors(ranks, equal)), equal, Fraction(1))
+    caps = {"p/2+1": Fraction(ranks, 2) + 1, "p": Fraction(ranks), "2p": Fraction(2 * ranks)}
+    figures = []
+    for name, schedule in {**named(ranks, m, pair), **torch_schedules(ranks, m)}.items():
+        costs = sized(schedule, ranks, equal)
+        verify(schedule)
+        line = simulate(schedule, costs)
+        share = bubble(line.makespan, costs, ranks, schedule.placement, m)
+        peak = max(line.peak_memory)
+        figures.append(f"{name} {share:.4f} ({float(peak):g})")
+        for cap_name, cap in caps.items():
+            if peak <= cap:
+                known = fastest.get(cap_name, (line.makespan, name))
+                fastest[cap_name] = min(known, (line.makespan, name))
+    kind = "equal" if equal else "unequal"
+    lines.append(f"| {ranks} | {m} | {kind} | " + " · ".join(figures))
+    for cap_name, cap in caps.items():
+        begun = time.process_time()
+        found, costs = searched(ranks, m, cap, equal, effort)
+        spent = time.process_time() - begun
+        verify(found.schedule)
+        share = bubble(found.makespan, costs, ranks, found.schedule.placement, m)
+        bound = bubble(found.lower_bound, costs, ranks, found.schedule.placement, m)
+        where = {one_a_rank(ranks): "line", vee(ranks): "V"}
+        other = fastest.get(cap_name)
+        versus = "nothing fits"
+        if other:
+            versus = f"{other[1]} {float(other[0] / found.makespan):.3f}x"
+            if found.makespan > other[0]:
+                versus += " WORSE"
+        lines[-1] += (
+            f" | {cap_name}: {share:.4f} ≥ {max(bound, 0):.4f}, "
+            f"{where.get(found.schedule.placement, 'loop')}, "
+            f"{float(max(found.peak_memory)):g}, {versus}, {spent:.1f} s"
+        )
+    lines[-1] += " |"
+    return lines
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--effort", type=float, default=0.3)
+    options = parser.parse_args()
+    print(
+        "| p | m | costs | bubble (peak activations) of named schedules | "
+        + " | ".join(
+            f"search, cap {cap}: bubble ≥ bound, placement, peak, best named, time"
+            for cap in ("p/2+1", "p", "2p")
+        )
+        + " |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for ranks in options.ranks:
+        for m in (ranks, 2 * ranks, 4 * ranks):
+            for equal in (True, False):
+                for line in block(ranks, m, equal, options.effort):
+                    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""What a checkpoint's folder holds, as it stands in `checkpoint.json`, checked when it is read.
+
+Tensors lie in `rank-*.safetensors`, a file a rank, cut into the chunks that each rank held.
+The manifest says where every chunk lies and what its bytes must add up to, so that any number
+of ranks can read just the chunks they need, and every byte of every file is covered.
+"""
+
+import math
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from ms_parallel.errors import DamageError
+
+__all__ = ["DTYPES", "MANIFEST", "Chunk", "Manifest", "SavedFile", "SavedTensor", "read_manifest"]
+
+MANIFEST = "checkpoint.json"
+MANIFEST_LIMIT_BYTES = 1 << 30
+FILE_NAME = re.compile(r"rank-[0-9]{5,10}\.safetensors")
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""safetensors' name of each dtype that may be saved."""
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A box of one tensor, and its bytes in one file."""
+
+    file: str
+    begin: int
+    """Offset of the first byte from the start of the file."""
+    size_bytes: int
+    crc32: int
+    offsets: tuple[int, ...]
+    """Where the box begins in the tensor, a number for each dim."""
+    shape: tuple[int, ...]
+
+
+class SavedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor: its global shape and the chunks that together fill it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class SavedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One safetensors file; its header has a checksum of its own."""
+
+    name: str
+    size_bytes: int
+    header_bytes: int
+    header_crc32: int
+
+
+class Manifest(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="checkpoint.v1"
+):
+    """All that a checkpoint holds."""
+
+    step: int
+    """Updates that had been made."""
+    tensors: dict[str, SavedTensor]
+    files: tuple[SavedFile, ...]
+    facts: dict[str, Any]
+    """What its writer wants back beside the tensors; plain JSON."""
+
+    def encode(self) -> bytes:
+        """The bytes of `checkpoint.json`."""
+        content = msgspec.json.encode(self)
+        return msgspec.json.encode(_Sealed(crc32=zlib.crc32(content), content=msgspec.Raw(content)))
+
+
+class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    crc32: int
+    content: msgspec.Raw
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of a checkpoint's folder.
+
+    Raises:
+        DamageError: it is not what was written, or it contradicts itself.
+    """
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > MANIFEST_LIMIT_BYTES:
+            raise DamageError(f"{path}: larger than any manifest; delete the checkpoint")
+        content = path.read_bytes()
+    except OSError as error:
+        raise DamageError(f"{path}: cannot be read: {error.strerror or error}") from error
+    manifest = _decode(path, content)
+    for problem in _contradictions(manifest):
+        raise DamageError(f"{path}: {problem}")
+    return manifest
+
+
+def _decode(path: Path, content: bytes) -> Manifest:
+    try:
+        sealed = msgspec.json.decode(content, type=_Sealed)
+        if zlib.crc32(sealed.content) != sealed.crc32:
+            raise DamageError(f"{path}: its checksum does not match; bytes have changed on disk")
+        return msgspec.json.decode(sealed.content, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DamageError(f"{path}: not a manifest: {error}") from error
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """Everything in a manifest that cannot be true, before any of it is trusted."""
+    files = {file.name: file for file in manifest.files}
+    filled = Counter({file.name: file.header_bytes for file in manifest.files})
+    for name in files:
+        if not FILE_NAME.fullmatch(name):
+            yield f"{name!r} is not the name of a file in this folder"
+    for name, tensor in manifest.tensors.items():
+        if tensor.dtype not in DTYPES or any(size < 0 for size in tensor.shape):
+            yield f"tensor {name!r} has dtype {tensor.dtype!r} and shape {tensor.shape}"
+            return
+        for chunk in tensor.chunks:
+            if not _fits(chunk, tensor, files.get(chunk.file)):
+                yield f"a chunk of tensor {name!r} lies outside its tensor or file"
+                return
+            filled[chunk.file] += chunk.size_bytes
+        if sum(math.prod(chunk.shape) for chunk in tensor.chunks) != math.prod(tensor.shape):
+            yield f"the chunks of tensor {name!r} do not fill it"
+    for name, file in files.items():
+        if filled[name] != file.size_bytes:
+            yield f"the chunks in {name} do not fill it"
+
+
+def _fits(chunk: Chunk, tensor: SavedTensor, file: SavedFile | None) -> bool:
+    if file is None or not len(chunk.offsets) == len(chunk.shape) == len(tensor.shape):
+        return False
+    boxes = zip(chunk.offsets, chunk.shape, tensor.shape, strict=True)
+    inside = all(
+        offset >= 0 and size >= 0 and offset + size <= whole for offset, size, whole in boxes
+    )
+    size_bytes = math.prod(chunk.shape) * DTYPES[tensor.dtype].itemsize
+    in_file = file.header_bytes <= chunk.begin and chunk.begin + size_bytes <= file.size_bytes
+    return inside and in_file and chunk.size_bytes == size_bytes

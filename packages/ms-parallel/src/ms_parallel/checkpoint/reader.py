@@ -1,0 +1,171 @@
+"""The storage side of `torch.distributed.checkpoint.load`: checks each chunk that it reads."""
+
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ms_parallel.checkpoint.manifest import DTYPES, Chunk, Manifest, SavedFile
+from ms_parallel.errors import CheckpointError, DamageError
+
+__all__ = ["Reader"]
+
+
+class Reader(StorageReader):
+    """Reads the chunks of one checkpoint that this rank's tensors overlap.
+
+    One chunk is in memory at a time, and only after its file's size has been compared with the
+    manifest.
+
+    Args:
+        folder: the checkpoint's own folder.
+        manifest: what it holds.
+        wanted: shape of each tensor that will be filled.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, wanted: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.wanted = wanted
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between checkpoints."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Say in torch's terms which boxes of which tensors there are."""
+        tensors = self.manifest.tensors.items()
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
+                    size=torch.Size(tensor.shape),
+                    chunks=[_box(chunk) for chunk in tensor.chunks],
+                )
+                for name, tensor in tensors
+            }
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Check that all is there in the shape that this run needs, before anything is planned.
+
+        Raises:
+            CheckpointError: a tensor is missing, or has another shape.
+        """
+        for name, shape in self.wanted.items():
+            saved = self.manifest.tensors.get(name)
+            if saved is None or saved.shape != shape:
+                there = "is missing" if saved is None else f"has shape {saved.shape}"
+                raise CheckpointError(
+                    f"{self.folder}: tensor {name!r} {there} and this run needs {shape};"
+                    " it is a checkpoint of another model: choose another output_dir"
+                )
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Take the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Take the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read, check and copy every chunk that the plan asks for, each of them once.
+
+        Raises:
+            DamageError: names the file and the tensor whose bytes are not those written.
+        """
+        wanted: dict[str, dict[int, tuple[str, Chunk, list[ReadItem]]]] = {}
+        for item in plan.items:
+            name = item.storage_index.fqn
+            chunk = self._chunk(name, tuple(item.storage_index.offset or ()))
+            in_file = wanted.setdefault(chunk.file, {})
+            in_file.setdefault(chunk.begin, (name, chunk, []))[2].append(item)
+        for file in self.manifest.files:
+            if file.name in wanted:
+                self._read_file(file, wanted[file.name], planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _chunk(self, name: str, offsets: tuple[int, ...]) -> Chunk:
+        chunks = self.manifest.tensors[name].chunks
+        return next(chunk for chunk in chunks if chunk.offsets == offsets and 0 not in chunk.shape)
+
+    def _read_file(
+        self,
+        file: SavedFile,
+        wanted: dict[int, tuple[str, Chunk, list[ReadItem]]],
+        planner: LoadPlanner,
+    ) -> None:
+        path = self.folder / file.name
+        try:
+            with path.open("rb", buffering=0) as stream:
+                found = os.fstat(stream.fileno()).st_size
+                if found != file.size_bytes:
+                    raise DamageError(
+                        f"{path}: has {found} bytes where {file.size_bytes} were written"
+                    )
+                _read(stream, path, "header", 0, file.header_bytes, file.header_crc32)
+                for begin, (name, chunk, items) in sorted(wanted.items()):
+                    content = _read(stream, path, name, begin, chunk.size_bytes, chunk.crc32)
+                    self._copy(name, chunk, items, content, planner)
+        except OSError as error:
+            raise DamageError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+    def _copy(
+        self,
+        name: str,
+        chunk: Chunk,
+        items: list[ReadItem],
+        content: bytearray,
+        planner: LoadPlanner,
+    ) -> None:
+        dtype = DTYPES[self.manifest.tensors[name].dtype]
+        source = torch.frombuffer(content, dtype=dtype).reshape(chunk.shape)
+        for item in items:
+            box = source
+            for dim, (start, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                box = box.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(box)
+            planner.commit_tensor(item, target)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path will do."""
+        return True
+
+
+def _box(chunk: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape))
+
+
+def _read(
+    stream: BinaryIO, path: Path, part: str, begin: int, size_bytes: int, crc32: int
+) -> bytearray:
+    content = bytearray(size_bytes)
+    stream.seek(begin)
+    view = memoryview(content)
+    while view and (count := stream.readinto(view)):  # type: ignore[attr-defined]
+        view = view[count:]
+    if view or zlib.crc32(content) != crc32:
+        raise DamageError(f"{path}: {part}: its checksum does not match; bytes have changed")
+    return content

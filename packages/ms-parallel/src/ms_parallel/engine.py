@@ -1,0 +1,309 @@
+"""Runs a model under any layout: one object that trainers of every kind ask for work."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from ms_parallel import ops as plain_ops
+from ms_parallel.errors import ParallelError
+from ms_parallel.generate import Sampling, generate
+from ms_parallel.gradients import (
+    is_counted,
+    local_part,
+    reduce_gradients,
+    scale,
+    squared_norm,
+)
+from ms_parallel.groups import Groups, connect
+from ms_parallel.layout import Layout
+from ms_parallel.loss import Batch, HeadOutput, Loss, Output
+from ms_parallel.microbatches import cut_batch, measure
+from ms_parallel.models import (
+    KeyValueCache,
+    ModelConfig,
+    StagedModel,
+    architecture,
+    initialise,
+    load_weights,
+    model_plan,
+)
+from ms_parallel.models.registry import ARCHITECTURES
+from ms_parallel.ops import Ops
+from ms_parallel.optimizer import AdamW, AdamWConfig, learning_rate
+from ms_parallel.recompute import Recompute
+from ms_parallel.runtime import Runtime
+from ms_parallel.schedules import Schedule
+from ms_parallel.sharding import reshard
+from ms_parallel.stages import build_stage, cut_layers
+from ms_parallel.state import load_state, state_of
+from ms_parallel.tables import Tables
+
+__all__ = ["Engine", "Update"]
+
+
+@frozen(kw_only=True)
+class Update:
+    """What one update did; the same on every process."""
+
+    loss: float
+    """Mean loss over the global batch."""
+    grad_norm: float
+    """Euclidean norm of the whole gradient, before it was clipped."""
+    learning_rate: float
+    tokens: int
+    """Tokens of the global batch."""
+    skipped: bool = False
+    """The gradient was not finite, or nothing had a loss: weights and moments are as before."""
+
+
+class Engine:
+    """A model, its optimizer, and the processes that share them.
+
+    Args:
+        model: an architecture's name, a configuration, or a folder with a config.json; the weights
+            of a folder that has them are read, each process its part.
+        layout: how the processes split the work; one process by default.
+        optimizer: AdamW's settings.
+        schedule: `"1f1b"`, `"gpipe"`, or a verified table of its own number of microbatches.
+        microbatch_size: rows of this data rank that pass at once; None for all of them.
+        mixed_precision: compute in bfloat16; weights, moments and sums stay float32.
+        recompute: `"full"` keeps only each block's input and runs it again in the backward.
+        seed: of fresh weights, which are the same under every layout.
+        device: `"cpu"` or an accelerator; by default the machine's best.
+        ops: operators of the model; plain torch by default.
+        on_nonfinite: what a gradient with an infinity or NaN does: `"skip"` the update and say
+            so, or `"raise"`. Weights are never touched by it.
+        groups: processes that are already connected; by default `layout` is connected here.
+
+    Raises:
+        LayoutError: the layout does not fit the processes or the model.
+        LaunchError: the processes were not started as the layout needs.
+        ConfigError: a setting cannot be used as given.
+        ModelError: the folder's model cannot be read.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | ModelConfig,
+        layout: Layout | None = None,
+        *,
+        optimizer: AdamWConfig | None = None,
+        schedule: Literal["1f1b", "gpipe"] | Schedule = "1f1b",
+        microbatch_size: int | None = None,
+        mixed_precision: bool = False,
+        recompute: Recompute = "none",
+        seed: int = 0,
+        device: str | torch.device | None = None,
+        ops: Ops | None = None,
+        on_nonfinite: Literal["skip", "raise"] = "skip",
+        groups: Groups | None = None,
+    ) -> None:
+        self.config = architecture(model) if isinstance(model, str | Path) else model
+        layout = groups.layout if groups else layout or Layout()
+        layout.check_model(self.config.shape)
+        self.groups = groups or connect(layout, device=device)
+        self.ops: Ops = ops or plain_ops
+        self.microbatch_size = microbatch_size
+        self.on_nonfinite = on_nonfinite
+        self.step = 0
+        """Updates asked for so far, skipped ones included."""
+        self.plan = model_plan(self.config)
+        self.tables = Tables(schedule, layout.pipeline)
+        self.placement = self.tables.placement
+        """Pipeline rank of each stage."""
+        self.stages = self._build(mixed_precision, recompute, seed, _weights_in(model))
+        self.runtime = Runtime(self.stages, self.groups)
+        self.parameters: dict[str, Tensor] = {
+            name: parameter
+            for stage in self.stages.values()
+            for name, parameter in stage.named_parameters()
+        }
+        local = {name: local_part(parameter) for name, parameter in self.parameters.items()}
+        self.optimizer = AdamW(local, optimizer or AdamWConfig())
+
+    def _build(
+        self, mixed_precision: bool, recompute: Recompute, seed: int, folder: Path | None
+    ) -> dict[int, StagedModel]:
+        layers = cut_layers(self.config.num_hidden_layers, len(self.placement), self.plan.cuts)
+        stages = {}
+        for stage, home in enumerate(self.placement):
+            if home == self.groups.place.pipeline:
+                stages[stage] = build_stage(
+                    self.config,
+                    layers[stage],
+                    self.groups,
+                    mixed_precision=mixed_precision,
+                    recompute=recompute,
+                    ops=self.ops,
+                )
+                if folder is None:
+                    initialise(stages[stage], seed)
+                else:
+                    load_weights(stages[stage], folder)
+        return stages
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.groups.device
+
+    def update(self, batch: Mapping[str, Any], loss: Loss) -> Update:
+        """One step of the optimizer on the global batch, of which `batch` is this data rank's rows.
+
+        Args:
+            batch: tensors or arrays (b, S) as in the Batch seam; all processes of one data rank
+                pass the same.
+            loss: summed over microbatches, divided once by its weight over the global batch.
+
+        Raises:
+            ConfigError: the rows do not divide into microbatches, or the sequence over `tensor`.
+            ParallelError: the gradient is not finite and `on_nonfinite="raise"`.
+        """
+        rows = self._microbatches(batch)
+        weight, tokens = measure(rows, loss, self.groups)
+        rate = learning_rate(self.step, self.optimizer.config)
+        if weight <= 0.0:
+            self.step += 1
+            return Update(loss=0.0, grad_norm=0.0, learning_rate=rate, tokens=tokens, skipped=True)
+
+        def finish(hidden: Tensor, microbatch: Batch) -> Tensor:
+            return loss(self._output(hidden), microbatch) / weight
+
+        microbatches = [self._to_device(row) for row in rows]
+        losses = self.runtime.run(self.tables.training(len(rows)), microbatches, finish)
+        gradients = reduce_gradients(self.parameters, self.plan, self.placement, self.groups)
+        value, norm = self._summary(losses, gradients)
+        finite = bool(np.isfinite(value) and np.isfinite(norm))
+        if finite:
+            self._apply(gradients, norm, rate)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        if not finite and self.on_nonfinite == "raise":
+            raise ParallelError(
+                f"update {self.step}: loss {value}, gradient norm {norm}: not finite; weights are "
+                "unchanged; lower the learning rate or look at this batch"
+            )
+        self.step += 1
+        return Update(
+            loss=value, grad_norm=norm, learning_rate=rate, tokens=tokens, skipped=not finite
+        )
+
+    @torch.no_grad()
+    def evaluate(
+        self, batch: Mapping[str, Any], function: Callable[[Output, Batch], Tensor]
+    ) -> Tensor:
+        """`function(output, batch)` of each microbatch, (b, ...), put together.
+
+        Returns:
+            The result for this data rank's rows, on every process of that data rank.
+        """
+        results = self.forward(self._microbatches(batch), function)
+        for stage in self.stages.values():
+            reshard(stage)
+        whole = torch.cat(results) if results else None
+        return self.runtime.mailbox.share(whole, self.placement[-1])
+
+    def forward(
+        self,
+        microbatches: Sequence[Batch],
+        function: Callable[[Output, Batch], Tensor],
+        *,
+        caches: Mapping[int, KeyValueCache] | None = None,
+    ) -> list[Tensor]:
+        """`function(output, microbatch)` of each; an empty list away from the last stage."""
+        return self.runtime.run(
+            self.tables.forwards(len(microbatches)),
+            [self._to_device(microbatch) for microbatch in microbatches],
+            lambda hidden, microbatch: function(self._output(hidden), microbatch),
+            caches=caches,
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 0,
+        stop_token: int | None = None,
+    ) -> list[list[int]]:
+        """Continue each of this data rank's prompts; see `ms_parallel.generate`.
+
+        Args:
+            prompts: tokens of each prompt, at least one.
+            max_new_tokens: how many to write at most.
+            temperature: divides the logits; 0 always takes the likeliest token.
+            top_k: only so many likeliest tokens are ever chosen; None for all.
+            seed: of chance; the same under every layout gives the same tokens.
+            stop_token: ends a row.
+
+        Returns:
+            The new tokens of each row, without the prompt, on every process of the data rank.
+        """
+        return generate(
+            self,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=Sampling(temperature=temperature, top_k=top_k, seed=seed),
+            stop_token=stop_token,
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Weights, moments and counters by name, ready for torch.distributed.checkpoint."""
+        return state_of(self)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave; another layout's goes through the checkpoint first.
+
+        Raises:
+            CheckpointError: names or shapes are not this engine's.
+        """
+        load_state(self, state)
+
+    def _microbatches(self, batch: Mapping[str, Any]) -> list[Batch]:
+        return cut_batch(batch, self.microbatch_size, self.groups.layout.tensor)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        if self.device.type == "cpu":
+            return batch
+        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+
+    def _output(self, hidden: Tensor) -> Output:
+        last = self.stages[len(self.placement) - 1]
+        return HeadOutput(hidden, last.head_weight, self.ops, self.groups)
+
+    def _summary(
+        self, losses: Sequence[Tensor], gradients: Mapping[str, Tensor]
+    ) -> tuple[float, float]:
+        """Loss of the global batch and norm of its gradient, each part counted once."""
+        counted = [
+            gradient
+            for name, gradient in gradients.items()
+            if is_counted(name, self.plan, self.placement, self.groups)
+        ]
+        facts = torch.zeros(2, device=self.device)
+        if losses and self.groups.place.tensor == 0:
+            facts[0] = torch.stack(list(losses)).sum()
+        facts[1] = squared_norm(counted, self.device)
+        value, square = self.groups.all_reduce(facts).tolist()
+        return value, square**0.5
+
+    def _apply(self, gradients: Mapping[str, Tensor], norm: float, rate: float) -> None:
+        limit = self.optimizer.config.max_grad_norm
+        if limit is not None and norm > limit:
+            scale(list(gradients.values()), limit / (norm + 1e-6))
+        local = {name: local_part(parameter) for name, parameter in self.parameters.items()}
+        self.optimizer.step(local, gradients, rate)
+
+
+def _weights_in(model: str | Path | ModelConfig) -> Path | None:
+    """The folder to read weights from, if `model` is one that has any."""
+    if not isinstance(model, str | Path) or str(model) in ARCHITECTURES:
+        return None
+    return Path(model) if any(Path(model).glob("*.safetensors")) else None

@@ -1,0 +1,148 @@
+"""What a run will be: parameters, memory of each rank, and where each rank stands."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from ms_parallel.fitting import fit_model, microbatch
+from ms_parallel.layout import Layout, Place
+from ms_parallel.models import build_model, model_plan
+from ms_parallel.options import Options
+from ms_parallel.stages import cut_layers
+
+__all__ = ["Facts", "RankFacts", "inspect", "picture"]
+
+FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
+STATE_FLOATS = 4
+"""A weight, its gradient and its two moments."""
+ACTIVATION_BYTES = 34
+"""Bytes that a block keeps a position and hidden unit in bfloat16, attention scores apart:
+Korthikanti et al., "Reducing Activation Recomputation", 2022, table 2."""
+
+
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What one pipeline stage puts on each of its ranks. All sizes are estimates."""
+
+    pipeline: int
+    layers: int
+    parameters: int
+    """That this rank holds a part of, whole."""
+    state_bytes: int
+    """Weights, gradients and moments."""
+    activation_bytes: int
+    """Kept for the backward pass by the microbatches in flight."""
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """A run in a few numbers."""
+
+    architecture: str
+    parameters: int
+    """Of the whole model; tied weights once."""
+    layout: str
+    processes: int
+    tokens_per_step: int
+    microbatches: int
+    """That pass through a data rank in one step."""
+    ranks: list[RankFacts]
+    picture: str
+
+
+def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Facts:
+    """Say what a run will be, without starting it.
+
+    Args:
+        options: the run's.
+        layout: how it is split.
+        shards: the dataset, if it is there already; its vocabulary is the model's.
+
+    Raises:
+        ConfigError: sizes do not fit one another.
+        LayoutError: the layout does not fit the model.
+    """
+    config = fit_model(options, layout, shards)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in build_model(config).named_parameters()}
+    rows = options.batch_size // layout.data
+    size = microbatch(options, layout) or rows
+    plan = model_plan(config)
+    stages = cut_layers(config.num_hidden_layers, layout.pipeline, plan.cuts)
+    ranks = [
+        _rank(stage, layers, shapes, options=options, layout=layout, config=config, rows=size)
+        for stage, layers in enumerate(stages)
+    ]
+    return Facts(
+        architecture=config.model_type,
+        parameters=sum(shape.numel() for shape in shapes.values()),
+        layout=str(layout),
+        processes=layout.world_size,
+        tokens_per_step=options.batch_size * options.sequence_length,
+        microbatches=rows // size,
+        ranks=ranks,
+        picture=picture(layout),
+    )
+
+
+def _rank(
+    stage: int,
+    layers: range,
+    shapes: dict[str, torch.Size],
+    *,
+    options: Options,
+    layout: Layout,
+    config: Any,
+    rows: int,
+) -> RankFacts:
+    plan = model_plan(config)
+    held = whole = 0
+    for name, shape in shapes.items():
+        if _stage_has(name, stage, layers, layout, tied=config.tie_word_embeddings):
+            whole += shape.numel()
+            split = layout.tensor if plan.split_dim(name) is not None else 1
+            held += -(-shape.numel() // (split * layout.data))
+    width = BFLOAT16_BYTES if options.mixed_precision else FLOAT32_BYTES
+    position_bytes = config.hidden_size * ACTIVATION_BYTES * width // BFLOAT16_BYTES
+    if options.recompute == "full":
+        position_bytes = config.hidden_size * width
+    total = options.batch_size // layout.data // rows
+    in_flight = min(layout.pipeline - stage, total) if options.schedule == "1f1b" else total
+    positions = rows * options.sequence_length * in_flight
+    return RankFacts(
+        pipeline=stage,
+        layers=len(layers),
+        parameters=whole,
+        state_bytes=held * STATE_FLOATS * FLOAT32_BYTES,
+        activation_bytes=positions * position_bytes * len(layers) // layout.tensor,
+    )
+
+
+def _stage_has(name: str, stage: int, layers: range, layout: Layout, *, tied: bool) -> bool:
+    parts = name.split(".")
+    if "layers" in parts:
+        return int(parts[parts.index("layers") + 1]) in layers
+    last = stage == layout.pipeline - 1
+    return (stage == 0 or (tied and last)) if "embed" in name else last
+
+
+def picture(layout: Layout) -> str:
+    """The ranks of a layout: a row a pipeline stage, a column a data rank, tensor ranks in [].
+
+    >>> print(picture(Layout(pipeline=2, data=2)))
+                data 0  data 1
+    pipeline 0  [0]     [1]
+    pipeline 1  [2]     [3]
+    """
+    rows = [["", *(f"data {data}" for data in range(layout.data))]]
+    for stage in range(layout.pipeline):
+        row = [f"pipeline {stage}"]
+        for data in range(layout.data):
+            places = (
+                Place(pipeline=stage, data=data, tensor=tensor) for tensor in range(layout.tensor)
+            )
+            row.append("[" + " ".join(str(layout.rank(place)) for place in places) + "]")
+        rows.append(row)
+    widths = [max(len(row[column]) for row in rows) for column in range(layout.data + 1)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,122 @@
+"""Joining the other processes, and saying what to type when they are not there."""
+
+import atexit
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from ms_parallel.errors import LaunchError
+from ms_parallel.groups import disconnect
+from ms_parallel.layout import Layout
+
+__all__ = ["is_first", "join", "launch_command", "launched", "rank", "world_size"]
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def launched() -> bool:
+    """Whether torchrun, or somebody by hand, has told this process its rank."""
+    return all(name in os.environ for name in VARIABLES)
+
+
+def rank() -> int:
+    """This process's number among all, from 0."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    return _number("RANK") if launched() else 0
+
+
+def world_size() -> int:
+    """How many processes were started."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return _number("WORLD_SIZE") if launched() else 1
+
+
+def is_first() -> bool:
+    """Whether this is the process that speaks for all."""
+    return rank() == 0
+
+
+def launch_command(processes: int) -> str:
+    """What to type to run this very program in so many processes."""
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        program = ["-m", spec.name.removesuffix(".__main__")]
+    elif Path(sys.argv[0]).name == "ms-parallel":
+        program = ["-m", "ms_parallel"]
+    else:
+        program = [sys.argv[0] or "train.py"]
+    words = [*program, *sys.argv[1:]]
+    return f"torchrun --standalone --nproc-per-node {processes} {' '.join(words)}"
+
+
+def join(layout: Layout, *, timeout_s: float) -> None:
+    """Meet the other processes of a layout; nothing to do for one that runs alone.
+
+    Args:
+        layout: how many processes there must be.
+        timeout_s: seconds after which a silent process counts as lost.
+
+    Raises:
+        LaunchError: torchrun is needed and was not used, its port is taken, or the others do
+            not come.
+        LayoutError: the layout is not for this number of processes.
+    """
+    if dist.is_initialized():
+        layout.check_world(dist.get_world_size())
+        return
+    if not launched():
+        if layout.world_size > 1:
+            raise LaunchError(
+                f"layout {layout} needs {layout.world_size} processes and this is one; type:"
+                f" {launch_command(layout.world_size)}"
+            )
+        return
+    number, size = rank(), world_size()
+    layout.check_world(size)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    backend = dist.get_default_backend_for_device(accelerator or "cpu")
+    # A gloo group beside an accelerator's own lets what lies on the CPU be exchanged too.
+    backend = backend if accelerator is None else f"cpu:gloo,{accelerator.type}:{backend}"
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store, _, _ = next(iter(rendezvous("env://", number, size, timeout=timeout)))
+        # torchrun keeps one store over its restarts; without a prefix of its own, a restarted
+        # process reads the addresses of the dead ones and waits for them.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"ms-parallel/attempt-{attempt}", store)
+        dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=timeout)
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise LaunchError(_why_not(error, number, timeout_s)) from error
+    atexit.register(disconnect)
+
+
+def _number(name: str) -> int:
+    value = os.environ[name]
+    if not value.isdecimal():
+        raise LaunchError(f"{name} is {value!r}; it must be a whole number, or use torchrun")
+    return int(value)
+
+
+def _why_not(error: Exception, number: int, timeout_s: float) -> str:
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    if "EADDRINUSE" in str(error) or "in use" in str(error):
+        return (
+            f"port {port} is in use on this machine (MASTER_PORT={port}); choose a free one for"
+            " all ranks with MASTER_PORT, or start with torchrun --standalone, which finds one"
+        )
+    if number > 0:
+        return (
+            f"rank {number} did not meet rank 0 at {host}:{port} within {timeout_s:g} s ({reason});"
+            " start rank 0 too, or choose a free MASTER_PORT for all ranks"
+        )
+    return f"the processes did not meet at {host}:{port} within {timeout_s:g} s ({reason})"

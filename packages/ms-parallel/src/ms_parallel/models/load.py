@@ -1,0 +1,116 @@
+"""Models from Hugging Face folders; under any layout each process reads only its part.
+
+Names are the same on both sides, so nothing is converted.
+"""
+
+from pathlib import Path
+
+import torch
+
+from ms_parallel.errors import ModelError
+from ms_parallel.models.part import drop_gathered, part_of
+from ms_parallel.models.registry import build_model, model_plan, read_config
+from ms_parallel.models.staged import StagedModel
+from ms_parallel.models.weight_folder import WeightFolder
+from ms_parallel.ops import Ops
+
+__all__ = ["load_model", "load_weights"]
+
+_BUFFERS_OF_OLD = (".rotary_emb.inv_freq",)
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    ops: Ops | None = None,
+    layers: range | None = None,
+    first: bool = True,
+    last: bool = True,
+) -> StagedModel:
+    """Build the model of a folder, or one stage of it, and read its weights.
+
+    Args:
+        folder: With a config.json and safetensors.
+        dtype: Of the parameters; files of another dtype are converted.
+        device: Of the parameters.
+        ops: Operators; plain torch by default.
+        layers: Global numbers of the blocks to build; all by default.
+        first: Build the embedding.
+        last: Build the final norm and the head.
+
+    Raises:
+        ModelError: the architecture or a setting is not supported, or a tensor is missing,
+            unknown or of another shape.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    weights = WeightFolder(folder)
+    # Before a config.json that claims a billion layers makes us build them.
+    last_layer = f"model.layers.{config.num_hidden_layers - 1}."
+    if not any(name.startswith(last_layer) for name in weights.names):
+        raise ModelError(
+            f"{folder} holds no tensor of layer {config.num_hidden_layers - 1}, but its"
+            f" config.json says num_hidden_layers={config.num_hidden_layers}; copy it again"
+        )
+    with torch.device("meta"):
+        model = build_model(config, ops=ops, layers=layers, first=first, last=last).to(dtype)
+    _check(model, weights)
+    model.to_empty(device=device)
+    _fill(model, weights)
+    return model
+
+
+def load_weights(model: StagedModel, folder: str | Path) -> None:
+    """Fill a model, any stage under any layout, with the weights of a folder, in place.
+
+    Every process reads only its part. Parameters must not be on `meta`.
+
+    Args:
+        model: Plain, tensor-parallel or sharded.
+        folder: With safetensors of the same model.
+
+    Raises:
+        ModelError: a tensor is missing, unknown or of another shape.
+    """
+    weights = WeightFolder(Path(folder))
+    drop_gathered(model)
+    _check(model, weights)
+    _fill(model, weights)
+
+
+def _check(model: StagedModel, weights: WeightFolder) -> None:
+    """Names of the whole model, and shapes of this stage, before any value is read."""
+    with torch.device("meta"):
+        whole = {name for name, _ in build_model(model.config).named_parameters()}
+    copies = {copy: owner for owner, copy in model_plan(model.config).tied}
+    missing = sorted(whole - weights.names)
+    if missing:
+        raise ModelError(
+            f"{weights.folder} lacks {len(missing)} of {len(whole)} tensors, first {missing[0]!r};"
+            f" is it complete, and of this architecture?"
+        )
+    known = whole | copies.keys()
+    unknown = sorted(n for n in weights.names - known if not n.endswith(_BUFFERS_OF_OLD))
+    if unknown:
+        raise ModelError(
+            f"{weights.folder} holds {unknown[0]!r}, which the model of its config.json does not"
+            f" have; this architecture is not supported"
+        )
+    for name, parameter in model.named_parameters():
+        shape = weights.shape(copies.get(name, name))
+        if shape != tuple(parameter.shape):
+            raise ModelError(
+                f"{weights.folder} holds {name!r} with shape {shape}, but its config.json asks"
+                f" for {tuple(parameter.shape)}; mend config.json"
+            )
+
+
+@torch.no_grad()
+def _fill(model: StagedModel, weights: WeightFolder) -> None:
+    copies = {copy: owner for owner, copy in model_plan(model.config).tied}
+    for name, parameter in model.named_parameters():
+        part = part_of(parameter)
+        if part.local.numel():
+            part.local.copy_(weights.read(copies.get(name, name), part.box))

@@ -1,0 +1,162 @@
+"""What all models share: an embedding, numbered blocks, a head, and the cut into stages.
+
+Shapes: B rows, S positions, H hidden, V vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from attrs import frozen
+from torch import Tensor, nn
+
+from ms_parallel.errors import ModelError
+from ms_parallel.models.cache import KeyValueCache
+from ms_parallel.models.config import ModelConfig
+
+__all__ = ["Context", "StagedModel"]
+
+
+@frozen(kw_only=True, eq=False)
+class Context:
+    """What all blocks of one forward share."""
+
+    documents: Tensor | None
+    """(B, positions held and new) int32."""
+    cache: KeyValueCache | None
+
+
+class StagedModel(nn.Module, ABC):
+    """A whole model, or one pipeline stage of it.
+
+    Args:
+        config: The model.
+        block: Builds the block of a global number.
+        norm: Builds the final norm.
+        layers: Global numbers of the blocks to build; all by default.
+        first: Build the embedding.
+        last: Build the final norm and the head.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        block: Callable[[int], nn.Module],
+        norm: Callable[[], nn.Module],
+        layers: range | None,
+        first: bool,
+        last: bool,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.first, self.last = first, last
+        layers = range(config.num_hidden_layers) if layers is None else layers
+        self.model = nn.Module()
+        if first:
+            self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.model.layers = nn.ModuleDict({str(i): block(i) for i in layers})
+        if last:
+            self.model.norm = norm()
+            if not (config.tie_word_embeddings and first):
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(V, H); the embedding's where tied and on the same stage.
+
+        Raises:
+            ModelError: this stage is not the last.
+        """
+        if not self.last:
+            raise ModelError("only the last stage has a head; ask that one")
+        head = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
+        return head.weight  # type: ignore[union-attr,return-value]
+
+    @abstractmethod
+    def context(
+        self, positions: Tensor, documents: Tensor | None, cache: KeyValueCache | None
+    ) -> Context:
+        """What the blocks share, computed once a forward.
+
+        Args:
+            positions: (B or 1, S) int64 of the new tokens.
+            documents: (B, held and new positions) int32.
+            cache: Holds the earlier positions.
+        """
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(B, S) int64 to (B, S, H)."""
+        return self.model.embed_tokens(tokens)  # type: ignore[operator,no-any-return]
+
+    def blocks(
+        self,
+        hidden: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Run this stage's blocks.
+
+        Args:
+            hidden: (B, S, H), or this rank's part of S where the sequence is split; then
+                `positions` must be given.
+            positions: (B or 1, S) int64, S whole; by default they count on from the cache.
+            documents: (B, S) int32; attention never crosses.
+            cache: Keys and values of earlier tokens; grows by S.
+
+        Returns:
+            Like `hidden`.
+        """
+        held = cache.length if cache is not None else 0
+        if positions is None:
+            positions = torch.arange(held, held + hidden.shape[1], device=hidden.device)[None]
+        count = positions.shape[1]
+        if cache is not None:
+            documents = cache.all_documents(documents, hidden.shape[0], count)
+        context = self.context(positions, documents, cache)
+        for block in self.model.layers.values():  # type: ignore[operator]
+            hidden = block(hidden, context=context)
+        if cache is not None:
+            cache.advance(count, documents)
+        return hidden
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """The final norm, (B, S, H) to (B, S, H)."""
+        return self.model.norm(hidden)  # type: ignore[operator,no-any-return]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Finished hidden states (B, S, H) to logits (B, S, V)."""
+        if hasattr(self, "lm_head"):
+            return self.lm_head(hidden)  # type: ignore[no-any-return]
+        return F.linear(hidden, self.head_weight)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        logits: bool = True,
+    ) -> Tensor:
+        """Tokens (or, on later stages, hidden states) to logits (or, on earlier ones, hidden).
+
+        Args:
+            x: (B, S) int64 on the first stage, (B, S, H) on others.
+            positions: (B or 1, S) int64.
+            documents: (B, S) int32.
+            cache: Keys and values of earlier tokens.
+            logits: On the last stage, apply the head; else return finished hidden states.
+
+        Returns:
+            (B, S, V) on the last stage, (B, S, H) on others.
+        """
+        hidden = self.embed(x) if self.first else x
+        hidden = self.blocks(hidden, positions=positions, documents=documents, cache=cache)
+        if not self.last:
+            return hidden
+        hidden = self.finish(hidden)
+        return self.head(hidden) if logits else hidden

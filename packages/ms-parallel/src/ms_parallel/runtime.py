@@ -1,0 +1,165 @@
+"""Performs a pipeline schedule: one loop over a rank's actions, and the messages between ranks."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ms_parallel.errors import ScheduleError
+from ms_parallel.groups import Groups
+from ms_parallel.loss import Batch
+from ms_parallel.messages import Mailbox
+from ms_parallel.models import KeyValueCache
+from ms_parallel.schedules import Action, Kind, Schedule
+from ms_parallel.sharding import set_last_backward
+
+__all__ = ["Finish", "Runtime"]
+
+Finish = Callable[[Tensor, Batch], Tensor]
+"""What the last stage makes of its hidden state: in training the scalar to go back from."""
+
+Key = tuple[int, int]
+"""(stage, microbatch)."""
+
+
+@define
+class _Step:
+    """What one performance of a schedule holds; each entry goes when it is last needed."""
+
+    microbatches: Sequence[Batch]
+    finish: Finish
+    caches: Mapping[int, KeyValueCache]
+    backwards_left: dict[int, int]
+    inputs: dict[Key, Tensor] = field(factory=dict)
+    outputs: dict[Key, Tensor] = field(factory=dict)
+    roots: dict[Key, GradientEdge] = field(factory=dict)
+    """Where the backward starts; keeps the graph but not the output."""
+    gradients: dict[Key, Tensor] = field(factory=dict)
+    """Of a stage's output, and after its backward of its input."""
+    results: dict[int, Tensor] = field(factory=dict)
+
+
+class Runtime:
+    """Runs this process's stages as a schedule says.
+
+    Args:
+        stages: this process's stages by number; called with hidden states or tokens and the
+            keyword arguments of `Decoder.forward`.
+        groups: the layout's processes.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module], groups: Groups) -> None:
+        self.stages = stages
+        self.groups = groups
+        self.mailbox = Mailbox(groups)
+
+    def run(
+        self,
+        schedule: Schedule,
+        microbatches: Sequence[Batch],
+        finish: Finish,
+        *,
+        caches: Mapping[int, KeyValueCache] | None = None,
+    ) -> list[Tensor]:
+        """Perform `schedule` and return, for each microbatch, what the last stage made (detached).
+
+        A schedule of forwards alone evaluates; call it under `torch.no_grad()`, with a cache a
+        stage to generate. The list is empty on processes that do not hold the last stage.
+        """
+        row = schedule.actions[self.groups.place.pipeline]
+        computations = [part for action in row for part in action.computations]
+        step = _Step(
+            microbatches=microbatches,
+            finish=finish,
+            caches=caches or {},
+            backwards_left={
+                stage: sum(a.stage == stage and a.kind is Kind.BACKWARD for a in computations)
+                for stage in self.stages
+            },
+        )
+        try:
+            for action in row:
+                for part in action.parts or (action,):
+                    self._perform(part, step, schedule)
+            self.mailbox.flush()
+            self.mailbox.wait_for_sends()
+        except BaseException:
+            self.mailbox.forget()
+            raise
+        return [step.results[index] for index in sorted(step.results)]
+
+    def _perform(self, action: Action, step: _Step, schedule: Schedule) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        key = (stage, microbatch)
+        match action.kind:
+            case Kind.FORWARD:
+                self.mailbox.flush()
+                self._forward(key, step, schedule)
+            case Kind.BACKWARD:
+                self.mailbox.flush()
+                self._backward(key, step, schedule)
+            case Kind.SEND_FORWARD:
+                peer = schedule.placement[stage + 1]
+                self.mailbox.send(step.outputs.pop(key), peer, self._shape(step, key))
+            case Kind.RECV_FORWARD:
+                peer = schedule.placement[stage - 1]
+                self.mailbox.receive((*key, "F"), peer, self._shape(step, (stage - 1, microbatch)))
+            case Kind.SEND_BACKWARD:
+                peer = schedule.placement[stage - 1]
+                shape = self._shape(step, (stage - 1, microbatch))
+                self.mailbox.send(step.gradients.pop(key), peer, shape)
+            case Kind.RECV_BACKWARD:
+                peer = schedule.placement[stage + 1]
+                self.mailbox.receive((*key, "B"), peer, self._shape(step, key))
+            case _:
+                raise ScheduleError(
+                    f"{action}: {action.kind.value} cannot be performed yet; use F, B and messages"
+                )
+
+    def _shape(self, step: _Step, boundary: Key) -> tuple[int, ...]:
+        """Under which the shape of what crosses a boundary is remembered."""
+        stage, microbatch = boundary
+        return (stage, *step.microbatches[microbatch]["tokens"].shape)
+
+    def _forward(self, key: Key, step: _Step, schedule: Schedule) -> None:
+        stage, microbatch = key
+        batch = step.microbatches[microbatch]
+        if stage == 0:
+            entering = batch["tokens"]
+        elif schedule.placement[stage - 1] == schedule.placement[stage]:
+            entering = step.outputs.pop((stage - 1, microbatch))
+        else:
+            entering = self.mailbox.take((*key, "F"))
+        if stage > 0 and torch.is_grad_enabled():
+            entering = step.inputs[key] = entering.detach().requires_grad_()
+        hidden: Tensor = self.stages[stage](
+            entering,
+            positions=batch.get("positions"),
+            documents=batch.get("documents"),
+            cache=step.caches.get(stage),
+            logits=False,
+        )
+        if stage + 1 == schedule.stages:
+            hidden = step.finish(hidden, batch)
+            step.results[microbatch] = hidden.detach()
+        else:
+            step.outputs[key] = hidden.detach()
+        if hidden.requires_grad:
+            step.roots[key] = get_gradient_edge(hidden)
+
+    def _backward(self, key: Key, step: _Step, schedule: Schedule) -> None:
+        stage, microbatch = key
+        gradient: Tensor | None = None
+        if stage + 1 < schedule.stages:
+            near = schedule.placement[stage + 1] == schedule.placement[stage]
+            after = (stage + 1, microbatch)
+            gradient = step.gradients.pop(after) if near else self.mailbox.take((*key, "B"))
+        step.backwards_left[stage] -= 1
+        set_last_backward(self.stages[stage], step.backwards_left[stage] == 0)
+        torch.autograd.backward(step.roots.pop(key), gradient)
+        if stage > 0:
+            entered = step.inputs.pop(key)
+            assert entered.grad is not None
+            step.gradients[key] = entered.grad

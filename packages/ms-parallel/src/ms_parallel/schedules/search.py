@@ -1,0 +1,251 @@
+"""Finds the best schedule for measured costs and a memory cap, and says how good it can be."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from fractions import Fraction
+
+from attrs import evolve, frozen
+
+from ms_parallel.errors import ScheduleError
+from ms_parallel.schedules.action import Kind
+from ms_parallel.schedules.arrange import Arrangement, Problem, arrange
+from ms_parallel.schedules.bounds import lower_bound
+from ms_parallel.schedules.costs import Costs, Number, Ticks, exact
+from ms_parallel.schedules.exact import prove
+from ms_parallel.schedules.interleaved import interleaved_one_f_one_b
+from ms_parallel.schedules.one_f_one_b import one_f_one_b
+from ms_parallel.schedules.placements import looped, one_a_rank, ranks_of, vee
+from ms_parallel.schedules.play import play_rows
+from ms_parallel.schedules.portfolio import best, keep_order
+from ms_parallel.schedules.refine import anneal_blocks, anneal_order
+from ms_parallel.schedules.simulate import simulate
+from ms_parallel.schedules.table import Schedule, check_size
+from ms_parallel.schedules.zb_h1 import zb_h1
+from ms_parallel.schedules.zb_h2 import zb_h2
+from ms_parallel.schedules.zb_v import zb_v
+
+__all__ = ["Found", "problem_of", "search"]
+
+_BUDGET = 1_200_000
+"""Actions scheduled at effort 1, over all trials; some 3 s on one core."""
+_SEEDED = 40_000
+"""Actions up to which the hand-made schedules are tried too."""
+
+
+@frozen(kw_only=True)
+class Found:
+    """The best schedule that `search` found."""
+
+    schedule: Schedule
+    makespan: Fraction
+    """Of `simulate` with the costs searched for."""
+    lower_bound: Fraction
+    """A makespan that no schedule with the same stages on the same ranks can beat."""
+    peak_memory: tuple[Fraction, ...]
+    """For each rank, in the unit of the costs."""
+
+    @property
+    def gap(self) -> Fraction:
+        """How far the makespan is above the lower bound, as a share of the bound."""
+        return self.makespan / self.lower_bound - 1 if self.lower_bound else Fraction(0)
+
+    @property
+    def proved(self) -> bool:
+        """Whether no schedule can be shorter."""
+        return self.makespan == self.lower_bound
+
+
+def search(
+    costs: Costs,
+    memory_cap: Number | Sequence[Number] | None = None,
+    *,
+    microbatches: int,
+    ranks: int | None = None,
+    placement: Sequence[int] | None = None,
+    split: bool = True,
+    exact_search: bool = False,
+    seed: int = 0,
+    effort: float = 1.0,
+) -> Found:
+    """Search for the schedule of least makespan whose activations fit under the cap.
+
+    The result depends on the arguments alone, not on the machine or its load.
+
+    Args:
+        costs: Of every stage, in the order of the model.
+        memory_cap: Most activation memory of a rank, or of each; None for no limit.
+        microbatches: Of one step.
+        ranks: Ranks of the pipeline; default one a stage. With more stages than ranks both the
+            loop and, for two stages a rank, the V are tried.
+        placement: Rank of each stage, instead of `ranks`.
+        split: Whether backwards of inputs and of weights may be apart.
+        exact_search: Go on with OR-tools (extra `search`) to an optimum or a better bound; for
+            some hundred actions at the most.
+        seed: Of the random walks.
+        effort: Time to spend; 1 is some seconds.
+
+    Raises:
+        ScheduleError: the cap is below the least that works, which is named; sizes that do not
+            fit; or OR-tools is asked for and not installed.
+    """
+    check_size(costs.stages, microbatches)
+    problems, refusals = [], []
+    for places in _placements(costs.stages, ranks, placement):
+        try:
+            problems.append(problem_of(costs, memory_cap, microbatches, places, split))
+        except ScheduleError as refusal:
+            refusals.append(refusal)
+    if not problems:
+        raise refusals[0]
+    budget = int(_BUDGET * effort)
+    tried = [_constructed(problem, budget // len(problems)) for problem in problems]
+    index = min(range(len(tried)), key=lambda place: tried[place].makespan)
+    problem, lowers = problems[index], [lower_bound(problem) for problem in problems]
+    arrangement = _refined(problem, tried[index], lowers[index], budget, seed)
+    rows = arrangement.rows
+    if exact_search and lowers[index] < arrangement.makespan:
+        proof = prove(problem, arrangement, lowers[index], seed=seed, effort=20 * effort)
+        rows, lowers[index] = _better(problem, arrangement, proof.rows), proof.lower_bound
+    return _finish(problem, costs, rows, min(lowers))
+
+
+def _placements(
+    stages: int, ranks: int | None, placement: Sequence[int] | None
+) -> list[tuple[int, ...]]:
+    if placement is not None:
+        used = ranks_of(placement)
+        if len(placement) != stages or (ranks is not None and ranks != used):
+            raise ScheduleError(
+                f"a placement of {len(placement)} stages on {used} ranks for costs of {stages} "
+                f"stages on {ranks or used}; give the rank of every stage"
+            )
+        return [tuple(placement)]
+    ranks = stages if ranks is None else ranks
+    if ranks < 1 or stages % ranks:
+        raise ScheduleError(
+            f"{stages} stages do not go evenly on {ranks} ranks; choose a number of ranks that "
+            "divides them or give a placement"
+        )
+    if ranks == stages or ranks == 1:
+        return [one_a_rank(ranks) if ranks > 1 or stages == 1 else looped(1, stages)]
+    loops = [looped(ranks, stages // ranks)]
+    return [vee(ranks), *loops] if stages == 2 * ranks else loops
+
+
+def problem_of(
+    costs: Costs,
+    memory_cap: Number | Sequence[Number] | None,
+    microbatches: int,
+    placement: tuple[int, ...],
+    split: bool = True,
+) -> Problem:
+    """The problem that `search` solves for one placement; see there for the arguments.
+
+    Raises:
+        ScheduleError: the cap is below the least that works, or not one for each rank.
+    """
+    ticks, ranks = costs.ticks(), ranks_of(placement)
+    if not split:
+        ticks = _whole_backwards(ticks)
+    problem = Problem(
+        ticks=ticks, placement=placement, microbatches=microbatches, caps=[0] * ranks, split=split
+    )
+    most = [problem.least(rank) * microbatches for rank in range(ranks)]
+    if memory_cap is None:
+        return evolve(problem, caps=most)
+    given = [memory_cap] * ranks if isinstance(memory_cap, Number) else list(memory_cap)
+    if len(given) != ranks:
+        raise ScheduleError(
+            f"{len(given)} memory caps for {ranks} ranks; give one for all or one for each"
+        )
+    for rank in sorted(range(ranks), key=problem.least, reverse=True):
+        cap = exact(given[rank])
+        problem.check_cap(rank, cap)
+        most[rank] = min(most[rank], int(cap * ticks.memory_per_unit))
+    return evolve(problem, caps=most)
+
+
+def _whole_backwards(ticks: Ticks) -> Ticks:
+    nothing = (0,) * ticks.stages
+    both = zip(ticks.backward_input, ticks.backward_weight, strict=True)
+    return evolve(
+        ticks,
+        backward_input=tuple(i + w for i, w in both),
+        backward_weight=nothing,
+        retained=nothing,
+    )
+
+
+def _constructed(problem: Problem, budget: int) -> Arrangement:
+    found = best(problem, budget)
+    if 3 * problem.ticks.stages * problem.microbatches <= _SEEDED:
+        # What fits into less may be better arranged: room tempts the list scheduler to run ahead.
+        caps = [max(problem.least(r), cap * 5 // 6) for r, cap in enumerate(problem.caps)]
+        found = min(found, best(evolve(problem, caps=caps), budget), key=lambda each: each.makespan)
+    for order in _seeds(problem):
+        with suppress(ScheduleError):
+            kept = arrange(problem, keep_order(problem, order))
+            found = min(found, kept, key=lambda each: each.makespan)
+    return found
+
+
+def _refined(
+    problem: Problem, found: Arrangement, lower: int, budget: int, seed: int
+) -> Arrangement:
+    if found.makespan > lower and 3 * problem.ticks.stages * 100 < budget // 4:
+        found = anneal_blocks(problem, found, budget // 4, seed)
+    if found.makespan > lower:
+        found = anneal_order(problem, found, 2 * budget, seed)
+    return found
+
+
+def _seeds(problem: Problem) -> list[list[list[tuple[int, int, int]]]]:
+    """Orders of forwards and backwards of the hand-made schedules for this placement."""
+    ranks, count = problem.ranks, problem.microbatches
+    if 3 * problem.ticks.stages * count > _SEEDED:
+        return []
+    makers: list[Callable[[int, int], Schedule]] = []
+    if problem.placement == one_a_rank(ranks):
+        makers += [one_f_one_b, zb_h1, zb_h2]
+    elif problem.placement == vee(ranks):
+        makers.append(zb_v)
+    elif problem.placement == looped(ranks, len(problem.placement) // ranks):
+        loops = len(problem.placement) // ranks
+        makers.append(lambda p, m: interleaved_one_f_one_b(p, m, loops))
+    kinds = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1}
+    return [
+        [
+            [(kinds[a.kind], a.stage, a.microbatch) for a in row if a.kind in kinds]
+            for row in make(ranks, count).computations()
+        ]
+        for make in makers
+    ]
+
+
+_Rows = tuple[tuple[tuple[int, int, int], ...], ...]
+
+
+def _better(problem: Problem, known: Arrangement, rows: _Rows | None) -> _Rows:
+    """The shorter of two, played with the true costs; the solver saw rounded ones."""
+    if rows is None:
+        return known.rows
+    starts = play_rows(problem, rows)
+    lengths = (
+        problem.ticks.forward,
+        problem.ticks.backward_input,
+        problem.ticks.backward_weight,
+    )
+    end = max(start + lengths[kind][stage] for (kind, stage, _), start in starts.items())
+    return rows if end < known.makespan else known.rows
+
+
+def _finish(problem: Problem, costs: Costs, rows: _Rows, lower: int) -> Found:
+    arrangement = Arrangement(rows=rows, makespan=0, peaks=())
+    schedule = arrangement.schedule(problem, "search")
+    line = simulate(schedule, costs)
+    return Found(
+        schedule=schedule,
+        makespan=line.makespan,
+        lower_bound=Fraction(lower, problem.ticks.per_unit),
+        peak_memory=line.peak_memory,
+    )

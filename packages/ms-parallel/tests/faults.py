@@ -1,0 +1,108 @@
+"""What processes do when something goes wrong, or must not; called by `run_processes`."""
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from runs import build, global_batch, train
+from torch import Tensor
+from torch.nn import functional as F
+
+from ms_parallel.gradients import local_part
+from ms_parallel.groups import connect
+from ms_parallel.layout import Layout
+from ms_parallel.loss import Batch, NextTokenLoss, Output, VocabularyParallelLoss
+
+
+def digests(layout: str) -> list[str]:
+    """A digest of all local state after each of two equal runs."""
+    groups = connect(Layout.parse(layout), device="cpu", timeout_s=60)
+    found = []
+    for _ in range(2):
+        engine = build({"tie_word_embeddings": True}, groups)
+        train(engine, 10)
+        digest = hashlib.sha256()
+        for name, tensor in sorted(engine.state_dict().items()):
+            digest.update(name.encode() + local_part(tensor).contiguous().numpy().tobytes())
+        found.append(digest.hexdigest())
+    return found
+
+
+class Faulty(NextTokenLoss):
+    """Fails in the second microbatch; only the last stage ever calls it."""
+
+    calls = 0
+
+    def __call__(self, output: Output, batch: Batch) -> Tensor:
+        """The first microbatch's loss."""
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("a fault of this test")
+        return super().__call__(output, batch)
+
+
+def raise_on_last_stage() -> None:
+    """The other stage must not wait for ever, though its own time-out is far away."""
+    engine = build({}, connect(Layout(pipeline=2), device="cpu", timeout_s=600))
+    engine.update(global_batch(0), Faulty())
+
+
+class NotFinite(NextTokenLoss):
+    """A loss that is not a number."""
+
+    def __call__(self, output: Output, batch: Batch) -> Tensor:
+        """NaN, with NaN gradients."""
+        return super().__call__(output, batch) * float("nan")
+
+
+def not_finite_on_last_stage() -> tuple[bool, bool]:
+    """Whether the update was skipped, and whether all local weights kept their bits."""
+    engine = build({}, connect(Layout(pipeline=2), device="cpu", timeout_s=60))
+    before = {name: p.detach().clone() for name, p in engine.parameters.items()}
+    update = engine.update(global_batch(0), NotFinite())
+    same = all(torch.equal(before[name], p) for name, p in engine.parameters.items())
+    return update.skipped, same
+
+
+def split_loss_errors() -> list[float]:
+    """Greatest errors of losses and both gradients, for several sizes of chunks."""
+    groups = connect(Layout(tensor=2), device="cpu", timeout_s=60)
+    group, rank = groups.group("tensor"), groups.place.tensor
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(10, 6, generator=generator)
+    weight = torch.randn(24, 6, generator=generator)
+    targets = torch.randint(0, 24, (10,), generator=generator)
+    targets[3] = -100
+    factors = torch.rand(10, generator=generator)
+    whole_hidden, whole_weight = (x.clone().requires_grad_() for x in (hidden, weight))
+    whole = F.cross_entropy(whole_hidden @ whole_weight.T, targets, reduction="none")
+    (whole * factors).sum().backward()
+    errors = []
+    for limit_bytes in (1, 200, 2**20):
+        own_hidden = hidden.clone().requires_grad_()
+        own_weight = weight[rank * 12 :][:12].clone().requires_grad_()
+        losses = VocabularyParallelLoss.apply(own_hidden, own_weight, targets, group, limit_bytes)
+        (losses * factors).sum().backward()
+        dist.all_reduce(own_hidden.grad, group=group)
+        errors += [
+            float((losses - whole).abs().max()),
+            float((own_hidden.grad - whole_hidden.grad).abs().max()),
+            float((own_weight.grad - whole_weight.grad[rank * 12 :][:12]).abs().max()),
+        ]
+    return errors
+
+
+def mixed(layouts: list[str]) -> list[list[float]]:
+    """Losses in mixed precision, with recomputation, under each layout."""
+    return [
+        train(
+            build(
+                {"tie_word_embeddings": True},
+                connect(Layout.parse(layout), device="cpu", timeout_s=60),
+                mixed_precision=True,
+                recompute="full",
+            ),
+            6,
+        )[0]
+        for layout in layouts
+    ]

@@ -1,0 +1,166 @@
+"""Real runs of the command in real processes: started, killed, and compared."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+TRAIN = ["-m", "ms_parallel", "train"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
+MODULES = ("json/decoder.py", "textwrap.py", "heapq.py", "dataclasses.py", "ast.py", "inspect.py")
+RUN = {
+    "model_arch": "llama",
+    "sequence_length": 32,
+    "batch_size": 4,
+    "vocab_size": 320,
+    "hold_out": 0.4,
+    "learning_rate": 3e-3,
+    "steps": 12,
+    "checkpoint_every": 3,
+    "evaluate_batches": 2,
+    "log_every": 1,
+    "device": "cpu",
+}
+MODEL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def write_corpus(folder: Path) -> Path:
+    """A few modules of the running Python's library."""
+    folder.mkdir(parents=True)
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for module in MODULES:
+        (folder / Path(module).name).write_bytes((library / module).read_bytes())
+    return folder
+
+
+def write_run(path: Path, dataset: Path, **settings: Any) -> Path:
+    """A run file beside its output folder."""
+    output = {"output_dir": str(path.with_suffix("")), "dataset_path": str(dataset)}
+    values = {**RUN, **output, **settings}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
+    lines += ["[model_config]", *(f"{key} = {value}" for key, value in MODEL.items())]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's own, with the packages on the path and one thread."""
+    path = os.pathsep.join(part for part in sys.path if part)
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
+
+
+def command(run: Path, processes: int, *arguments: str, restarts: int = 0) -> list[str]:
+    """What a user types."""
+    launcher = [*TORCHRUN, "--nproc-per-node", str(processes), "--max-restarts", str(restarts)]
+    return [sys.executable, *(launcher if processes > 1 else []), *TRAIN, str(run), *arguments]
+
+
+def train(
+    run: Path, processes: int, *arguments: str, restarts: int = 0
+) -> "subprocess.CompletedProcess[str]":
+    """Run to the end."""
+    return subprocess.run(
+        command(run, processes, *arguments, restarts=restarts),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=240,
+        check=False,
+    )
+
+
+@contextmanager
+def training(
+    run: Path, processes: int, *arguments: str, restarts: int = 0
+) -> Iterator["subprocess.Popen[str]"]:
+    """A run under way, whose processes are all gone at the end."""
+    with (run.with_suffix(".log")).open("w") as log:
+        started = subprocess.Popen(
+            command(run, processes, *arguments, restarts=restarts),
+            stdout=log,
+            stderr=log,
+            text=True,
+            env=environment(),
+        )
+        try:
+            yield started
+        finally:
+            for child in workers(started.pid):
+                signal_process(child, signal.SIGKILL)
+            started.kill()
+            started.wait(timeout=60)
+
+
+def workers(agent: int) -> list[int]:
+    """The processes that a launcher has started, by their order of starting."""
+    try:
+        children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return [int(child) for child in children if b"ms_parallel" in command_line(int(child))]
+
+
+def command_line(process: int) -> bytes:
+    """How a process was called; nothing if it is gone."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def signal_process(process: int, number: int) -> None:
+    """Send a signal to a process that may be gone."""
+    try:
+        os.kill(process, number)
+    except ProcessLookupError:
+        return
+
+
+def wait_for(condition: Callable[[], object], started: "subprocess.Popen[str]") -> None:
+    """Until a condition holds, or the run has ended."""
+    deadline = time.monotonic() + 180
+    while not condition():
+        if started.poll() is not None:
+            return
+        assert time.monotonic() < deadline, "the run did not come so far"
+        time.sleep(0.001)
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    """All whole events of a kind that a run has told."""
+    path = run.with_suffix("") / "events.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    told = [json.loads(line) for line in lines if line.endswith("\n") and line.startswith("{")]
+    return [event for event in told if event["kind"] == kind]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The loss of each step; of a step that was made again, the last."""
+    return {event["step"]: event["loss"] for event in events(run, "step")}
+
+
+def weights(run: Path) -> bytes:
+    """The trained model's bytes."""
+    return (run.with_suffix("") / "model" / "model.safetensors").read_bytes()
+
+
+def partial_checkpoints(run: Path) -> list[Path]:
+    """Checkpoints that are being written."""
+    return list((run.with_suffix("") / "checkpoints").glob("*.partial"))

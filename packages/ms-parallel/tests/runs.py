@@ -1,0 +1,182 @@
+"""Small training runs that every layout must repeat; functions that `run_processes` calls."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ms_parallel import checkpoint
+from ms_parallel.engine import Engine
+from ms_parallel.groups import Groups, connect
+from ms_parallel.layout import Layout
+from ms_parallel.loss import Batch, NextTokenLoss, Output
+from ms_parallel.models import DecoderConfig, ModelConfig, TransformerXLConfig, save_model
+from ms_parallel.optimizer import AdamWConfig
+
+ROWS, LENGTH, VOCABULARY = 4, 16, 48
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"num_key_value_heads": 4},
+    "grouped": {"num_key_value_heads": 2},
+    "tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "tied grouped": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "transformer-xl": {"model_type": "transformer-xl", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "query_key_norm": True, "tie_word_embeddings": True},
+}
+"""Everything else that a plan has to split."""
+
+
+def tiny(**settings: Any) -> ModelConfig:
+    """A model of three layers, so that two stages are unlike."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+        "initializer_range": 0.1,
+        **settings,
+    }
+    if settings.get("model_type") == "transformer-xl":
+        return TransformerXLConfig(**{"segment_length": 4, "memory_length": 4, **sizes})
+    return DecoderConfig(**{"num_key_value_heads": 2, **sizes})
+
+
+def global_batch(step: int, rows: int = ROWS, length: int = LENGTH) -> dict[str, Tensor]:
+    """Two documents a row, cut at another place in each; rows differ in how many targets count."""
+    generator = torch.Generator().manual_seed(step)
+    start = torch.randint(0, VOCABULARY, (rows, 1), generator=generator)
+    stride = torch.randint(1, 4, (rows, 1), generator=generator)
+    text = (start + stride * torch.arange(length + 1)) % VOCABULARY  # learnable: a count by stride
+    cut = torch.randint(3, length - 3, (rows, 1), generator=generator)
+    at = torch.arange(length).expand(rows, length)
+    targets = text[:, 1:].clone()
+    targets[at == cut - 1] = -100
+    unread = torch.arange(rows)[:, None]  # later rows lack more targets
+    targets[at < unread] = -100
+    return {
+        "tokens": text[:, :-1].contiguous(),
+        "targets": targets,
+        "positions": torch.where(at < cut, at, at - cut),
+        "documents": (at >= cut).int(),
+        "weights": torch.rand(rows, length, generator=generator) + 0.5,
+    }
+
+
+def my_rows(batch: Batch, groups: Groups) -> dict[str, Tensor]:
+    """The rows of a global batch that this data rank reads."""
+    rows = len(batch["tokens"]) // groups.layout.data
+    start = groups.place.data * rows
+    return {name: value[start : start + rows] for name, value in batch.items()}
+
+
+OPTIMIZER = AdamWConfig(
+    learning_rate=5e-3, warmup_steps=5, decay_steps=40, weight_decay=0.1, max_grad_norm=1.0
+)
+
+
+def train(engine: Engine, steps: int) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of `steps` updates."""
+    losses, norms = [], []
+    for step in range(steps):
+        update = engine.update(my_rows(global_batch(step), engine.groups), NextTokenLoss())
+        losses.append(update.loss)
+        norms.append(update.grad_norm)
+    return losses, norms
+
+
+def build(settings: dict[str, Any], groups: Groups, **options: Any) -> Engine:
+    """An engine of a tiny model with microbatches of one or two rows."""
+    return Engine(
+        tiny(**settings), groups=groups, **{"optimizer": OPTIMIZER, "microbatch_size": 2, **options}
+    )
+
+
+def curves(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Losses and gradient norms of each job, all in one set of processes.
+
+    A job gives `layout`, `settings` of the model, `steps`, and `options` of the engine.
+    """
+    torch.set_num_threads(1)
+    known: dict[str, Groups] = {}
+    found = []
+    for job in jobs:
+        layout = job["layout"]
+        if layout not in known:
+            known[layout] = connect(Layout.parse(layout), device="cpu", timeout_s=120)
+        engine = build(job["settings"], known[layout], **job.get("options", {}))
+        losses, norms = train(engine, job["steps"])
+        found.append({"losses": losses, "norms": norms})
+    return found
+
+
+PROMPTS = [[5, 6, 7, 8], [11], [20, 22, 24, 26, 28], [3, 6, 9]]
+
+
+def token_losses(output: Output, batch: Batch) -> Tensor:
+    """What an evaluation asks for; module-level, as every process asks the same."""
+    return output.token_losses(batch["targets"])
+
+
+def answers(engine: Engine) -> dict[str, Any]:
+    """Everything that is asked of a trained engine without changing it."""
+    groups = engine.groups
+    mine = my_rows(global_batch(99), groups)
+    share = len(PROMPTS) // groups.layout.data
+    prompts = PROMPTS[groups.place.data * share :][:share]
+    logits = engine.evaluate(mine, lambda output, _: output.logits())
+    return {
+        "data": groups.place.data,
+        "losses": engine.evaluate(mine, token_losses).tolist(),
+        "from logits": torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), mine["targets"].flatten(), reduction="none"
+        ).tolist(),
+        "greedy": engine.generate(prompts, max_new_tokens=4, temperature=0.0),
+        "sampled": engine.generate(prompts, max_new_tokens=4, temperature=1.0, top_k=20, seed=3),
+    }
+
+
+def save_and_answer(
+    layouts: list[str], settings: dict[str, Any], folder: str
+) -> list[dict[str, Any]]:
+    """Train a little under each layout, save, and answer; the next loss shows the moments."""
+    torch.set_num_threads(1)
+    found = []
+    for layout in layouts:
+        engine = build(settings, connect(Layout.parse(layout), device="cpu", timeout_s=120))
+        train(engine, 3)
+        save_model(list(engine.stages.values()), Path(folder, f"{layout} model"))
+        checkpoint.save(Path(folder, layout), engine.state_dict(), step=engine.step, facts={})
+        found.append({**answers(engine), "next": train(engine, 2)})
+    return found
+
+
+def load_and_answer(
+    jobs: list[tuple[str, str]], settings: dict[str, Any], folder: str
+) -> list[dict[str, Any]]:
+    """Load what one layout saved under another, for each pair, and answer."""
+    torch.set_num_threads(1)
+    found = []
+    for saved, layout in jobs:
+        groups = connect(Layout.parse(layout), device="cpu", timeout_s=120)
+        engine = build(settings, groups, seed=7)
+        state, path = engine.state_dict(), Path(folder, saved)
+        checkpoint.load(path, checkpoint.read_manifest(path), state)
+        engine.load_state_dict(state)
+        read = Engine(Path(folder, f"{saved} model"), groups=groups)
+        read_losses = read.evaluate(my_rows(global_batch(99), groups), token_losses).tolist()
+        found.append(
+            {
+                **answers(engine),
+                "step": engine.step,
+                "next": train(engine, 2),
+                "losses of the folder": read_losses,
+            }
+        )
+    return found

@@ -1,0 +1,248 @@
+"""The decoder: documents do not see one another, caches and stages change nothing."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from ms_parallel import ops
+from ms_parallel.errors import ConfigError, ModelError
+from ms_parallel.models import (
+    DecoderConfig,
+    KeyValueCache,
+    StagedModel,
+    architecture,
+    build_model,
+    initialise,
+)
+from ms_parallel.models.decoder import Decoder
+
+# One float32 rounding is 6e-8 of a value; logits here reach 10 and pass some 50 roundings.
+TOLERANCE = 3e-5
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+KINDS = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {"sliding_window": 5, "sliding_layers": (2, 3)},
+    "qwen3": {"num_key_value_heads": 4, "head_dim": 16},
+    "transformer-xl": {"segment_length": 4, "memory_length": 6, "num_key_value_heads": None},
+}
+
+
+def small(kind: str) -> StagedModel:
+    """A model of four layers with weights that are not tiny."""
+    settings = {k: v for k, v in {**SMALL, **KINDS[kind]}.items() if v is not None}
+    model = build_model(architecture(kind, settings))
+    initialise(model, 3)
+    return model
+
+
+def tokens(rows: int, count: int) -> Tensor:
+    """Random tokens, the same at every call."""
+    return torch.randint(64, (rows, count), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_packed_documents_give_the_logits_of_each_alone(kind: str) -> None:
+    """Three documents in a row: none is changed by its neighbours."""
+    model, lengths = small(kind), (7, 1, 12)
+    row = tokens(1, sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None].int()
+    packed = model(row, positions=positions, documents=documents)
+    if kind == "transformer-xl":  # segments are cut where the row says, not the document
+        first = model(row[:, :7])
+        torch.testing.assert_close(packed[:, :7], first, atol=TOLERANCE, rtol=0)
+        changed = row.clone()
+        changed[:, :8] = (changed[:, :8] + 1) % 64
+        again = model(changed, positions=positions, documents=documents)
+        assert torch.equal(again[:, 8:], packed[:, 8:])
+        return
+    alone = [model(part) for part in row.split(lengths, 1)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("with_documents", [False, True])
+@torch.no_grad()
+def test_decoding_with_a_cache_equals_the_whole_forward(kind: str, with_documents: bool) -> None:
+    """Tokens in parts of any size give the same logits, also after going back."""
+    model, row = small(kind), tokens(2, 20)
+    documents = positions = None
+    if with_documents:
+        documents = torch.tensor([[0] * 9 + [1] * 11, [0] * 3 + [1] * 17]).int()
+        starts = torch.tensor([[0] * 9 + [9] * 11, [0] * 3 + [3] * 17])
+        positions = torch.arange(20) - starts
+
+    def part(a: int, b: int, cache: KeyValueCache) -> Tensor:
+        return model(
+            row[:, a:b],
+            positions=None if positions is None else positions[:, a:b],
+            documents=None if documents is None else documents[:, a:b],
+            cache=cache,
+        )
+
+    whole = model(row, positions=positions, documents=documents)
+    cache = KeyValueCache()
+    got = [part(0, 6, cache), part(6, 15, cache)]
+    part(15, 18, cache)
+    cache.rewind(15)
+    got += [part(i, i + 1, cache) for i in range(15, 20)]
+    torch.testing.assert_close(torch.cat(got, 1), whole, atol=TOLERANCE, rtol=0)
+    assert cache.length == 20
+
+
+@torch.no_grad()
+def test_tokens_without_documents_go_on_with_the_last_one() -> None:
+    """A prompt of two documents is continued inside the second."""
+    model, row = small("llama"), tokens(1, 12)
+    documents = torch.tensor([[0] * 5 + [1] * 7]).int()
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None]
+    whole = model(row, positions=positions, documents=documents)
+    cache = KeyValueCache()
+    model(row[:, :8], positions=positions[:, :8], documents=documents[:, :8], cache=cache)
+    rest = model(row[:, 8:], positions=positions[:, 8:], cache=cache)
+    torch.testing.assert_close(rest, whole[:, 8:], atol=TOLERANCE, rtol=0)
+
+
+def test_a_cache_is_not_rewound_beyond_its_ends() -> None:
+    """It can only forget what it holds."""
+    with pytest.raises(ModelError, match="cache of 0 positions to 1"):
+        KeyValueCache().rewind(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_in_turn_equal_the_whole_model(kind: str, tied: bool) -> None:
+    """Two stages built apart have the whole model's weights and give its logits exactly."""
+    settings = {k: v for k, v in {**SMALL, **KINDS[kind]}.items() if v is not None}
+    config = architecture(kind, {**settings, "tie_word_embeddings": tied})
+    whole = build_model(config)
+    front = build_model(config, layers=range(3), last=False)
+    back = build_model(config, layers=range(3, 4), first=False)
+    for model in (whole, front, back):
+        initialise(model, 5)
+    row = tokens(2, 11)
+    assert torch.equal(back(front(row)), whole(row))
+    assert torch.equal(back.head_weight, whole.head_weight)
+    with pytest.raises(ModelError, match="last stage"):
+        _ = front.head_weight
+
+
+def test_a_tied_head_is_one_parameter() -> None:
+    """It is counted once, and both uses add to its gradient."""
+    model = build_model(architecture("llama", {**SMALL, "tie_word_embeddings": True}))
+    initialise(model, 0)
+    names = [name for name, _ in model.named_parameters()]
+    assert "lm_head.weight" not in names
+    model(tokens(1, 4)[:, :1]).sum().backward()
+    gradient = model.head_weight.grad
+    assert gradient is not None
+    assert gradient.abs().sum(1).count_nonzero() == 64
+
+
+def test_fresh_weights_depend_on_seed_and_name_alone() -> None:
+    """The same seed gives the same model; another seed or name gives other values."""
+    first, second = small("llama"), small("llama")
+    for name, parameter in first.named_parameters():
+        assert torch.equal(parameter, second.get_parameter(name))
+    initialise(second, 4)
+    blocks = "model.layers.{}.mlp.up_proj.weight"
+    assert not torch.equal(
+        first.get_parameter(blocks.format(0)), second.get_parameter(blocks.format(0))
+    )
+    assert not torch.equal(
+        first.get_parameter(blocks.format(0)), first.get_parameter(blocks.format(1))
+    )
+
+
+def test_the_mask_of_documents_is_made_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four layers, one mask; a change of the documents in place makes another."""
+    made: list[object] = []
+    build = ops._DocumentMasks._build
+    monkeypatch.setattr(
+        ops._DocumentMasks, "_build", staticmethod(lambda *a: made.append(a) or build(*a))
+    )
+    model, documents = small("llama"), torch.tensor([[0, 0, 1, 1]]).int()
+    before = model(tokens(1, 4), documents=documents)
+    assert len(made) == 1
+    documents[0, 1] = 1
+    after = model(tokens(1, 4), documents=documents)
+    assert len(made) == 2
+    assert not torch.equal(before, after)
+    other = torch.tensor([[0, 0, 1, 1]]).int()  # while the first documents still live
+    assert torch.equal(model(tokens(1, 4), documents=other), before)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignored", [0, 5, 21])
+def test_losses_in_chunks_equal_losses_at_once(
+    reduction: str, ignored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients agree with the plain formula, also where targets are ignored."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 7, 16, generator=generator, requires_grad=True)
+    weight = torch.randn(50, 16, generator=generator, requires_grad=True)
+    targets = torch.randint(50, (21,), generator=generator)
+    targets[:ignored] = -100
+    targets = targets.view(3, 7)
+    results = []
+    for chunk_bytes in (1 << 28, 4 * 4 * 50):
+        monkeypatch.setattr(ops, "_CHUNK_BYTES", chunk_bytes)
+        loss = ops.linear_cross_entropy(hidden, weight, targets, reduction=reduction)  # type: ignore[arg-type]
+        results.append((loss, *torch.autograd.grad(loss.sum(), (hidden, weight))))
+    for plain, chunked in zip(*results, strict=True):
+        # Sums of 21 terms of order 10, each rounded by 6e-8 of its size.
+        torch.testing.assert_close(chunked, plain, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "message"),
+    [
+        ("llama", {"hiden_size": 64}, "did you mean 'hidden_size'"),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide"),
+        ("llama", {"head_dim": 7}, "head_dim=7 is odd"),
+        ("llama", {"vocab_size": 0}, "vocab_size is 0"),
+        ("llama", {"vocab_size": "many"}, "vocab_size is 'many'"),
+        ("llama", {"rope_theta": float("nan")}, "rope_theta is nan"),
+        ("llama", {"query_key_norm": True}, "choose model_type qwen3"),
+        ("llama", {"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "known: linear, llama3"),
+        ("llama", {"rope_scaling": {"factr": 2.0}}, "did you mean 'factor'"),
+        ("lama", {}, "did you mean 'llama'"),
+        ("transformer-xl", {"segment_lenght": 4}, "did you mean 'segment_length'"),
+    ],
+)
+def test_a_bad_architecture_is_refused_with_a_remedy(
+    kind: str, overrides: dict[str, object], message: str
+) -> None:
+    """The error names the setting and what would do, in one line."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        architecture(kind, overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_operators_are_taken_from_the_namespace_given() -> None:
+    """A decoder calls the operators that it was built with."""
+
+    class Loud:
+        rms_norm = staticmethod(lambda x, weight, eps=1e-6: ops.rms_norm(x, weight, eps) * 2)
+        rotary = staticmethod(ops.rotary)
+        swiglu = staticmethod(ops.swiglu)
+        attention = staticmethod(ops.attention)
+        linear_cross_entropy = staticmethod(ops.linear_cross_entropy)
+
+    config = architecture("llama", SMALL)
+    assert isinstance(config, DecoderConfig)
+    plain, loud = Decoder(config), Decoder(config, ops=Loud())
+    for model in (plain, loud):
+        initialise(model, 0)
+    assert not torch.allclose(plain(tokens(1, 4)), loud(tokens(1, 4)))

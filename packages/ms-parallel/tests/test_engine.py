@@ -1,0 +1,263 @@
+"""One process's engine against a plain loop, and what an engine does when something is wrong."""
+
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import run_processes
+from runs import OPTIMIZER, VARIANTS, build, global_batch, tiny, train
+
+from ms_parallel.engine import Engine
+from ms_parallel.errors import ConfigError, LayoutError, ParallelError
+from ms_parallel.groups import Groups, connect
+from ms_parallel.layout import Layout
+from ms_parallel.loss import Batch, NextTokenLoss, Output
+from ms_parallel.models import build_model, initialise
+from ms_parallel.optimizer import AdamWConfig, learning_rate, optimizer_config
+
+RUNS = Path(__file__).parent / "runs.py"
+FAULTS = Path(__file__).parent / "faults.py"
+
+
+@pytest.fixture(scope="module")
+def groups() -> Groups:
+    """A group of this process alone."""
+    return connect(Layout(), device="cpu")
+
+
+def plain_loop(settings: dict[str, Any], steps: int) -> tuple[list[float], list[float]]:
+    """The same training in plain PyTorch, whole batches, torch's own optimizer and clipping."""
+    model = build_model(tiny(**settings))
+    initialise(model, seed=0)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+    )
+    losses, norms = [], []
+    for step in range(steps):
+        batch = global_batch(step)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, OPTIMIZER)
+        logits = model(batch["tokens"], positions=batch["positions"], documents=batch["documents"])
+        each = F.cross_entropy(
+            logits.flatten(0, 1), batch["targets"].flatten(), reduction="none"
+        ).view_as(batch["targets"])
+        counted = batch["weights"] * (batch["targets"] != -100)
+        loss = (each * counted).sum() / counted.sum()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, norms
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_the_engine_trains_as_a_plain_loop_does(groups: Groups, variant: str) -> None:
+    """Losses and gradient norms of ten steps; float32 sums in another order, hence 1e-5."""
+    losses, norms = plain_loop(VARIANTS[variant], 10)
+    found = train(build(VARIANTS[variant], groups), 10)
+    assert found[0] == pytest.approx(losses, rel=1e-5)
+    assert found[1] == pytest.approx(norms, rel=1e-5)
+
+
+def test_mixed_precision_keeps_float32_masters_and_falls_alike(groups: Groups) -> None:
+    """bfloat16 has 8 bits, so a loss near 4 is right to about 2%; the weights stay float32."""
+    engine = build({}, groups, mixed_precision=True)
+    losses, _ = train(engine, 20)
+    expected, _ = train(build({}, groups), 20)
+    assert losses == pytest.approx(expected, rel=0.02)
+    assert losses != expected
+    assert {tensor.dtype for tensor in engine.parameters.values()} == {torch.float32}
+
+
+class NotFinite(NextTokenLoss):
+    """Makes the gradient of the first rows infinite or NaN."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __call__(self, output: Output, batch: Batch) -> Tensor:
+        """The loss times the value."""
+        return super().__call__(output, batch) * self.value
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was(
+    groups: Groups, value: float
+) -> None:
+    """The update says that it was skipped; weights and moments keep their bits; the next works."""
+    engine = build({}, groups)
+    train(engine, 2)
+    before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    update = engine.update(global_batch(0), NotFinite(value))
+    assert update.skipped
+    after = engine.state_dict()
+    assert all(torch.equal(before[n], after[n]) for n in before if n != "engine.step")
+    assert engine.step == 3
+    assert not engine.update(global_batch(0), NextTokenLoss()).skipped
+
+
+def test_a_gradient_that_is_not_finite_raises_if_asked(groups: Groups) -> None:
+    """The error names the update; weights are as before."""
+    engine = build({}, groups, on_nonfinite="raise")
+    before = engine.parameters["model.norm.weight"].clone()
+    with pytest.raises(ParallelError, match="update 0: loss nan"):
+        engine.update(global_batch(0), NotFinite(math.nan))
+    assert torch.equal(before, engine.parameters["model.norm.weight"])
+
+
+def test_a_batch_without_targets_is_skipped(groups: Groups) -> None:
+    """No division by zero and no decay of weights."""
+    engine = build({}, groups)
+    batch = global_batch(0)
+    batch["targets"].fill_(-100)
+    before = engine.parameters["lm_head.weight"].clone()
+    assert engine.update(batch, NextTokenLoss()).skipped
+    assert torch.equal(before, engine.parameters["lm_head.weight"])
+
+
+def test_batches_of_arrays_are_taken_too(groups: Groups) -> None:
+    """Arrays in, the same loss out."""
+    batch = global_batch(0)
+    arrays = {name: value.numpy() for name, value in batch.items()}
+    losses = [build({}, groups).update(b, NextTokenLoss()).loss for b in (batch, arrays)]
+    assert losses[0] == losses[1]
+
+
+def test_settings_that_do_not_fit_are_named(groups: Groups) -> None:
+    """Rows, optimizer, schedule, recompute and layout each say what to change."""
+    with pytest.raises(ConfigError, match=r"4 rows .* microbatches of 3"):
+        build({}, groups, microbatch_size=3).update(global_batch(0), NextTokenLoss())
+    with pytest.raises(ConfigError, match="'adamm' is not known; the nearest is 'AdamW'"):
+        optimizer_config("adamm")
+    with pytest.raises(ConfigError, match="max_grad_norm is 0"):
+        AdamWConfig(max_grad_norm=0)
+    with pytest.raises(ConfigError, match="schedule 'zb'"):
+        build({}, groups, schedule="zb")
+    with pytest.raises(ConfigError, match="recompute is 'some'"):
+        build({}, groups, recompute="some")
+    with pytest.raises(LayoutError, match="needs 2 processes"):
+        Engine(tiny(), Layout(data=2), device="cpu")
+
+
+def test_the_learning_rate_rises_in_a_line_and_falls_as_a_cosine() -> None:
+    """Peak at the end of the warm-up, half way between peak and floor in the middle, then flat."""
+    config = AdamWConfig(learning_rate=1.0, warmup_steps=10, decay_steps=110, final_ratio=0.2)
+    assert [learning_rate(step, config) for step in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
+    assert learning_rate(10, config) == pytest.approx(1.0)
+    assert learning_rate(60, config) == pytest.approx(0.6)
+    assert learning_rate(110, config) == learning_rate(500, config) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("layout", ["data=2", "tensor=2", "pipeline=2"])
+def test_the_same_layout_twice_gives_the_same_bits(layout: str) -> None:
+    """Ten steps, every weight and moment of every process."""
+    twice = run_processes(2, FAULTS, "digests", layout=layout)
+    assert all(first == second for first, second in twice)
+
+
+def test_a_stage_that_raises_ends_the_others_too() -> None:
+    """Rank 1 of a pipeline fails; rank 0 waits for its gradient and fails within seconds."""
+    found = run_processes(2, FAULTS, "raise_on_last_stage", check=False, timeout_s=60)
+    assert "a fault of this test" in found[1]["failed"]
+    assert "failed" in found[0]
+
+
+def test_every_process_skips_when_one_stage_is_not_finite() -> None:
+    """The decision is taken from the whole gradient, so no process steps alone."""
+    for skipped, unchanged in run_processes(2, FAULTS, "not_finite_on_last_stage"):
+        assert skipped
+        assert unchanged
+
+
+def test_split_losses_and_gradients_equal_torch_in_chunks_and_whole() -> None:
+    """The vocabulary-parallel loss against F.cross_entropy, with one chunk and with many."""
+    # float32 sums over 24 logits and 10 rows: 1e-6 is some ten roundings.
+    assert all(max(errors) < 1e-6 for errors in run_processes(2, FAULTS, "split_loss_errors"))
+
+
+def test_mixed_precision_works_under_every_axis() -> None:
+    """Each layout of two processes follows one process's curve as far as bfloat16 can."""
+    (one,) = run_processes(1, FAULTS, "mixed", layouts=["data=1"])
+    for of_rank in run_processes(2, FAULTS, "mixed", layouts=["data=2", "tensor=2", "pipeline=2"]):
+        for losses in of_rank:
+            assert losses == pytest.approx(one[0], rel=0.02)
+
+
+def test_a_started_process_ends_cleanly(tmp_path: Path) -> None:
+    """Under torchrun a script that only builds an engine exits with 0 and complains of nothing."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(RUNS.parent)!r})\n"
+        "from runs import *\n"
+        "train(build({}, connect(Layout(data=2), device='cpu')), 1)\n"
+    )
+    done = torchrun(script)
+    assert done.returncode == 0, done.stderr
+    assert "destroy_process_group" not in done.stderr
+    assert "terminate called" not in done.stderr
+
+
+def test_a_plain_start_is_told_what_to_type(tmp_path: Path) -> None:
+    """`python train.py --x` where two processes are needed names the torchrun command."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from ms_parallel.groups import connect\n"
+        "from ms_parallel.layout import Layout\n"
+        "connect(Layout(data=2), device='cpu')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script, "--x"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "torchrun --nproc-per-node 2 train.py --x" in done.stderr
+
+
+def test_a_port_in_use_is_said_in_one_line() -> None:
+    """The error names the address and what to change."""
+    code = (
+        "from ms_parallel.errors import LaunchError\n"
+        "from ms_parallel.groups import connect\n"
+        "from ms_parallel.layout import Layout\n"
+        "try:\n    connect(Layout(), device='cpu')\n"
+        "except LaunchError as error:\n    print(error)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env={**os.environ, **place, "MASTER_PORT": str(port)},
+        )
+    (line,) = done.stdout.splitlines()
+    assert f"127.0.0.1:{port}" in line
+    assert "--master-port" in line
+
+
+def torchrun(script: Path) -> "subprocess.CompletedProcess[str]":
+    """Run a script in two processes under torch's agent."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )

@@ -1,0 +1,113 @@
+"""Layouts: every rank has one place, and what does not fit is refused with what would."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ms_parallel.errors import LayoutError
+from ms_parallel.layout import Layout, ModelShape, Place
+
+SIZES = st.integers(min_value=1, max_value=5)
+LAYOUTS = st.builds(Layout, data=SIZES, tensor=SIZES, pipeline=SIZES)
+SHAPE = ModelShape(
+    layers=6,
+    attention_heads=8,
+    key_value_heads=4,
+    hidden_size=256,
+    intermediate_size=704,
+    vocab_size=8192,
+)
+
+
+@given(LAYOUTS)
+def test_every_rank_has_a_place_of_its_own(layout: Layout) -> None:
+    """`place` is a bijection from ranks to places, and `rank` is its inverse."""
+    places = [layout.place(rank) for rank in range(layout.world_size)]
+    assert len(set(places)) == layout.world_size
+    assert [layout.rank(place) for place in places] == list(range(layout.world_size))
+
+
+@given(LAYOUTS)
+def test_tensor_is_the_innermost_axis_and_pipeline_the_outermost(layout: Layout) -> None:
+    """Neighbouring ranks differ on the tensor axis; stages are contiguous runs of ranks."""
+    places = [layout.place(rank) for rank in range(layout.world_size)]
+    assert places == sorted(places, key=lambda p: (p.pipeline, p.data, p.context, p.tensor))
+
+
+@given(LAYOUTS)
+def test_a_layout_is_read_back_from_its_text(layout: Layout) -> None:
+    """`parse` inverts `str`."""
+    assert Layout.parse(str(layout)) == layout
+
+
+@given(LAYOUTS)
+def test_both_spellings_of_an_axis_mean_the_same(layout: Layout) -> None:
+    """`tensor_parallel` and `tensor` are one key."""
+    sizes = {"data": layout.data, "tensor": layout.tensor, "pipeline": layout.pipeline}
+    spelled = {f"{axis}_parallel": size for axis, size in sizes.items()}
+    assert Layout.from_config(sizes) == Layout.from_config(spelled) == layout
+
+
+def test_a_rank_or_place_outside_the_layout_is_refused() -> None:
+    """Ranks and coordinates are checked on both ends."""
+    layout = Layout(data=2, tensor=2)
+    for rank in (-1, 4):
+        with pytest.raises(LayoutError, match=r"outside 0\.\.3"):
+            layout.place(rank)
+    with pytest.raises(LayoutError, match="tensor coordinate 2"):
+        layout.rank(Place(tensor=2))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"tensor_paralel": 2}, "did you mean 'tensor_parallel'"),
+        ({"dat": 2}, "did you mean 'data'"),
+        ({"zzz": 2}, "known axes: data, tensor, pipeline"),
+        ({"tensor": 2, "tensor_parallel": 2}, "twice"),
+        ({"tensor": 0}, "at least 1"),
+        ({"tensor": 2.0}, "whole number"),
+        ({"tensor": True}, "whole number"),
+        ({"tensor": "2"}, "whole number"),
+        ({"context": 2}, "context=2 is not supported yet"),
+        ({"expert_parallel": 2}, "expert=2 is not supported yet"),
+    ],
+)
+def test_a_bad_configuration_is_refused_with_a_remedy(
+    config: dict[str, object], message: str
+) -> None:
+    """The error names the key or value and what would do."""
+    with pytest.raises(LayoutError, match=message) as caught:
+        Layout.from_config(config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("data=2,data=2", "twice"), ("data", "axis=number"), ("data=two", "axis=number")],
+)
+def test_a_bad_text_is_refused(text: str, message: str) -> None:
+    """What is not axis=number is named."""
+    with pytest.raises(LayoutError, match=message):
+        Layout.parse(text)
+
+
+def test_a_wrong_number_of_processes_is_refused_with_what_fits() -> None:
+    """The remedy is the number of processes to start or the data size that fits."""
+    layout = Layout(data=2, tensor=2)
+    layout.check_world(4)
+    with pytest.raises(LayoutError, match="set data=4 or start 4 processes"):
+        layout.check_world(8)
+    with pytest.raises(LayoutError, match=r"but 3 run; start 4 processes"):
+        layout.check_world(3)
+
+
+@given(LAYOUTS)
+def test_a_model_is_refused_exactly_where_a_size_does_not_divide(layout: Layout) -> None:
+    """The values that the error offers are those that pass."""
+    fits = layout.tensor in (1, 2, 4) and layout.pipeline <= 6
+    if fits:
+        layout.check_model(SHAPE)
+        return
+    with pytest.raises(LayoutError, match=r"values that fit: 1(, 2, 4| to 6)"):
+        layout.check_model(SHAPE)

@@ -1,0 +1,83 @@
+"""Pictures say what the timeline says, and are well formed."""
+
+from xml.etree import ElementTree
+
+import pytest
+from attrs import evolve
+
+from ms_parallel.errors import ScheduleError
+from ms_parallel.schedules import (
+    Costs,
+    draw_html,
+    draw_svg,
+    draw_text,
+    dualpipe_v,
+    gpipe,
+    measured,
+    one_f_one_b,
+    simulate,
+    zb_v,
+)
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_the_terminal_picture_is_the_one_drawn_by_hand():
+    """GPipe of 2 stages and 2 microbatches with B = 2F: 9 slices, B twice as long."""
+    line = simulate(gpipe(2, 2), Costs.uniform(2))
+    assert draw_text(line, width=45) == (
+        "GPipe, 2 ranks, 2 stages, 2 microbatches: makespan 9, bubble 33.33%\n"
+        "rank 0   |FF···BBBB| idle 33.3%, peak 2\n"
+        "rank 1   |·FFBBBB··| idle 33.3%, peak 2\n"
+    )
+
+
+def test_later_stages_are_small_letters_and_colours_are_asked_for():
+    """On a V rank 1 begins with a capital F and goes on with a small one."""
+    line = simulate(zb_v(2, 3), Costs.uniform(4))
+    assert "·Ff" in draw_text(line, width=36 + int(line.makespan))
+    assert "\x1b[" not in draw_text(line)
+    assert "\x1b[34mF\x1b[0m" in draw_text(line, colour=True)
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(3, 4), zb_v(2, 4), dualpipe_v(2, 4)])
+def test_the_svg_has_a_box_for_each_computation(schedule):
+    """Well-formed XML; widths sum to the busy time; red edges are the critical path."""
+    line = simulate(schedule, Costs.uniform(schedule.stages, latency=0.5))
+    root = ElementTree.fromstring(draw_svg(line, width=1210))
+    boxes = [box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
+    assert len(boxes) == sum(map(len, line.spans))
+    scale = 1000 / float(line.makespan)
+    drawn = sum(float(box.get("width")) for box in boxes)
+    # Each width is rounded to a hundredth of a pixel.
+    assert drawn == pytest.approx(float(sum(line.busy)) * scale, abs=0.01 * len(boxes))
+    red = [box for box in boxes if box.get("stroke") == "#d93025"]
+    assert len(red) == len(line.critical_path)
+
+
+def test_a_measured_run_stands_beside_the_simulated_one():
+    """Measured with the simulated times it is the same timeline; later, a longer one."""
+    line = simulate(one_f_one_b(2, 3), Costs.uniform(2))
+    times = [[(span.start + 0.25, span.end + 0.25) for span in row] for row in line.spans]
+    real = measured(line.schedule, times)
+    assert real.makespan == line.makespan
+    assert real.bubble == line.bubble
+    assert real.critical_path[-1][1].end == real.end
+    times[1][-1] = (times[1][-1][0], times[1][-1][1] + 9)
+    slow = measured(line.schedule, times)
+    assert slow.makespan > line.makespan
+    picture = draw_svg(line, slow, titles=["simulated", "measured"])
+    assert "simulated: 1F1B" in picture
+    assert "measured: 1F1B" in picture
+    with pytest.raises(ScheduleError, match=r"measured \[6, 5\] computations"):
+        measured(line.schedule, [times[0], times[1][:-1]])
+
+
+def test_a_page_is_whole_and_names_are_escaped():
+    """No script, no link, and a name of a schedule from a file cannot smuggle markup in."""
+    line = simulate(evolve(one_f_one_b(2, 2), name="<script>x</script>"), Costs.uniform(2))
+    page = draw_html(line)
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "href" not in page
+    assert "Critical path: rank 0: 0F0" in page

@@ -1,0 +1,37 @@
+"""Never run: mypy --strict proves on this file that the packages fit each other's Protocols.
+
+The consumer owns the Protocol; a line here is one producer handed to one consumer.
+"""
+
+from collections.abc import Mapping
+
+import ms_data
+import ms_kernels
+import ms_parallel.ops
+from ms_data import TokenStream
+from ms_parallel import Engine, Layout
+from ms_parallel.ops import Ops
+from ms_parallel.trainer import Stream
+
+default_operators: Ops = ms_parallel.ops
+fused_operators: Ops = ms_kernels
+stream: Stream = TokenStream("shards", sequence_length=1, batch_size=1)
+
+
+class Reader:
+    """What `TokenStream` asks of its place: two numbers."""
+
+    rank = 0
+    count = 1
+
+
+place: ms_data.Place = Reader()
+
+
+def on_event(kind: str, fields: Mapping[str, int | float | str]) -> None:
+    """Any callable of this shape takes events."""
+
+
+def engine_takes_either_operators() -> tuple[Engine, Engine]:
+    """The model's operators are a module."""
+    return Engine("llama", Layout(), ops=ms_parallel.ops), Engine("llama", ops=ms_kernels)
