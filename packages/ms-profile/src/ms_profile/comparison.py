@@ -23,6 +23,7 @@ LEAST_STEPS = 4
 CHANCE = 0.01
 LEAST_CHANGE = 0.03
 REARRANGEMENTS = 4000
+LEAST_BLOCKS = 6
 
 
 @frozen(kw_only=True)
@@ -103,7 +104,9 @@ def compare_steps(
 ) -> float:
     """How often chance makes the mean rank of `after` as much larger as it is, 0 to 1."""
     old, new = np.asarray(before, np.float64), np.asarray(after, np.float64)
-    width = max(1, round(min(len(old), len(new)) ** 0.5 / 1.5))
+    # Blocks, but never so few that no rearrangement could be rarer than CHANCE.
+    least = min(len(old), len(new))
+    width = max(1, min(round(least**0.5 / 1.5), least // LEAST_BLOCKS))
     both = np.concatenate([old, new])
     ranks = np.argsort(np.argsort(both, kind="stable"), kind="stable").astype(np.float64)
     blocks = np.concatenate([_means(ranks[: len(old)], width), _means(ranks[len(old) :], width)])
