@@ -40,7 +40,7 @@ def test_a_real_runs_phases_sum_to_its_wall_time(traces_folder: Path, kind: str)
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_transfer_and_wait_sum_to_each_collectives_time(traces_folder: Path, kind: str) -> None:
-    """Every rank's part in every collective is its wait plus its transfer, exactly; no charge is lost."""
+    """Each rank's part in a collective is its wait plus its transfer; no charge is lost."""
     ledger = analyse(traces_folder / kind).ledger
     for one, wait, transfer in zip(
         ledger.meetings, ledger.wait_ns, ledger.transfer_ns, strict=True

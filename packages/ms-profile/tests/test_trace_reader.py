@@ -29,15 +29,15 @@ def sample(count: int = 400) -> list[dict[str, Any]]:
             "args": {"name": "python"},
         }
     ]
-    for number in range(count):
-        events.append(
-            {
-                "ph": "X", "cat": "cpu_op", "name": f"aten::op{number % 5} }}, {{", "pid": 7,
-                "tid": 7 + number % 2, "ts": 10.0 * number + 0.125, "dur": 5.001,
-                "args": {"External id": number, "Input Dims": [[number % 3, 2], []],
-                         "parts": [{"a": 1}, {"b": [2]}]},
-            }
-        )  # fmt: skip
+    events.extend(
+        {
+            "ph": "X", "cat": "cpu_op", "name": f"aten::op{number % 5} }}, {{", "pid": 7,
+            "tid": 7 + number % 2, "ts": 10.0 * number + 0.125, "dur": 5.001,
+            "args": {"External id": number, "Input Dims": [[number % 3, 2], []],
+                     "parts": [{"a": 1}, {"b": [2]}]},
+        }
+        for number in range(count)
+    )  # fmt: skip
     return events
 
 

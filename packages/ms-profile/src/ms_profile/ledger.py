@@ -2,10 +2,11 @@
 
 A rank waits in a collective from its own entry until the last member enters; the rest is transfer.
 What made that last rank late is looked for in what it did since the two ranks last met: the phases
-in which it spent more than the rank that waits. The excess of all phases sums to the wait, for both
-left the same meeting; so each phase is charged its share of the positive excess. Time that the late
-rank itself spent waiting for a third is passed on to the one that it waited for; time that it spent
-in transfers is the phase "link".
+in which it spent more than the rank that waits. They last met where a collective held up both; one
+that compute went on beside, as DDP's do, lets its ranks drift apart. The excess of all phases sums
+to the wait, for both left that meeting; so each phase is charged its share of the positive excess.
+Time that the late rank itself spent waiting for a third is passed on to the one that it waited for;
+time that it spent in transfers is the phase "link".
 """
 
 from bisect import bisect_left
@@ -22,6 +23,7 @@ from ms_profile.intervals import Intervals
 __all__ = ["Charge", "Ledger", "Suspect", "keep_ledger", "name_suspect"]
 
 RESAMPLES = 1000
+HELD_NS = 50_000
 
 
 @frozen(kw_only=True)
@@ -115,8 +117,9 @@ class _Book:
     phases: dict[int, dict[str, _Covered]]
     waits: dict[int, list[_Wait]] = field(factory=lambda: defaultdict(list))
     ends: dict[tuple[int, int], list[int]] = field(factory=lambda: defaultdict(list))
-    """Ends of meetings that two ranks shared, on the later one."""
-    begins: int = 0
+    """Ends of meetings that held up two ranks, on the later one."""
+    begins: dict[int, int] = field(factory=dict)
+    """First recorded instant of each rank."""
 
 
 def keep_ledger(
@@ -138,7 +141,10 @@ def keep_ledger(
             rank: {name: _Covered(own) for name, own in parts.items()}
             for rank, parts in phases.items()
         },
-        begins=min((min(one.starts_ns.values()) for one in ordered), default=0),
+        begins={
+            rank: min((int(own[0, 0]) for own in parts.values() if len(own)), default=0)
+            for rank, parts in phases.items()
+        },
     )
     late, waits, transfers, charges = [], [], [], []
     cursor: dict[int, int] = defaultdict(int)
@@ -171,10 +177,19 @@ def keep_ledger(
 
 
 def _remember(book: _Book, one: Meeting) -> None:
-    ranks = sorted(one.ends_ns)
+    ranks = sorted(rank for rank in one.ends_ns if _held(book, rank, one))
     for place, left in enumerate(ranks):
         for right in ranks[place + 1 :]:
             book.ends[left, right].append(max(one.ends_ns[left], one.ends_ns[right]))
+
+
+def _held(book: _Book, rank: int, one: Meeting) -> bool:
+    """Whether a meeting held up the rank itself, and not just a thread that communicates for it."""
+    if "collective" not in book.phases.get(rank, {}):
+        return True
+    end = one.ends_ns[rank]
+    window = min(max(end - one.starts_ns[rank], 1), HELD_NS)
+    return 2 * book.phases[rank]["collective"].between(end - window, end) >= window
 
 
 def _causes(
@@ -216,7 +231,7 @@ def _last_met(book: _Book, left: int, right: int, before: int) -> int:
     for end in reversed(ends):
         if end <= before:
             return end
-    return min(book.begins, before)
+    return min(max(book.begins.get(left, before), book.begins.get(right, before)), before)
 
 
 def _waited(waits: Sequence[_Wait], start: int, end: int) -> dict[tuple[int, str], float]:

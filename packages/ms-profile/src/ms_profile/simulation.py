@@ -128,7 +128,7 @@ def _step(
         hit = fault.delay_ns if fault is not None and fault.rank == rank.rank else 0
         phase = fault.phase if fault is not None else ""
         name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
-        rank.do(name, "user_annotation", length(1.0) + hit * (phase == "data"))
+        rank.do(name, "user_annotation", length(0.3) + hit * (phase == "data"))
         rank.now += length(0.5) + hit * (phase == "host")
         rank.do("aten::mm", "cpu_op", length(4.0) + hit * (phase == "compute"))
         if phase == "garbage" and hit:

@@ -66,4 +66,4 @@ def _show(found: Comparison) -> None:
         verdict = "significant improvement"
     share = found.step.share
     change = "" if share is None else f"{share:+.1%} a step, "
-    print(f"{verdict}: {change}by chance in {found.chance:.1%} of rearrangements")
+    print(f"{verdict}: {change}as much by chance in {found.chance:.1%} of cases")

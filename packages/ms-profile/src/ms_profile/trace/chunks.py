@@ -10,7 +10,7 @@ import gzip
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +27,10 @@ EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 KINETO_BOUNDARY = b"\n  },\n  {"
 ANY_BOUNDARY = re.compile(rb"\}\s*,\s*\{")
 TRIES = 32
+MOST_CHUNKS = 4
+END = re.compile(rb'\}\s*\]\s*(,\s*"[^"]*"\s*:[^{}\[\]]*)*\}?\s*\Z')
 
+Source = AbstractContextManager[BinaryIO | gzip.GzipFile]
 decode_records = msgspec.json.Decoder(list[Record]).decode
 decode_record = msgspec.json.Decoder(Record).decode
 
@@ -53,7 +56,7 @@ class TraceText:
     def records(self) -> Iterator[list[Record]]:
         """Yield the records in order of the file."""
         try:
-            with self._open() as file:
+            with self.path.open("rb") as raw, self._unpacked(raw) as file:
                 yield from self._chunks(lambda: self._read(file))
         except OSError as error:
             if isinstance(error, gzip.BadGzipFile):
@@ -65,20 +68,19 @@ class TraceText:
                 "would have explained count as idle"
             )
 
-    def _open(self) -> BinaryIO:
-        file = self.path.open("rb")
-        start = file.read(2)
-        file.seek(0)
-        if start == b"\x1f\x8b":
-            return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
-        return file
+    def _unpacked(self, raw: BinaryIO) -> Source:
+        start = raw.read(2)
+        raw.seek(0)
+        return gzip.GzipFile(fileobj=raw) if start == b"\x1f\x8b" else nullcontext(raw)
 
-    def _read(self, file: BinaryIO) -> bytes:
+    def _read(self, file: BinaryIO | gzip.GzipFile) -> bytes:
         try:
             return file.read(self._chunk_bytes)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             if file.tell() == 0:
-                raise TraceError(f"{self.path} is damaged from its start: {error}") from error
+                raise TraceError(
+                    f"{self.path} is a gzip file damaged at its start: {error}"
+                ) from error
             self.warnings.append(f"{self.path.name}: compressed data breaks off: {error}")
             return b""
 
@@ -138,7 +140,7 @@ class TraceText:
                 continue
             else:
                 return records, text.index(b",", end) + 1
-        if len(text) < 16 * self._chunk_bytes and not matches:
+        if len(text) < MOST_CHUNKS * self._chunk_bytes:
             return [], 0
         if not matches:
             raise TraceError(f"{self.path} has an event of over {len(text)} bytes; it is no trace")
@@ -187,8 +189,18 @@ class TraceText:
             if self._is_list(text[:end]):
                 self._take_header(b"{" + text[end + 1 :].strip().lstrip(b",") or b"}")
                 return self._decode_list(text[:end])
+        closed = END.search(text, max(0, len(text) - 4096))
+        if closed and self._ends_whole(text[: closed.start() + 1]):
+            return self._decode_each(text[: closed.start() + 1])
         self.warnings.append(f"{self.path.name}: the trace breaks off; what came before is used")
         return self._decode_broken(text)
+
+    def _ends_whole(self, text: bytes) -> bool:
+        """Whether the last event is sound: then what is damaged lies before it."""
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            decode_record(self._pieces(text)[-1])
+            return True
+        return False
 
     def _decode_broken(self, text: bytes) -> list[Record]:
         """Decode the whole events at the start of a text that breaks off inside one."""

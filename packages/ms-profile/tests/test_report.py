@@ -1,0 +1,189 @@
+"""The report is one offline page that a browser draws, and Perfetto's export reads back."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ms_profile.analysis import analyse, analyse_traces
+from ms_profile.cli import main
+from ms_profile.errors import FormatError
+from ms_profile.perfetto import export_perfetto
+from ms_profile.report import build_facts, pack_columns, unpack_columns, write_report
+from ms_profile.report.timeline import build_timeline
+from ms_profile.simulation import Fault, simulate_run
+from ms_profile.trace import read_trace
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--virtual-time-budget=8000",
+)  # fmt: skip
+needs_browser = pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
+PARTS = ("overview", "timeline", "operators", "communication", "waiting", "memory", "advice")
+
+
+def browse(page: Path, part: str, tmp_path: Path) -> str:
+    """The document as the browser leaves it after its scripts ran."""
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom"]
+    done = subprocess.run(
+        [*command, f"file://{page}#{part}"], capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout
+
+
+@given(
+    st.lists(st.integers(0, (1 << 32) - 1), max_size=50),
+    st.lists(st.integers(0, 255), max_size=50),
+    st.lists(st.integers(0, 65535), max_size=50),
+)
+def test_columns_come_back_as_they_were_packed(a: list[int], b: list[int], c: list[int]) -> None:
+    """Packing and unpacking is the identity for columns of any width and length."""
+    columns = {name: np.array(values, np.int64) for name, values in (("a", a), ("b", b), ("c", c))}
+    table, text = pack_columns(columns)
+    found = unpack_columns(table, text)
+    assert {name: values.tolist() for name, values in found.items()} == {"a": a, "b": b, "c": c}
+
+
+def test_numbers_that_do_not_fit_are_refused() -> None:
+    """A negative number, or one over 32 bits, is an error that names the column."""
+    with pytest.raises(FormatError, match="column start"):
+        pack_columns({"start": np.array([-1])})
+    with pytest.raises(FormatError, match="column start"):
+        pack_columns({"start": np.array([1 << 32])})
+
+
+def test_the_timeline_keeps_every_span_in_place(traces_folder: Path) -> None:
+    """Distances sum back to every start, to within the unit, track by track."""
+    found = analyse(traces_folder / "ddp")
+    timeline = build_timeline(found)
+    starts = []
+    for track in timeline.facts["tracks"]:
+        rows = slice(track["first"], track["first"] + track["count"])
+        starts += np.cumsum(timeline.columns["start"][rows]).tolist()
+    origin, unit = int(timeline.facts["origin_ns"]), timeline.facts["unit_ns"]
+    true = sorted(int(t) for one in found.ranks.values() for t in one.trace.start_ns)
+    assert len(starts) == len(true)
+    assert max(abs(origin + s * unit - t) for s, t in zip(sorted(starts), true, strict=True)) < unit
+
+
+def test_of_too_many_spans_the_longest_are_kept_and_the_rest_is_counted(
+    traces_folder: Path,
+) -> None:
+    """With room for 100 spans the 100 longest are shown, and the total is still said."""
+    found = analyse(traces_folder / "ddp")
+    timeline = build_timeline(found, most_events=100)
+    total = sum(len(one.trace) for one in found.ranks.values())
+    assert (timeline.facts["shown"], timeline.facts["total"]) == (100, total)
+    longest = sorted(int(d) for one in found.ranks.values() for d in one.trace.duration_ns)[-100:]
+    assert timeline.columns["duration"].min() * timeline.facts["unit_ns"] >= longest[0]
+
+
+def test_the_page_loads_nothing(tmp_path: Path, traces_folder: Path) -> None:
+    """The page names no other file and no host, and forbids loading any."""
+    write_report(analyse(traces_folder / "fsdp"), tmp_path / "report.html", title="a </script> b")
+    text = (tmp_path / "report.html").read_text()
+    assert "default-src 'none'" in text
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!#)|@import|url\(|https?://""", text)
+    assert text.count("</script>") == 3
+
+
+def test_what_is_not_measured_is_null_never_zero(traces_folder: Path) -> None:
+    """On a CPU without a recorder, copies, launches and garbage are None in the facts."""
+    facts = build_facts(analyse(traces_folder / "ddp"))
+    phases = facts["ranks"][0]["steps"][0]["phases"]
+    assert [phases[name] for name in ("copy", "launch", "synchronise", "garbage")] == [None] * 4
+    assert phases["compute"] > 0
+    assert "NaN" not in json.dumps(facts)
+    alone = build_facts(analyse(traces_folder / "ddp" / "rank-00000.json.gz"))
+    assert alone["communication"]["waits"] is None
+    assert alone["ledger"]["suspect"] is None
+    assert alone["communication"]["seen"] > 0
+
+
+@needs_browser
+@pytest.mark.parametrize("part", PARTS)
+def test_a_browser_draws_every_part(tmp_path: Path, part: str) -> None:
+    """Each part is drawn with the run's figures, and shows no NaN and no undefined."""
+    fault = Fault(phase="data", rank=1, delay_ns=20_000_000)
+    page = tmp_path / "report.html"
+    write_report(analyse_traces(simulate_run(ranks=4, fault=fault).traces), page, title="A run")
+    document = browse(page, part, tmp_path)
+    expected = {
+        "overview": "rank 1</b>",
+        "timeline": "<canvas",
+        "operators": "aten::_foreach_add_",
+        "communication": "Who waits for whom",
+        "waiting": "Rank 1 in its data phase",
+        "memory": "Not measurable",
+        "advice": "stragglers",
+    }
+    assert 'data-ready="yes"' in document
+    shown = document[document.index('<main id="panels">') : document.index("<footer>")]
+    section = shown[shown.index(f'id="panel-{part}"') :].split("</section>")[0]
+    assert expected[part].lower() in section.lower()
+    assert "NaN" not in section
+    assert "undefined" not in section
+    assert "Infinity" not in section
+
+
+def test_perfettos_export_reads_back(tmp_path: Path, traces_folder: Path) -> None:
+    """All spans of all ranks are in it, a process a rank, with their names and lengths."""
+    found = analyse(traces_folder / "fsdp")
+    for name in ("all.json", "all.json.gz"):
+        count = export_perfetto(found, tmp_path / name)
+        back = read_trace(tmp_path / name)
+        assert count == len(back) == sum(len(one.trace) for one in found.ranks.values())
+        lengths = sorted(int(d) for one in found.ranks.values() for d in one.trace.duration_ns)
+        assert sorted(back.duration_ns.tolist()) == lengths
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.json", "all.json.gz"]
+
+
+def test_the_commands_report_and_compare(
+    tmp_path: Path, traces_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`report` writes its page and says so; bad input exits 2 with one line."""
+    page = tmp_path / "page.html"
+    assert main(["report", str(traces_folder / "ddp"), "--out", str(page)]) == 0
+    assert "2 ranks" in capsys.readouterr().out
+    assert page.stat().st_size > 50_000
+    assert main(["report", str(traces_folder / "ddp"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"][1]["rank"] == 1
+    assert main(["report", str(tmp_path / "nothing")]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "has no traces" in error
+    pair = [str(traces_folder / "ddp")] * 2
+    assert main(["compare", *pair]) == 2
+    assert "has 2 named steps" in capsys.readouterr().err
+
+
+def test_compare_exits_1_on_a_regression_and_0_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slower second run exits 1; the same run, or a faster one, exits 0."""
+    slow = Fault(phase="compute", rank=0, delay_ns=20_000_000)
+    for name, fault in (("a", None), ("b", slow)):
+        (tmp_path / name).mkdir()
+        for rank, trace in simulate_run(ranks=2, fault=fault, seed=3).traces.items():
+            events = [
+                {"ph": "X", "name": trace.name_of(row), "pid": 1, "tid": int(trace.thread[row]),
+                 "cat": "cpu_op" if trace.category[row] == 1 else "user_annotation",
+                 "ts": float(trace.start_ns[row] % 10**15) / 1e3,
+                 "dur": float(trace.duration_ns[row]) / 1e3}
+                for row in range(len(trace))
+            ]  # fmt: skip
+            (tmp_path / name / f"rank-{rank}.json").write_text(json.dumps({"traceEvents": events}))
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    assert main(["compare", a, b]) == 1
+    assert "significant regression" in capsys.readouterr().out
+    assert main(["compare", b, a]) == 0
+    assert main(["compare", a, a]) == 0
+    assert main(["compare", a, b, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["regression"] is True
