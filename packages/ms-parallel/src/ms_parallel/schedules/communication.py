@@ -9,10 +9,11 @@ thus stands before the computation during which its message arrives, so that it 
 """
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.action import Action, Kind
+from ms_parallel.schedules.costs import Ticks
 
 __all__ = ["sources", "with_communication"]
 
@@ -46,13 +47,15 @@ def _results(action: Action) -> list[_Result]:
 
 
 def with_communication(
-    rows: Sequence[Sequence[Action]], placement: Sequence[int]
+    rows: Sequence[Sequence[Action]], placement: Sequence[int], ticks: Ticks | None = None
 ) -> tuple[tuple[Action, ...], ...]:
     """The rows with a SEND and a RECV for every result that another rank needs.
 
     Args:
         rows: For each rank its computations, in order.
         placement: Rank of each stage.
+        ticks: Durations to play with; by default a backward takes twice a forward. They decide
+            only how early a receive stands in its row.
 
     Raises:
         ScheduleError: the rows wait for one another for ever, or an action's stage is not placed
@@ -79,10 +82,12 @@ def with_communication(
                     waiting[source] = rank
                     return
                 start = max(start, ready[source])
-        length = sum(_NOMINAL[part.kind] for part in action.computations)
+        if ticks is None:
+            length = sum(_NOMINAL[part.kind] for part in action.computations)
+        else:
+            length = ticks.duration(action)
         heappush(running, (start + length, start, rank))
 
-    heapify(running)
     for rank in range(len(rows)):
         begin(rank)
     while running:
@@ -93,8 +98,8 @@ def with_communication(
         clock[rank] = end
         woken = []
         for result in _results(action):
-            ready[result] = end
-            _exchange(result, placement, output)
+            crosses = _exchange(result, placement, output)
+            ready[result] = end + (ticks.latency if ticks and crosses else 0)
             if (sleeper := waiting.pop(result, None)) is not None:
                 woken.append(sleeper)
         for sleeper in [rank, *woken]:
@@ -103,11 +108,12 @@ def with_communication(
     return tuple(map(tuple, output))
 
 
-def _exchange(result: _Result, placement: Sequence[int], output: list[list[Action]]) -> None:
+def _exchange(result: _Result, placement: Sequence[int], output: list[list[Action]]) -> bool:
+    """Insert the message that carries a result, and say whether there is one."""
     is_gradient, stage, microbatch = result
     consumer = stage - 1 if is_gradient else stage + 1
     if not 0 <= consumer < len(placement) or placement[consumer] == placement[stage]:
-        return
+        return False
     send, receive = (
         (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)
         if is_gradient
@@ -115,6 +121,7 @@ def _exchange(result: _Result, placement: Sequence[int], output: list[list[Actio
     )
     output[placement[stage]].append(Action(send, stage, microbatch))
     output[placement[consumer]].append(Action(receive, consumer, microbatch))
+    return True
 
 
 def _check_places(rows: Sequence[Sequence[Action]], placement: Sequence[int]) -> None:
