@@ -62,50 +62,61 @@ def with_communication(
             on its row.
     """
     _check_places(rows, placement)
-    stages = len(placement)
-    cursor, clock = [0] * len(rows), [0] * len(rows)
-    ready: dict[_Result, int] = {}
-    waiting: dict[_Result, int] = {}
-    output: list[list[Action]] = [[] for _ in rows]
-    # Ends in global order: (end, begun at, rank); ranks whose next computation may begin are fed
-    # into it by `begin`.
-    running: list[tuple[int, int, int]] = []
+    weaver = _Weaver(rows, placement, ticks)
+    for rank in range(len(rows)):
+        weaver.begin(rank)
+    while weaver.running:
+        weaver.finish()
+    _check_finished(rows, weaver.cursor, len(placement), weaver.ready)
+    return tuple(map(tuple, weaver.output))
 
-    def begin(rank: int) -> None:
-        if cursor[rank] == len(rows[rank]):
+
+class _Weaver:
+    """Plays the rows; `running` holds (end, start, rank) of each rank's current computation."""
+
+    def __init__(
+        self, rows: Sequence[Sequence[Action]], placement: Sequence[int], ticks: Ticks | None
+    ) -> None:
+        self.rows, self.placement, self.ticks = rows, placement, ticks
+        self.cursor, self.clock = [0] * len(rows), [0] * len(rows)
+        self.ready: dict[_Result, int] = {}
+        self.waiting: dict[_Result, int] = {}
+        self.output: list[list[Action]] = [[] for _ in rows]
+        self.running: list[tuple[int, int, int]] = []
+
+    def begin(self, rank: int) -> None:
+        """Start the rank's next computation if all that it needs is known to come."""
+        if self.cursor[rank] == len(self.rows[rank]):
             return
-        action = rows[rank][cursor[rank]]
-        start = clock[rank]
+        action = self.rows[rank][self.cursor[rank]]
+        start = self.clock[rank]
         for part in action.computations:
-            for source in sources(part, stages):
-                if source not in ready:
-                    waiting[source] = rank
+            for source in sources(part, len(self.placement)):
+                if source not in self.ready:
+                    self.waiting[source] = rank
                     return
-                start = max(start, ready[source])
-        if ticks is None:
+                start = max(start, self.ready[source])
+        if self.ticks is None:
             length = sum(_NOMINAL[part.kind] for part in action.computations)
         else:
-            length = ticks.duration(action)
-        heappush(running, (start + length, start, rank))
+            length = self.ticks.duration(action)
+        heappush(self.running, (start + length, start, rank))
 
-    for rank in range(len(rows)):
-        begin(rank)
-    while running:
-        end, _, rank = heappop(running)
-        action = rows[rank][cursor[rank]]
-        output[rank].append(action)
-        cursor[rank] += 1
-        clock[rank] = end
+    def finish(self) -> None:
+        """End the computation that ends next; its messages enter both rows at this moment."""
+        end, _, rank = heappop(self.running)
+        action = self.rows[rank][self.cursor[rank]]
+        self.output[rank].append(action)
+        self.cursor[rank] += 1
+        self.clock[rank] = end
         woken = []
         for result in _results(action):
-            crosses = _exchange(result, placement, output)
-            ready[result] = end + (ticks.latency if ticks and crosses else 0)
-            if (sleeper := waiting.pop(result, None)) is not None:
+            crosses = _exchange(result, self.placement, self.output)
+            self.ready[result] = end + (self.ticks.latency if self.ticks and crosses else 0)
+            if (sleeper := self.waiting.pop(result, None)) is not None:
                 woken.append(sleeper)
         for sleeper in [rank, *woken]:
-            begin(sleeper)
-    _check_finished(rows, cursor, stages, ready)
-    return tuple(map(tuple, output))
+            self.begin(sleeper)
 
 
 def _exchange(result: _Result, placement: Sequence[int], output: list[list[Action]]) -> bool:
