@@ -5,14 +5,12 @@ that OUT is whole or not there. Every few seconds it syncs its shards and notes 
 the same command after a crash goes on from that note and ends in the same bytes.
 """
 
-import fcntl
 import os
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,12 +21,13 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from ms_data.durable import publish, sync_folder, write_file, writing
+from ms_data.durable import publish, sync_folder, write_file
 from ms_data.errors import CorpusError, OutputError, SettingError
 from ms_data.format import FRAME_BYTES, Index, ShardEntry, encode_index, token_type_for
 from ms_data.journal import Journal, Recipe, load_journal, save_journal
 from ms_data.readers import Corpus, Document, Position, find_corpus
 from ms_data.tokenizer import Tokenizer
+from ms_data.workplace import free_place, workplace
 from ms_data.writer import DatasetWriter
 
 __all__ = ["Summary", "build"]
@@ -104,7 +103,7 @@ def build(
         raise SettingError(f"shard_size_mib is {shard_size_mib}; it must be 1 or more")
     encoder = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
     source = find_corpus(corpus, text_key=text_key, skip_invalid=skip_invalid)
-    folder = _free_place(out)
+    folder = free_place(out)
     recipe = Recipe(
         tokenizer=encoder.digest,
         end_of_text=encoder.end_of_text,
@@ -114,7 +113,7 @@ def build(
         libraries=f"tokenizers {tokenizers.__version__}, zstandard {zstandard.__version__}",
     )
     aside = folder.with_name(folder.name + ".partial")
-    with _workplace(aside):
+    with workplace(aside, JOURNAL):
         summary = _Build(source, encoder, recipe, aside, on_progress).run()
         (aside / JOURNAL).unlink(missing_ok=True)
         sync_folder(aside)
@@ -286,49 +285,4 @@ class _Build:
                 name: sum(shard.tokens for shard in shards if shard.split == name)
                 for name in index.splits
             },
-        )
-
-
-def _free_place(out: str | Path) -> Path:
-    """The real path of a folder that does not exist yet, or is empty."""
-    folder = Path(os.path.realpath(out))
-    with writing(folder):
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise OutputError(f"{out} is not empty; choose another folder, or remove it")
-    if folder.is_mount():
-        raise OutputError(f"{out} is a mount point; choose a folder inside it")
-    return folder
-
-
-@contextmanager
-def _workplace(aside: Path) -> Iterator[None]:
-    """The folder to build in, held by this process alone; removed if it is of no further use."""
-    with writing(aside):
-        aside.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _lock(descriptor, aside)
-        try:
-            with writing(aside):
-                yield
-        except BaseException as error:
-            if (aside / JOURNAL).exists():
-                error.add_note(f"what is done is kept in {aside}: the same command goes on there")
-            else:
-                shutil.rmtree(aside, ignore_errors=True)
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, aside: Path) -> None:
-    """Takes the folder for this process, if it still stands under its name."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        same = os.path.samestat(os.fstat(descriptor), aside.stat())
-    except (BlockingIOError, FileNotFoundError):
-        same = False
-    if not same:
-        raise OutputError(
-            f"another build is writing {aside}; wait for it, or choose another folder"
         )
