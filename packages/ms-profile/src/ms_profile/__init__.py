@@ -6,7 +6,7 @@ from ms_profile.errors import ProfileError
 from ms_profile.event_reader import EventFilter, follow_events, read_events
 from ms_profile.events import Event, EventLog, StepMetrics
 from ms_profile.link import LinkFit, LinkMatrix, fit_link, measure_links
-from ms_profile.recorder import Recorder
+from ms_profile.recorder import Recorder, mark_step
 from ms_profile.ring import Kind, RingRecording, read_ring
 from ms_profile.tensorboard import export_tensorboard
 
@@ -30,6 +30,7 @@ __all__ = [
     "export_tensorboard",
     "fit_link",
     "follow_events",
+    "mark_step",
     "measure_links",
     "read_clocks",
     "read_events",
