@@ -42,6 +42,7 @@ from ms_parallel.sharding import reshard
 from ms_parallel.stages import build_stage, cut_layers
 from ms_parallel.state import load_state, state_of
 from ms_parallel.tables import Tables
+from ms_parallel.tensor_parallel import is_whole
 
 __all__ = ["Engine", "Update"]
 
@@ -123,6 +124,13 @@ class Engine:
             for stage in self.stages.values()
             for name, parameter in stage.named_parameters()
         }
+        # Kept, as matching hundreds of names against patterns each step would cost.
+        self.whole = [name for name in self.parameters if is_whole(name, self.plan)]
+        self.counted = [
+            name
+            for name in self.parameters
+            if is_counted(name, self.plan, self.placement, self.groups)
+        ]
         local = {name: local_part(parameter) for name, parameter in self.parameters.items()}
         self.optimizer = AdamW(local, optimizer or AdamWConfig())
 
@@ -176,7 +184,9 @@ class Engine:
 
         microbatches = [self._to_device(row) for row in rows]
         losses = self.runtime.run(self.tables.training(len(rows)), microbatches, finish)
-        gradients = reduce_gradients(self.parameters, self.plan, self.placement, self.groups)
+        gradients = reduce_gradients(
+            self.parameters, self.whole, self.plan.tied, self.placement, self.groups
+        )
         value, norm = self._summary(losses, gradients)
         finite = bool(np.isfinite(value) and np.isfinite(norm))
         if finite:
@@ -282,11 +292,7 @@ class Engine:
         self, losses: Sequence[Tensor], gradients: Mapping[str, Tensor]
     ) -> tuple[float, float]:
         """Loss of the global batch and norm of its gradient, each part counted once."""
-        counted = [
-            gradient
-            for name, gradient in gradients.items()
-            if is_counted(name, self.plan, self.placement, self.groups)
-        ]
+        counted = [gradients[name] for name in self.counted]
         facts = torch.zeros(2, device=self.device)
         if losses and self.groups.place.tensor == 0:
             facts[0] = torch.stack(list(losses)).sum()
