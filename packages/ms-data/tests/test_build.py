@@ -292,15 +292,17 @@ def test_a_writer_goes_on_from_its_state_whatever_was_written_after_it(
     assert files_of(folder / "killed") == files_of(folder / "calm")
 
 
-def interrupt(folder: Path, tokenizer: Tokenizer, out: Path, **changes: object) -> None:
-    """Starts a build that stops after its second save, as an interrupt from the keyboard does."""
+def interrupt(
+    folder: Path, tokenizer: Tokenizer, out: Path, *, stop_at: int = 3, **changes: object
+) -> None:
+    """Starts a build that stops in its third batch, as an interrupt from the keyboard does."""
     module = sys.modules["ms_data.build"]
     seen = 0
 
     def stop(done: int, total: int) -> None:
         nonlocal seen
         seen += 1
-        if seen == 3:
+        if seen == stop_at:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
@@ -325,6 +327,19 @@ def test_an_interrupted_build_counts_as_if_it_had_not_been(
         calm.text_bytes,
     )
     assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 3, 5, 8])
+def test_what_is_left_out_is_counted_once(
+    tokenizer: Tokenizer, tmp_path: Path, stop_at: int
+) -> None:
+    """Invalid lines between, before and after documents count the same however often it stops."""
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": text}) for text in texts_of(8, 140)]
+    path.write_text("bad\n" + "\nbad\n".join(lines) + "\nbad\nbad\n")
+    interrupt(path, tokenizer, tmp_path / "out", stop_at=stop_at, skip_invalid=True)
+    summary = build(path, tokenizer=tokenizer, out=tmp_path / "out", skip_invalid=True)
+    assert (summary.documents, summary.skipped) == (140, 142)
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,7 @@ def test_each_step_is_an_event_and_a_span(alone: tuple[Path, Finished]) -> None:
 PARALLEL = {"ddp": {"gloo:all_reduce"}, "fsdp": {"gloo:all_gather", "gloo:all_reduce"}}
 
 
-@pytest.mark.parametrize("parallel", PARALLEL)
-@pytest.mark.parametrize("launcher", ["ours", "torchrun"])
+@pytest.mark.parametrize(("parallel", "launcher"), [("ddp", "ours"), ("fsdp", "torchrun")])
 def test_every_rank_sees_its_collectives_with_durations(
     tmp_path: Path, parallel: str, launcher: str
 ) -> None:
@@ -265,3 +264,35 @@ def test_a_killed_rank_is_named_and_the_others_records_are_kept(tmp_path: Path) 
     ring = read_ring(folder / "ring/rank-00001.ring")
     assert ring.spans["step"].max() == 5
     assert {event.rank for event in read_events(folder)} == {0, 1}
+
+
+WORKERS = """
+import sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+class Rows(Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        return torch.ones(8)
+if __name__ == "__main__":
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters())
+    loader = DataLoader(Rows(), batch_size=4, num_workers=2, multiprocessing_context=sys.argv[1])
+    for batch in loader:
+        model(batch).sum().backward()
+        optimizer.step()
+    print("ended")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_loader_with_worker_processes_works_as_alone(tmp_path: Path, context: str) -> None:
+    """Workers inherit or import the script again; neither hangs, and the waits are recorded."""
+    script = tmp_path / "workers.py"
+    script.write_text(WORKERS)
+    done = run(tmp_path / "out", context, own=("--train-script", str(script)))
+    assert done.stdout == "ended\n"
+    ring = read_ring(tmp_path / "out/ring/rank-00000.ring")
+    assert Kind.DATA in ring.spans["kind"]

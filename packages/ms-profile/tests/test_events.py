@@ -256,6 +256,30 @@ def test_a_forked_child_may_not_write_its_parents_log(tmp_path: Path) -> None:
     log.close()
 
 
+INTERRUPTED = """
+import os, signal, sys
+from ms_profile.events import EventLog
+log = EventLog(sys.argv[1])
+signal.signal(signal.SIGALRM, lambda *_: (log("alarm", {}), log.flush()))
+signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+for number in range(20_000):
+    log("step", {"step": number})
+signal.setitimer(signal.ITIMER_REAL, 0)
+log.close()
+"""
+
+
+def test_a_signal_handler_may_record_and_flush(tmp_path: Path) -> None:
+    """As when SIGTERM ends a run in the middle of a call: every block stays whole."""
+    subprocess.run([sys.executable, "-c", INTERRUPTED, str(tmp_path)], check=True, timeout=60)
+    problems: list[str] = []
+    events = list(read_events(tmp_path, on_problem=problems.append))
+    assert problems == []
+    steps = [event.step for event in events if event.kind == "step"]
+    assert sorted(step or 0 for step in steps) == list(range(20_000))
+    assert any(event.kind == "alarm" for event in events)
+
+
 def test_a_closed_log_refuses(tmp_path: Path) -> None:
     """Closing twice is fine, writing afterwards is an error."""
     log = EventLog(tmp_path)

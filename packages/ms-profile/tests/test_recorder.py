@@ -178,6 +178,29 @@ def test_long_garbage_collections_are_recorded(tmp_path: Path) -> None:
     assert found.name_of(longest["name"]) == "gc generation 2"
 
 
+def test_a_torch_without_scopes_costs_the_collectives_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Kineto cannot be restricted, the rest is recorded and the reason kept."""
+    from ms_profile.capture.scopes import ScopeRecorder
+
+    def refuse(self: ScopeRecorder) -> None:
+        raise TypeError("no such argument")
+
+    monkeypatch.setattr(ScopeRecorder, "start", refuse)
+    model = Block()
+    optimizer = torch.optim.SGD(model.parameters())
+    with Recorder(tmp_path / "r.ring") as recorder:
+        recorder.attach()
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+    assert recorder.steps == 3
+    assert recorder.problem == (
+        "this torch shows no collectives outside the windows: no such argument"
+    )
+
+
 def test_importing_the_package_imports_no_torch() -> None:
     """Torch is an extra."""
     code = "import sys, ms_profile, ms_profile.cli; assert 'torch' not in sys.modules"

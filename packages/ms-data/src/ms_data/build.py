@@ -5,31 +5,38 @@ that OUT is whole or not there. Every few seconds it syncs its shards and notes 
 the same command after a crash goes on from that note and ends in the same bytes.
 """
 
-import fcntl
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import tokenizers
 import xxhash
 import zstandard
+from numpy.typing import NDArray
 
-from ms_data.durable import publish, sync_folder, write_file, writing
+from ms_data.durable import publish, sync_folder, write_file
 from ms_data.errors import CorpusError, OutputError, SettingError
 from ms_data.format import FRAME_BYTES, Index, ShardEntry, encode_index, token_type_for
 from ms_data.journal import Journal, Recipe, load_journal, save_journal
 from ms_data.readers import Corpus, Document, Position, find_corpus
 from ms_data.tokenizer import Tokenizer
+from ms_data.workplace import free_place, workplace
 from ms_data.writer import DatasetWriter
 
 __all__ = ["Summary", "build"]
 
-BATCH_CHARACTERS = 1 << 21
-"""Text that is tokenized at once: enough to keep many cores busy, little enough to hold."""
+BATCH_CHARACTERS = 1 << 20
+"""Text that is tokenized at once; its tokens take some 150 MB until they are written."""
+
+BATCHES_AHEAD = max(2, (os.cpu_count() or 1) // 4)
+"""Batches that are tokenized while one is written, so that no core waits for a long document."""
 
 SAVE_EVERY_S = 5.0
 """A build that is killed loses at most about this much work."""
@@ -96,7 +103,7 @@ def build(
         raise SettingError(f"shard_size_mib is {shard_size_mib}; it must be 1 or more")
     encoder = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
     source = find_corpus(corpus, text_key=text_key, skip_invalid=skip_invalid)
-    folder = _free_place(out)
+    folder = free_place(out)
     recipe = Recipe(
         tokenizer=encoder.digest,
         end_of_text=encoder.end_of_text,
@@ -106,12 +113,20 @@ def build(
         libraries=f"tokenizers {tokenizers.__version__}, zstandard {zstandard.__version__}",
     )
     aside = folder.with_name(folder.name + ".partial")
-    with _workplace(aside):
+    with workplace(aside, JOURNAL):
         summary = _Build(source, encoder, recipe, aside, on_progress).run()
         (aside / JOURNAL).unlink(missing_ok=True)
         sync_folder(aside)
         publish(aside, folder)
     return msgspec.structs.replace(summary, folder=str(out))
+
+
+class _Batch(NamedTuple):
+    """Documents that are tokenized together."""
+
+    documents: list[Document]
+    skipped: int
+    """Documents left out before the last of them, from the beginning of the corpus."""
 
 
 class _Build:
@@ -148,39 +163,63 @@ class _Build:
         """Writes all that is left to write."""
         try:
             saved = time.monotonic()
-            for batch in self._batches():
-                self._write(batch)
-                if time.monotonic() - saved >= SAVE_EVERY_S:
-                    self._save()
-                    saved = time.monotonic()
+            with closing(self._encoded()) as batches:
+                for batch, encoded in batches:
+                    self._write(batch, encoded)
+                    if batch.documents and time.monotonic() - saved >= SAVE_EVERY_S:
+                        self._save()
+                        saved = time.monotonic()
             return self._finish(self._writer.close())
         finally:
             self._writer.abandon()
 
-    def _batches(self) -> Iterator[list[Document]]:
-        batch: list[Document] = []
-        size = 0
-        for document in self._source.documents(self._position, self._skip):
-            batch.append(document)
-            size += len(document.text)
+    def _encoded(self) -> Generator[tuple[_Batch, list[NDArray[np.int64]]], None, None]:
+        """Each batch with its tokens, in order; some batches ahead are being tokenized."""
+        ahead: deque[tuple[_Batch, Future[list[NDArray[np.int64]]]]] = deque()
+        pool = ThreadPoolExecutor(BATCHES_AHEAD)
+        try:
+            for batch in self._batches():
+                texts = [document.text for document in batch.documents]
+                ahead.append((batch, pool.submit(self._encoder.encode_documents, texts)))
+                if len(ahead) > BATCHES_AHEAD:
+                    first, encoded = ahead.popleft()
+                    yield first, encoded.result()
+            for first, encoded in ahead:
+                yield first, encoded.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _batches(self) -> Iterator[_Batch]:
+        documents: list[Document] = []
+        size, skipped, counted = 0, self._skipped, self._skipped
+
+        def on_skip(reason: str) -> None:
+            nonlocal skipped
+            skipped += 1
+
+        for document in self._source.documents(self._position, on_skip):
+            documents.append(document)
+            size, counted = size + len(document.text), skipped
             if size >= BATCH_CHARACTERS:
-                yield batch
-                batch, size = [], 0
-        if batch:
-            yield batch
+                yield _Batch(documents, counted)
+                documents, size = [], 0
+        if documents:
+            yield _Batch(documents, counted)
+        # What was left out after the last document is counted, but stands in no journal:
+        # a build that goes on from the last document meets it again.
+        yield _Batch([], skipped)
 
-    def _skip(self, reason: str) -> None:
-        self._skipped += 1
-
-    def _write(self, batch: list[Document]) -> None:
-        encoded = self._encoder.encode_documents([document.text for document in batch])
-        for document, tokens in zip(batch, encoded, strict=True):
+    def _write(self, batch: _Batch, encoded: list[NDArray[np.int64]]) -> None:
+        for document, tokens in zip(batch.documents, encoded, strict=True):
             text = document.text.encode()
             self._text_bytes += len(text)
             held = xxhash.xxh3_64_intdigest(text) < self._recipe.hold_out * 2.0**64
             self._writer.append("held_out" if held else "train", tokens)
-        self._position = batch[-1].after
-        self._on_progress(batch[-1].read_bytes, self._source.size_bytes)
+        self._skipped = batch.skipped
+        if batch.documents:
+            last = batch.documents[-1]
+            self._position = last.after
+            self._on_progress(last.read_bytes, self._source.size_bytes)
 
     def _save(self) -> None:
         journal = Journal(
@@ -246,49 +285,4 @@ class _Build:
                 name: sum(shard.tokens for shard in shards if shard.split == name)
                 for name in index.splits
             },
-        )
-
-
-def _free_place(out: str | Path) -> Path:
-    """The real path of a folder that does not exist yet, or is empty."""
-    folder = Path(os.path.realpath(out))
-    with writing(folder):
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise OutputError(f"{out} is not empty; choose another folder, or remove it")
-    if folder.is_mount():
-        raise OutputError(f"{out} is a mount point; choose a folder inside it")
-    return folder
-
-
-@contextmanager
-def _workplace(aside: Path) -> Iterator[None]:
-    """The folder to build in, held by this process alone; removed if it is of no further use."""
-    with writing(aside):
-        aside.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _lock(descriptor, aside)
-        try:
-            with writing(aside):
-                yield
-        except BaseException as error:
-            if (aside / JOURNAL).exists():
-                error.add_note(f"what is done is kept in {aside}: the same command goes on there")
-            else:
-                shutil.rmtree(aside, ignore_errors=True)
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, aside: Path) -> None:
-    """Takes the folder for this process, if it still stands under its name."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        same = os.path.samestat(os.fstat(descriptor), aside.stat())
-    except (BlockingIOError, FileNotFoundError):
-        same = False
-    if not same:
-        raise OutputError(
-            f"another build is writing {aside}; wait for it, or choose another folder"
         )

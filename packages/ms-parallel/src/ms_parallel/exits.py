@@ -12,7 +12,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from ms_parallel.errors import ParallelError
+from ms_parallel.errors import LaunchError, ParallelError
 from ms_parallel.launch import is_first, launched
 
 __all__ = ["end_scripts_plainly", "report"]
@@ -37,7 +37,8 @@ def report(error: BaseException) -> int | None:
     if told is None:
         return None
     code, line = told
-    if _speaks("mistake" if code == BAD_INPUT else "loss"):
+    # A process that met nobody speaks for itself, and has no store to ask.
+    if isinstance(error, LaunchError) or _speaks("mistake" if code == BAD_INPUT else "loss"):
         print(f"error: {line}", file=sys.stderr, flush=True)  # noqa: T201 - the command's last word
     elif launched():
         time.sleep(SETTLE_S)

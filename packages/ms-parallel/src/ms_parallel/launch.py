@@ -1,7 +1,9 @@
 """Joining the other processes, and saying what to type when they are not there."""
 
 import atexit
+import errno
 import os
+import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -70,7 +72,7 @@ def join(layout: Layout, *, timeout_s: float) -> None:
             not come.
         LayoutError: the layout is not for this number of processes.
     """
-    if dist.is_initialized():
+    if dist.is_initialized() and (launched() or dist.get_world_size() > 1):
         layout.check_world(dist.get_world_size())
         return
     if not launched():
@@ -86,6 +88,8 @@ def join(layout: Layout, *, timeout_s: float) -> None:
     backend = dist.get_default_backend_for_device(accelerator or "cpu")
     # A gloo group beside an accelerator's own lets what lies on the CPU be exchanged too.
     backend = backend if accelerator is None else f"cpu:gloo,{accelerator.type}:{backend}"
+    if number == 0 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        _check_port()
     timeout = timedelta(seconds=timeout_s)
     try:
         store, _, _ = next(iter(rendezvous("env://", number, size, timeout=timeout)))
@@ -106,14 +110,28 @@ def _number(name: str) -> int:
     return int(value)
 
 
+def _check_port() -> None:
+    """The store would listen on all addresses and not see that one of them is taken."""
+    host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise LaunchError(_taken(str(port))) from error
+
+
+def _taken(port: str) -> str:
+    return (
+        f"port {port} is in use on this machine (MASTER_PORT={port}); choose a free one for all"
+        " ranks with MASTER_PORT, or start with torchrun --standalone, which finds one"
+    )
+
+
 def _why_not(error: Exception, number: int, timeout_s: float) -> str:
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     reason = next(iter(str(error).splitlines()), type(error).__name__)
-    if "EADDRINUSE" in str(error) or "in use" in str(error):
-        return (
-            f"port {port} is in use on this machine (MASTER_PORT={port}); choose a free one for"
-            " all ranks with MASTER_PORT, or start with torchrun --standalone, which finds one"
-        )
+    if "EADDRINUSE" in str(error):
+        return _taken(port)
     if number > 0:
         return (
             f"rank {number} did not meet rank 0 at {host}:{port} within {timeout_s:g} s ({reason});"

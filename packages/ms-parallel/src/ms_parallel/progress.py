@@ -74,7 +74,7 @@ class Show:
             return
         left = duration((self._total - step) * pace.step_s)
         facts = f"loss {loss:.4f}  {pace.rate_tokens_per_s:,.0f} tokens/s  {left} left"
-        if self._console.is_terminal:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._on_bar(step, facts)
         elif step % self._every == 0 or step in (1, self._total):
             self.note(f"step {step}/{self._total}  {facts}")

@@ -1,4 +1,4 @@
-"""The command `ms-profile`: parse the command line, run one subcommand, turn errors into one line and an exit code."""
+"""The command `ms-profile`: run one subcommand, turn errors into one line and an exit code."""
 
 import argparse
 import importlib

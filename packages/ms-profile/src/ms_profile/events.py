@@ -127,8 +127,9 @@ class EventLog:
         )
         self._interval_s, self._limit_bytes, self._keep = flush_interval_s, segment_bytes, segments
         self._encoder = msgspec.msgpack.Encoder()
-        self._pending = bytearray()
-        self._pending_events = 0
+        # One object holds all that is pending: a signal handler may record between two lines.
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._stop = threading.Event()
@@ -168,19 +169,19 @@ class EventLog:
         with self._lock:
             if self._descriptor < 0:
                 raise EventError(f"the log of rank {self.rank} is closed; open another")
-            self._pending += encoded
-            self._pending_events += 1
-            if len(self._pending) >= FLUSH_BYTES:
+            self._pending.append(encoded)
+            self._pending_bytes += len(encoded)
+            if self._pending_bytes >= FLUSH_BYTES:
                 self.flush()
 
     def flush(self) -> None:
         """Write what has gathered, so that it outlives this process."""
         with self._lock:
-            if not self._pending_events or self._descriptor < 0 or os.getpid() != self._pid:
+            if not self._pending or self._descriptor < 0 or os.getpid() != self._pid:
                 return
-            count = self._pending_events
-            content = ARRAY + struct.pack(">I", count) + self._pending
-            self._pending, self._pending_events = bytearray(), 0
+            taken, self._pending = self._pending, []
+            self._pending_bytes = 0
+            content = b"".join((ARRAY, struct.pack(">I", len(taken)), *taken))
             try:
                 if self._size >= self._limit_bytes:
                     self._rotate()
@@ -188,7 +189,7 @@ class EventLog:
             except OSError as error:
                 if not self.lost:
                     logger.warning("events of rank %d are being lost: %s", self.rank, error)
-                self.lost += count
+                self.lost += len(taken)
 
     def close(self) -> None:
         """Flush, sync to disk and close; further calls do nothing."""
@@ -202,6 +203,8 @@ class EventLog:
             descriptor, self._descriptor = self._descriptor, -1
             try:
                 os.fsync(descriptor)
+            except OSError as error:
+                logger.warning("events of rank %d may not be on the disk: %s", self.rank, error)
             finally:
                 os.close(descriptor)
         atexit.unregister(self.close)

@@ -6,6 +6,7 @@ Pure: nothing here imports torch or starts anything.
 from ms_parallel.schedules.action import Action, Kind
 from ms_parallel.schedules.balance import Balanced, LayerCosts, balance
 from ms_parallel.schedules.breadth_first import breadth_first
+from ms_parallel.schedules.catalogue import GENERATORS, named_schedule
 from ms_parallel.schedules.communication import with_communication
 from ms_parallel.schedules.costs import Costs
 from ms_parallel.schedules.draw import draw_html, draw_svg, draw_text
@@ -27,6 +28,7 @@ from ms_parallel.schedules.zb_h2 import zb_h2
 from ms_parallel.schedules.zb_v import zb_v
 
 __all__ = [
+    "GENERATORS",
     "Action",
     "Balanced",
     "Costs",
@@ -47,6 +49,7 @@ __all__ = [
     "interleaved_one_f_one_b",
     "looped",
     "measured",
+    "named_schedule",
     "one_a_rank",
     "one_f_one_b",
     "search",

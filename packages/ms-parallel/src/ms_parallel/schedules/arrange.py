@@ -117,7 +117,9 @@ class Arrangement:
     def schedule(self, problem: Problem, name: str) -> Schedule:
         """The arrangement as a table with communication."""
         rows = [_actions(row, problem.split) for row in self.rows]
-        return Schedule.from_computations(rows, problem.placement, problem.microbatches, name)
+        return Schedule.from_computations(
+            rows, problem.placement, problem.microbatches, name, problem.ticks
+        )
 
 
 def _actions(row: Sequence[tuple[int, int, int]], split: bool) -> list[Action]:

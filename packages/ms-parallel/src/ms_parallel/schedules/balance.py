@@ -7,6 +7,7 @@ messages, not the largest stage.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from fractions import Fraction
 
 from attrs import field, frozen
@@ -120,30 +121,7 @@ def balance(
             f"{layers.layers} layers for {stages} stages; every stage needs at least one, "
             "so choose fewer stages"
         )
-    split = _by_work(layers, stages)
-    tried: dict[tuple[int, ...], Fraction | None] = {}
-
-    def cost(candidate: tuple[int, ...]) -> Fraction | None:
-        if candidate not in tried:
-            costs = layers.stages(candidate)
-            try:
-                problem = problem_of(costs, memory_cap, microbatches, tuple(placement))
-                found = Fraction(glance(problem).makespan, problem.ticks.per_unit)
-            except ScheduleError:
-                found = None
-            tried[candidate] = found
-        return tried[candidate]
-
-    best = cost(split)
-    for _ in range(4 * stages):
-        rivals = [
-            (time, rival)
-            for rival in _neighbours(split, layers, placement)
-            if (time := cost(rival)) is not None
-        ]
-        if not rivals or (best is not None and min(rivals)[0] >= best):
-            break
-        best, split = min(rivals)
+    split = _climb(layers, memory_cap, tuple(placement), microbatches)
     found = search(
         layers.stages(split),
         memory_cap,
@@ -153,6 +131,39 @@ def balance(
         effort=effort,
     )
     return Balanced(split=split, found=found)
+
+
+def _climb(
+    layers: LayerCosts,
+    memory_cap: Number | Sequence[Number] | None,
+    placement: tuple[int, ...],
+    microbatches: int,
+) -> tuple[int, ...]:
+    """Move one layer at a time, always the best move, until none makes the schedule shorter."""
+    tried: dict[tuple[int, ...], Fraction | None] = {}
+
+    def cost(candidate: tuple[int, ...]) -> Fraction | None:
+        if candidate not in tried:
+            tried[candidate] = None
+            with suppress(ScheduleError):
+                costs = layers.stages(candidate)
+                problem = problem_of(costs, memory_cap, microbatches, placement)
+                makespan = glance(problem).makespan
+                tried[candidate] = Fraction(makespan, problem.ticks.per_unit)
+        return tried[candidate]
+
+    split = _by_work(layers, len(placement))
+    best = cost(split)
+    for _ in range(4 * len(placement)):
+        rivals = [
+            (time, rival)
+            for rival in _neighbours(split, layers, placement)
+            if (time := cost(rival)) is not None
+        ]
+        if not rivals or (best is not None and min(rivals)[0] >= best):
+            break
+        best, split = min(rivals)
+    return split
 
 
 def _by_work(layers: LayerCosts, stages: int) -> tuple[int, ...]:

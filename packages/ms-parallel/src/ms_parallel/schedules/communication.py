@@ -9,10 +9,11 @@ thus stands before the computation during which its message arrives, so that it 
 """
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.action import Action, Kind
+from ms_parallel.schedules.costs import Ticks
 
 __all__ = ["sources", "with_communication"]
 
@@ -46,68 +47,84 @@ def _results(action: Action) -> list[_Result]:
 
 
 def with_communication(
-    rows: Sequence[Sequence[Action]], placement: Sequence[int]
+    rows: Sequence[Sequence[Action]], placement: Sequence[int], ticks: Ticks | None = None
 ) -> tuple[tuple[Action, ...], ...]:
     """The rows with a SEND and a RECV for every result that another rank needs.
 
     Args:
         rows: For each rank its computations, in order.
         placement: Rank of each stage.
+        ticks: Durations to play with; by default a backward takes twice a forward. They decide
+            only how early a receive stands in its row.
 
     Raises:
         ScheduleError: the rows wait for one another for ever, or an action's stage is not placed
             on its row.
     """
     _check_places(rows, placement)
-    stages = len(placement)
-    cursor, clock = [0] * len(rows), [0] * len(rows)
-    ready: dict[_Result, int] = {}
-    waiting: dict[_Result, int] = {}
-    output: list[list[Action]] = [[] for _ in rows]
-    # Ends in global order: (end, begun at, rank); ranks whose next computation may begin are fed
-    # into it by `begin`.
-    running: list[tuple[int, int, int]] = []
-
-    def begin(rank: int) -> None:
-        if cursor[rank] == len(rows[rank]):
-            return
-        action = rows[rank][cursor[rank]]
-        start = clock[rank]
-        for part in action.computations:
-            for source in sources(part, stages):
-                if source not in ready:
-                    waiting[source] = rank
-                    return
-                start = max(start, ready[source])
-        length = sum(_NOMINAL[part.kind] for part in action.computations)
-        heappush(running, (start + length, start, rank))
-
-    heapify(running)
+    weaver = _Weaver(rows, placement, ticks)
     for rank in range(len(rows)):
-        begin(rank)
-    while running:
-        end, _, rank = heappop(running)
-        action = rows[rank][cursor[rank]]
-        output[rank].append(action)
-        cursor[rank] += 1
-        clock[rank] = end
+        weaver.begin(rank)
+    while weaver.running:
+        weaver.finish()
+    _check_finished(rows, weaver.cursor, len(placement), weaver.ready)
+    return tuple(map(tuple, weaver.output))
+
+
+class _Weaver:
+    """Plays the rows; `running` holds (end, start, rank) of each rank's current computation."""
+
+    def __init__(
+        self, rows: Sequence[Sequence[Action]], placement: Sequence[int], ticks: Ticks | None
+    ) -> None:
+        self.rows, self.placement, self.ticks = rows, placement, ticks
+        self.cursor, self.clock = [0] * len(rows), [0] * len(rows)
+        self.ready: dict[_Result, int] = {}
+        self.waiting: dict[_Result, int] = {}
+        self.output: list[list[Action]] = [[] for _ in rows]
+        self.running: list[tuple[int, int, int]] = []
+
+    def begin(self, rank: int) -> None:
+        """Start the rank's next computation if all that it needs is known to come."""
+        if self.cursor[rank] == len(self.rows[rank]):
+            return
+        action = self.rows[rank][self.cursor[rank]]
+        start = self.clock[rank]
+        for part in action.computations:
+            for source in sources(part, len(self.placement)):
+                if source not in self.ready:
+                    self.waiting[source] = rank
+                    return
+                start = max(start, self.ready[source])
+        if self.ticks is None:
+            length = sum(_NOMINAL[part.kind] for part in action.computations)
+        else:
+            length = self.ticks.duration(action)
+        heappush(self.running, (start + length, start, rank))
+
+    def finish(self) -> None:
+        """End the computation that ends next; its messages enter both rows at this moment."""
+        end, _, rank = heappop(self.running)
+        action = self.rows[rank][self.cursor[rank]]
+        self.output[rank].append(action)
+        self.cursor[rank] += 1
+        self.clock[rank] = end
         woken = []
         for result in _results(action):
-            ready[result] = end
-            _exchange(result, placement, output)
-            if (sleeper := waiting.pop(result, None)) is not None:
+            crosses = _exchange(result, self.placement, self.output)
+            self.ready[result] = end + (self.ticks.latency if self.ticks and crosses else 0)
+            if (sleeper := self.waiting.pop(result, None)) is not None:
                 woken.append(sleeper)
         for sleeper in [rank, *woken]:
-            begin(sleeper)
-    _check_finished(rows, cursor, stages, ready)
-    return tuple(map(tuple, output))
+            self.begin(sleeper)
 
 
-def _exchange(result: _Result, placement: Sequence[int], output: list[list[Action]]) -> None:
+def _exchange(result: _Result, placement: Sequence[int], output: list[list[Action]]) -> bool:
+    """Insert the message that carries a result, and say whether there is one."""
     is_gradient, stage, microbatch = result
     consumer = stage - 1 if is_gradient else stage + 1
     if not 0 <= consumer < len(placement) or placement[consumer] == placement[stage]:
-        return
+        return False
     send, receive = (
         (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)
         if is_gradient
@@ -115,6 +132,7 @@ def _exchange(result: _Result, placement: Sequence[int], output: list[list[Actio
     )
     output[placement[stage]].append(Action(send, stage, microbatch))
     output[placement[consumer]].append(Action(receive, consumer, microbatch))
+    return True
 
 
 def _check_places(rows: Sequence[Sequence[Action]], placement: Sequence[int]) -> None:

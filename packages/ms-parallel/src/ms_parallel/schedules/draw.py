@@ -103,7 +103,8 @@ def _panel(line: Timeline, title: str, top: int, scale: float, width: int) -> li
 
 def _box(line: Timeline, rank: int, span: Span, y: int, scale: float, critical: bool) -> str:
     x, wide = _LEFT + span.start * scale, (span.end - span.start) * scale
-    colour = _COLOURS[span.action.kind][_is_later_stage(line, rank, span)]
+    later = _is_later_stage(line, rank, span)
+    colour, ink = _COLOURS[span.action.kind][later], "#202124" if later else "#ffffff"
     edge = ' stroke="#d93025" stroke-width="2"' if critical else ' stroke="#ffffff"'
     unit = line.ticks.per_unit
     tip = f"{span.action}: {_number(span.start / unit)} to {_number(span.end / unit)}"
@@ -115,7 +116,7 @@ def _box(line: Timeline, rank: int, span: Span, y: int, scale: float, critical: 
         return box
     label = "&amp;".join(str(part.microbatch) for part in span.action.computations)
     return box + (
-        f'<text x="{x + wide / 2:.2f}" y="{y + 13}" text-anchor="middle" fill="#000000" '
+        f'<text x="{x + wide / 2:.2f}" y="{y + 13}" text-anchor="middle" fill="{ink}" '
         f'pointer-events="none">{label}</text>'
     )
 
@@ -136,8 +137,8 @@ def draw_html(*lines: Timeline, titles: Sequence[str] = (), width: int = 1200) -
         Kind.OVERLAP: "overlapped pair",
     }
     legend = " ".join(
-        f'<span style="background:{_COLOURS[kind][0]};padding:2px 6px">{_LETTERS[kind]}</span> '
-        f"{name}"
+        f'<span style="background:{_COLOURS[kind][0]};color:#ffffff;padding:2px 6px">'
+        f"{_LETTERS[kind]}</span> {name}"
         for kind, name in names.items()
     )
     paths = "".join(

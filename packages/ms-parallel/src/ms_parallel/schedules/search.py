@@ -40,7 +40,7 @@ class Found:
     makespan: Fraction
     """Of `simulate` with the costs searched for."""
     lower_bound: Fraction
-    """A makespan that no schedule with the same stages on the same ranks can beat."""
+    """A makespan that no schedule can beat on any of the placements that were tried."""
     peak_memory: tuple[Fraction, ...]
     """For each rank, in the unit of the costs."""
 
@@ -180,8 +180,12 @@ def _constructed(problem: Problem, budget: int) -> Arrangement:
     found = best(problem, budget)
     if 3 * problem.ticks.stages * problem.microbatches <= _SEEDED:
         # What fits into less may be better arranged: room tempts the list scheduler to run ahead.
-        caps = [max(problem.least(r), cap * 5 // 6) for r, cap in enumerate(problem.caps)]
-        found = min(found, best(evolve(problem, caps=caps), budget), key=lambda each: each.makespan)
+        for share in (Fraction(5, 6), Fraction(1, 2)):
+            caps = [
+                max(problem.least(rank), int(cap * share)) for rank, cap in enumerate(problem.caps)
+            ]
+            tighter = best(evolve(problem, caps=caps), budget)
+            found = min(found, tighter, key=lambda each: each.makespan)
     for order in _seeds(problem):
         with suppress(ScheduleError):
             kept = arrange(problem, keep_order(problem, order))

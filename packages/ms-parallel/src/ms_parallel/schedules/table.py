@@ -7,6 +7,7 @@ from attrs import field, frozen
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.action import RECEIVES, SENDS, Action, parse_action
 from ms_parallel.schedules.communication import with_communication
+from ms_parallel.schedules.costs import Ticks
 
 __all__ = ["Schedule", "check_size"]
 
@@ -47,8 +48,11 @@ class Schedule:
         placement: Sequence[int],
         microbatches: int,
         name: str = "",
+        ticks: Ticks | None = None,
     ) -> "Schedule":
         """Build a schedule from forwards and backwards alone; sends and receives are inserted.
+
+        `ticks` are the durations by which receives are placed; see `with_communication`.
 
         Raises:
             ScheduleError: the rows wait for one another in a circle, or are misplaced.
@@ -57,7 +61,7 @@ class Schedule:
         return cls(
             placement=tuple(placement),
             microbatches=microbatches,
-            actions=with_communication(rows, placement),
+            actions=with_communication(rows, placement, ticks),
             name=name,
         )
 

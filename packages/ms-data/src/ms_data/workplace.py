@@ -1,0 +1,70 @@
+"""The folder beside the one asked for, in which a build works."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ms_data.durable import writing
+from ms_data.errors import OutputError
+
+__all__ = ["free_place", "workplace"]
+
+
+def free_place(out: str | Path) -> Path:
+    """The real path of a folder that does not exist yet, or is empty.
+
+    Raises:
+        OutputError: something stands there, or no folder can be renamed to it.
+    """
+    folder = Path(os.path.realpath(out))
+    with writing(folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise OutputError(f"{out} is not empty; choose another folder, or remove it")
+    if folder.is_mount():
+        raise OutputError(f"{out} is a mount point; choose a folder inside it")
+    return folder
+
+
+@contextmanager
+def workplace(aside: Path, journal: str) -> Iterator[None]:
+    """The folder to build in, held by this process alone; removed if it is of no further use.
+
+    Args:
+        aside: the folder.
+        journal: name of the file in it that makes it worth keeping.
+
+    Raises:
+        OutputError: another process holds it, or it cannot be written.
+    """
+    with writing(aside):
+        aside.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(descriptor, aside)
+        try:
+            with writing(aside):
+                yield
+        except BaseException as error:
+            if (aside / journal).exists():
+                error.add_note(f"what is done is kept in {aside}: the same command goes on there")
+            else:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, aside: Path) -> None:
+    """Takes the folder for this process, if it still stands under its name."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        same = os.path.samestat(os.fstat(descriptor), aside.stat())
+    except (BlockingIOError, FileNotFoundError):
+        same = False
+    if not same:
+        raise OutputError(
+            f"another build is writing {aside}; wait for it, or choose another folder"
+        )

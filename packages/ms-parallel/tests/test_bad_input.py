@@ -1,0 +1,243 @@
+"""What the user can mend is told in one clear line, with exit code 2 and without a traceback."""
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import command, environment, train, write_corpus, write_run
+
+from ms_parallel import checkpoint
+from ms_parallel.cli import main
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Raw text, once."""
+    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def shards(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shards that one short run has built."""
+    run = write_run(tmp_path_factory.mktemp("build") / "run.toml", corpus, steps=1)
+    assert main(["train", str(run)]) == 0
+    return run.with_suffix("") / "shards"
+
+
+def complaint(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> str:
+    """The one line that a command in this process says, after checking its exit code."""
+    assert main(["train", str(run), *arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("sequence_lenght=64", "unknown key 'sequence_lenght'; did you mean 'sequence_length'"),
+        ("hidden_size=64", "unknown key 'hidden_size'; did you mean 'model_config.hidden_size'"),
+        ("model_config.hiden_size=64", "'hiden_size'; did you mean 'hidden_size'"),
+        ("parallel_config.tenser=2", "'tenser'; did you mean 'tensor'"),
+        ("optimizer=Adam", "optimizer is 'Adam'; did you mean 'AdamW'"),
+        ("model_arch=lama", "'lama'; did you mean 'llama'"),
+        ("epochs=1", "both of epochs and steps given; give one"),
+        ("steps=0", "steps is 0; give a whole number of at least 1"),
+        ("batch_size=2.5", "batch_size is 2.5; give a whole number"),
+        ("betas=0.9", "betas is 0.9; give two numbers"),
+        ("learning_rate=-1", "learning_rate is -1; give a number from 0"),
+        ("hold_out=1", "hold_out is 1; give a number from 0 up to, not including, 1"),
+        ("parallel_config.data=2", "needs 2 processes and this is one; type: torchrun"),
+        ("parallel_config.context=2", "context=2 is not supported yet"),
+        ("sequence_length=8192", "longer than the model's 4096 positions"),
+        ("model_config.vocab_size=300", "vocabulary of 300 does not match the shards"),
+        ("microbatch_size=3", "microbatch_size=3 does not divide the 4 samples"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_named_with_its_remedy(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, said: str
+) -> None:
+    """The offending value and what to do instead stand in the line."""
+    run = write_run(tmp_path / "run.toml", shards)
+    assert said in complaint(capsys, run, "--set", setting)
+
+
+def corpora(folder: Path) -> dict[str, Any]:
+    """Raw text that cannot be trained on."""
+    for name in ("empty", "latin", "short"):
+        (folder / name).mkdir()
+    (folder / "latin" / "a.txt").write_bytes("déjà vu".encode("latin-1"))
+    (folder / "short" / "a.txt").write_text("no more than a few words " * 3)
+    return {name: folder / name for name in ("empty", "latin", "short", "missing")}
+
+
+@pytest.mark.parametrize(
+    ("corpus_name", "said"),
+    [
+        ("empty", "empty"),
+        ("latin", "a.txt.*UTF-8"),
+        ("missing", "missing"),
+        ("short", "tokens, fewer than one sequence of 32.*lower sequence_length"),
+    ],
+)
+def test_a_corpus_that_cannot_be_used_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], corpus_name: str, said: str
+) -> None:
+    """Empty, not text, not there, or too short for one sequence."""
+    run = write_run(tmp_path / "run.toml", corpora(tmp_path)[corpus_name], hold_out=0.0)
+    assert re.search(said, complaint(capsys, run))
+
+
+def test_a_run_file_that_is_not_toml_or_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file, and the line where it stops being TOML."""
+    (tmp_path / "bad.toml").write_text("steps = \n")
+    assert "bad.toml: not TOML: " in complaint(capsys, tmp_path / "bad.toml")
+    assert "none.toml: cannot be read: No such file" in complaint(capsys, tmp_path / "none.toml")
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first setting that differs is named, with both values; the checkpoint stays."""
+    run = write_run(tmp_path / "run.toml", shards, steps=3)
+    assert main(["train", str(run)]) == 0
+    capsys.readouterr()
+    said = complaint(capsys, run, "--set", "model_config.num_hidden_layers=3")
+    assert "checkpoint of another model: num_hidden_layers is 2 there and 3 here" in said
+    assert "resume is off" in complaint(capsys, run, "--set", "resume=false")
+    assert "sequence_length" in complaint(capsys, run, "--set", "sequence_length=16")
+    assert checkpoint.complete_steps(run.with_suffix("") / "checkpoints") == [3]
+
+
+def test_a_full_disk_leaves_the_checkpoints_before_it_whole(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a small tmpfs the run stops with one line; after making room the same command goes on."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("a small tmpfs can only be mounted by root")
+    try:
+        run = write_run(tmp_path / "run.toml", shards, keep_checkpoints=9, checkpoint_every=1)
+        output = ("--set", f"output_dir={disk / 'run'}")
+        filler = disk / "filler"
+        filler.write_bytes(bytes(1 << 20))
+        assert "No space left on device; free some space" in complaint(capsys, run, *output)
+        steps = checkpoint.complete_steps(disk / "run" / "checkpoints")
+        assert steps
+        assert list((disk / "run" / "checkpoints").glob("*.partial")) == []
+        filler.unlink()
+        few = ("--set", "keep_checkpoints=2")
+        assert main(["train", str(run), *output, *few]) == 0
+        assert f"step-{steps[-1]:08d} (step {steps[-1]} of 12)" in capsys.readouterr().out
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def by_hand(run: Path, rank: int, port: int, *arguments: str) -> "subprocess.Popen[str]":
+    """One rank of two, started without torchrun."""
+    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return subprocess.Popen(
+        command(run, 1, *arguments),
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_in_use_is_named_with_the_remedy(shards: Path, tmp_path: Path, address: str) -> None:
+    """Rank 0 that cannot listen at MASTER_PORT says so and exits with 2."""
+    run = write_run(tmp_path / "run.toml", shards)
+    with socket.create_server((address, 0)) as taken:
+        port = taken.getsockname()[1]
+        started = by_hand(run, 0, port)
+        _, said = started.communicate(timeout=120)
+    assert started.returncode == 2
+    assert f"error: port {port} is in use" in said
+    assert "MASTER_PORT" in said
+    assert "Traceback" not in said
+
+
+def test_a_rank_that_meets_nobody_gives_up_and_says_where(shards: Path, tmp_path: Path) -> None:
+    """Rank 1 alone ends after timeout_s with one line that names the address."""
+    run = write_run(tmp_path / "run.toml", shards, timeout_s=3)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    started = by_hand(run, 1, port)
+    _, said = started.communicate(timeout=120)
+    assert started.returncode == 2
+    assert "Traceback" not in said
+
+
+def test_under_torchrun_the_line_comes_first_and_once(shards: Path, tmp_path: Path) -> None:
+    """Of two processes with the same mistake one speaks, before torchrun's own report."""
+    run = write_run(tmp_path / "run.toml", shards)
+    done = train(run, 2, "--set", "parallel_config.tensor=3")
+    assert done.returncode == 1  # torchrun's own, whatever its workers' codes
+    said = done.stderr
+    assert said.count("error: layout tensor=3 needs 3 processes, but 2 run") == 1
+    before = said[: said.index("error: ")]
+    assert "Traceback" not in before
+    assert "exitcode  : 2" in said
+
+
+def test_under_torchrun_what_rank_0_finds_is_told_once(tmp_path: Path) -> None:
+    """Rank 0 alone reads the text; the other rank ends too, silently."""
+    run = write_run(tmp_path / "run.toml", corpora(tmp_path)["latin"])
+    done = train(run, 2)
+    assert done.returncode == 1
+    assert done.stderr.count("error: ") == 1
+    assert re.search(r"error: .*a\.txt.*UTF-8", done.stderr)
+
+
+SCRIPT = """
+from ms_parallel import DistributedTrainer
+trainer = DistributedTrainer("llama", {"tensor_parallel": 2}, sequence_length=32)
+trainer.train("corpus", steps=1)
+"""
+
+
+def test_a_plain_script_says_what_to_type(tmp_path: Path) -> None:
+    """`python train.py` where torchrun is needed: the exact command, exit code 2, no traceback."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "train.py", "--fast"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: layout tensor=2 needs 2 processes and this is one; type:"
+        " torchrun --standalone --nproc-per-node 2 train.py --fast"
+    ]
+
+
+def test_an_error_that_a_script_handles_stays_an_error(tmp_path: Path) -> None:
+    """Nothing is printed and nothing exits when the caller catches it."""
+    handled = SCRIPT.replace("trainer.train", "try:\n    trainer.train")
+    handled += "except Exception as error:\n    print(type(error).__name__)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", handled],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "LaunchError\n", "")

@@ -1,0 +1,102 @@
+"""Tables go to and come from torch.distributed.pipelining without loss."""
+
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed.pipelining import schedules as peer
+
+from ms_parallel.errors import ScheduleError
+from ms_parallel.schedules import (
+    GENERATORS,
+    Costs,
+    Schedule,
+    named_schedule,
+    simulate,
+    verify,
+)
+
+PEERS = {
+    "interleaved": (peer.ScheduleInterleaved1F1B, False),
+    "breadth-first": (peer.ScheduleLoopedBFS, False),
+    "interleaved zero bubble": (peer.ScheduleInterleavedZeroBubble, False),
+    "zb-v": (peer.ScheduleZBVZeroBubble, True),
+    "dualpipe-v": (peer.ScheduleDualPipeV, True),
+}
+
+
+def plan(kind, ranks, microbatches):
+    """The peer's plan; its classes make it from the numbers that these stand-ins carry."""
+    stages = [
+        SimpleNamespace(
+            num_stages=2 * ranks, group_size=ranks, group_rank=0, group=None,
+            stage_index=index, submod=None, is_last=False, is_first=False,
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    return kind(stages, microbatches)
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8)])
+def test_the_peers_tables_read_verify_and_come_back(name, ranks, microbatches):
+    """Both forms: computations alone, and with messages, unshards and reductions."""
+    kind, is_vee = PEERS[name]
+    planned = plan(kind, ranks, microbatches)
+    for table in (planned.pipeline_order, planned.pipeline_order_with_comms):
+        rows = [[str(action) for action in table[rank] if action] for rank in range(ranks)]
+        text = "".join(",".join(row) + "\n" for row in rows)
+        schedule = Schedule.from_csv(text)
+        verify(schedule)
+        assert schedule.placement[-1] == (0 if is_vee else ranks - 1)
+        messages = any("SEND" in cell for cell in rows[0])
+        assert schedule.to_csv(communication=messages) == text
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_the_peer_reads_every_cell_of_ours(name):
+    """Torch's parser finds in each cell the stage, kind and microbatch that we wrote."""
+    schedule = named_schedule(name, 2, 4)
+    for row in schedule.actions:
+        for action in row:
+            read = peer._Action.from_str(str(action))
+            assert str(read) == str(action)
+            if not action.parts:
+                assert (read.stage_index, read.microbatch_index) == action[1:3]
+                assert read.computation_type.value == action.kind.value
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("0F0,0F0,0B0\n1F0,1B0\n", "0F0 occurs 2 times"),
+        ("2F0,0F0,2B0,0B0\n1F0,3F0,3B0,1B0\n", "rank 0 stands at 2F0 and waits for 1F0"),
+    ],
+)
+def test_what_the_peer_lets_pass_is_caught(text, complaint):
+    """Its check accepts a duplicated forward and ranks that wait for each other; ours not."""
+    rows = [line.split(",") for line in text.splitlines()]
+    order = {rank: [peer._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
+    peer._validate_schedule(order, 2, 4 if "2F0" in text else 2, 1)
+    with pytest.raises(ScheduleError, match=complaint):
+        verify(Schedule.from_csv(text))
+
+
+def test_a_wrong_name_is_answered_with_the_nearest():
+    """And costs that do not fit the ranks are refused before anything is made."""
+    with pytest.raises(ScheduleError, match="did you mean 'zb1p'"):
+        named_schedule("zb1", 2, 4)
+    with pytest.raises(ScheduleError, match="costs of 3 stages for 2 ranks"):
+        named_schedule("zb1p", 2, 4, costs=Costs.uniform(3))
+
+
+def test_ours_is_no_longer_than_the_peers_of_the_same_name():
+    """Interleaved 1F1B and ZB-V take exactly the peer's time at equal costs."""
+    for name, kind in (
+        ("interleaved-1f1b", peer.ScheduleInterleaved1F1B),
+        ("zb-v", peer.ScheduleZBVZeroBubble),
+    ):
+        order = plan(kind, 4, 8).pipeline_order
+        text = "\n".join(",".join(str(a) for a in order[rank] if a) for rank in range(4))
+        costs = Costs.uniform(8)
+        theirs = simulate(Schedule.from_csv(text), costs).makespan
+        assert simulate(named_schedule(name, 4, 8), costs).makespan <= theirs

@@ -1,0 +1,172 @@
+"""The trainer's arithmetic, what it tells, and the commands around it, in one process."""
+
+import io
+import json
+import os
+import pty
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import MODEL, RUN, write_corpus, write_run
+
+from ms_parallel import DistributedTrainer, Layout, load_model
+from ms_parallel.cli import main
+from ms_parallel.events import JsonLines
+from ms_parallel.inspection import inspect, picture
+from ms_parallel.progress import Pace, Show, duration
+from ms_parallel.run_file import read_run_file
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Raw text, once."""
+    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+def trainer(output: Path, **settings: Any) -> DistributedTrainer:
+    """A tiny one."""
+    kept = {name: value for name, value in RUN.items() if name != "steps"}
+    return DistributedTrainer(**{**kept, "model_config": MODEL, "output_dir": output, **settings})
+
+
+def test_epochs_and_steps_count_the_same_batches(corpus: Path, tmp_path: Path) -> None:
+    """Half an epoch is half the samples in whole batches; the held-out loss falls."""
+    seen: list[tuple[str, dict[str, Any]]] = []
+    run = trainer(tmp_path, on_event=lambda kind, fields: seen.append((kind, dict(fields))))
+    result = run.train(corpus, epochs=0.05)
+    steps = [fields for kind, fields in seen if kind == "step"]
+    assert result.step == len(steps) > 10
+    assert result.tokens == result.step * RUN["batch_size"] * RUN["sequence_length"]
+    samples = run._run.stream.samples_per_epoch  # type: ignore[union-attr,attr-defined]
+    assert result.step == round(0.05 * samples) // RUN["batch_size"]
+    names = {"step", "loss", "grad_norm", "learning_rate", "tokens", "rate_tokens_per_s"}
+    assert all(fields.keys() == names for fields in steps)
+    assert result.held_out_loss is not None
+    assert result.first_held_out_loss is not None
+    assert result.held_out_loss < result.first_held_out_loss
+    assert run.evaluate() == result.held_out_loss
+
+
+def test_shards_are_built_once_and_the_model_is_a_folder(corpus: Path, tmp_path: Path) -> None:
+    """A second run reuses the shards; the trained folder loads, with its tokenizer beside it."""
+    result = trainer(tmp_path).train(corpus, steps=2)
+    index = tmp_path / "shards" / "index.json"
+    built = index.stat().st_mtime_ns
+    longer = trainer(tmp_path).train(corpus, steps=3)
+    assert index.stat().st_mtime_ns == built
+    assert (result.step, longer.step) == (2, 3)
+    assert longer.model_folder is not None
+    assert (longer.model_folder / "tokenizer.json").is_file()
+    logits = load_model(longer.model_folder)(torch.arange(8)[None])
+    assert logits.shape[:2] == (1, 8)
+    assert torch.isfinite(logits).all()
+
+
+def test_a_folder_with_weights_is_trained_on_from_them(corpus: Path, tmp_path: Path) -> None:
+    """The first held-out loss of the second run is the last of the first."""
+    first = trainer(tmp_path / "a").train(corpus, steps=5)
+    shards = tmp_path / "a" / "shards"
+    more = trainer(tmp_path / "b", model_arch=first.model_folder, model_config={})
+    second = more.train(shards, steps=1)
+    assert second.first_held_out_loss == pytest.approx(first.held_out_loss, rel=1e-6)
+
+
+def test_events_are_json_lines_and_a_cut_line_is_ended(tmp_path: Path) -> None:
+    """What a crash cut short does not spoil the next line; infinities are null."""
+    path = tmp_path / "deep" / "events.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"kind":"st')
+    lines = JsonLines(path)
+    lines("step", {"step": 1, "loss": float("inf")})
+    lines.close()
+    cut, whole = path.read_text().splitlines()
+    assert cut == '{"kind":"st'
+    event = json.loads(whole)
+    assert event.pop("time_s") > 1.7e9
+    assert event == {"kind": "step", "step": 1, "loss": None}
+
+
+def test_progress_is_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every tenth step, the first and the last: step, loss, rate, time left."""
+    show, pace = Show(total=25, every=10, active=True), Pace()
+    for step in range(1, 26):
+        pace.step(100)
+        show.step(step, 2.5, pace)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
+    assert all("loss 2.5000" in line and "tokens/s" in line and "left" in line for line in lines)
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar with the same facts, and silence where it is not wanted."""
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        show, pace = Show(total=3, every=1, active=True), Pace()
+        silent = Show(total=3, every=1, active=False)
+        monkeypatch.undo()
+        pace.step(100)
+        silent.step(2, 9.5, pace)
+        show.step(3, 2.5, pace)
+        show.close()
+        shown = b""
+        while b"left" not in shown:
+            shown += os.read(ours, 1 << 16)
+    os.close(ours)
+    assert b"3/3" in shown
+    assert b"loss 2.5000" in shown
+    assert b"9.5" not in shown
+
+
+def test_durations_are_for_people() -> None:
+    """Seconds, then minutes, then hours."""
+    assert [duration(s) for s in (0.4, 45, 185, 7800)] == [
+        "0 s",
+        "45 s",
+        "3 min 05 s",
+        "2 h 10 min",
+    ]
+
+
+def test_a_run_file_takes_overrides_with_toml_values(tmp_path: Path) -> None:
+    """Numbers stay numbers, text needs no quotes, tables are reached by dots."""
+    run = write_run(tmp_path / "run.toml", Path("corpus"))
+    sets = ["batch_size=6", "output_dir=elsewhere", "parallel_config.tensor=2", "steps = 7"]
+    read = read_run_file(run, [*sets, "model_config.tie_word_embeddings=true"])
+    assert (read.trainer.batch_size, read.steps) == (6, 7)
+    assert read.trainer.output_dir == Path("elsewhere")
+    assert read.trainer.parallel_config == Layout(tensor=2)
+    assert read.trainer.model_config["tie_word_embeddings"] is True
+
+
+def test_inspect_counts_what_is_built(tmp_path: Path) -> None:
+    """Parameters are those of the model; stages and data ranks share them out."""
+    options = trainer(tmp_path, vocab_size=320, batch_size=8)
+    one = inspect(options, Layout())
+    assert one.parameters == 320 * 32 * 2 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 64) + 32
+    assert one.ranks[0].state_bytes == 16 * one.parameters
+    four = inspect(options, Layout(pipeline=2, data=2))
+    assert sum(rank.parameters for rank in four.ranks) == one.parameters
+    assert four.picture == "\n".join(
+        ["            data 0  data 1", "pipeline 0  [0]     [1]", "pipeline 1  [2]     [3]"]
+    )
+    assert picture(Layout(tensor=2)).endswith("[0 1]")
+
+
+@pytest.mark.parametrize("arguments", [["inspect", "RUN"], ["doctor"]])
+def test_facts_are_printed_for_people_and_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    """Both exit with 0; --json prints one JSON object."""
+    run = str(write_run(tmp_path / "run.toml", Path("corpus")))
+    arguments = [run if word == "RUN" else word for word in arguments]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    assert isinstance(json.load(io.StringIO(capsys.readouterr().out)), dict)
