@@ -1,4 +1,4 @@
-"""Drive headless Chromium through chromedriver's plain HTTP, to time a report as a reader sees it."""
+"""Drive headless Chromium by chromedriver's plain HTTP, to time a report as readers see it."""
 
 import json
 import socket
