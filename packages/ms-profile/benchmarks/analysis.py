@@ -134,7 +134,7 @@ def page(size_mb: int) -> None:
                   f"({min(opened) / 1e3:.2f} to {max(opened) / 1e3:.2f})")  # fmt: skip
             frames = browser.run(FRAMES)
             print(f"pan and zoom: {frames['rate']:.0f} frames/s; a frame takes "
-                  f"{frames['median']:.1f} ms, {frames['p95']:.1f} ms at the 95th percentile")  # fmt: skip
+                  f"{frames['median']:.1f} ms, at p95 {frames['p95']:.1f} ms")  # fmt: skip
 
 
 def main() -> None:

@@ -27,7 +27,8 @@ function heatAgainstMost(cells) {
 
 // cells: value or null by [row][column]
 function heatMap(ranks, cells, { text, caption, rowTitle, columnTitle, heatOf }) {
-  const table = make("table", { class: "heat", "aria-label": caption });
+  const small = ranks.length > 16;
+  const table = make("table", { class: small ? "heat small" : "heat", "aria-label": caption });
   table.append(make("tr", {}, make("th", {}, `${rowTitle} \\ ${columnTitle}`), ranks.map((rank) => make("th", { scope: "col" }, `${rank}`))));
   ranks.forEach((rank, i) => {
     table.append(make("tr", {}, make("th", { scope: "row" }, `${rank}`), ranks.map((other, j) => {
@@ -35,10 +36,10 @@ function heatMap(ranks, cells, { text, caption, rowTitle, columnTitle, heatOf })
       if (value === null) return make("td", { class: "soft", title: `${rank}, ${other}: none` }, "·");
       const heat = heatOf(value);
       const style = `background: color-mix(in oklab, var(--heat-high) ${Math.round(heat * 100)}%, var(--heat-low)); color: ${heat > 0.6 ? "var(--on-heat, var(--card))" : "var(--ink)"}`;
-      return make("td", { style, title: `${rowTitle} ${rank}, ${columnTitle} ${other}: ${text(value)}` }, text(value));
+      return make("td", { style, title: `${rowTitle} ${rank}, ${columnTitle} ${other}: ${text(value)}` }, small ? "" : text(value));
     })));
   });
-  return table;
+  return make("div", { class: "wide", tabindex: 0, role: "region", "aria-label": caption }, table);
 }
 
 // series: [{name, at: ns[], low: bytes[], high: bytes[]}]
