@@ -141,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size-mb", type=int, default=2000, help="of the large trace")
     parser.add_argument("--cases", type=int, default=200, help="injected faults")
-    parser.add_argument("--page-mb", type=int, default=240, help="of each rank's trace")
+    parser.add_argument("--page-mb", type=int, default=300, help="of each rank's trace")
     options = parser.parse_args()
     large(options.size_mb)
     faults(options.cases)
