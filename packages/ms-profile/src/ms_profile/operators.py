@@ -54,8 +54,8 @@ def operator_table(trace: Trace, *, by_shape: bool = False) -> tuple[Operator, .
     rows = _host_rows(trace)
     if not len(rows):
         return ()
-    start, duration = trace.start_ns[rows], trace.duration_ns[rows]
-    own = self_times(start, duration, parents(trace.thread[rows], start, duration))
+    duration = trace.duration_ns[rows]
+    own = _self_times(trace, rows)
     device = _device_times(trace, rows)
     shape = trace.shape[rows].astype(np.int64) if by_shape else np.zeros(len(rows), np.int64)
     key = (shape << 32) | (trace.name[rows].astype(np.int64) << 8) | trace.category[rows]
@@ -140,6 +140,11 @@ def _device_times(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64] | 
     target = operators[order[place[matches]]]
     np.add.at(found, target, trace.duration_ns[launched[matches]])
     return found
+
+
+def _self_times(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    start, duration = trace.start_ns[rows], trace.duration_ns[rows]
+    return self_times(start, duration, parents(trace.thread[rows], start, duration))
 
 
 def _sums(group: NDArray[Any], size: int, *columns: NDArray[Any]) -> list[NDArray[np.int64]]:
