@@ -8,14 +8,17 @@ from collections.abc import Mapping
 import ms_data
 import ms_kernels
 import ms_parallel.ops
+import ms_profile
 from ms_data import TokenStream
 from ms_parallel import Engine, Layout
+from ms_parallel.events import OnEvent
 from ms_parallel.ops import Ops
 from ms_parallel.trainer import Stream
 
 default_operators: Ops = ms_parallel.ops
 fused_operators: Ops = ms_kernels
 stream: Stream = TokenStream("shards", sequence_length=1, batch_size=1)
+events: OnEvent = ms_profile.EventLog("events")
 
 
 class Reader:

@@ -128,7 +128,8 @@ def memmap_all(corpus: Corpus) -> Callable[[], Batches]:
             at = order[start * BATCH : start * BATCH + len(tokens), None] * LENGTH
             at = at + np.arange(LENGTH)
             document = np.searchsorted(corpus.ends, at, side="right")
-            yield tokens, targets, at - begins[document], (document - document[:, :1]).astype("i4")
+            began = np.maximum(begins[document], at[:, :1])
+            yield tokens, targets, at - began, (document - document[:, :1]).astype("i4")
 
     return epoch
 

@@ -63,10 +63,11 @@ def true_sample(documents: list[NDArray[np.int64]], sample: int, length: int) ->
         for place, token in enumerate(document)
     ]
     rows: list[list[int]] = [[], [], [], []]
+    first_place, first = laid[sample * length][1:3]
     for at in range(sample * length, (sample + 1) * length):
         token, place, number, is_last = laid[at]
         rows[0].append(token)
         rows[1].append(-100 if is_last else laid[at + 1][0])
-        rows[2].append(place)
-        rows[3].append(number - laid[sample * length][2])
+        rows[2].append(place - first_place if number == first else place)
+        rows[3].append(number - first)
     return rows

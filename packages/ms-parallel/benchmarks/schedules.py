@@ -195,7 +195,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--effort", type=float, default=0.3)
+    parser.add_argument("--effort", type=float, default=0.5)
     options = parser.parse_args()
     print(
         "| p | m | costs | bubble (peak activations) of named schedules | "

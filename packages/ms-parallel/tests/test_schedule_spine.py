@@ -49,6 +49,9 @@ def test_a_small_table_is_the_one_drawn_by_hand():
         ("", "holds no actions"),
         (",,\n", "holds no actions"),
         ("0F0,0B0\n0F1,0B1\n", "stage 0 is already on line 1"),
+        ("0F0,0B0\n\n1F0,1B0\n", "line 2 holds no actions"),
+        ("0F0,0B0\n999999999F0\n", "stage 1 has no action though stage 999999999 has"),
+        ("0F0,0B" + "9" * 5000 + "\n", "line 1, cell 2"),
         ("0F0,0B0\n2F0,2B0\n", "stage 1 has no action"),
         ("0B0,0F0\n1F0,1B0\n", "rank 0 stands at 0B0 and waits for 1B0"),
     ],
@@ -102,3 +105,23 @@ def test_nothing_to_do_is_refused(make, size):
     """Zero stages or microbatches are an error that says so."""
     with pytest.raises(ScheduleError):
         make(*size)
+
+
+cells = st.sampled_from([
+    "0F0", "0B0", "1F0", "1B0", "0I0", "0W0", "0SEND_F0", "1RECV_F0", "1SEND_B0", "0RECV_B0",
+    "0F1", "0B1", "0UNSHARD", "0REDUCE_GRAD", "(0F1;0B0)OVERLAP_F_B", "", " ", "F", "0F-1", "x",
+])  # fmt: skip
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.lists(cells, max_size=6), max_size=3) | st.text(max_size=30))
+def test_no_text_gets_past_with_anything_but_a_schedule_or_a_clear_error(table):
+    """Whatever the text, reading and verifying end in a report or one line of complaint."""
+    text = table if isinstance(table, str) else "\n".join(map(",".join, table))
+    try:
+        verify(Schedule.from_csv(text))
+    except ScheduleError as error:
+        complaint = str(error)
+    else:
+        complaint = ""
+    assert "\n" not in complaint

@@ -128,9 +128,11 @@ def test_every_rank_sees_its_collectives_with_durations(
         inside = ring.spans[ring.spans["kind"] == Kind.COLLECTIVE]
         assert PARALLEL[parallel] <= {ring.name_of(span["name"]) for span in inside}
         assert (inside["end_ns"] > inside["start_ns"]).all()
-        # Outside the window (and its warm step) the ring has as many a step as the trace.
-        late = inside[(inside["step"] >= 9) & (inside["step"] < 23)]
-        assert len(late) == 14 * counts[-1].total() // 4
+        # Outside the window the ring has as many a step as the trace, but for the steps in which
+        # Kineto's sessions keep their distance.
+        late = Counter(int(step) for step in inside["step"] if 9 <= step < 23)
+        assert len(late) >= 10
+        assert set(late.values()) == {counts[-1].total() // 4}
     assert counts[0] == counts[1]
 
 

@@ -77,7 +77,7 @@ def test_each_window_records_its_steps_and_is_saved_once(window: Window) -> None
     [
         (Window(skip=-1), "skip is -1"),
         (Window(active=0), "active is 0"),
-        (Window(every=3), "every is 3, less than warmup"),
+        (Window(every=3), "every is 3, less than a window of 9"),
     ],
 )
 def test_a_window_that_makes_no_sense_is_refused(window: Window, message: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ms_profile.recorder import Recorder
+from ms_profile.recorder import Recorder, mark_step
 from ms_profile.ring import Kind, RingRecording, read_ring
 
 torch = pytest.importorskip("torch")
@@ -87,6 +87,64 @@ def test_a_training_that_calls_no_model_still_has_steps(recorder: Recorder) -> N
         weight.sum().backward()
         optimizer.step()
     assert recorder.steps == 3
+
+
+def test_steps_of_another_optimizer_are_marked(recorder: Recorder) -> None:
+    """Weights changed by anybody's code, two microbatches a step: `mark_step` tells."""
+    model = Block()
+    for _ in range(4):
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+        mark_step(model)
+    assert recorder.steps == 3
+    kinds = kinds_in_step(spans_of(recorder), 2)
+    assert (kinds[Kind.FORWARD], kinds[Kind.MODULE], kinds[Kind.BETWEEN]) == (2, 2, 1)
+
+
+def test_marks_alone_make_steps_too(recorder: Recorder) -> None:
+    """Where no module is called; and a mark without a recorder does nothing."""
+    for _ in range(4):
+        mark_step()
+    assert recorder.steps == 3
+    recorder.close()
+    mark_step()
+    assert recorder.steps == 4  # the last was over
+
+
+SCOPED = """
+import sys
+import torch
+from ms_profile import Recorder
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters())
+with Recorder(sys.argv[1], collect_interval_s=0.0) as recorder:
+    recorder.attach()
+    for epoch in range(30):
+        scope = torch.profiler.record_function("epoch") if sys.argv[2] == "epoch" else None
+        if scope: scope.__enter__()
+        for step in range(20):
+            with torch.profiler.record_function("train step"):
+                model(torch.ones(2, 8)).sum().backward()
+                rubbish = [bytes(number) for number in range(500)]
+                optimizer.step()
+        if scope: scope.__exit__(None, None, None)
+print(recorder.problem)
+"""
+
+
+@pytest.mark.parametrize("scope", ["step", "epoch"])
+def test_scopes_of_the_script_that_enclose_a_boundary_are_no_danger(
+    tmp_path: Path, scope: str
+) -> None:
+    """A scope's end is written into freed memory if its session is over and another is open."""
+    command = [sys.executable, "-c", SCOPED, str(tmp_path / "r.ring"), scope]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert ("'epoch' open over steps" in done.stdout) == (scope == "epoch")
+    recorded = read_ring(tmp_path / "r.ring")
+    names = Counter(recorded.name_of(span["name"]) for span in recorded.spans)
+    assert names["step"] == 600
+    assert names["train step"] > (150 if scope == "step" else 0)
 
 
 def test_a_recomputed_forward_is_part_of_the_backward_pass(recorder: Recorder) -> None:

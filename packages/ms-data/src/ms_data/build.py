@@ -21,13 +21,13 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
+from ms_data.build_folder import build_folder, free_place
 from ms_data.durable import publish, sync_folder, write_file
 from ms_data.errors import CorpusError, OutputError, SettingError
 from ms_data.format import FRAME_BYTES, Index, ShardEntry, encode_index, token_type_for
 from ms_data.journal import Journal, Recipe, load_journal, save_journal
 from ms_data.readers import Corpus, Document, Position, find_corpus
 from ms_data.tokenizer import Tokenizer
-from ms_data.workplace import free_place, workplace
 from ms_data.writer import DatasetWriter
 
 __all__ = ["Summary", "build"]
@@ -113,7 +113,7 @@ def build(
         libraries=f"tokenizers {tokenizers.__version__}, zstandard {zstandard.__version__}",
     )
     aside = folder.with_name(folder.name + ".partial")
-    with workplace(aside, JOURNAL):
+    with build_folder(aside, JOURNAL):
         summary = _Build(source, encoder, recipe, aside, on_progress).run()
         (aside / JOURNAL).unlink(missing_ok=True)
         sync_folder(aside)
@@ -130,7 +130,7 @@ class _Batch(NamedTuple):
 
 
 class _Build:
-    """One run of a build inside its workplace."""
+    """One run of a build in its folder."""
 
     def __init__(
         self,

@@ -40,7 +40,9 @@ def _complain(text: str, error: BaseException) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ms-data", description="From raw corpus to token batches."
+        prog="ms-data",
+        description="From raw corpus to token batches.",
+        epilog="example: ms-data build stdlib --tokenizer tokenizer.json --out shards",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_tokenizer(commands)

@@ -46,8 +46,6 @@ class Passage(NamedTuple):
     """Shape (n,)."""
     ends: NDArray[np.int64]
     """Shape (e,), increasing: one past the last token of each document that ends inside."""
-    position: int
-    """Tokens of the first document that stand before the passage."""
 
 
 class Split:
@@ -87,15 +85,11 @@ class Split:
             DamageError: a frame under the passage is damaged.
         """
         tokens = np.empty(stop - start, self.index.token_type)
-        ends, position = self.read_into(tokens, start)
-        return Passage(tokens, ends, position)
+        return Passage(tokens, self.read_into(tokens, start))
 
-    def read_into(
-        self, out: NDArray[np.unsignedinteger], start: int
-    ) -> tuple[NDArray[np.int64], int]:
-        """Fills `out`, shape (n,), from token `start`; returns ends and position as a Passage."""
+    def read_into(self, out: NDArray[np.unsignedinteger], start: int) -> NDArray[np.int64]:
+        """Fills `out`, shape (n,), from token `start`; returns ends as a Passage has them."""
         ends: list[NDArray[np.int64]] = []
-        position = -1
         done = 0
         while done < len(out):
             at = start + done
@@ -106,10 +100,8 @@ class Split:
             out[done : done + len(taken)] = taken
             low, high = np.searchsorted(frame.ends, (skip, skip + len(taken)), side="right")
             ends.append(frame.ends[low:high] + (done - skip))
-            if position < 0:
-                position = skip - int(frame.ends[low - 1]) if low else skip + frame.position
             done += len(taken)
-        return np.concatenate(ends), position
+        return np.concatenate(ends)
 
     def _frame(self, shard: int, number: int) -> Frame:
         """A decoded frame; the last one is kept, because passages often share one."""

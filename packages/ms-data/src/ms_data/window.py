@@ -24,7 +24,7 @@ class Batch(TypedDict):
     targets: NDArray[np.int64]
     """Shape (b, S): the next token, or -100 where it belongs to another document."""
     positions: NDArray[np.int64]
-    """Shape (b, S): distance from the start of the document."""
+    """Shape (b, S): distance from the first token of the document in this row."""
     documents: NDArray[np.int32]
     """Shape (b, S): counts the documents of a row from 0."""
 
@@ -64,16 +64,12 @@ class Window:
             self._buffer = np.empty(shape, split.index.token_type)
         self._starts = slots * width + (samples % chunk_samples) * length
         ends: list[NDArray[np.int64]] = []
-        began = np.empty(len(chunks), np.int64)
         for slot, chunk in enumerate(chunks.tolist()):
             first = chunk * chunk_samples * length
-            found, position = split.read_into(self._buffer[slot, : split.tokens - first], first)
+            found = split.read_into(self._buffer[slot, : split.tokens - first], first)
             # An end at the far edge belongs to the row's look-ahead token alone.
             ends.append(found[found < width] + slot * width)
-            began[slot] = slot * width - position
         self._ends = np.concatenate((*ends, [_NEVER]))
-        self._first_end = np.concatenate(([0], np.cumsum([len(part) for part in ends])))[slots]
-        self._began = began[slots]
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -93,18 +89,13 @@ class Window:
         end = row * length + self._ends[low[row] + nth] - at[row]
         targets.reshape(-1)[end - 1] = IGNORED
 
-        # The row's first document began after the end before it, or before the chunk.
-        known = low > self._first_end[start:stop]
-        began = np.where(known, self._ends[low - 1], self._began[start:stop])
-        # Runs of one document: where each starts in the batch, and in its row its document did.
+        # Runs of one document, by where each starts in the batch.
         heads = np.arange(count) * length
         runs = np.sort(np.concatenate((heads, end[end % length != 0])))
         lengths = np.diff(runs, append=count * length)
         first = np.searchsorted(runs, heads)
-        origin = runs % length
-        origin[first] = began - at
         nth_in_row = np.arange(len(runs)) - np.repeat(first, np.diff(first, append=len(runs)))
-        positions = np.repeat(origin, lengths).reshape(count, length)
+        positions = np.repeat(runs % length, lengths).reshape(count, length)
         np.subtract(self._steps, positions, out=positions)
         documents = np.repeat(nth_in_row.astype(np.int32), lengths).reshape(count, length)
         return Batch(tokens=tokens, targets=targets, positions=positions, documents=documents)

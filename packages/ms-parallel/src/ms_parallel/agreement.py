@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -31,11 +32,13 @@ def first_does(action: Callable[[], T]) -> T:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return action()
-    group = dist.new_group(backend="gloo", timeout=PATIENCE)
-    try:
-        return _act_and_tell(action, group)
-    finally:
-        dist.destroy_process_group(group)
+    return _act_and_tell(action, _patient_group(dist.group.WORLD))
+
+
+@lru_cache(maxsize=1)
+def _patient_group(world: dist.ProcessGroup) -> Any:
+    """All processes again, in a group of its own for its long timeout."""
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def _act_and_tell(action: Callable[[], T], group: Any) -> T:

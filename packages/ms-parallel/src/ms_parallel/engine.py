@@ -1,13 +1,14 @@
 """Runs a model under any layout: one object that trainers of every kind ask for work."""
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from attrs import frozen
-from torch import Tensor
+from torch import Tensor, nn
 
 from ms_parallel import ops as plain_ops
 from ms_parallel.errors import ParallelError
@@ -42,6 +43,7 @@ from ms_parallel.sharding import reshard
 from ms_parallel.stages import build_stage, cut_layers
 from ms_parallel.state import load_state, state_of
 from ms_parallel.tables import Tables
+from ms_parallel.tensor_parallel import is_whole
 
 __all__ = ["Engine", "Update"]
 
@@ -123,6 +125,13 @@ class Engine:
             for stage in self.stages.values()
             for name, parameter in stage.named_parameters()
         }
+        # Kept, as matching hundreds of names against patterns each step would cost.
+        self.whole = [name for name in self.parameters if is_whole(name, self.plan)]
+        self.counted = [
+            name
+            for name in self.parameters
+            if is_counted(name, self.plan, self.placement, self.groups)
+        ]
         local = {name: local_part(parameter) for name, parameter in self.parameters.items()}
         self.optimizer = AdamW(local, optimizer or AdamWConfig())
 
@@ -176,7 +185,9 @@ class Engine:
 
         microbatches = [self._to_device(row) for row in rows]
         losses = self.runtime.run(self.tables.training(len(rows)), microbatches, finish)
-        gradients = reduce_gradients(self.parameters, self.plan, self.placement, self.groups)
+        gradients = reduce_gradients(
+            self.parameters, self.whole, self.plan.tied, self.placement, self.groups
+        )
         value, norm = self._summary(losses, gradients)
         finite = bool(np.isfinite(value) and np.isfinite(norm))
         if finite:
@@ -189,6 +200,7 @@ class Engine:
                 "unchanged; lower the learning rate or look at this batch"
             )
         self.step += 1
+        _mark_step(self.stages.values())
         return Update(
             loss=value, grad_norm=norm, learning_rate=rate, tokens=tokens, skipped=not finite
         )
@@ -282,11 +294,7 @@ class Engine:
         self, losses: Sequence[Tensor], gradients: Mapping[str, Tensor]
     ) -> tuple[float, float]:
         """Loss of the global batch and norm of its gradient, each part counted once."""
-        counted = [
-            gradient
-            for name, gradient in gradients.items()
-            if is_counted(name, self.plan, self.placement, self.groups)
-        ]
+        counted = [gradients[name] for name in self.counted]
         facts = torch.zeros(2, device=self.device)
         if losses and self.groups.place.tensor == 0:
             facts[0] = torch.stack(list(losses)).sum()
@@ -307,3 +315,10 @@ def _weights_in(model: str | Path | ModelConfig) -> Path | None:
     if not isinstance(model, str | Path) or str(model) in ARCHITECTURES:
         return None
     return Path(model) if any(Path(model).glob("*.safetensors")) else None
+
+
+def _mark_step(stages: Iterable[nn.Module]) -> None:
+    """Tell ms-profile, where it runs, that weights moved: no torch optimizer is here to show it."""
+    profiler = sys.modules.get("ms_profile")
+    if profiler is not None:
+        profiler.mark_step(*stages)

@@ -69,7 +69,7 @@ def _told(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, ParallelError) or _is_of_ms_data(error):
         return BAD_INPUT, " ".join(str(error).split())
     if isinstance(error, RuntimeError) and launched() and LOST.search(str(error)):
-        reason = " ".join(str(error).split())[:160]
+        reason = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split())).split(". ")[0][:160]
         return FAILED, (
             f"rank {os.environ['RANK']} lost another process ({reason}); the same command goes"
             " on from the last complete checkpoint"

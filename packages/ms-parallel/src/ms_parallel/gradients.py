@@ -1,6 +1,6 @@
 """What happens to gradients between the backward and the optimizer, under any layout."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,13 +9,16 @@ from torch.distributed.tensor import DTensor
 
 from ms_parallel.groups import Groups
 from ms_parallel.plan import ModelPlan
-from ms_parallel.tensor_parallel import is_whole
 
 __all__ = ["is_counted", "local_part", "reduce_gradients", "scale", "squared_norm"]
 
 
 def reduce_gradients(
-    parameters: Mapping[str, Tensor], plan: ModelPlan, placement: Sequence[int], groups: Groups
+    parameters: Mapping[str, Tensor],
+    whole: Collection[str],
+    tied: Sequence[tuple[str, str]],
+    placement: Sequence[int],
+    groups: Groups,
 ) -> dict[str, Tensor]:
     """This process's part of each gradient of the global batch, by name.
 
@@ -24,15 +27,15 @@ def reduce_gradients(
 
     Args:
         parameters: of this process's stages.
-        plan: which are whole, and which are tied.
+        whole: names of those that each tensor rank holds all of.
+        tied: pairs (owner, copy) of names that hold one weight.
         placement: pipeline rank of each stage.
         groups: the layout's processes.
     """
     gradients = local_gradients(parameters)
-    whole = [gradient for name, gradient in gradients.items() if is_whole(name, plan)]
-    sum_over_tensor(whole, groups)
+    sum_over_tensor([gradients[name] for name in whole], groups)
     first, last = placement[0], placement[-1]
-    for owner, copy in plan.tied if len(placement) > 1 else ():
+    for owner, copy in tied if len(placement) > 1 else ():
         if first == last == groups.place.pipeline:
             gradients[owner] += gradients[copy]
             gradients[copy].copy_(gradients[owner])
@@ -50,10 +53,10 @@ def is_counted(name: str, plan: ModelPlan, placement: Sequence[int], groups: Gro
     return not (len(placement) > 1 and name in {copy for _, copy in plan.tied})
 
 
-@torch.no_grad()
 def local_part(tensor: Tensor) -> Tensor:
     """This process's part of a tensor, sharing its storage."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def local_gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

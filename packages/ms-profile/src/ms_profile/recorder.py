@@ -15,14 +15,33 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from ms_profile.ring import Kind, Ring
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ms_profile.capture.scopes import ScopeRecorder
     from ms_profile.capture.watch import StepWatch
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "mark_step"]
 
 Item = TypeVar("Item")
 GARBAGE_NS: Final = 50_000
 """Shorter collections are left out of the ring: the young ones come by the hundred."""
+
+
+ACTIVE: Final[list["Recorder"]] = []
+"""The recorders of this process that are open."""
+
+
+def mark_step(*models: "nn.Module") -> None:
+    """Tell this process's recorders that the weights were just updated.
+
+    Only a training that steps without one of torch's optimizers has to call it; where nothing
+    records, it does nothing.
+
+    Args:
+        models: the modules that were trained, to be watched from their next call on.
+    """
+    for recorder in ACTIVE:
+        recorder.mark(models)
 
 
 class Recorder:
@@ -33,6 +52,7 @@ class Recorder:
         rank: whose it is; the environment's `RANK`, or 0.
         capacity: spans kept, of 32 bytes each.
         on_step: called with the number of each step that begins, once torch is attached.
+        collect_interval_s: how often collectives are collected; each time, one step's are missed.
 
     Raises:
         RecordError: the file cannot be made at its full size.
@@ -45,6 +65,7 @@ class Recorder:
         rank: int | None = None,
         capacity: int = 1 << 16,
         on_step: Callable[[int], None] = lambda step: None,
+        collect_interval_s: float = 2.0,
     ) -> None:
         place = int(os.environ.get("RANK", "0")) if rank is None else rank
         self.ring = Ring(path, capacity=capacity, rank=place)
@@ -53,25 +74,33 @@ class Recorder:
         self.kineto_free = True
         """Whether Kineto is ours to use in the step that begins; `on_step` may decide."""
         self._on_step = on_step
+        self._collect_interval_s = collect_interval_s
         self._watch: StepWatch | None = None
         self._scopes: ScopeRecorder | None = None
         self._collecting_ns = 0
         self._closed = False
         gc.callbacks.append(self._on_garbage)
+        ACTIVE.append(self)
 
     def attach(self) -> None:
         """Record what torch does from now on: imports torch and adds its hooks."""
         from ms_profile.capture.scopes import ScopeRecorder
         from ms_profile.capture.watch import StepWatch
 
-        self._scopes = ScopeRecorder(self.ring)
+        self._scopes = ScopeRecorder(self.ring, interval_s=self._collect_interval_s)
         self._watch = StepWatch(self.ring, self._begin_step)
+
+    def mark(self, models: "Iterable[nn.Module]") -> None:
+        """See `mark_step`."""
+        if self._watch is not None:
+            self._watch.mark(models)
 
     def close(self) -> None:
         """Collect what is left, remove every hook and close the ring; again does nothing."""
         if self._closed:
             return
         self._closed = True
+        ACTIVE.remove(self)
         gc.callbacks.remove(self._on_garbage)
         self.release_kineto()
         if self._watch is not None:
@@ -124,16 +153,29 @@ class Recorder:
 
     def _begin_step(self, step: int) -> None:
         if self._scopes is not None:
+            was_on = self._scopes.on
+            self._scopes.begin_step(step)
             if self._scopes.due():
                 self._scopes.stop()
-            self._scopes.begin_step(step)
-        self._on_step(step)
-        if self._scopes is not None and self.kineto_free:
-            try:
-                self._scopes.start()
-            except (RuntimeError, TypeError, AttributeError) as error:
-                self._scopes = None
-                self.problem = f"this torch shows no collectives outside the windows: {error}"
+            self._on_step(step)
+            if self.kineto_free and not was_on:
+                self._start_scopes(self._scopes)
+        else:
+            self._on_step(step)
+
+    def _start_scopes(self, scopes: "ScopeRecorder") -> None:
+        if scopes.open_scope is not None:
+            self.problem = (
+                f"the script keeps the scope {scopes.open_scope!r} open over steps; "
+                "outside the windows, collectives are recorded no more"
+            )
+            self._scopes = None
+            return
+        try:
+            scopes.start()
+        except (RuntimeError, TypeError, AttributeError) as error:
+            self._scopes = None
+            self.problem = f"this torch shows no collectives outside the windows: {error}"
 
     def _on_garbage(self, phase: str, info: dict[str, int]) -> None:
         now = time.monotonic_ns()

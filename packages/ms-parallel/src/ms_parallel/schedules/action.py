@@ -66,9 +66,9 @@ class Action(NamedTuple):
 
 
 _SIMPLE = re.compile(
-    r"(0|[1-9][0-9]*)"
+    r"(0|[1-9][0-9]{0,8})"
     r"(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|B|I|W)"
-    r"(0|[1-9][0-9]*)?"
+    r"(0|[1-9][0-9]{0,8})?"
 )
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _FORM = "write it as in 2F0, 3SEND_F1, 1UNSHARD or (0F1;7B0)OVERLAP_F_B"

@@ -106,7 +106,7 @@ class Schedule:
             ScheduleError: a cell is not an action, a stage is on two ranks or on none, or the
                 table is empty. Whether the schedule is complete is for `verify` to say.
         """
-        rows = [_parse_line(number, line) for number, line in enumerate(text.splitlines()) if line]
+        rows = [_parse_line(number, line) for number, line in enumerate(text.splitlines())]
         placement = _placement_of(rows)
         microbatches = 1 + max(a.microbatch for row in rows for each in row for a in _flat(each))
         if any(a.kind in SENDS | RECEIVES for row in rows for a in row):
@@ -140,6 +140,8 @@ def _parse_line(rank: int, line: str) -> list[Action]:
             row.append(parse_action(cell.strip()))
         except ScheduleError as error:
             raise ScheduleError(f"line {rank + 1}, cell {column + 1}: {error}") from None
+    if not row:
+        raise ScheduleError(f"line {rank + 1} holds no actions; every rank has a line with some")
     return row
 
 
@@ -155,10 +157,10 @@ def _placement_of(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
                     )
     if not homes:
         raise ScheduleError("the table holds no actions; give one line a rank")
-    missing = sorted(set(range(max(homes) + 1)) - set(homes))
-    if missing:
+    missing = next((stage for stage in range(len(homes)) if stage not in homes), None)
+    if missing is not None:
         raise ScheduleError(
-            f"stage {missing[0]} has no action though stage {max(homes)} has; number the "
+            f"stage {missing} has no action though stage {max(homes)} has; number the "
             "stages from 0 without gaps"
         )
     return tuple(homes[stage] for stage in range(len(homes)))

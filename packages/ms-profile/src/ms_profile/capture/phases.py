@@ -29,10 +29,11 @@ def check_window(window: Window) -> Window:
             raise CaptureError(f"{name} is {getattr(window, name)}; it must be 0 or more")
     if window.active < 1:
         raise CaptureError(f"active is {window.active}; a window must record at least one step")
-    if window.windows != 1 and window.every < window.warmup + window.active:
+    length = max(window.warmup, 1) + window.active
+    if window.windows != 1 and window.every < length:
         raise CaptureError(
-            f"every is {window.every}, less than warmup + active "
-            f"({window.warmup + window.active}); windows would overlap"
+            f"every is {window.every}, less than a window of {length} steps with its warmup, "
+            "of which there is at least one between windows; they would overlap"
         )
     return window
 

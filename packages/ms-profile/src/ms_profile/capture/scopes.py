@@ -5,6 +5,11 @@ optimizers, DDP and FSDP; operators don't. So a step has a handful of records in
 and the backward pass of DDP, which no hook in Python sees, is seen. The records are collected into
 the ring at a step's boundary, at most every other second.
 
+A scope that is open when one session of Kineto ends and another begins before it closes is fatal:
+torch then writes its end into memory that was freed. So sessions keep a step's distance, in which
+what encloses a boundary closes; and where the script keeps a scope open over many steps, recording
+ends for good.
+
 torch offers the restriction only below its public profiler; where it is missing, the ring has no
 collectives and the run says so. A profiler that the script starts takes Kineto over: then this
 stops, and starts again once that has ended.
@@ -14,6 +19,8 @@ import os
 import re
 import time
 from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -24,6 +31,8 @@ from ms_profile.ring import Kind, Ring
 
 __all__ = ["ScopeRecorder", "kind_of_scope"]
 
+FEWEST_STEPS: Final = 4
+"""Steps of a session, from which it is seen whether an open scope closes with each step."""
 COLLECTIVE: Final = re.compile(r"(gloo|nccl|hccl|mpi|ucc|xccl|fake):")
 
 
@@ -49,7 +58,10 @@ class ScopeRecorder:
         self._settings: Any = autograd_profiler.profile()
         self._on = False
         self._since_ns = 0
+        self._boundaries = 0
         self._steps: list[tuple[int, int]] = []
+        self.open_scope: str | None = None
+        """A scope of the script's that stays open over steps: another session would be fatal."""
         self.data_wait_ns = 0
         """Waiting for batches seen so far."""
         self.collectives = 0
@@ -69,15 +81,22 @@ class ScopeRecorder:
         native._prepare_profiler(self._settings.config(create_trace_id=True), activities)
         config = self._settings.config(create_trace_id=False)
         native._enable_profiler(config, activities, scopes)  # type: ignore[call-arg]
-        self._on, self._since_ns = True, time.monotonic_ns()
+        self._on, self._since_ns, self._boundaries = True, time.monotonic_ns(), 0
 
     def begin_step(self, step: int) -> None:
         """Note that a step begins now, so that what is collected later is put to the right one."""
         self._steps.append((time.monotonic_ns(), step))
+        self._boundaries += 1
+
+    @property
+    def on(self) -> bool:
+        """Whether a session is open."""
+        return self._on
 
     def due(self) -> bool:
-        """Whether the interval has passed."""
-        return time.monotonic_ns() - self._since_ns >= self._interval_ns
+        """Whether a session is open for longer than the interval, and for some steps."""
+        long_enough = time.monotonic_ns() - self._since_ns >= self._interval_ns
+        return self._on and long_enough and self._boundaries >= FEWEST_STEPS
 
     def stop(self) -> None:
         """Collect what was recorded into the ring, and end."""
@@ -89,7 +108,9 @@ class ScopeRecorder:
             return
         clock = read_clocks()
         steps, self._steps = self._steps or [(0, self._ring.step)], self._steps[-1:]
-        for event in native._disable_profiler().events():
+        events = native._disable_profiler().events()
+        self.open_scope = _lasting_scope(events, self._boundaries)
+        for event in events:
             name, length_ns = event.name(), event.duration_ns()
             kind = kind_of_scope(name)
             if kind is Kind.OPTIMIZER:
@@ -100,6 +121,22 @@ class ScopeRecorder:
             self._ring.record(number, kind, start_ns, start_ns + length_ns, step=steps[place][1])
             self.data_wait_ns += length_ns if kind is Kind.DATA else 0
             self.collectives += kind is Kind.COLLECTIVE
+
+
+def _lasting_scope(events: Iterable[Any], steps: int) -> str | None:
+    """The name of a scope that was open at the end of a session and is not closed every step.
+
+    Of a session that was cut off after a step or none, nothing can be told.
+    """
+    closed: Counter[str] = Counter()
+    still_open: list[str] = []
+    for event in events:
+        if event.end_thread_id():
+            closed[event.name()] += 1
+        elif kind_of_scope(event.name()) not in (Kind.COLLECTIVE, Kind.OPTIMIZER):
+            still_open.append(event.name())
+    lasting = (name for name in still_open if closed[name] < steps - 1)
+    return next(lasting, None)
 
 
 def _script_profiles() -> bool:

@@ -134,10 +134,12 @@ class Session:
         """Act at the boundary before a step: report the last one, and switch the tracer."""
         self._report_step(step - 1)
         if self._tracer is not None:
-            if self._tracer.busy(step):
+            # Two sessions of Kineto keep a step's distance; see `capture.scopes`.
+            ahead = self._tracer.busy(step) or self._tracer.busy(step + 1)
+            if ahead:
                 self._recorder.release_kineto()
             self._tracer.begin_step(step)
-            self._recorder.kineto_free = not self._tracer.busy(step)
+            self._recorder.kineto_free = not ahead
         # What the recorders took at the boundary is part of no step.
         self._since_ns = time.monotonic_ns()
 

@@ -2,7 +2,8 @@
 
 A step goes from the first forward after an optimizer's step to the next such forward: so gradient
 accumulation is one step, and two optimizers that step in turn are one. Where no model is called, a
-step ends when one of its optimizers is about to step again.
+step ends when one of its optimizers is about to step again. Who steps without torch's optimizers
+calls `mark_step`.
 
 The models are found when an optimizer steps for the first time: they are the outermost modules that
 own its parameters. Modules are watched down to `DEPTH` below them; hooks on everything would cost
@@ -13,7 +14,7 @@ Needs torch; imported once the script has imported it.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -31,6 +32,8 @@ __all__ = ["StepWatch", "find_models", "modules_to_watch"]
 
 DEPTH: Final = 2
 MOST_MODULES: Final = 512
+MARKED: Final = 0
+"""Stands for `mark` among the optimizers, which are told apart by their ids."""
 CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -70,6 +73,16 @@ class StepWatch:
         self._end_gap()
         self._ring.end(self._step_span)
 
+    def mark(self, models: Iterable[nn.Module]) -> None:
+        """Take note that weights were updated, by whomever, and watch the models they belong to."""
+        for model in models:
+            self._watch_model(model)
+        if MARKED in self._stepped and not self._forward_seen:
+            self._begin_step()
+        self._end_gap()
+        self._gap = self._ring.begin(self._between, Kind.BETWEEN)
+        self._stepped.add(MARKED)
+
     def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         if id(optimizer) not in self._optimizers:
             self._optimizers.add(id(optimizer))
@@ -103,10 +116,15 @@ class StepWatch:
 
     def _watch_models(self, optimizer: Optimizer) -> None:
         for model in find_models(optimizer):
-            for path, module in modules_to_watch(model):
-                if id(module) not in self._watched:
-                    self._watched.add(id(module))
-                    self._watch(path, module)
+            self._watch_model(model)
+
+    def _watch_model(self, model: nn.Module) -> None:
+        if id(model) in self._watched:
+            return
+        for path, module in modules_to_watch(model):
+            if id(module) not in self._watched:
+                self._watched.add(id(module))
+                self._watch(path, module)
 
     def _watch(self, path: str, module: nn.Module) -> None:
         name = self._ring.name(path)

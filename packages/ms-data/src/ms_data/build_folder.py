@@ -10,7 +10,7 @@ from pathlib import Path
 from ms_data.durable import writing
 from ms_data.errors import OutputError
 
-__all__ = ["free_place", "workplace"]
+__all__ = ["build_folder", "free_place"]
 
 
 def free_place(out: str | Path) -> Path:
@@ -29,7 +29,7 @@ def free_place(out: str | Path) -> Path:
 
 
 @contextmanager
-def workplace(aside: Path, journal: str) -> Iterator[None]:
+def build_folder(aside: Path, journal: str) -> Iterator[None]:
     """The folder to build in, held by this process alone; removed if it is of no further use.
 
     Args:
