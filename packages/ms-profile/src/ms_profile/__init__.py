@@ -10,15 +10,11 @@ from ms_profile.event_reader import EventFilter, follow_events, read_events
 from ms_profile.events import Event, EventLog, StepMetrics
 from ms_profile.ledger import Ledger
 from ms_profile.link import LinkFit, LinkMatrix, fit_link, measure_links
-<<<<<<< HEAD
 from ms_profile.links import Verdict, diagnose
 from ms_profile.operators import Kernel, Operator, kernel_table, operator_table
 from ms_profile.perfetto import export_perfetto
-from ms_profile.recorder import Recorder
-from ms_profile.report import write_report
-=======
 from ms_profile.recorder import Recorder, mark_step
->>>>>>> profile
+from ms_profile.report import write_report
 from ms_profile.ring import Kind, RingRecording, read_ring
 from ms_profile.tensorboard import export_tensorboard
 from ms_profile.trace import Trace, read_trace
@@ -58,11 +54,8 @@ __all__ = [
     "export_tensorboard",
     "fit_link",
     "follow_events",
-<<<<<<< HEAD
     "kernel_table",
-=======
     "mark_step",
->>>>>>> profile
     "measure_links",
     "operator_table",
     "read_clocks",
