@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import ms_profile
+from ms_profile.simulation import Fault, simulate_run
 
 
 def check(holds: bool, what: str) -> None:
@@ -37,6 +38,15 @@ def main() -> None:
     check(abs(fits[1].offset_ns - 500) < 1, "the offset of 500 ns is found")
     fit = ms_profile.fit_link([0, 10**6], [1e-5, 1e-5 + 1e-3])
     check(abs((fit.bandwidth_bytes_per_s or 0) / 1e9 - 1) < 1e-6, "1 GB/s is found")
+    slow = Fault(phase="data", rank=1, delay_ns=20_000_000)
+    run = ms_profile.analyse_traces(simulate_run(ranks=2, fault=slow).traces)
+    verdict = ms_profile.diagnose(run.ledger)
+    found = None if verdict is None else (verdict.ranks, verdict.phase)
+    check(found == ((1,), "data"), "the slow rank and phase are named")
+    with tempfile.TemporaryDirectory() as name:
+        ms_profile.write_report(run, Path(name) / "report.html")
+        text = (Path(name) / "report.html").read_text()
+        check("DecompressionStream" in text and "Where the time goes" in text, "the page is whole")
     check("torch" not in sys.modules, "torch is not imported")
 
 

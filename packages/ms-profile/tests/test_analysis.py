@@ -70,6 +70,16 @@ def test_the_slow_rank_and_phase_are_named(
     assert verdict.confidence > 0.9
 
 
+def test_collectives_beside_compute_do_not_hide_where_the_delay_began() -> None:
+    """All buckets of a late rank are charged to the wait for data that preceded them: 90% or more.
+
+    Its reductions go on beside the backward pass; none of them but the last holds a rank up.
+    """
+    fault = Fault(phase="data", rank=7, delay_ns=5 * MS)
+    charged = analysed(simulate_run(ranks=8, fault=fault, seed=1)).ledger.charged_ns()
+    assert charged[7, "data"] > 0.9 * sum(charged.values())
+
+
 @pytest.mark.parametrize(("ranks", "grid", "every"), [(2, 0, 3), (4, 2, 1), (8, 2, 1)])
 def test_slow_transfers_are_told_from_slow_ranks(ranks: int, grid: int, every: int) -> None:
     """A slow link is charged to the link, and the ranks named include the one it belongs to."""

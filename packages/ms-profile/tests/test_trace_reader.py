@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ms_profile.errors import TraceError
+from ms_profile.operators import kernel_table, operator_table
 from ms_profile.trace import Category, Trace, read_trace
 from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.chunks import TraceText
@@ -203,6 +204,8 @@ def test_the_ascend_profilers_form_is_understood(tmp_path: Path) -> None:
     assert found["EVENT_WAIT"][0] is Category.DEVICE_WAIT
     assert found["hcom_allReduce__721_0_1"] == (Category.COLLECTIVE, 1_700_000_000_000_005_999)
     assert found["Memcpy"][0] is Category.OTHER
+    assert {row.name for row in kernel_table(trace)} == {"MatMulV3", "hcom_allReduce__721_0_1"}
+    assert all(row.device_ns is None for row in operator_table(trace))
 
 
 def test_the_rank_is_taken_from_the_name_where_the_trace_does_not_say(

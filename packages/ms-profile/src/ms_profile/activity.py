@@ -16,7 +16,7 @@ from ms_profile.intervals import Intervals, clip, intersect, length_ns, subtract
 from ms_profile.steps import Step, find_steps
 from ms_profile.trace.columns import Category, Trace
 
-__all__ = ["PHASES", "Activity", "Breakdown", "break_down", "find_activity"]
+__all__ = ["DATA", "PHASES", "Activity", "Breakdown", "break_down", "find_activity"]
 
 PHASES: Final = {
     "compute": "operators, or kernels where there is a device",

@@ -116,8 +116,8 @@ class _Book:
 
     phases: dict[int, dict[str, _Covered]]
     waits: dict[int, list[_Wait]] = field(factory=lambda: defaultdict(list))
-    ends: dict[tuple[int, int], list[int]] = field(factory=lambda: defaultdict(list))
-    """Ends of meetings that held up two ranks, on the later one."""
+    held: dict[int, list[dict[int, int]]] = field(factory=lambda: defaultdict(list))
+    """Of each rank the meetings that held it up: the ends of all ranks that were held up."""
     begins: dict[int, int] = field(factory=dict)
     """First recorded instant of each rank."""
 
@@ -177,10 +177,9 @@ def keep_ledger(
 
 
 def _remember(book: _Book, one: Meeting) -> None:
-    ranks = sorted(rank for rank in one.ends_ns if _held(book, rank, one))
-    for place, left in enumerate(ranks):
-        for right in ranks[place + 1 :]:
-            book.ends[left, right].append(max(one.ends_ns[left], one.ends_ns[right]))
+    held = {rank: end for rank, end in one.ends_ns.items() if _held(book, rank, one)}
+    for rank in held:
+        book.held[rank].append(held)
 
 
 def _held(book: _Book, rank: int, one: Meeting) -> bool:
@@ -226,10 +225,9 @@ def _causes(
 
 
 def _last_met(book: _Book, left: int, right: int, before: int) -> int:
-    """The end of the last meeting of two ranks that was over before an instant."""
-    ends = book.ends[min(left, right), max(left, right)]
-    for end in reversed(ends):
-        if end <= before:
+    """The end of the last meeting of two ranks that held up both and was over before an instant."""
+    for ends in reversed(book.held[left]):
+        if right in ends and (end := max(ends[left], ends[right])) <= before:
             return end
     return min(max(book.begins.get(left, before), book.begins.get(right, before)), before)
 

@@ -7,6 +7,7 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from ms_profile.nesting import parents, self_times
+from ms_profile.trace.categories import HOST_COLLECTIVE
 from ms_profile.trace.columns import Category, Trace
 
 __all__ = ["Kernel", "Operator", "kernel_table", "operator_table"]
@@ -53,8 +54,8 @@ def operator_table(trace: Trace, *, by_shape: bool = False) -> tuple[Operator, .
     rows = _host_rows(trace)
     if not len(rows):
         return ()
-    start, duration = trace.start_ns[rows], trace.duration_ns[rows]
-    own = self_times(start, duration, parents(trace.thread[rows], start, duration))
+    duration = trace.duration_ns[rows]
+    own = _self_times(trace, rows)
     device = _device_times(trace, rows)
     shape = trace.shape[rows].astype(np.int64) if by_shape else np.zeros(len(rows), np.int64)
     key = (shape << 32) | (trace.name[rows].astype(np.int64) << 8) | trace.category[rows]
@@ -81,8 +82,7 @@ def operator_table(trace: Trace, *, by_shape: bool = False) -> tuple[Operator, .
 def kernel_table(trace: Trace) -> tuple[Kernel, ...]:
     """Sum up what ran on devices, most time first; empty where the trace has no device."""
     rows = trace.rows(*DEVICE)
-    host_threads = np.unique(trace.thread[trace.rows(Category.OPERATOR)])
-    rows = rows[~np.isin(trace.thread[rows], host_threads) & (trace.correlation[rows] >= 0)]
+    rows = rows[~_carried_by_host(trace, rows)]
     table = []
     if not len(rows):
         return ()
@@ -108,15 +108,22 @@ def kernel_table(trace: Trace) -> tuple[Kernel, ...]:
 def _host_rows(trace: Trace) -> NDArray[np.int64]:
     """Rows that nest on the host's threads: a device's collectives don't."""
     rows = trace.rows(*HOST)
-    on_device = (trace.category[rows] == Category.COLLECTIVE) & (trace.correlation[rows] >= 0)
+    on_device = (trace.category[rows] == Category.COLLECTIVE) & ~_carried_by_host(trace, rows)
     host: NDArray[np.int64] = rows[~on_device]
     return host
+
+
+def _carried_by_host(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether each is a collective that a thread of the host carries out, as gloo's are, (N,)."""
+    flags = np.array([HOST_COLLECTIVE.match(name) is not None for name in trace.names] or [False])
+    found: NDArray[np.bool_] = flags[trace.name[rows]]
+    return found
 
 
 def _device_times(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
     """Device time that each host row launched itself, (N,) ns; None without a device."""
     launched = trace.rows(*DEVICE)
-    launched = launched[(trace.external[launched] > 0) & (trace.correlation[launched] >= 0)]
+    launched = launched[(trace.external[launched] > 0) & ~_carried_by_host(trace, launched)]
     if not len(launched):
         return None
     operators = np.flatnonzero(
@@ -133,6 +140,11 @@ def _device_times(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64] | 
     target = operators[order[place[matches]]]
     np.add.at(found, target, trace.duration_ns[launched[matches]])
     return found
+
+
+def _self_times(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    start, duration = trace.start_ns[rows], trace.duration_ns[rows]
+    return self_times(start, duration, parents(trace.thread[rows], start, duration))
 
 
 def _sums(group: NDArray[Any], size: int, *columns: NDArray[Any]) -> list[NDArray[np.int64]]:

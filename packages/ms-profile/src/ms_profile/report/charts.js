@@ -14,21 +14,32 @@ function stackedBars(rows, phases) {
   ]));
 }
 
-// cells: value or null by [row][column]
-function heatMap(ranks, cells, { text, caption, rowTitle, columnTitle }) {
+// What is within a few percent of the best stays pale; eight times worse glows.
+function heatAgainstBest(cells, lowIsBad) {
+  const values = cells.flat().filter((value) => value !== null && value > 0);
+  const best = lowIsBad ? Math.max(...values) : Math.min(...values);
+  return (value) => (value > 0 ? Math.min(Math.abs(Math.log2(value / best)) / 3, 1) : 0);
+}
+function heatAgainstMost(cells) {
   const most = Math.max(...cells.flat().filter((value) => value !== null), 0);
-  const table = make("table", { class: "heat", "aria-label": caption });
+  return (value) => (most ? Math.sqrt(value / most) : 0);
+}
+
+// cells: value or null by [row][column]
+function heatMap(ranks, cells, { text, caption, rowTitle, columnTitle, heatOf }) {
+  const small = ranks.length > 16;
+  const table = make("table", { class: small ? "heat small" : "heat", "aria-label": caption });
   table.append(make("tr", {}, make("th", {}, `${rowTitle} \\ ${columnTitle}`), ranks.map((rank) => make("th", { scope: "col" }, `${rank}`))));
   ranks.forEach((rank, i) => {
     table.append(make("tr", {}, make("th", { scope: "row" }, `${rank}`), ranks.map((other, j) => {
       const value = cells[i][j];
       if (value === null) return make("td", { class: "soft", title: `${rank}, ${other}: none` }, "·");
-      const heat = most ? Math.sqrt(value / most) : 0;
+      const heat = heatOf(value);
       const style = `background: color-mix(in oklab, var(--heat-high) ${Math.round(heat * 100)}%, var(--heat-low)); color: ${heat > 0.6 ? "var(--on-heat, var(--card))" : "var(--ink)"}`;
-      return make("td", { style, title: `${rowTitle} ${rank}, ${columnTitle} ${other}: ${text(value)}` }, text(value));
+      return make("td", { style, title: `${rowTitle} ${rank}, ${columnTitle} ${other}: ${text(value)}` }, small ? "" : text(value));
     })));
   });
-  return table;
+  return make("div", { class: "wide", tabindex: 0, role: "region", "aria-label": caption }, table);
 }
 
 // series: [{name, at: ns[], low: bytes[], high: bytes[]}]

@@ -52,7 +52,7 @@ function layOut(columns) {
       while (level < ends.length && ends[level] > at) level++;
       if (level > 60) level = 60;
       ends.length = level;
-      ends.push(at + Math.max(columns.duration[i], 1));
+      ends.push(at + columns.duration[i]);
       depth[i - track.first] = level;
       counts[level] = (counts[level] || 0) + 1;
     }

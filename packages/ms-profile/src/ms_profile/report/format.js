@@ -20,6 +20,7 @@ function size(bytes) {
 
 function share(part, whole) {
   if (part === null || part === undefined || !whole) return NOT_MEASURABLE;
+  if (part === 0) return "none";
   const percent = (100 * part) / whole;
   return `${percent.toFixed(percent < 10 ? 1 : 0)}%`;
 }

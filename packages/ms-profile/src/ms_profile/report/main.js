@@ -18,7 +18,7 @@ function openTimeline(section) {
     section.append(make("div", { class: "row" }, box,
       make("button", { type: "button", on: { click: () => line.next(-1) } }, "Previous"), make("button", { type: "button", on: { click: () => line.next(1) } }, "Next"),
       make("button", { type: "button", on: { click: () => line.show(0, line.length) } }, "All"), found,
-      legend([["compute", "operators and kernels"], ["collective", ""], ["copy", ""], ["launch", "scopes and driver calls"], ["synchronise", "device waits"], ["data", "Python functions"]])), stage, picked);
+      legend([["compute", "operators and kernels"], ["collective", ""], ["copy", ""], ["launch", "scopes and driver calls"], ["synchronise", "device waits"], ["data", "waits for data"]])), stage, picked);
     line = new Timeline(stage, columns, lanes);
     line.onpick = (row) => { picked.textContent = row < 0 ? "" : line.describe(row); };
     box.addEventListener("input", () => { const hits = line.search(box.value); found.textContent = box.value.trim() ? `${count(hits)} spans` : ""; });
@@ -49,8 +49,9 @@ function go(name, then) {
 
 function build() {
   document.getElementById("title").textContent = facts.title;
+  const read = sum(facts.ranks.map((rank) => rank.file_bytes));
   const spans = sum(facts.ranks.map((rank) => rank.spans));
-  document.getElementById("subtitle").textContent = `${facts.ranks.length} rank${facts.ranks.length === 1 ? "" : "s"} · ${count(spans)} spans · ${size(sum(facts.ranks.map((rank) => rank.file_bytes)))} of traces`;
+  document.getElementById("subtitle").textContent = `${facts.ranks.length} rank${facts.ranks.length === 1 ? "" : "s"} · ${count(spans)} spans${read ? ` · ${size(read)} of traces` : ""}`;
   const tabs = document.getElementById("tabs"), panels = document.getElementById("panels");
   for (const name of Object.keys(parts)) {
     const label = name[0].toUpperCase() + name.slice(1);

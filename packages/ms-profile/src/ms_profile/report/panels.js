@@ -94,15 +94,16 @@ function operators() {
 
 function communication() {
   const { ranks, waits, kinds, fits, links, slow_link: slow } = facts.communication;
-  const matrix = waits ? heatMap(ranks, waits.map((row, i) => row.map((value, j) => (i === j ? null : value))), { text: time, caption: "Wait by waiting rank and causing rank", rowTitle: "waits", columnTitle: "causes" }) : make("p", { class: "soft" }, "Not measurable: it takes traces of two ranks or more that share collectives.");
+  const waited = waits && waits.map((row) => row.map((value) => (value ? value : null)));
+  const matrix = waits ? heatMap(ranks, waited, { heatOf: heatAgainstMost(waited), text: time, caption: "Wait by waiting rank and causing rank", rowTitle: "waits", columnTitle: "causes" }) : make("p", { class: "soft" }, "Not measurable: it takes traces of two ranks or more that share collectives.");
   const parts = [make("div", { class: "card" }, make("h2", {}, "Who waits for whom"), matrix)];
   const group = facts.communication.slow_group;
   if (group) parts.push(make("p", { class: "warning" }, `Slow transfers: those of rank${group.ranks.length > 1 ? "s" : ""} ${group.ranks.join(", ")} took ${time(group.excess)} more than usual, confidence ${share(group.confidence, 1)}.`));
   if (links) {
     const by = (index) => ranksOf(links.world).map((a) => ranksOf(links.world).map((b) => { const pair = links.pairs.find((p) => (p[0] === a && p[1] === b) || (p[0] === b && p[1] === a)); return pair ? pair[index] : null; }));
     parts.push(make("div", { class: "pair" },
-      make("div", { class: "card" }, make("h2", {}, `Latency over ${links.backend}`), heatMap(ranksOf(links.world), by(2), { text: (s) => time(s * 1e9), caption: "Latency", rowTitle: "rank", columnTitle: "rank" })),
-      make("div", { class: "card" }, make("h2", {}, "Bandwidth"), heatMap(ranksOf(links.world), by(3), { text: (b) => `${(b / 1e9).toFixed(2)} GB/s`, caption: "Bandwidth", rowTitle: "rank", columnTitle: "rank" }))));
+      make("div", { class: "card" }, make("h2", {}, `Latency over ${links.backend}`), heatMap(ranksOf(links.world), by(2), { heatOf: heatAgainstBest(by(2), false), text: (s) => time(s * 1e9), caption: "Latency", rowTitle: "rank", columnTitle: "rank" })),
+      make("div", { class: "card" }, make("h2", {}, "Bandwidth"), heatMap(ranksOf(links.world), by(3), { heatOf: heatAgainstBest(by(3), true), text: (b) => `${(b / 1e9).toFixed(2)} GB/s`, caption: "Bandwidth", rowTitle: "rank", columnTitle: "rank" }))));
     parts.push(make("p", {}, slow ? `Slow link: ranks ${slow.first} and ${slow.second}, ${slow.ratio.toFixed(1)} times the median pair's time, confidence ${share(slow.confidence, 1)}.` : "No link stands out from the others."));
   } else parts.push(make("div", { class: "card" }, make("h2", {}, "Links between ranks"), make("p", { class: "soft" }, "Not measured in this run. ms-profile link --out links.json measures every pair; give it to ms-profile report --links.")));
   const columns = [

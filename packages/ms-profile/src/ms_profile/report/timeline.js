@@ -1,7 +1,7 @@
 // The timeline: lanes on one canvas. Spans narrower than a pixel are drawn as runs of their kind's
 // colour, and the search for the next pixel gallops: a frame costs lanes times pixels, not spans.
-const CATEGORY = ["other", "operator", "scope", "driver call", "kernel", "copy", "collective", "Python", "device scope", "overhead", "device wait"];
-const CATEGORY_COLOUR = ["host", "compute", "launch", "launch", "compute", "copy", "collective", "data", "launch", "host", "synchronise"];
+const CATEGORY = ["other", "operator", "scope", "driver call", "kernel", "copy", "collective", "Python", "device scope", "overhead", "device wait", "wait for data"];
+const CATEGORY_COLOUR = ["host", "compute", "launch", "launch", "compute", "copy", "collective", "host", "launch", "host", "synchronise", "data"];
 const LANE = 17, RULER = 26, GUTTER = 150, TRACK_GAP = 7;
 
 class Timeline {

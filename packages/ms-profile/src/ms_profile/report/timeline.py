@@ -6,11 +6,14 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
+from ms_profile.activity import DATA
 from ms_profile.analysis import Analysis, RankAnalysis
 from ms_profile.trace.columns import Category
 
 __all__ = ["Timeline", "build_timeline"]
 
+DATA_WAIT = len(Category)
+"""On the page alone: a scope that waits for the next batch."""
 UNITS_NS = (10, 100, 1000, 10_000, 100_000, 1_000_000)
 SHOWN = [int(c) for c in Category if c not in (Category.OTHER, Category.OVERHEAD)]
 
@@ -48,14 +51,17 @@ def build_timeline(analysis: Analysis, *, most_events: int = 1_000_000) -> Timel
 def _rank_spans(rank: RankAnalysis, place: int) -> dict[str, NDArray[Any]]:
     trace = rank.trace
     rows = np.flatnonzero(np.isin(trace.category, SHOWN))
-    start = trace.start_ns[rows]
+    start, end = trace.start_ns[rows], trace.end_ns[rows]
     if rank.clock is not None:
-        start = rank.clock.correct(start)
+        start, end = rank.clock.correct(start), rank.clock.correct(end)
+    waits = np.array([DATA.match(name) is not None for name in trace.names] or [False])
+    category = trace.category[rows].astype(np.int64)
+    category[(category == Category.ANNOTATION) & waits[trace.name[rows]]] = DATA_WAIT
     return {
         "start": start,
-        "duration": trace.duration_ns[rows],
+        "duration": end - start,
         "name": trace.name[rows].astype(np.int64),
-        "category": trace.category[rows].astype(np.int64),
+        "category": category,
         "track": trace.thread[rows].astype(np.int64) + (place << 24),
     }
 
@@ -112,7 +118,8 @@ def _finish(
         facts=facts,
         columns={
             "start": distance,
-            "duration": -(-columns["duration"] // unit),
+            # Both are rounded down, so that no span runs into the next.
+            "duration": columns["duration"] // unit,
             "name": columns["name"],
             "category": columns["category"],
         },

@@ -133,7 +133,7 @@ class TraceBuilder:
         )  # fmt: skip
         base_ns = header.get("baseTimeNanoseconds", 0)
         base_ns = base_ns if isinstance(base_ns, int) else 0
-        start = columns["start"] + base_ns
+        start = columns.pop("start") + base_ns
         order = _order(columns["thread"], start, columns["duration"])
         names = tuple(self._names)
         place = header.get("distributedInfo")
@@ -147,16 +147,18 @@ class TraceBuilder:
             threads,
         )
         notes = self._finish_notes(order, category)
+        # Each column is let go of as soon as its sorted copy is there.
+        del columns["label"]
         return Trace(
             start_ns=start[order],
-            duration_ns=columns["duration"][order],
-            name=columns["name"][order],
+            duration_ns=columns.pop("duration")[order],
+            name=columns.pop("name")[order],
             category=category[order],
-            thread=columns["thread"][order],
-            external=columns["external"][order],
-            correlation=columns["correlation"][order],
-            shape=columns["shape"][order],
-            moved_bytes=columns["moved"][order],
+            thread=columns.pop("thread")[order],
+            external=columns.pop("external")[order],
+            correlation=columns.pop("correlation")[order],
+            shape=columns.pop("shape")[order],
+            moved_bytes=columns.pop("moved")[order],
             names=names,
             shapes=tuple(shape.decode(errors="replace") for shape in self._shapes),
             threads=threads,

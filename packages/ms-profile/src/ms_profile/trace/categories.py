@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ms_profile.trace.columns import Category, Thread
 
-__all__ = ["categorise"]
+__all__ = ["HOST_COLLECTIVE", "categorise"]
 
 BY_LABEL: Final[dict[str, Category]] = {
     "cpu_op": Category.OPERATOR,

@@ -1,0 +1,60 @@
+"""On an accelerator, kernels' times and their overlap agree with torch's own table."""
+
+from pathlib import Path
+
+import pytest
+
+from ms_profile.analysis import analyse
+from ms_profile.operators import kernel_table, operator_table
+
+torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+]
+
+
+def test_kernel_times_agree_with_torchs_own_table(tmp_path: Path) -> None:
+    """Of a real training step, kernels in all, and device time by operator, agree within 1%."""
+    from torch.profiler import profile, record_function
+
+    device = torch.accelerator.current_accelerator()
+    layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 6).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(16, 256, 512, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    torch.accelerator.synchronize()
+    with profile(record_shapes=True) as profiler:
+        for number in range(4):
+            with record_function(f"ProfilerStep#{number}"):
+                step()
+                torch.accelerator.synchronize()
+    profiler.export_chrome_trace(str(tmp_path / "rank-0.json"))
+
+    one = analyse(tmp_path / "rank-0.json").ranks[0]
+    theirs = {event.key: event for event in profiler.key_averages()}
+    kernels = kernel_table(one.trace)
+    total_us = sum(
+        event.self_device_time_total
+        for event in theirs.values()
+        if event.device_type != torch.autograd.DeviceType.CPU
+        and not event.key.startswith(("ProfilerStep", "Optimizer."))
+    )
+    assert sum(row.total_ns for row in kernels) / 1e3 == pytest.approx(total_us, rel=0.01)
+    for row in operator_table(one.trace):
+        event = theirs.get(row.name)
+        if row.device_ns and event is not None and event.self_device_time_total > 100:
+            expected = pytest.approx(event.self_device_time_total, rel=0.01)
+            assert row.device_ns / 1e3 == expected, row.name
+    assert len(one.breakdowns) == 4
+    for found in one.breakdowns:
+        assert sum(found.phases_ns.values()) == found.step.duration_ns
+        assert found.phases_ns["compute"] > 0
