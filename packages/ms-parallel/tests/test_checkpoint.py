@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ms_parallel import checkpoint
 from ms_parallel.errors import CheckpointError, DamageError
+from ms_parallel.groups import disconnect
 
 FACTS = {"stream": {"consumed": 12}, "note": "déjà vu"}
 
@@ -194,6 +195,7 @@ def _rank(rank: int, world: int, port: int, placement: str, folder: Path, saves:
 
 def in_processes(world: int, placement: str, folder: Path, saves: bool) -> None:
     """Save or load in `world` gloo processes."""
+    disconnect()  # an engine of an earlier test may have left a group, which a fork would inherit
     with __import__("socket").create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     mp.start_processes(
