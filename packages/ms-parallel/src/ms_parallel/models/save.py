@@ -1,8 +1,9 @@
 """Models to Hugging Face folders; under any layout, gathering one tensor at a time."""
 
+import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -125,7 +126,7 @@ def _write(mine: Mapping[str, Tensor], own: Mapping[str, _File], aside: Path) ->
     file_of = {entry.name: name for name, file in own.items() for entry in file.entries}
     writing: tuple[str, WeightFile] | None = None
     failure: OSError | None = None
-    with ExitStack() as stack:
+    with _without_advice(), ExitStack() as stack:
         for name, parameter in mine.items():
             # Others wait for this process in the gathering, so it goes on even after a failure.
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -143,6 +144,18 @@ def _write(mine: Mapping[str, Tensor], own: Mapping[str, _File], aside: Path) ->
                 stack.pop_all().__exit__(type(error), error, error.__traceback__)
     if failure is not None:
         raise failure
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Every rank would repeat torch's advice on the order of axes, which a save cannot follow."""
+    adviser = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = adviser.level
+    adviser.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        adviser.setLevel(level)
 
 
 def _publish(folder: Path, files: Mapping[str, _File], document: Mapping[str, object]) -> None:
