@@ -157,8 +157,10 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def weights(run: Path) -> bytes:
-    """The trained model's bytes."""
-    return (run.with_suffix("") / "model" / "model.safetensors").read_bytes()
+    """The trained model's bytes; under a pipeline every stage has written a file."""
+    files = sorted((run.with_suffix("") / "model").glob("*.safetensors"))
+    assert files
+    return b"".join(file.read_bytes() for file in files)
 
 
 def partial_checkpoints(run: Path) -> list[Path]:
