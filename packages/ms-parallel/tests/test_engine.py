@@ -18,7 +18,7 @@ from processes import run_processes
 from runs import OPTIMIZER, VARIANTS, build, global_batch, tiny, train
 
 from ms_parallel.engine import Engine
-from ms_parallel.errors import ConfigError, LayoutError, ParallelError
+from ms_parallel.errors import ConfigError, LayoutError, ParallelError, ScheduleError
 from ms_parallel.groups import Groups, connect
 from ms_parallel.layout import Layout
 from ms_parallel.loss import Batch, NextTokenLoss, Output
@@ -145,8 +145,8 @@ def test_settings_that_do_not_fit_are_named(groups: Groups) -> None:
         optimizer_config("adamm")
     with pytest.raises(ConfigError, match="max_grad_norm is 0"):
         AdamWConfig(max_grad_norm=0)
-    with pytest.raises(ConfigError, match="schedule 'zb'"):
-        build({}, groups, schedule="zb")
+    with pytest.raises(ScheduleError, match="no schedule 'zb-w'; did you mean 'zb-v'"):
+        build({}, groups, schedule="zb-w")
     with pytest.raises(ConfigError, match="recompute is 'some'"):
         build({}, groups, recompute="some")
     with pytest.raises(LayoutError, match="needs 2 processes"):

@@ -10,6 +10,7 @@ from ms_parallel.errors import (
     ModelError,
     ParallelError,
     ScheduleError,
+    StageError,
 )
 from ms_parallel.layout import Layout
 from ms_parallel.loss import NextTokenLoss
@@ -34,6 +35,7 @@ __all__ = [
     "ParallelError",
     "Result",
     "ScheduleError",
+    "StageError",
     "Update",
     "__version__",
     "load_model",

@@ -38,11 +38,10 @@ from ms_parallel.ops import Ops
 from ms_parallel.optimizer import AdamW, AdamWConfig, learning_rate
 from ms_parallel.recompute import Recompute
 from ms_parallel.runtime import Runtime
-from ms_parallel.schedules import Schedule
 from ms_parallel.sharding import reshard
 from ms_parallel.stages import build_stage, cut_layers
 from ms_parallel.state import load_state, state_of
-from ms_parallel.tables import Tables
+from ms_parallel.tables import Choice, Tables
 from ms_parallel.tensor_parallel import is_whole
 
 __all__ = ["Engine", "Update"]
@@ -71,7 +70,9 @@ class Engine:
             of a folder that has them are read, each process its part.
         layout: how the processes split the work; one process by default.
         optimizer: AdamW's settings.
-        schedule: `"1f1b"`, `"gpipe"`, or a verified table of its own number of microbatches.
+        schedule: a generator's name, such as `"1f1b"` or `"zb-v"`; the path of a CSV file in
+            torch.distributed.pipelining's form; or a table. A file or table is of its own number of
+            microbatches. Each stage of it gets its share of the layers.
         microbatch_size: rows of this data rank that pass at once; None for all of them.
         mixed_precision: compute in bfloat16; weights, moments and sums stay float32.
         recompute: `"full"` keeps only each block's input and runs it again in the backward.
@@ -86,6 +87,7 @@ class Engine:
         LayoutError: the layout does not fit the processes or the model.
         LaunchError: the processes were not started as the layout needs.
         ConfigError: a setting cannot be used as given.
+        ScheduleError: there is no such schedule, or it is not right.
         ModelError: the folder's model cannot be read.
     """
 
@@ -95,7 +97,7 @@ class Engine:
         layout: Layout | None = None,
         *,
         optimizer: AdamWConfig | None = None,
-        schedule: Literal["1f1b", "gpipe"] | Schedule = "1f1b",
+        schedule: Choice = "1f1b",
         microbatch_size: int | None = None,
         mixed_precision: bool = False,
         recompute: Recompute = "none",

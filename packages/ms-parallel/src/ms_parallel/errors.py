@@ -9,6 +9,7 @@ __all__ = [
     "ModelError",
     "ParallelError",
     "ScheduleError",
+    "StageError",
 ]
 
 
@@ -42,3 +43,7 @@ class LaunchError(ParallelError, RuntimeError):
 
 class ScheduleError(ParallelError, ValueError):
     """A pipeline schedule that is malformed, incomplete or would deadlock."""
+
+
+class StageError(ParallelError, RuntimeError):
+    """A pipeline stage that raised in mid-step: names stage, rank and microbatch, on every rank."""

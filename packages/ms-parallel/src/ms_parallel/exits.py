@@ -12,7 +12,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from ms_parallel.errors import LaunchError, ParallelError
+from ms_parallel.errors import LaunchError, ParallelError, StageError
 from ms_parallel.launch import is_first, launched
 
 __all__ = ["end_scripts_plainly", "report"]
@@ -66,6 +66,8 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 def _told(error: BaseException) -> tuple[int, str] | None:
     """Exit code and line of an error that a line can tell."""
+    if isinstance(error, StageError):
+        return FAILED, str(error)
     if isinstance(error, ParallelError) or _is_of_ms_data(error):
         return BAD_INPUT, " ".join(str(error).split())
     if isinstance(error, RuntimeError) and launched() and LOST.search(str(error)):

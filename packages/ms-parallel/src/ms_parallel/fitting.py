@@ -11,6 +11,7 @@ from ms_parallel.models import architecture
 from ms_parallel.ops import Ops
 from ms_parallel.optimizer import AdamWConfig
 from ms_parallel.options import Options
+from ms_parallel.schedules import Schedule
 
 __all__ = ["build_engine", "fit_model", "microbatch"]
 
@@ -81,6 +82,8 @@ def microbatch(options: Options, layout: Layout) -> int | None:
     if options.microbatch_size is not None or layout.pipeline == 1:
         return options.microbatch_size
     rows = options.batch_size // layout.data
+    if isinstance(options.schedule, Schedule) and rows % options.schedule.microbatches == 0:
+        return rows // options.schedule.microbatches
     busy = [n for n in range(1, rows + 1) if rows % n == 0 and rows // n >= 2 * layout.pipeline]
     return max(busy, default=1)
 
@@ -101,7 +104,7 @@ def build_engine(options: Options, config: Any, layout: Layout, total: int) -> E
             weight_decay=options.weight_decay,
             max_grad_norm=options.max_grad_norm,
         ),
-        schedule=options.schedule,  # type: ignore[arg-type]  # its validator knows the words
+        schedule=options.schedule,
         microbatch_size=microbatch(options, layout),
         mixed_precision=options.mixed_precision,
         recompute=options.recompute,  # type: ignore[arg-type]

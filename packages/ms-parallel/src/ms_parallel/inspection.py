@@ -10,7 +10,9 @@ from ms_parallel.fitting import fit_model, microbatch
 from ms_parallel.layout import Layout, Place
 from ms_parallel.models import build_model, model_plan
 from ms_parallel.options import Options
+from ms_parallel.schedules import verify
 from ms_parallel.stages import cut_layers
+from ms_parallel.tables import Tables
 
 __all__ = ["Facts", "RankFacts", "inspect", "picture"]
 
@@ -23,7 +25,7 @@ Korthikanti et al., "Reducing Activation Recomputation", 2022, table 2."""
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What one pipeline stage puts on each of its ranks. All sizes are estimates."""
+    """What one pipeline rank's stages put on each of its processes. All sizes are estimates."""
 
     pipeline: int
     layers: int
@@ -68,10 +70,21 @@ def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Fac
     rows = options.batch_size // layout.data
     size = microbatch(options, layout) or rows
     plan = model_plan(config)
-    stages = cut_layers(config.num_hidden_layers, layout.pipeline, plan.cuts)
+    tables = Tables(options.schedule, layout.pipeline)
+    schedule = tables.training(rows // size)
+    stages = cut_layers(config.num_hidden_layers, schedule.stages, plan.cuts)
+    most = verify(schedule).peak_activations
     ranks = [
-        _rank(stage, layers, shapes, options=options, layout=layout, config=config, rows=size)
-        for stage, layers in enumerate(stages)
+        _rank(
+            rank,
+            [stages[stage] for stage in schedule.stages_of(rank)],
+            shapes,
+            options=options,
+            layout=layout,
+            config=config,
+            positions=size * options.sequence_length * most[rank],
+        )
+        for rank in range(layout.pipeline)
     ]
     return Facts(
         architecture=config.model_type,
@@ -86,19 +99,20 @@ def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Fac
 
 
 def _rank(
-    stage: int,
-    layers: range,
+    rank: int,
+    stages: list[range],
     shapes: dict[str, torch.Size],
     *,
     options: Options,
     layout: Layout,
     config: Any,
-    rows: int,
+    positions: int,
 ) -> RankFacts:
+    """Facts of the rank that has these stages and holds `positions` for the backward at most."""
     plan = model_plan(config)
     held = whole = 0
     for name, shape in shapes.items():
-        if _stage_has(name, stage, layers, layout, tied=config.tie_word_embeddings):
+        if any(_stage_has(name, layers, config) for layers in stages):
             whole += shape.numel()
             split = layout.tensor if plan.split_dim(name) is not None else 1
             held += -(-shape.numel() // (split * layout.data))
@@ -106,24 +120,24 @@ def _rank(
     position_bytes = config.hidden_size * ACTIVATION_BYTES * width // BFLOAT16_BYTES
     if options.recompute == "full":
         position_bytes = config.hidden_size * width
-    total = options.batch_size // layout.data // rows
-    in_flight = min(layout.pipeline - stage, total) if options.schedule == "1f1b" else total
-    positions = rows * options.sequence_length * in_flight
+    layers = sum(map(len, stages))
     return RankFacts(
-        pipeline=stage,
-        layers=len(layers),
+        pipeline=rank,
+        layers=layers,
         parameters=whole,
         state_bytes=held * STATE_FLOATS * FLOAT32_BYTES,
-        activation_bytes=positions * position_bytes * len(layers) // layout.tensor,
+        activation_bytes=positions * position_bytes * layers // len(stages) // layout.tensor,
     )
 
 
-def _stage_has(name: str, stage: int, layers: range, layout: Layout, *, tied: bool) -> bool:
+def _stage_has(name: str, layers: range, config: Any) -> bool:
     parts = name.split(".")
     if "layers" in parts:
         return int(parts[parts.index("layers") + 1]) in layers
-    last = stage == layout.pipeline - 1
-    return (stage == 0 or (tied and last)) if "embed" in name else last
+    last = bool(layers.stop == config.num_hidden_layers)
+    if "embed" not in name:
+        return last
+    return layers.start == 0 or bool(config.tie_word_embeddings and last)
 
 
 def picture(layout: Layout) -> str:

@@ -9,7 +9,8 @@ from attrs import define, field, setters
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import OnEvent
 from ms_parallel.layout import Layout
-from ms_parallel.settings import flag, number, one_of, text, whole
+from ms_parallel.schedules import GENERATORS, Schedule
+from ms_parallel.settings import flag, nearest, number, one_of, text, whole
 
 __all__ = ["KeywordOptions", "Options"]
 
@@ -46,6 +47,17 @@ def _pair(value: Any) -> Any:
     return tuple(value)
 
 
+def _schedule(instance: object, attribute: Any, value: Any) -> None:
+    if isinstance(value, Schedule | Path):
+        return
+    if not isinstance(value, str):
+        raise ConfigError(f"schedule is {value!r}; give a name, a CSV file or a Schedule")
+    if not value.lower().endswith(".csv") and value not in GENERATORS:
+        raise ConfigError(
+            f"schedule is {value!r}; {nearest(value, GENERATORS)}, or a CSV file's name"
+        )
+
+
 @define(kw_only=True, on_setattr=setters.frozen, eq=False, slots=False)
 class KeywordOptions:
     """Keyword options of `DistributedTrainer`; keys of a run file.
@@ -78,8 +90,8 @@ class KeywordOptions:
     """AdamW's guard against division by zero."""
     max_grad_norm: float | None = field(default=1.0, validator=number(least=1e-30, optional=True))
     """Gradients of a greater norm are scaled down to it; None never scales."""
-    schedule: str = field(default="1f1b", validator=one_of("1f1b", "gpipe"))
-    """How microbatches pass through pipeline stages."""
+    schedule: str | Path | Schedule = field(default="1f1b", validator=_schedule)
+    """How microbatches pass through pipeline stages: a generator's name, a CSV file, a Schedule."""
     recompute: str = field(default="none", validator=one_of("none", "full"))
     """`full` keeps only each block's input and runs the block again in the backward pass."""
     ops: str = field(default="torch", validator=one_of("torch", "ms_kernels"))

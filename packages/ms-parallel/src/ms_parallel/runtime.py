@@ -1,19 +1,22 @@
 """Performs a pipeline schedule: one loop over a rank's actions, and the messages between ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from attrs import define, field
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ms_parallel.errors import ScheduleError
+from ms_parallel.failures import explain
 from ms_parallel.groups import Groups
 from ms_parallel.loss import Batch
 from ms_parallel.messages import Mailbox
 from ms_parallel.models import KeyValueCache
 from ms_parallel.schedules import Action, Kind, Schedule
-from ms_parallel.sharding import set_last_backward
+from ms_parallel.schedules.action import COMPUTE
+from ms_parallel.sharding import after_weight_gradients, set_last_backward
+from ms_parallel.weight_gradients import Later, putting_off
 
 __all__ = ["Finish", "Runtime"]
 
@@ -22,6 +25,8 @@ Finish = Callable[[Tensor, Batch], Tensor]
 
 Key = tuple[int, int]
 """(stage, microbatch)."""
+WEIGHTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+"""What ends with gradients of weights."""
 
 
 @define
@@ -31,13 +36,18 @@ class _Step:
     microbatches: Sequence[Batch]
     finish: Finish
     caches: Mapping[int, KeyValueCache]
-    backwards_left: dict[int, int]
+    gradients_left: dict[int, int]
+    """For each stage the microbatches whose gradients of weights are still to come."""
+    split: frozenset[Key]
+    """Those whose backward is one of inputs and, later, one of weights."""
     inputs: dict[Key, Tensor] = field(factory=dict)
     outputs: dict[Key, Tensor] = field(factory=dict)
     roots: dict[Key, GradientEdge] = field(factory=dict)
     """Where the backward starts; keeps the graph but not the output."""
     gradients: dict[Key, Tensor] = field(factory=dict)
     """Of a stage's output, and after its backward of its input."""
+    later: dict[Key, Later] = field(factory=dict)
+    """Of a split backward, what is left to do for the weights."""
     results: dict[int, Tensor] = field(factory=dict)
 
 
@@ -74,32 +84,43 @@ class Runtime:
             microbatches=microbatches,
             finish=finish,
             caches=caches or {},
-            backwards_left={
-                stage: sum(a.stage == stage and a.kind is Kind.BACKWARD for a in computations)
+            gradients_left={
+                stage: sum(a.stage == stage and a.kind in WEIGHTS for a in computations)
                 for stage in self.stages
             },
+            split=frozenset(
+                (a.stage, a.microbatch) for a in computations if a.kind is Kind.BACKWARD_INPUT
+            ),
         )
+        doing = row[0]
         try:
             for action in row:
-                for part in action.parts or (action,):
-                    self._perform(part, step, schedule)
+                for doing in action.parts or (action,):
+                    self._perform(doing, step, schedule)
             self.mailbox.flush()
             self.mailbox.wait_for_sends()
-        except BaseException:
+        except Exception as error:
             self.mailbox.forget()
-            raise
+            told = explain(error, doing, self.groups)
+            if told is error:
+                raise
+            raise told from error
         return [step.results[index] for index in sorted(step.results)]
 
     def _perform(self, action: Action, step: _Step, schedule: Schedule) -> None:
         stage, microbatch = action.stage, action.microbatch
         key = (stage, microbatch)
+        if action.kind in COMPUTE:
+            self.mailbox.flush()
         match action.kind:
             case Kind.FORWARD:
-                self.mailbox.flush()
                 self._forward(key, step, schedule)
-            case Kind.BACKWARD:
-                self.mailbox.flush()
+            case Kind.BACKWARD | Kind.BACKWARD_INPUT:
                 self._backward(key, step, schedule)
+            case Kind.BACKWARD_WEIGHT:
+                step.later.pop(key).settle()
+                step.gradients_left[stage] -= 1
+                after_weight_gradients(self.stages[stage], step.gradients_left[stage] == 0)
             case Kind.SEND_FORWARD:
                 peer = schedule.placement[stage + 1]
                 self.mailbox.send(step.outputs.pop(key), peer, self._shape(step, key))
@@ -114,9 +135,7 @@ class Runtime:
                 peer = schedule.placement[stage + 1]
                 self.mailbox.receive((*key, "B"), peer, self._shape(step, key))
             case _:
-                raise ScheduleError(
-                    f"{action}: {action.kind.value} cannot be performed yet; use F, B and messages"
-                )
+                pass  # FSDP gathers and frees weights and sums their gradients when it is due
 
     def _shape(self, step: _Step, boundary: Key) -> tuple[int, ...]:
         """Under which the shape of what crosses a boundary is remembered."""
@@ -134,6 +153,21 @@ class Runtime:
             entering = self.mailbox.take((*key, "F"))
         if stage > 0 and torch.is_grad_enabled():
             entering = step.inputs[key] = entering.detach().requires_grad_()
+        if key in step.split:
+            step.later[key] = Later()
+        with putting_off(step.later[key]) if key in step.split else nullcontext():
+            hidden = self._compute(key, entering, step, schedule)
+        if hidden.requires_grad:
+            step.roots[key] = get_gradient_edge(hidden)
+        if stage + 1 == schedule.stages:
+            step.results[microbatch] = hidden.detach()
+        else:
+            step.outputs[key] = hidden.detach()
+
+    def _compute(self, key: Key, entering: Tensor, step: _Step, schedule: Schedule) -> Tensor:
+        """What a stage makes of what enters it; on the last stage, what is made of that."""
+        stage, microbatch = key
+        batch = step.microbatches[microbatch]
         hidden: Tensor = self.stages[stage](
             entering,
             positions=batch.get("positions"),
@@ -141,13 +175,7 @@ class Runtime:
             cache=step.caches.get(stage),
             logits=False,
         )
-        if stage + 1 == schedule.stages:
-            hidden = step.finish(hidden, batch)
-            step.results[microbatch] = hidden.detach()
-        else:
-            step.outputs[key] = hidden.detach()
-        if hidden.requires_grad:
-            step.roots[key] = get_gradient_edge(hidden)
+        return step.finish(hidden, batch) if stage + 1 == schedule.stages else hidden
 
     def _backward(self, key: Key, step: _Step, schedule: Schedule) -> None:
         stage, microbatch = key
@@ -156,9 +184,13 @@ class Runtime:
             near = schedule.placement[stage + 1] == schedule.placement[stage]
             after = (stage + 1, microbatch)
             gradient = step.gradients.pop(after) if near else self.mailbox.take((*key, "B"))
-        step.backwards_left[stage] -= 1
-        set_last_backward(self.stages[stage], step.backwards_left[stage] == 0)
-        torch.autograd.backward(step.roots.pop(key), gradient)
+        split = key in step.split
+        step.gradients_left[stage] -= not split
+        # Where the last gradients are put off, what follows them sums over the data axis.
+        last = not split and step.gradients_left[stage] == 0
+        set_last_backward(self.stages[stage], last)
+        with putting_off(step.later[key]) if split else nullcontext():  # for recomputed blocks
+            torch.autograd.backward(step.roots.pop(key), gradient)
         if stage > 0:
             entered = step.inputs.pop(key)
             assert entered.grad is not None

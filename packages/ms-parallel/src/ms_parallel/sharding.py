@@ -7,7 +7,7 @@ from ms_parallel.groups import Groups
 from ms_parallel.plan import ModelPlan
 from ms_parallel.precision import precision_policy
 
-__all__ = ["reshard", "set_last_backward", "shard_model"]
+__all__ = ["after_weight_gradients", "reshard", "set_last_backward", "shard_model"]
 
 
 def shard_model(
@@ -40,6 +40,18 @@ def set_last_backward(model: nn.Module, last: bool) -> None:
         model.set_is_last_backward(last)
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
+
+
+def after_weight_gradients(model: nn.Module, last: bool) -> None:
+    """Do what FSDP does at the end of a backward, for gradients that were added outside of one.
+
+    Args:
+        model: the stage whose weights' gradients were put off, and are now added.
+        last: whether they were the step's last, so that they are to be summed over the data axis.
+    """
+    if isinstance(model, FSDPModule):
+        set_last_backward(model, last)
+        model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def reshard(model: nn.Module) -> None:

@@ -1,53 +1,56 @@
 """Which schedule an engine performs: to train, and to run forwards alone."""
 
-from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Literal
+from pathlib import Path
 
-from ms_parallel.errors import ConfigError
-from ms_parallel.schedules import Action, Kind, Schedule, gpipe, one_f_one_b, verify
+from ms_parallel.errors import ConfigError, ScheduleError
+from ms_parallel.schedules import Action, Kind, Schedule, named_schedule, verify
 
-__all__ = ["Tables"]
+__all__ = ["Choice", "Tables", "read_schedule"]
 
-GENERATORS: Mapping[str, Callable[[int, int], Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+Choice = str | Path | Schedule
+"""A generator's name, a CSV file, or a table."""
 
 
 class Tables:
     """The tables of one choice of schedule, each made once.
 
     Args:
-        choice: a generator's name, or a table of its own number of microbatches.
+        choice: a generator's name, a CSV file of torch.distributed.pipelining's form, or a table;
+            the last two are of their own number of microbatches.
         ranks: pipeline ranks of the layout.
 
     Raises:
-        ConfigError: the name is not known, or the table is for another number of ranks.
-        ScheduleError: the table is not right.
+        ConfigError: the file cannot be read, or the table is for another number of ranks.
+        ScheduleError: there is no such name, or the table is not right.
     """
 
-    def __init__(self, choice: Literal["1f1b", "gpipe"] | Schedule, ranks: int) -> None:
+    def __init__(self, choice: Choice, ranks: int) -> None:
+        if not isinstance(choice, Schedule) and _is_file(choice):
+            choice = read_schedule(choice)
         self.choice = choice
-        self.placement = tuple(range(ranks))
-        """Pipeline rank of each stage."""
-        if isinstance(choice, Schedule):
-            if choice.ranks != ranks:
-                raise ConfigError(
-                    f"the schedule is for {choice.ranks} ranks but pipeline={ranks}; "
-                    "choose one of as many"
-                )
-            verify(choice)
-            self.placement = choice.placement
-        elif choice not in GENERATORS:
-            known = ", ".join(GENERATORS)
-            raise ConfigError(f"schedule {choice!r} is not known; choose {known} or a Schedule")
+        self.ranks = ranks
+        if not isinstance(choice, Schedule):
+            self.placement = _generated(str(choice), ranks, ENOUGH * ranks).placement
+            """Pipeline rank of each stage."""
+            return
+        if choice.ranks != ranks:
+            raise ConfigError(
+                f"the schedule is for {choice.ranks} ranks but pipeline={ranks}; "
+                "choose one of as many"
+            )
+        verify(choice)
+        self.placement = choice.placement
 
     def training(self, microbatches: int) -> Schedule:
         """Forwards and backwards of an update.
 
         Raises:
             ConfigError: the table that was chosen is for another number of microbatches.
+            ScheduleError: the generator that was chosen cannot do with so few.
         """
         if not isinstance(self.choice, Schedule):
-            return _generated(self.choice, len(self.placement), microbatches)
+            return _generated(str(self.choice), self.ranks, microbatches)
         if self.choice.microbatches != microbatches:
             raise ConfigError(
                 f"the schedule is of {self.choice.microbatches} microbatches but the batch "
@@ -60,9 +63,39 @@ class Tables:
         return _forwards(self.placement, microbatches)
 
 
+ENOUGH = 2
+"""Microbatches a rank with which every generator can make a table; the placement stays the same."""
+
+
+def read_schedule(path: str | Path) -> Schedule:
+    """Read and verify a CSV file in torch.distributed.pipelining's form.
+
+    Raises:
+        ConfigError: the file cannot be read.
+        ScheduleError: it is no table, or a wrong one; the file is named.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"schedule {path}: cannot be read: {reason}") from error
+    try:
+        schedule = Schedule.from_csv(text, name=Path(path).stem)
+        verify(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"schedule {path}: {error}") from error
+    return schedule
+
+
+def _is_file(choice: str | Path) -> bool:
+    return isinstance(choice, Path) or choice.lower().endswith(".csv")
+
+
 @cache
 def _generated(name: str, ranks: int, microbatches: int) -> Schedule:
-    return GENERATORS[name](ranks, microbatches)
+    schedule = named_schedule(name, ranks, microbatches)
+    verify(schedule)
+    return schedule
 
 
 @cache

@@ -1,0 +1,122 @@
+"""Every schedule's gradients are one process's; a split backward does its weights' part last."""
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import run_processes
+from torch import nn
+
+from ms_parallel.schedules import GENERATORS
+from ms_parallel.weight_gradients import Later, putting_off
+
+SPLITS = Path(__file__).parent / "splits.py"
+# Weights add up to 13 microbatches' gradients, in another order than one process does: a few ulps
+# (2^-52, 2^-23) of the largest. Measured 3e-16 and 2e-7.
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "head_dim": 4}
+ROWS = {2: (4, 5), 4: (8, 9)}
+"""Microbatches that divide over the ranks, and that do not; the least that DualPipeV takes."""
+
+
+def model(layers: int, **settings: Any) -> dict[str, Any]:
+    """A tiny model's settings."""
+    heads = {} if settings.get("model_type") == "transformer-xl" else {"num_key_value_heads": 4}
+    return {**SMALL, **heads, "num_hidden_layers": layers, **settings}
+
+
+@cache
+def of_one(layers: int, rows: int, digits: str, settings: tuple[Any, ...]) -> dict[str, Any]:
+    """One process's gradients, a row at a time."""
+    job = {"layout": "data=1", "settings": model(layers, **dict(settings)), "rows": rows}
+    (found,) = run_processes(1, SPLITS, "gradients", jobs=[job], digits=digits)
+    return found[0]  # type: ignore[no-any-return]
+
+
+def check(of_ranks: list[dict[str, list[float]]], one: dict[str, list[float]], most: float) -> None:
+    """All ranks' gradients together are those of one process; a tied copy is its owner's."""
+    assert set().union(*of_ranks) >= one.keys()
+    for found in of_ranks:
+        for name, gradient in found.items():
+            expected = one.get(name, one["model.embed_tokens.weight"])
+            largest = max(map(abs, expected))
+            apart = max(abs(a - b) for a, b in zip(gradient, expected, strict=True))
+            assert apart <= most * largest, name
+
+
+@pytest.mark.parametrize("digits", ["float64", "float32"])
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
+def test_every_generator_gives_the_gradients_of_one_process(ranks: int, digits: str) -> None:
+    """Microbatches that divide over the ranks and that do not, tied and untied."""
+    cases = [
+        (name, rows, tied)
+        for name in GENERATORS
+        for rows in ROWS.get(ranks, (16, 17))
+        for tied in (True, False)
+    ]
+    jobs = [
+        {
+            "layout": f"pipeline={ranks}",
+            "settings": model(2 * ranks, tie_word_embeddings=tied),
+            "rows": rows,
+            "options": {"schedule": name},
+        }
+        for name, rows, tied in cases
+    ]
+    of_ranks = run_processes(ranks, SPLITS, "gradients", jobs=jobs, digits=digits)
+    for index, (_, rows, tied) in enumerate(cases):
+        one = of_one(2 * ranks, rows, digits, (("tie_word_embeddings", tied),))
+        check([found[index] for found in of_ranks], one, TOLERANCE[digits])
+
+
+JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "recomputed": ("pipeline=2", {}, {"recompute": "full"}),
+    "biases": ("tensor=2,pipeline=2", {"attention_bias": True, "mlp_bias": True}, {}),
+    "both": ("tensor=2,pipeline=2", {}, {"recompute": "full"}),
+    "sharded": ("data=2,pipeline=2", {}, {"recompute": "full"}),
+    "transformer-xl": ("tensor=2,pipeline=2", {"model_type": "transformer-xl"}, {}),
+}
+"""Layout, settings of the model and options of the engine of what else a backward may meet."""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_split_backward_is_right_with_recomputation_tensor_and_data_axes(ranks: int) -> None:
+    """Products of DTensors, blocks that run again, sharded weights; one stage a rank and a V."""
+    cases = [
+        (name, layout, settings, {**options, "schedule": schedule})
+        for name, (layout, settings, options) in JOBS.items()
+        for schedule in ("zb-h1", "zb-v")
+        if (2 if name == "recomputed" else 4) == ranks
+    ]
+    jobs = [
+        {"layout": layout, "settings": model(4, **settings), "rows": 8, "options": options}
+        for _, layout, settings, options in cases
+    ]
+    of_ranks = run_processes(ranks, SPLITS, "gradients", jobs=jobs, digits="float32")
+    for index, (_, _, settings, _) in enumerate(cases):
+        one = of_one(4, 8, "float32", tuple(settings.items()))
+        check([found[index] for found in of_ranks], one, TOLERANCE["float32"])
+
+
+def test_gradients_of_weights_wait_until_they_are_asked_for() -> None:
+    """The input's and the bias's gradient come first; the weight's equals that of one backward."""
+    linear, x = nn.Linear(3, 2), torch.randn(4, 5, 3, requires_grad=True)
+    later = Later()
+    with putting_off(later):
+        linear(x).square().sum().backward()
+    assert linear.weight.grad is None
+    assert len(later.factors) == 1
+    expected = torch.autograd.grad(linear(x).square().sum(), [x, linear.bias, linear.weight])
+    assert x.grad is not None
+    assert torch.allclose(x.grad, expected[0])
+    assert torch.allclose(linear.bias.grad, expected[1])
+    later.settle()
+    assert torch.allclose(linear.weight.grad, expected[2])  # type: ignore[arg-type]
+    assert not later.factors
