@@ -42,8 +42,8 @@ class Faulty(NextTokenLoss):
 
 
 def raise_on_last_stage() -> None:
-    """The other stage must not wait for ever, though its own time-out is far away."""
-    engine = build({}, connect(Layout(pipeline=2), device="cpu", timeout_s=600))
+    """The other stages must not wait for ever, though their own time-outs are far away."""
+    engine = build({}, connect(Layout(pipeline=3), device="cpu", timeout_s=600))
     engine.update(global_batch(0), Faulty())
 
 

@@ -13,16 +13,12 @@ from types import TracebackType
 import torch.distributed as dist
 
 from ms_parallel.errors import LaunchError, ParallelError, StageError
+from ms_parallel.failures import LOST
 from ms_parallel.launch import is_first, launched
 
 __all__ = ["end_scripts_plainly", "report"]
 
 BAD_INPUT, FAILED = 2, 1
-LOST = re.compile(
-    r"connection (closed|reset|was closed)|broken pipe|recv.* failed|connection refused"
-    r"|timed out waiting|remote error|store.*(closed|failed)|socket",
-    re.IGNORECASE,
-)
 SETTLE_S = 0.3
 """Lets the one that speaks be heard before torchrun ends it because another has exited."""
 

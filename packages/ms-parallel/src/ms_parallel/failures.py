@@ -4,19 +4,27 @@ The failing rank leaves a word in the store and raises. When its process ends, i
 close; who waited for it raises in turn, and finds the word.
 """
 
+import os
+import re
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ms_parallel.errors import StageError
-from ms_parallel.exits import LOST
 from ms_parallel.groups import Groups
 from ms_parallel.schedules import Action
 
-__all__ = ["explain"]
+__all__ = ["LOST", "explain"]
 
-KEY = "ms-parallel/stage-failed"
+LOST = re.compile(
+    r"connection (closed|reset|was closed)|broken pipe|recv.* failed|connection refused"
+    r"|timed out waiting|remote error|store.*(closed|failed)|socket",
+    re.IGNORECASE,
+)
+"""What torch says when another process is gone."""
+# torchrun keeps one store over its restarts; an attempt must not read the last one's word.
+KEY = f"ms-parallel/stage-failed-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def explain(error: Exception, action: Action, groups: Groups) -> Exception:
@@ -36,7 +44,7 @@ def explain(error: Exception, action: Action, groups: Groups) -> Exception:
     if groups.layout.pipeline == 1 or isinstance(error, StageError):
         return error
     first = _told()
-    if first is None and LOST.search(str(error)):
+    if first is None and isinstance(error, RuntimeError) and LOST.search(str(error)):
         return error
     if first is None:
         first = (
