@@ -47,6 +47,8 @@ def complaint(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) ->
         ("model_config.hiden_size=64", "'hiden_size'; did you mean 'hidden_size'"),
         ("parallel_config.tenser=2", "'tenser'; did you mean 'tensor'"),
         ("optimizer=Adam", "optimizer is 'Adam'; did you mean 'AdamW'"),
+        ("schedule=zb-w", "schedule is 'zb-w'; did you mean 'zb-v'? Or name a CSV file"),
+        ("schedule=none.csv", "schedule none.csv: cannot be read: No such file"),
         ("model_arch=lama", "'lama'; did you mean 'llama'"),
         ("epochs=1", "both of epochs and steps given; give one"),
         ("steps=0", "steps is 0; give a whole number of at least 1"),

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         help="say what a run will be: parameters, memory of each rank, layout",
         epilog="example: ms-parallel inspect RUN.toml --set parallel_config.pipeline=4",
     )
+    _add_schedule(commands)
     doctor = commands.add_parser(
         "doctor", help="say what this machine has", epilog="example: ms-parallel doctor --json"
     )
@@ -69,6 +71,56 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="print facts as JSON")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _add_schedule(commands: Any) -> None:
+    schedule = commands.add_parser(
+        "schedule",
+        help="prove a pipeline schedule and draw its timeline",
+        epilog="example: ms-parallel schedule zb-v --stages 4 --microbatches 8"
+        " --costs backward_input=1.3,latency=0.1 --out zb-v.svg",
+    )
+    schedule.add_argument(
+        "schedule", metavar="NAME|FILE.csv", help="a generator, a table, or `search`"
+    )
+    schedule.add_argument(
+        "--stages", type=int, metavar="P", help="ranks of the pipeline (a V gives each two stages)"
+    )
+    schedule.add_argument("--microbatches", type=int, metavar="M", help="of one step")
+    schedule.add_argument(
+        "--costs",
+        default="",
+        metavar="COSTS",
+        help="forward, backward_input, backward_weight, activation (each 1) and latency (0),"
+        " as forward=1:1:1:1.4,latency=0.1",
+    )
+    schedule.add_argument("--memory-cap", type=float, metavar="N", help="of a rank, for `search`")
+    schedule.add_argument("--out", metavar="FILE", help="write .svg, .html or .csv")
+    schedule.add_argument("--json", action="store_true", help="print facts as JSON")
+    schedule.set_defaults(run=_schedule)
+
+
+def _schedule(options: argparse.Namespace) -> int:
+    from ms_parallel.schedule_facts import draw_to, tell
+    from ms_parallel.schedules import draw_text, path_text
+
+    told = tell(
+        options.schedule,
+        ranks=options.stages,
+        microbatches=options.microbatches,
+        costs=options.costs,
+        memory_cap=options.memory_cap,
+    )
+    if options.out is not None:
+        draw_to(options.out, told.timeline)
+    if options.json:
+        return _print_json(told.facts)
+    width = shutil.get_terminal_size((100, 24)).columns
+    print(draw_text(told.timeline, width=width, colour=sys.stdout.isatty()), end="")
+    print(f"critical path: {path_text(told.timeline)}")
+    if told.facts.lower_bound is not None:
+        print(f"no schedule is shorter than {told.facts.lower_bound:.4g}")
+    return 0
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -53,9 +53,7 @@ def _schedule(instance: object, attribute: Any, value: Any) -> None:
     if not isinstance(value, str):
         raise ConfigError(f"schedule is {value!r}; give a name, a CSV file or a Schedule")
     if not value.lower().endswith(".csv") and value not in GENERATORS:
-        raise ConfigError(
-            f"schedule is {value!r}; {nearest(value, GENERATORS)}, or a CSV file's name"
-        )
+        raise ConfigError(f"schedule is {value!r}; {nearest(value, GENERATORS)} Or name a CSV file")
 
 
 @define(kw_only=True, on_setattr=setters.frozen, eq=False, slots=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 from ms_parallel.errors import ConfigError, ScheduleError
 from ms_parallel.schedules import Action, Kind, Schedule, named_schedule, verify
 
-__all__ = ["Choice", "Tables", "read_schedule"]
+__all__ = ["Choice", "Tables", "is_file", "read_schedule"]
 
 Choice = str | Path | Schedule
 """A generator's name, a CSV file, or a table."""
@@ -26,7 +26,7 @@ class Tables:
     """
 
     def __init__(self, choice: Choice, ranks: int) -> None:
-        if not isinstance(choice, Schedule) and _is_file(choice):
+        if not isinstance(choice, Schedule) and is_file(choice):
             choice = read_schedule(choice)
         self.choice = choice
         self.ranks = ranks
@@ -87,7 +87,8 @@ def read_schedule(path: str | Path) -> Schedule:
     return schedule
 
 
-def _is_file(choice: str | Path) -> bool:
+def is_file(choice: str | Path) -> bool:
+    """Whether a choice of schedule names a CSV file."""
     return isinstance(choice, Path) or choice.lower().endswith(".csv")
 
 

@@ -9,7 +9,7 @@ from ms_parallel.schedules.breadth_first import breadth_first
 from ms_parallel.schedules.catalogue import GENERATORS, named_schedule
 from ms_parallel.schedules.communication import with_communication
 from ms_parallel.schedules.costs import Costs
-from ms_parallel.schedules.draw import draw_html, draw_svg, draw_text
+from ms_parallel.schedules.draw import draw_html, draw_svg, draw_text, path_text
 from ms_parallel.schedules.dualpipe_v import dualpipe_v
 from ms_parallel.schedules.gpipe import gpipe
 from ms_parallel.schedules.interleaved import interleaved_one_f_one_b
@@ -52,6 +52,7 @@ __all__ = [
     "named_schedule",
     "one_a_rank",
     "one_f_one_b",
+    "path_text",
     "search",
     "simulate",
     "v_half",

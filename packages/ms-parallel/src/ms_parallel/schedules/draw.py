@@ -9,7 +9,7 @@ from html import escape
 from ms_parallel.schedules.action import Kind
 from ms_parallel.schedules.simulate import Span, Timeline
 
-__all__ = ["draw_html", "draw_svg", "draw_text"]
+__all__ = ["draw_html", "draw_svg", "draw_text", "path_text"]
 
 _COLOURS = {
     Kind.FORWARD: ("#4c8bf5", "#a9c8fb"),
@@ -143,7 +143,7 @@ def draw_html(*lines: Timeline, titles: Sequence[str] = (), width: int = 1200) -
     )
     paths = "".join(
         f"<h2>{escape(_summary(line, titles[index] if index < len(titles) else ''))}</h2>"
-        f"<p>Critical path: {escape(_path(line))}</p>"
+        f"<p>Critical path: {escape(path_text(line))}</p>"
         for index, line in enumerate(lines)
     )
     name = escape(lines[0].schedule.name or "schedule") if lines else "schedule"
@@ -156,7 +156,7 @@ def draw_html(*lines: Timeline, titles: Sequence[str] = (), width: int = 1200) -
     )
 
 
-def _path(line: Timeline) -> str:
+def path_text(line: Timeline) -> str:
     """The critical path, its unbroken stretches on one rank shortened to first and last."""
     runs: list[tuple[int, list[Span]]] = []
     for rank, span in line.critical_path:

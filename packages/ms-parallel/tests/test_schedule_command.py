@@ -1,0 +1,101 @@
+"""`ms-parallel schedule`: a timeline, facts and files; bad input is one line and exit code 2."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ms_parallel.cli import main
+from ms_parallel.schedules import Schedule, one_f_one_b
+
+
+def test_the_timeline_stands_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bubble, memory of each rank and the critical path, to the closed formula's digit."""
+    assert main(["schedule", "1f1b", "--stages", "4", "--microbatches", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "1F1B, 4 ranks, 4 stages, 8 microbatches: makespan 33, bubble 27.27%" in said
+    assert said.count("peak") == 4
+    assert "critical path: rank 0: 0F0" in said
+
+
+def test_facts_are_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Costs a stage count: a slow last stage makes the makespan."""
+    arguments = ["schedule", "zb1p", "--stages", "2", "--microbatches", "4", "--json"]
+    assert main([*arguments, "--costs", "forward=1:2,latency=1/2"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["placement"] == [0, 1]
+    assert facts["makespan"] >= 4 * (2 + 1 + 1) + 1.5
+    assert facts["critical_path"][0] == "0:0F0"
+    assert main([*arguments[:-1], "--costs", "forward=1:2:3"]) == 2
+
+
+@pytest.mark.parametrize("suffix", ["svg", "html", "csv"])
+def test_files_hold_the_picture_or_the_table(suffix: str, tmp_path: Path) -> None:
+    """What is written as CSV is read again as the same schedule."""
+    out = tmp_path / f"one.{suffix}"
+    assert (
+        main(["schedule", "1f1b", "--stages", "2", "--microbatches", "3", "--out", str(out)]) == 0
+    )
+    text = out.read_text()
+    if suffix == "csv":
+        assert Schedule.from_csv(text, name="1F1B") == one_f_one_b(2, 3)
+        assert main(["schedule", str(out)]) == 0
+    else:
+        assert "<svg" in text
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+def test_a_search_says_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two stages a rank when costs are of as many."""
+    sizes = ["--stages", "2", "--microbatches", "3", "--costs", "forward=1:1:1:1.4"]
+    assert main(["schedule", "search", *sizes, "--memory-cap", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "2 ranks, 4 stages" in said
+    assert "no schedule is shorter than" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["zb-w", "--stages", "2", "--microbatches", "2"], "there is no schedule 'zb-w'; did you"),
+        (["1f1b", "--microbatches", "2"], "1f1b needs sizes; give --stages"),
+        (["1f1b", "--stages", "2", "--microbatches", "0"], "0 microbatches does no work"),
+        (["1f1b", "--stages", "0", "--microbatches", "2"], "for 0 ranks"),
+        (["none.csv"], "schedule none.csv: cannot be read: No such file"),
+        (["1f1b", "--stages", "2", "--microbatches", "2", "--costs", "forwrd=1"], "'forward'"),
+        (["1f1b", "--stages", "2", "--microbatches", "2", "--costs", "forward=x"], "not a number"),
+        (
+            ["1f1b", "--stages", "2", "--microbatches", "2", "--out", "a.png"],
+            "'.png' is no picture",
+        ),
+        (
+            ["1f1b", "--stages", "2", "--microbatches", "2", "--out", "no/a.svg"],
+            "cannot be written",
+        ),
+        (
+            ["search", "--stages", "2", "--microbatches", "2", "--memory-cap", "0.5"],
+            "the least that works is 1",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is wrong and what to do, exit code 2."""
+    assert main(["schedule", *arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert said in lines[0]
+
+
+def test_a_table_that_deadlocks_is_refused_with_the_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both ranks would wait in a receive for ever."""
+    table = tmp_path / "circle.csv"
+    table.write_text(
+        "0F0,0RECV_B0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
+    )
+    assert main(["schedule", str(table)]) == 2
+    assert "circle.csv: deadlock: rank 0 is at 0RECV_B0" in capsys.readouterr().err
