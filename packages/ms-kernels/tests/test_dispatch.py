@@ -29,6 +29,14 @@ def call(device="cpu", dtype=torch.float32, plain=True):
     return Call("rms_norm", (fact, fact), (1e-6,))
 
 
+def sized(contract, rows):
+    """Return the contract's sizes with so many rows."""
+    dims = {next(iter(contract.example)): rows}
+    if contract.name == "unpermute_tokens":
+        dims = {"R": 2 * rows, "T": rows}
+    return dims
+
+
 def test_the_first_that_fits_is_taken_and_every_reason_is_told():
     """Order decides; device, dtype and subclass rule out, each with its reason."""
     offered = [
@@ -53,8 +61,7 @@ def test_the_choice_is_a_pure_function():
     for operator, contract in CONTRACTS.items():
         for device, dtype in itertools.product(("cpu", "cuda"), (torch.float32, torch.bfloat16)):
             for rows in (1, 4096):
-                leading = next(iter(contract.example))
-                asked = contract.call({leading: rows}, dtype=dtype, device=device)
+                asked = contract.call(sized(contract, rows), dtype=dtype, device=device)
                 choice = choose(asked, IMPLEMENTATIONS)
                 assert choice == choose(asked, IMPLEMENTATIONS)
                 assert first_fit(asked, IMPLEMENTATIONS) is choice.implementation
@@ -93,10 +100,10 @@ def test_what_runs_is_what_explain_says(monkeypatch):
     monkeypatch.setattr(dispatch, "_kept", {})
     for operator, contract in CONTRACTS.items():
         for rows, dtype in itertools.product((1, 128), (torch.float32, torch.bfloat16)):
-            leading = next(iter(contract.example))
-            tensors = contract.draw({leading: rows}, dtype=dtype)
+            tensors = contract.draw(sized(contract, rows), dtype=dtype)
+            options = {option.name: option.default for option in contract.options}
             for _ in range(2):
-                getattr(ms_kernels, operator)(**tensors)
+                getattr(ms_kernels, operator)(**tensors, **options)
                 assert ran.pop() == explain(operator, **tensors).backend
 
 
@@ -195,20 +202,25 @@ def test_torch_compile_follows_every_operator_without_a_graph_break(operator):
     contract = CONTRACTS[operator]
     plain = getattr(ms_kernels, operator)
     compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
-    leading = "..." if "..." in contract.example else "B"
+    options = {option.name: option.default for option in contract.options}
     for rows in (3, 5, 7):
-        tensors = contract.draw({leading: rows})
-        leaves = [
-            tensors[argument.name].requires_grad_()
-            for argument in contract.arguments
-            if argument.differentiable
-        ]
+        tensors = contract.draw(sized(contract, rows))
         answers = []
         for run in (compiled, plain):
-            result = run(**tensors)
+            given = {name: tensor.clone() for name, tensor in tensors.items()}
+            leaves = [
+                given[argument.name].requires_grad_()
+                for argument in contract.arguments
+                if argument.differentiable
+            ]
+            result = run(**given, **options)
+            if contract.mutates:
+                result = tuple(given.values())
             result = result if isinstance(result, tuple) else (result,)
-            pulls = [torch.ones_like(each) for each in result]
-            answers.append([*result, *torch.autograd.grad(result, leaves, pulls)])
+            pulled = [each for each in result if each.requires_grad]
+            pulls = [torch.ones_like(each) for each in pulled]
+            slopes = torch.autograd.grad(pulled, leaves, pulls) if leaves else ()
+            answers.append([*result, *slopes])
         for got, truth in zip(*answers, strict=True):
             # The same operations, perhaps of another backend: a few roundings of float32.
             torch.testing.assert_close(got, truth, rtol=1e-5, atol=1e-5)

@@ -13,6 +13,14 @@ SMALL = {
     "attention": {"B": 1, "Sq": 3, "Sk": 5, "Hq": 4, "Hk": 2, "D": 3},
     "cross_entropy": {"...": 5, "V": 7},
     "linear_cross_entropy": {"...": 5, "H": 3, "V": 7},
+    "add_rms_norm": {"...": 3, "H": 5},
+    "layer_norm": {"...": 3, "H": 5},
+    "geglu": {"...": 3, "I": 5},
+    "token_log_probs": {"...": 5, "H": 3, "V": 7},
+    "permute_tokens": {"T": 4, "C": 2, "H": 3},
+    "unpermute_tokens": {"R": 8, "T": 4, "C": 2, "H": 3},
+    "grouped_matmul": {"T": 5, "E": 3, "K": 3, "N": 2},
+    "quantized_linear": {"...": 3, "K": 4, "N": 3, "P": 2, "G": 2},
 }
 OPTIONS = {
     "rms_norm": [(1e-6,), (0.5,)],
@@ -21,11 +29,19 @@ OPTIONS = {
     "attention": [(True, None, None), (False, 2, 0.3), (True, 2, None)],
     "cross_entropy": [(-100, 0.1, 0.02, r) for r in ("mean", "sum", "none")],
     "linear_cross_entropy": [(-100, 0.1, 0.02, r) for r in ("mean", "sum", "none")],
+    "add_rms_norm": [(1e-6,), (0.5,)],
+    "layer_norm": [(1e-5,), (0.5,)],
+    "geglu": [("none",), ("tanh",)],
+    "token_log_probs": [(1.0, -100, False), (2.0, -100, True)],
+    "permute_tokens": [(4,)],
+    "unpermute_tokens": [()],
+    "grouped_matmul": [()],
+    "quantized_linear": [(4, 2)],
 }
 CASES = [
     pytest.param(each, options, id=f"{each.operator}-{each.backend}-{options}")
     for each in IMPLEMENTATIONS
-    for options in OPTIONS[each.operator]
+    for options in OPTIONS.get(each.operator, ())  # none where there is no gradient
 ]
 
 

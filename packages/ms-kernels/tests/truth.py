@@ -81,15 +81,140 @@ def linear_cross_entropy(hidden, weight, targets, *options) -> Tensor:
     return cross_entropy(hidden @ weight.T, targets, *options)
 
 
+def add_rms_norm(x, residual, weight, eps):
+    summed = x + residual
+    return rms_norm(summed, weight, eps), summed
+
+
+def layer_norm(x, weight, bias, eps) -> Tensor:
+    result = torch.empty_like(x)
+    for place in _places(x.shape[:-1]):
+        values = x[place].tolist()
+        mean = sum(values) / len(values)
+        variance = sum((value - mean) ** 2 for value in values) / len(values)
+        result[place] = (x[place] - mean) / math.sqrt(variance + eps) * weight
+        if bias is not None:
+            result[place] += bias
+    return result
+
+
+def geglu(gate, up, approximate) -> Tensor:
+    result = torch.empty_like(gate)
+    for place in _places(gate.shape):
+        value = gate[place].item()
+        if approximate == "tanh":
+            inner = math.sqrt(2 / math.pi) * (value + 0.044715 * value**3)
+            share = (1 + math.tanh(inner)) / 2
+        else:
+            share = (1 + math.erf(value / math.sqrt(2))) / 2
+        result[place] = value * share * up[place]
+    return result
+
+
+def decode_attention(q, key_pages, value_pages, page_table, lengths, window, scale) -> Tensor:
+    result = torch.zeros_like(q)
+    page = key_pages.shape[1]
+    share = q.shape[1] // key_pages.shape[2]
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    for b, h in _places(q.shape[:-1]):
+        length = int(lengths[b])
+        seen = [
+            (int(page_table[b, place // page]), place % page)
+            for place in range(length)
+            if window is None or place >= length - window
+        ]
+        scores = [math.exp(scale * (q[b, h] @ key_pages[p, i, h // share])) for p, i in seen]
+        for score, (p, i) in zip(scores, seen, strict=True):
+            result[b, h] += score / sum(scores) * value_pages[p, i, h // share]
+    return result
+
+
+def token_log_probs(hidden, weight, tokens, temperature, ignore_index, entropy):
+    chosen = hidden.new_zeros(tokens.shape)
+    spread = hidden.new_zeros(tokens.shape)
+    for place in _places(tokens.shape):
+        if tokens[place] == ignore_index:
+            continue
+        values = [value / temperature for value in (weight @ hidden[place]).tolist()]
+        log_norm = math.log(sum(math.exp(value) for value in values))
+        chosen[place] = values[tokens[place]] - log_norm
+        spread[place] = -sum(math.exp(each - log_norm) * (each - log_norm) for each in values)
+    return (chosen, spread) if entropy else chosen
+
+
+def permute_tokens(x, experts, count):
+    rows, counts, places = [], [0] * count, torch.zeros(experts.shape, dtype=torch.int64)
+    for expert in range(count):
+        for t, c in _places(experts.shape):
+            if experts[t, c] == expert:
+                places[t, c] = len(rows)
+                rows.append(x[t])
+                counts[expert] += 1
+    stacked = torch.stack(rows) if rows else x.new_zeros(0, x.shape[-1])
+    return stacked, torch.tensor(counts), places
+
+
+def unpermute_tokens(rows, places, weights) -> Tensor:
+    result = rows.new_zeros(places.shape[0], rows.shape[-1])
+    for t, c in _places(places.shape):
+        result[t] += (1 if weights is None else weights[t, c]) * rows[places[t, c]]
+    return result
+
+
+def grouped_matmul(x, weights, counts) -> Tensor:
+    experts = [expert for expert, count in enumerate(counts.tolist()) for _ in range(count)]
+    result = x.new_zeros(x.shape[0], weights.shape[-1])
+    for row, expert in enumerate(experts):
+        for out in range(weights.shape[-1]):
+            result[row, out] = (x[row] * weights[expert, :, out]).sum()
+    return result
+
+
+def quantized_linear(x, packed, scales, zeros, bits, group_size) -> Tensor:
+    result = x.new_zeros(*x.shape[:-1], packed.shape[0])
+    for *place, n in _places(result.shape):
+        for k in range(x.shape[-1]):
+            byte = int(packed[n, k * bits // 8])
+            code = byte if bits == 8 else (byte // 16 if k % 2 else byte % 16)
+            zero = 2 ** (bits - 1) if zeros is None else zeros[n, k // group_size]
+            weight = (code - zero) * scales[n, k // group_size]
+            result[(*place, n)] += x[(*place, k)] * weight
+    return result
+
+
+def adamw_step(weights, gradient, mean, square, step, learning_rate, betas, eps, weight_decay):
+    for place in _places(weights.shape):
+        slope = gradient[place].item()
+        mean[place] = betas[0] * mean[place].item() + (1 - betas[0]) * slope
+        square[place] = betas[1] * square[place].item() + (1 - betas[1]) * slope**2
+        first = mean[place].item() / (1 - betas[0] ** step)
+        second = square[place].item() / (1 - betas[1] ** step)
+        change = first / (math.sqrt(second) + eps) + weight_decay * weights[place].item()
+        weights[place] -= learning_rate * change
+
+
 def _places(shape) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(size) for size in shape)))
 
 
 TRUTHS = {
-    "rms_norm": rms_norm,
-    "rotary": rotary,
-    "swiglu": swiglu,
-    "attention": attention,
-    "cross_entropy": cross_entropy,
-    "linear_cross_entropy": linear_cross_entropy,
+    function.__name__: function
+    for function in (
+        rms_norm,
+        add_rms_norm,
+        layer_norm,
+        rotary,
+        swiglu,
+        geglu,
+        attention,
+        decode_attention,
+        cross_entropy,
+        linear_cross_entropy,
+        token_log_probs,
+        permute_tokens,
+        unpermute_tokens,
+        grouped_matmul,
+        quantized_linear,
+        adamw_step,
+    )
 }

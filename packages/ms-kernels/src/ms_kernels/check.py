@@ -7,7 +7,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from ms_kernels.contract import Contract, Tolerance, describe
+from ms_kernels.contract import Contract, Tolerance, Variant, describe
 from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS, describe_call
 from ms_kernels.registry import Implementation, obstacle_to
 
@@ -65,31 +65,34 @@ def check(
         if backends is not None and each.backend not in backends:
             continue
         contract = CONTRACTS[each.operator]
-        for without, options in _trials(contract):
-            findings += _attempt(contract, each, without, options, device, dtype)
+        for without, variant in _trials(contract):
+            findings += _attempt(contract, each, without, variant, device, dtype)
     return tuple(findings)
 
 
-def _trials(contract: Contract) -> Iterator[tuple[tuple[str, ...], dict[str, object]]]:
-    """Yield the optional arguments to leave out, and the options to set."""
+def _trials(contract: Contract) -> Iterator[tuple[tuple[str, ...], Variant]]:
+    """Yield the optional arguments to leave out, and the options and sizes to set."""
     spare = tuple(each.name for each in contract.arguments if each.optional)
-    yield (), {}
+    yield (), Variant({}, {})
     if spare:
-        yield spare, {}
+        yield spare, Variant({}, {})
     for option in contract.options:
         for value in option.trials:
-            yield spare, {option.name: value}
+            yield spare, Variant({option.name: value}, {})
+    for variant in contract.variants:
+        yield (), variant
 
 
 def _attempt(
     contract: Contract,
     candidate: Implementation,
     without: tuple[str, ...],
-    options: dict[str, object],
+    variant: Variant,
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> Iterator[Finding]:
-    tensors = contract.draw({}, dtype=dtype, device=device)
+    options = variant.options
+    tensors = contract.draw(variant.dims, dtype=dtype, device=device)
     inputs = [None if name in without else tensor for name, tensor in tensors.items()]
     values = tuple(options.get(each.name, each.default) for each in contract.options)
     facts = {
@@ -146,29 +149,47 @@ def _differentiate(
     """Return results and gradients; the results are pulled in a fixed random direction.
 
     The direction is drawn in the dtype of `like`, so that a truth is pulled exactly alike. A mean
-    is pulled once for each row: its gradients would vanish under the absolute tolerance.
+    is pulled once for each row: its gradients would vanish under the absolute tolerance. What is
+    written in place is a copy, which is the result.
     """
-    leaves = {
-        argument.name: tensor.detach().requires_grad_()
-        for argument, tensor in zip(contract.arguments, inputs, strict=True)
-        if tensor is not None and argument.differentiable
-    }
-    given = [
-        leaves.get(argument.name, tensor)
-        for argument, tensor in zip(contract.arguments, inputs, strict=True)
-    ]
+    leaves: dict[str, Tensor] = {}
+    given: list[Tensor | None] = []
+    written: list[Tensor] = []
+    for argument, tensor in zip(contract.arguments, inputs, strict=True):
+        each = tensor
+        if each is not None and argument.mutated:
+            each = _copy(each)
+            written.append(each)
+        elif each is not None and argument.differentiable:
+            each = leaves[argument.name] = each.detach().requires_grad_()
+        given.append(each)
     output = run(*given, *options)
+    if contract.mutates:
+        return written, {}
     results = list(output) if isinstance(output, tuple) else [output]
+    if not leaves:
+        return results, {}
+    pulled = [place for place, each in enumerate(results) if each.is_floating_point()]
     generator = torch.Generator().manual_seed(1)
     first = next(each for each in given if each is not None)
     strength = first.numel() // first.shape[-1] if "mean" in options else 1
     pulls = [
-        torch.randn(each.shape, generator=generator).to(model.dtype).to(each.device, each.dtype)
+        torch.randn(results[place].shape, generator=generator)
+        .to((like or results)[place].dtype)
+        .to(results[place].device, results[place].dtype)
         * strength
-        for each, model in zip(results, like or results, strict=True)
+        for place in pulled
     ]
-    gradients = torch.autograd.grad(results, list(leaves.values()), pulls)
-    return [each.detach() for each in results], dict(zip(leaves, gradients, strict=True))
+    slopes = torch.autograd.grad([results[place] for place in pulled], list(leaves.values()), pulls)
+    return [each.detach() for each in results], dict(zip(leaves, slopes, strict=True))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return the same numbers under the same strides."""
+    copy = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return copy.copy_(tensor)
 
 
 def _share(got: Tensor, truth: Tensor, tolerance: Tolerance) -> float:
@@ -177,5 +198,6 @@ def _share(got: Tensor, truth: Tensor, tolerance: Tolerance) -> float:
         return float("inf")
     if not truth.numel():
         return 0.0
+    truth = truth.to(torch.float64)
     allowed = tolerance.relative * truth.abs() + tolerance.absolute
     return float(((got.to(torch.float64) - truth).abs() / allowed).max())

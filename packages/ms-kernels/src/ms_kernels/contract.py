@@ -25,6 +25,7 @@ __all__ = [
     "Fact",
     "Option",
     "Tolerance",
+    "Variant",
     "Work",
     "accumulator",
     "describe",
@@ -107,8 +108,19 @@ def _split(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+class Variant(NamedTuple):
+    """A further call that proofs try: some options are only right at other sizes."""
+
+    options: Mapping[str, Any]
+    dims: Dims
+
+
 def _no_rules(dims: Dims, options: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     return ()
+
+
+def _no_work(dims: Dims, itemsize: int) -> Work:
+    return Work(0, 0)
 
 
 @frozen(kw_only=True)
@@ -127,6 +139,8 @@ class Argument:
     """Whether None may be passed."""
     differentiable: bool = True
     """Whether the operator has a gradient with respect to it."""
+    mutated: bool = False
+    """Whether the operator writes its result into it; then it returns None."""
     draw: Callable[[tuple[int, ...], Dims, torch.Generator], Tensor] | None = None
     """Makes an example on the CPU from its shape; normal numbers where it is None."""
 
@@ -145,6 +159,8 @@ class Option:
     """The values that are allowed, in words."""
     trials: tuple[object, ...] = ()
     """Other values that proofs should try."""
+    changing: bool = False
+    """Whether it differs from call to call, as a step does: no decision may depend on it."""
 
 
 @frozen(kw_only=True)
@@ -167,8 +183,8 @@ class Contract:
     """Limits across arguments: yields (argument, what would fit) for each that is broken."""
     forward: Callable[[Dims, int], Work]
     """Least work of the forward pass, from sizes and bytes per element."""
-    backward: Callable[[Dims, int], Work]
-    """Least work of the backward pass."""
+    backward: Callable[[Dims, int], Work] = _no_work
+    """Least work of the backward pass; none where there is no gradient."""
     tolerance: Mapping[torch.dtype, Tolerance]
     """How far a result of each dtype may lie from the truth."""
     gradient_tolerance: Mapping[torch.dtype, Tolerance]
@@ -177,6 +193,34 @@ class Contract:
     """Sizes of an ordinary small call, for which no backend is too large."""
     reference: Callable[..., Any]
     """The slow truth, in plain torch."""
+    variants: tuple[Variant, ...] = ()
+    """Calls that proofs try beside the example and the options' trials."""
+
+    changing: tuple[tuple[int, Option], ...] = field(init=False, repr=False)
+    """Options that no decision depends on, with their places."""
+
+    @changing.default
+    def _changing(self) -> tuple[tuple[int, Option], ...]:
+        return tuple(pair for pair in enumerate(self.options) if pair[1].changing)
+
+    @property
+    def mutates(self) -> bool:
+        """Whether it works in place: it returns None and has no gradient."""
+        return any(argument.mutated for argument in self.arguments)
+
+    @property
+    def defaults(self) -> tuple[Any, ...]:
+        """Each option's default, in order."""
+        return tuple(option.default for option in self.options)
+
+    def check_option(self, option: Option, value: object) -> None:
+        """Refuse a value that an option may not have.
+
+        Raises:
+            ArgumentError: naming the option, its value and what fits.
+        """
+        if not option.holds(value):
+            raise ArgumentError(self.name, option.name, repr(value), option.fits)
 
     def bind(self, call: Call) -> dict[str, int]:
         """Check `call` and return the size of each symbol.
@@ -198,8 +242,7 @@ class Contract:
             self._bind_shape(argument, fact, sizes)
         options = {}
         for option, value in zip(self.options, call.options, strict=True):
-            if not option.holds(value):
-                raise ArgumentError(self.name, option.name, repr(value), option.fits)
+            self.check_option(option, value)
             options[option.name] = value
         dims = {name: _count(size) for name, size in sizes.items()}
         for culprit, fits in self.rules(dims, options):

@@ -80,12 +80,16 @@ def implementation(
     """
     if torch.compiler.is_compiling():
         return _traced(contract, tensors, options)
+    steady = options
+    for place, option in contract.changing:
+        contract.check_option(option, options[place])
+        steady = (*steady[:place], None, *steady[place + 1 :])
     key: tuple[Any, ...] | None
     try:
         key = (
             contract.name,
             _preferred.get(),
-            options,
+            steady,
             *[
                 tensor
                 if tensor is None

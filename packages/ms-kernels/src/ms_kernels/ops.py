@@ -1,6 +1,6 @@
 """The operators: each checks its arguments, takes a backend and runs it.
 
-All are batch-first and differentiable, keep sums in float32 (float64 for float64) and round
+All are batch-first, keep sums in float32 (float64 for float64) and round
 their result once. `B` is the batch, `S` positions, `H` the width of the model, `D` of a head,
 `V` classes, `...` any leading dims. Any strides will do. Rows may be none; widths may not be 0.
 
@@ -9,20 +9,31 @@ backend that `use_backend` allows takes the call. Class indices alone are data: 
 of range raises `ArgumentError` too; an accelerator reports it as it reports any bad index.
 """
 
-from typing import Literal
+from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from ms_kernels.dispatch import CONTRACTS, implementation
 from ms_kernels.errors import ArgumentError
 
 __all__ = [
+    "adamw_step",
+    "add_rms_norm",
     "attention",
     "cross_entropy",
+    "decode_attention",
+    "geglu",
+    "grouped_matmul",
+    "layer_norm",
     "linear_cross_entropy",
+    "permute_tokens",
+    "quantized_linear",
     "rms_norm",
     "rotary",
     "swiglu",
+    "token_log_probs",
+    "unpermute_tokens",
 ]
 
 _RMS_NORM = CONTRACTS["rms_norm"]
@@ -31,6 +42,16 @@ _SWIGLU = CONTRACTS["swiglu"]
 _ATTENTION = CONTRACTS["attention"]
 _CROSS_ENTROPY = CONTRACTS["cross_entropy"]
 _LINEAR_CROSS_ENTROPY = CONTRACTS["linear_cross_entropy"]
+_ADD_RMS_NORM = CONTRACTS["add_rms_norm"]
+_LAYER_NORM = CONTRACTS["layer_norm"]
+_GEGLU = CONTRACTS["geglu"]
+_DECODE_ATTENTION = CONTRACTS["decode_attention"]
+_TOKEN_LOG_PROBS = CONTRACTS["token_log_probs"]
+_PERMUTE_TOKENS = CONTRACTS["permute_tokens"]
+_UNPERMUTE_TOKENS = CONTRACTS["unpermute_tokens"]
+_GROUPED_MATMUL = CONTRACTS["grouped_matmul"]
+_QUANTIZED_LINEAR = CONTRACTS["quantized_linear"]
+_ADAMW_STEP = CONTRACTS["adamw_step"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -46,6 +67,43 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """
     run = implementation(_RMS_NORM, (x, weight), (eps,))
     result: Tensor = run(x, weight, eps)
+    return result
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """Add a residual and normalise the sum, as ``rms_norm(x + residual, weight, eps)`` would.
+
+    Args:
+        x: (..., H).
+        residual: (..., H), dtype of x.
+        weight: (H,), of x's dtype or another floating one.
+        eps: added to the mean square.
+
+    Returns:
+        The normalised sum and the sum itself, (..., H), dtype of x. What is normalised is the sum
+        after it was rounded to that dtype.
+    """
+    run = implementation(_ADD_RMS_NORM, (x, residual, weight), (eps,))
+    result: tuple[Tensor, Tensor] = run(x, residual, weight, eps)
+    return result
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Normalise by mean and variance over the last dim (arXiv 1607.06450).
+
+    Args:
+        x: (..., H).
+        weight: (H,), of x's dtype or another floating one.
+        bias: (H,), dtype of weight; none if None.
+        eps: added to the variance.
+
+    Returns:
+        ``(x - mean) / sqrt(variance + eps) · weight + bias``, (..., H), dtype of x.
+    """
+    run = implementation(_LAYER_NORM, (x, weight, bias), (eps,))
+    result: Tensor = run(x, weight, bias, eps)
     return result
 
 
@@ -85,6 +143,22 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return result
 
 
+def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    """Gate a feed-forward block by GELU (arXiv 2002.05202).
+
+    Args:
+        gate: (..., I).
+        up: (..., I), dtype of gate.
+        approximate: ``"none"`` for the exact GELU, ``"tanh"`` for the one that Gemma uses.
+
+    Returns:
+        ``gelu(gate) · up``, (..., I), dtype of gate.
+    """
+    run = implementation(_GEGLU, (gate, up), (approximate,))
+    result: Tensor = run(gate, up, approximate)
+    return result
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -115,6 +189,46 @@ def attention(
     """
     run = implementation(_ATTENTION, (q, k, v, documents), (causal, window, scale))
     result: Tensor = run(q, k, v, documents, causal, window, scale)
+    return result
+
+
+def decode_attention(
+    q: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attend from one new position a sequence to all its positions, kept in pages.
+
+    Position p of sequence b stands in page ``page_table[b, p // page]`` at place ``p % page``, the
+    new one, ``lengths[b] - 1``, included. It has no gradient.
+
+    Args:
+        q: (B, Hq, D).
+        key_pages: (P, page, Hk, D), dtype of q; Hk divides Hq.
+        value_pages: likewise.
+        page_table: (B, N) int32. Entries of pages that lie past a sequence's end are not read.
+        lengths: (B,) int32, positions of each sequence, from 0 to N · page.
+        window: positions seen, the newest ones; all if None.
+        scale: factor of the scores, ``D ** -0.5`` if None.
+
+    Returns:
+        (B, Hq, D), dtype of q; 0 for a sequence of length 0.
+    """
+    tensors = (q, key_pages, value_pages, page_table, lengths)
+    run = implementation(_DECODE_ATTENTION, tensors, (window, scale))
+    _check_range(
+        "decode_attention", "lengths", lengths, page_table.shape[1] * key_pages.shape[1] + 1
+    )
+    try:
+        result: Tensor = run(*tensors, window, scale)
+    except (IndexError, RuntimeError):
+        _check_pages(page_table, lengths, *key_pages.shape[:2])
+        raise
     return result
 
 
@@ -189,11 +303,232 @@ def linear_cross_entropy(
     return result
 
 
-def _check_classes(operator: str, targets: Tensor, count: int, ignore_index: int) -> None:
+@overload
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    entropy: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    entropy: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return ``log softmax(hidden @ weight.T / temperature)[token]`` without holding all logits.
+
+    The logits are made again in the backward pass. The weight's gradient is summed in float32. It
+    cannot be differentiated twice.
+
+    Args:
+        hidden: (..., H).
+        weight: (V, H), dtype of hidden.
+        tokens: (...) int64 or int32, from 0 to V - 1, or `ignore_index`.
+        temperature: what logits are divided by; above 0.
+        ignore_index: the token of a row that does not count; its results are 0.
+        entropy: whether to return the entropies ``-Σ p log p`` of the rows as well, in nats.
+
+    Returns:
+        float32 (float64 for float64), (...); with `entropy` a pair of them. Both are
+        differentiable.
+    """
+    options = (temperature, ignore_index, entropy)
+    run = implementation(_TOKEN_LOG_PROBS, (hidden, weight, tokens), options)
+    try:
+        result: Tensor | tuple[Tensor, Tensor] = run(hidden, weight, tokens, *options)
+    except (IndexError, RuntimeError):
+        _check_classes("token_log_probs", tokens, weight.shape[0], ignore_index, "tokens")
+        raise
+    return result
+
+
+def permute_tokens(x: Tensor, experts: Tensor, *, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the rows of a mixture's tokens by the experts they chose, C each.
+
+    Args:
+        x: (T, H).
+        experts: (T, C) int64 or int32, from 0 to count - 1.
+        count: how many experts there are.
+
+    Returns:
+        rows (T·C, H), dtype of x: those of expert 0 first, in the order of their tokens; counts
+        (count,) int64: how many rows each expert has; places (T, C) int64: the row of each choice.
+        The first is differentiable; it is what `grouped_matmul` takes with the second, and the
+        third leads `unpermute_tokens` back.
+    """
+    run = implementation(_PERMUTE_TOKENS, (x, experts), (count,))
+    try:
+        result: tuple[Tensor, Tensor, Tensor] = run(x, experts, count)
+    except (IndexError, RuntimeError):
+        _check_range("permute_tokens", "experts", experts, count)
+        raise
+    return result
+
+
+def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Lead rows back to their tokens: ``Σ_c weights[t, c] · rows[places[t, c]]``.
+
+    Args:
+        rows: (T·C, H).
+        places: (T, C) int64 or int32, as `permute_tokens` gives them: each row once.
+        weights: (T, C), a floating dtype; 1 if None.
+
+    Returns:
+        (T, H), dtype of rows.
+    """
+    run = implementation(_UNPERMUTE_TOKENS, (rows, places, weights), ())
+    try:
+        result: Tensor = run(rows, places, weights)
+    except (IndexError, RuntimeError):
+        _check_range("unpermute_tokens", "places", places, rows.shape[0])
+        raise
+    return result
+
+
+def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Multiply consecutive rows by their expert's matrix.
+
+    Args:
+        x: (T, K), the rows of expert 0 first.
+        weights: (E, K, N), dtype of x.
+        counts: (E,) int64 or int32, how many rows each expert has, 0 allowed; their sum is T.
+
+    Returns:
+        (T, N), dtype of x.
+    """
+    run = implementation(_GROUPED_MATMUL, (x, weights, counts), ())
+    try:
+        result: Tensor = run(x, weights, counts)
+    except (IndexError, RuntimeError):
+        _check_counts(counts, x.shape[0])
+        raise
+    return result
+
+
+def quantized_linear(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    *,
+    bits: Literal[4, 8],
+    group_size: int,
+) -> Tensor:
+    """Return ``x @ weight.T``, the weight (N, K) packed as `ms_kernels.packed_weights` says.
+
+    Args:
+        x: (..., K).
+        packed: (N, K · bits / 8) uint8.
+        scales: (N, K / group_size), a floating dtype.
+        zeros: likewise, dtype of scales; ``2 ** (bits - 1)`` if None.
+        bits: 4 or 8.
+        group_size: how many weights of a row share a scale.
+
+    Returns:
+        (..., N), dtype of x. It has a gradient with respect to x alone.
+    """
+    options = (bits, group_size)
+    run = implementation(_QUANTIZED_LINEAR, (x, packed, scales, zeros), options)
+    result: Tensor = run(x, packed, scales, zeros, *options)
+    return result
+
+
+def adamw_step(
+    weights: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    *,
+    step: int,
+    learning_rate: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> None:
+    """Take one step of AdamW in place (arXiv 1711.05101), as `torch.optim.AdamW` does.
+
+    Args:
+        weights: (...), written.
+        gradient: (...), a floating dtype.
+        mean: (...) float32 (or float64), the running mean of gradients; written.
+        square: likewise, of their squares; written.
+        step: 1 at the first step.
+        learning_rate: of this step.
+        betas: how much of mean and square stays.
+        eps: added to the root of the square.
+        weight_decay: share of the weights, times the learning rate, that is taken away.
+    """
+    tensors = (weights, gradient, mean, square)
+    options = (step, learning_rate, betas, eps, weight_decay)
+    run = implementation(_ADAMW_STEP, tensors, options)
+    run(*tensors, *options)
+
+
+def _check_classes(
+    operator: str, targets: Tensor, count: int, ignore_index: int, name: str = "targets"
+) -> None:
     """Find the class that made an operator fail; looked for only then, so it costs nothing."""
-    if type(targets) is not Tensor or targets.device.type != "cpu":
+    if not _readable(targets):
         return
     wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= count))]
     if wrong.numel():
         got, fits = f"{wrong[0].item()} somewhere", f"from 0 to {count - 1}, or {ignore_index}"
-        raise ArgumentError(operator, "targets", got, fits)
+        raise ArgumentError(operator, name, got, fits)
+
+
+def _check_range(operator: str, name: str, indices: Tensor, count: int) -> None:
+    """Find an index that is not from 0 to count - 1."""
+    if not _readable(indices):
+        return
+    wrong = indices[(indices < 0) | (indices >= count)]
+    if wrong.numel():
+        raise ArgumentError(
+            operator, name, f"{wrong[0].item()} somewhere", f"from 0 to {count - 1}"
+        )
+
+
+def _check_pages(page_table: Tensor, lengths: Tensor, pages: int, page: int) -> None:
+    """Find an entry in use that is no page."""
+    if not _readable(page_table):
+        return
+    starts = torch.arange(page_table.shape[1]) * page
+    used = page_table[starts < lengths[:, None]]
+    _check_range("decode_attention", "page_table", used, pages)
+
+
+def _check_counts(counts: Tensor, rows: int) -> None:
+    """Find a count below 0, or a sum that is not the number of rows."""
+    if not _readable(counts):
+        return
+    _check_range("grouped_matmul", "counts", counts, rows + 1)
+    if int(counts.sum()) != rows:
+        fits = f"{rows} in sum, the rows of x"
+        raise ArgumentError("grouped_matmul", "counts", f"{int(counts.sum())} in sum", fits)
+
+
+def _readable(tensor: Tensor) -> bool:
+    """Whether its numbers can be looked at without waiting for a device."""
+    if torch.compiler.is_compiling():
+        return False
+    return type(tensor) is Tensor and tensor.device.type == "cpu"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ms_kernels.contract import Argument, Contract, Dims, Option, Work, accumulator
+from ms_kernels.reference.options import scale_option, window_option
 from ms_kernels.reference.tolerance import ATTENTION_GRADIENTS, ATTENTION_RESULTS
 
 __all__ = ["CONTRACT", "attention", "visible"]
@@ -115,20 +116,8 @@ CONTRACT = Contract(
             fits="True or False",
             trials=(False,),
         ),
-        Option(
-            name="window",
-            default=None,
-            holds=lambda value: value is None or (isinstance(value, int) and value >= 1),
-            fits="None or a whole number of positions, 1 or more",
-            trials=(1, 7),
-        ),
-        Option(
-            name="scale",
-            default=None,
-            holds=lambda value: value is None or isinstance(value, float | int),
-            fits="None (for D ** -0.5) or a number",
-            trials=(0.3,),
-        ),
+        window_option,
+        scale_option,
     ),
     returns="(B Sq Hq D), dtype of q",
     positive="Hq Hk D",

@@ -1,6 +1,6 @@
 """Cross-entropy of ``hidden @ weight.T``, whose logits are never held all at once.
 
-Rows are taken in chunks whose float32 logits fill at most `CHUNK_BYTES`. A chunk's logits turn
+Rows are taken in chunks. A chunk's logits turn
 into their own gradient in place, which is spent on the gradients of hidden and weight at once;
 so a reduced loss costs three matrix products, as the plain way does, and memory for one chunk.
 With ``reduction="none"`` the gradient of each row is known only in the backward pass, which then
@@ -11,7 +11,6 @@ between forward and backward: added up in bfloat16 it loses small terms, and rou
 before a loss scale reaches it, it underflows.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,16 +18,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ms_kernels.contract import Argument, Contract, Dims, Work, accumulator
+from ms_kernels.reference.chunked_logits import Sums, chunk_rows_of, new_buffer, project
 from ms_kernels.reference.cross_entropy import LOSS_OPTIONS, classes, reduce
 from ms_kernels.reference.tolerance import GRADIENTS, RESULTS
 
-__all__ = ["CHUNK_BYTES", "CONTRACT", "linear_cross_entropy"]
-
-CHUNK_BYTES = 64 * 2**20
-"""Size of the logits that are held at once."""
-
-TILE_ROWS = 8192
-"""Rows of a half-precision weight that are widened at once."""
+__all__ = ["CONTRACT", "linear_cross_entropy"]
 
 
 def linear_cross_entropy(
@@ -44,8 +38,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return what `cross_entropy` of ``hidden @ weight.T`` returns."""
     if chunk_rows is None:
-        row_bytes = weight.shape[0] * accumulator(hidden.dtype).itemsize
-        chunk_rows = max(CHUNK_BYTES // row_bytes, 1)
+        chunk_rows = chunk_rows_of(hidden, weight)
     training = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     result: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
         hidden.reshape(-1, hidden.shape[-1]),
@@ -83,11 +76,11 @@ class _Chunked(torch.autograd.Function):
             chunk_rows,
         )
         known = reduction != "none"
-        sums = _Sums(hidden, weight, ctx.needs_input_grad) if training and known else None
-        buffer = _buffer(hidden, weight, chunk_rows)
+        sums = Sums(hidden, weight, ctx.needs_input_grad) if training and known else None
+        buffer = new_buffer(hidden, weight, chunk_rows)
         for start in range(0, len(targets), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            logits = _project(hidden[rows], weight, buffer)
+            logits = project(hidden[rows], weight, buffer)
             losses[rows] = _differentiate(logits, targets[rows], ignored[rows], *ctx.smoothing)
             if sums is not None:
                 sums.add(logits, hidden[rows], weight, rows)
@@ -128,67 +121,16 @@ def _again(
     grad: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Make the logits again, chunk by chunk, now that the gradient of each row is known."""
-    sums = _Sums(hidden, weight, ctx.needs_input_grad)
-    buffer = _buffer(hidden, weight, ctx.chunk_rows) if kept is None else kept
+    sums = Sums(hidden, weight, ctx.needs_input_grad)
+    buffer = new_buffer(hidden, weight, ctx.chunk_rows) if kept is None else kept
     for start in range(0, len(targets), ctx.chunk_rows):
         rows = slice(start, start + ctx.chunk_rows)
         logits = buffer
         if kept is None:
-            logits = _project(hidden[rows], weight, buffer)
+            logits = project(hidden[rows], weight, buffer)
             _differentiate(logits, targets[rows], ignored[rows], *ctx.smoothing)
         sums.add(logits, hidden[rows], weight, rows, grad[rows, None])
     return sums.hidden, sums.weight
-
-
-class _Sums:
-    """Gradients of hidden (N, H) and weight (V, H), summed in float32, each None if not wanted."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, wanted: tuple[bool, ...]) -> None:
-        wide = accumulator(hidden.dtype)
-        self.hidden = torch.zeros_like(hidden, dtype=wide) if wanted[0] else None
-        self.weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
-
-    def add(
-        self,
-        grad: Tensor,  # (R, V), of the logits
-        hidden: Tensor,  # (R, H)
-        weight: Tensor,  # (V, H)
-        rows: slice,
-        factor: Tensor | None = None,  # (R, 1)
-    ) -> None:
-        """Spend one chunk, each row times `factor`: cheaper on H columns than on V."""
-        if self.hidden is not None:
-            part = self.hidden[rows]
-            for columns, tile in _tiles(weight, grad.dtype):
-                part.addmm_(grad[:, columns], tile)
-            if factor is not None:
-                part.mul_(factor)
-        if self.weight is not None:
-            scaled = hidden.to(grad.dtype)
-            scaled = scaled if factor is None else scaled * factor
-            self.weight.addmm_(grad.T, scaled)
-
-
-def _tiles(weight: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the weight in `wide`: whole if it is so already, else a few rows at a time."""
-    step = len(weight) if weight.dtype == wide else TILE_ROWS
-    for start in range(0, len(weight), step):
-        columns = slice(start, start + step)
-        yield columns, weight[columns].to(wide)
-
-
-def _buffer(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
-    """Make room for the logits of one chunk; every chunk uses it in turn."""
-    rows = min(chunk_rows, len(hidden))
-    return hidden.new_empty((rows, len(weight)), dtype=accumulator(hidden.dtype))
-
-
-def _project(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
-    """Put the logits (R, V) of hidden (R, H), multiplied and summed in float32, into `buffer`."""
-    logits = buffer[: len(hidden)]
-    for columns, tile in _tiles(weight, buffer.dtype):
-        torch.mm(hidden.to(buffer.dtype), tile.T, out=logits[:, columns])
-    return logits
 
 
 def _differentiate(

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from ms_kernels.contract import FLOATING, Argument, Contract, Dims, Option, Work, accumulator
+from ms_kernels.contract import FLOATING, Argument, Contract, Dims, Work, accumulator
+from ms_kernels.reference.options import eps_option
 from ms_kernels.reference.tolerance import GRADIENTS, RESULTS
 
 __all__ = ["CONTRACT", "rms_norm"]
@@ -33,15 +34,7 @@ CONTRACT = Contract(
         Argument(name="x", dims="... H"),
         Argument(name="weight", dims="H", dtypes=FLOATING),
     ),
-    options=(
-        Option(
-            name="eps",
-            default=1e-6,
-            holds=lambda value: isinstance(value, float | int) and value >= 0,
-            fits="a number, 0 or more",
-            trials=(0.5,),
-        ),
-    ),
+    options=(eps_option(1e-6),),
     returns="(... H), dtype of x",
     positive="H",
     forward=_forward,

@@ -1,0 +1,125 @@
+"""Weights of 4 or 8 bits, packed in bytes, and the way back.
+
+A matrix (N, K) is cut along K into groups of `group_size`. A weight is ``(code - zero) · scale``
+with a code of 0 to ``2 ** bits - 1``, and a scale and a zero for each row and group; without zeros
+the zero is ``2 ** (bits - 1)``. Codes of 8 bits take a byte each, (N, K) uint8. Of 4 bits two
+share one, (N, K / 2) uint8: byte j holds code 2j in its low half and code 2j + 1 in its high half.
+"""
+
+import torch
+from torch import Tensor
+
+from ms_kernels.contract import FLOATING, accumulator, describe
+from ms_kernels.errors import ArgumentError
+
+__all__ = ["dequantize", "pack_codes", "quantize", "unpack_codes"]
+
+
+def pack_codes(codes: Tensor, *, bits: int) -> Tensor:
+    """Pack codes.
+
+    Args:
+        codes: (N, K) of an integer dtype, each from 0 to ``2 ** bits - 1``.
+        bits: 4 or 8; with 4, K is even.
+
+    Returns:
+        (N, K · bits / 8) uint8.
+
+    Raises:
+        ArgumentError: when a code does not fit, or K is odd.
+    """
+    _check_bits("pack_codes", bits)
+    if codes.ndim != 2 or codes.is_floating_point() or codes.shape[1] * bits % 8:
+        got = f"{describe(codes.dtype)} of shape {describe(codes.shape)}"
+        even = ", K even" if bits == 4 else ""
+        raise ArgumentError("pack_codes", "codes", got, f"whole numbers of shape (N, K){even}")
+    if codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= 2**bits):
+        got = f"{int(codes.min())} to {int(codes.max())}"
+        raise ArgumentError("pack_codes", "codes", got, f"from 0 to {2**bits - 1}")
+    whole = codes.to(torch.uint8)
+    return whole if bits == 8 else whole[:, 0::2] | (whole[:, 1::2] << 4)
+
+
+def unpack_codes(packed: Tensor, *, bits: int) -> Tensor:
+    """Return the codes (N, K) uint8 of `packed` (N, K · bits / 8) uint8.
+
+    Raises:
+        ArgumentError: when `bits` is neither 4 nor 8 or `packed` is no uint8 matrix.
+    """
+    _check_bits("unpack_codes", bits)
+    if packed.dtype != torch.uint8 or packed.ndim != 2:
+        got = f"{describe(packed.dtype)} of shape {describe(packed.shape)}"
+        raise ArgumentError("unpack_codes", "packed", got, "uint8 of shape (N, bytes)")
+    if bits == 8:
+        return packed
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+
+
+def quantize(
+    weight: Tensor, *, bits: int, group_size: int, symmetric: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Round a matrix to the nearest codes, group by group.
+
+    Args:
+        weight: (N, K), a floating dtype.
+        bits: 4 or 8.
+        group_size: how many weights of a row share a scale; it divides K.
+        symmetric: spread codes evenly about 0, up to the largest magnitude of the group, and use
+            no zeros; otherwise spread them from the least weight, or 0, to the greatest, or 0.
+
+    Returns:
+        packed (N, K · bits / 8) uint8, scales (N, K / group_size) float32, and zeros likewise or
+        None.
+
+    Raises:
+        ArgumentError: when an argument does not fit.
+    """
+    _check_bits("quantize", bits)
+    if weight.ndim != 2 or weight.dtype not in FLOATING:
+        got = f"{describe(weight.dtype)} of shape {describe(weight.shape)}"
+        raise ArgumentError("quantize", "weight", got, "floating, of shape (N, K)")
+    if group_size < 1 or weight.shape[1] % group_size:
+        fits = f"a divisor of {weight.shape[1]}, the weight's second size"
+        raise ArgumentError("quantize", "group_size", str(group_size), fits)
+    groups = weight.detach().to(torch.float32)
+    groups = groups.reshape(len(weight), weight.shape[1] // group_size, group_size)
+    top = 2**bits - 1
+    if symmetric:
+        scales = groups.abs().amax(-1) / (2 ** (bits - 1) - 1)
+        zeros = torch.full_like(scales, 2 ** (bits - 1))
+    else:
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scales = (high - low) / top
+        zeros = torch.where(scales > 0, -low / scales, 0).round()
+    steps = torch.where(scales > 0, scales, 1).unsqueeze(-1)
+    codes = (groups / steps).round() + zeros.unsqueeze(-1)
+    packed = pack_codes(codes.clamp(0, top).flatten(1).to(torch.uint8), bits=bits)
+    return packed, scales, None if symmetric else zeros
+
+
+def dequantize(
+    packed: Tensor, scales: Tensor, zeros: Tensor | None = None, *, bits: int, group_size: int
+) -> Tensor:
+    """Return the matrix (N, K) that codes stand for, in the scales' dtype, at least float32.
+
+    Args:
+        packed: (N, K · bits / 8) uint8.
+        scales: (N, K / group_size), a floating dtype.
+        zeros: likewise; ``2 ** (bits - 1)`` if None.
+        bits: 4 or 8.
+        group_size: how many weights of a row share a scale.
+
+    Raises:
+        ArgumentError: when `bits` is neither 4 nor 8 or `packed` is no uint8 matrix.
+    """
+    wide = accumulator(scales.dtype)
+    codes = unpack_codes(packed, bits=bits).to(wide)
+    codes = codes.reshape(*scales.shape, group_size)
+    middle = 2 ** (bits - 1) if zeros is None else zeros.to(wide).unsqueeze(-1)
+    weight: Tensor = ((codes - middle) * scales.to(wide).unsqueeze(-1)).flatten(1)
+    return weight
+
+
+def _check_bits(operator: str, bits: int) -> None:
+    if bits not in (4, 8):
+        raise ArgumentError(operator, "bits", repr(bits), "4 or 8")
