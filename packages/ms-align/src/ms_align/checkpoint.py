@@ -1,0 +1,177 @@
+"""A run's whole state in a folder a step: safetensors, a file a process, and a manifest.
+
+    checkpoints/step-00000012/manifest.json            what must lie beside it, byte for byte
+                             /rank-00000.safetensors   tensors of process 0
+
+The folder is written as `step-*.partial`, synced, and renamed when every process is done: a crash
+leaves the ones before it whole. Nothing is unpickled; every byte is covered by a checksum.
+"""
+
+import shutil
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from attrs import frozen
+from msgspec import Meta, Struct
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ms_align import processes
+from ms_align.durable import publish, sync_folder, write_synced, writing
+from ms_align.errors import CheckpointError, DamageError
+
+__all__ = ["State", "complete_steps", "keep_last", "read", "step_folder", "write"]
+
+NAME = "step-{:08d}"
+MANIFEST = "manifest.json"
+LARGEST_MANIFEST_BYTES = 1 << 26
+
+
+@frozen(kw_only=True)
+class State:
+    """All that a run needs to go on exactly where it was."""
+
+    tensors: Mapping[str, Tensor]
+    """By name; of a DTensor this process's part is kept."""
+    facts: Mapping[str, Any]
+    """Plain JSON, the same on every process."""
+
+
+class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(pattern=r"^rank-[0-9]{5}\.safetensors$")]
+    size_bytes: Annotated[int, Meta(ge=0)]
+    crc32: Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
+class _Manifest(Struct, frozen=True, kw_only=True, tag="ms-align.checkpoint.1"):
+    step: Annotated[int, Meta(ge=0)]
+    processes: Annotated[int, Meta(ge=1)]
+    files: tuple[_File, ...]
+    facts_crc32: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    facts: dict[str, Any]
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return root / NAME.format(step)
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Steps whose checkpoint is complete, ascending."""
+    found = [path for path in root.glob("step-*") if (path / MANIFEST).is_file()]
+    return sorted(int(path.name[5:]) for path in found if path.name[5:].isdigit())
+
+
+def write(root: Path, step: int, state: State) -> Path:
+    """Write a checkpoint; every process calls it with its own tensors.
+
+    Raises:
+        CheckpointError: the disk is full or the place cannot be written; older ones are whole.
+    """
+    folder = step_folder(root, step)
+    aside = folder.with_name(folder.name + ".partial")
+    rank = processes.rank()
+    if rank == 0:
+        with writing(folder):
+            for stale in (aside, folder):
+                shutil.rmtree(stale, ignore_errors=True)
+            aside.mkdir(parents=True)
+    processes.barrier()
+    with writing(folder):
+        content = save({name: _local(value) for name, value in state.tensors.items()})
+        write_synced(aside / f"rank-{rank:05d}.safetensors", content)
+    processes.barrier()
+    if rank == 0:
+        with writing(folder):
+            write_synced(aside / MANIFEST, _manifest(aside, step, state.facts))
+            sync_folder(aside)
+            publish(aside, folder)
+    processes.barrier()
+    return folder
+
+
+def read(folder: Path) -> State:
+    """What `write` was given on this process, each byte checked.
+
+    Raises:
+        DamageError: bytes are missing or not those that were written.
+        CheckpointError: it was written by another number of processes.
+    """
+    manifest = _read_manifest(folder / MANIFEST)
+    if manifest.processes != processes.count():
+        raise CheckpointError(
+            f"{folder} was written by {manifest.processes} processes and this run has "
+            f"{processes.count()}; start as many, or choose another output_dir"
+        )
+    entry = next((f for f in manifest.files if f.name == _file_name(processes.rank())), None)
+    if entry is None:
+        raise DamageError(f"{folder / MANIFEST} names no file of process {processes.rank()}")
+    path = folder / entry.name
+    if not path.is_file() or path.stat().st_size != entry.size_bytes:
+        raise DamageError(f"{path} is missing or not {entry.size_bytes} bytes long")
+    content = path.read_bytes()
+    if zlib.crc32(content) != entry.crc32:
+        raise DamageError(f"{path} is damaged: its checksum is not the manifest's")
+    try:
+        return State(tensors=load(content), facts=manifest.facts)
+    except SafetensorError as error:
+        raise DamageError(f"{path} is no safetensors file: {error}") from error
+
+
+def keep_last(root: Path, count: int) -> None:
+    """Remove all but the last `count` complete checkpoints, and what a crash left half-written."""
+    if processes.rank() == 0:
+        with writing(root):
+            for step in complete_steps(root)[:-count]:
+                shutil.rmtree(step_folder(root, step))
+            for partial in root.glob("step-*.partial"):
+                shutil.rmtree(partial)
+    processes.barrier()
+
+
+def _file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.cpu().contiguous().clone() if part.device.type == "cpu" else part.cpu()
+
+
+def _manifest(folder: Path, step: int, facts: Mapping[str, Any]) -> bytes:
+    files = []
+    for path in sorted(folder.glob("rank-*.safetensors")):
+        content = path.read_bytes()
+        files.append(_File(name=path.name, size_bytes=len(content), crc32=zlib.crc32(content)))
+    manifest = _Manifest(
+        step=step,
+        processes=processes.count(),
+        files=tuple(files),
+        facts_crc32=_facts_crc32(facts),
+        facts=dict(facts),
+    )
+    return msgspec.json.encode(manifest)
+
+
+def _facts_crc32(facts: Mapping[str, Any]) -> int:
+    return zlib.crc32(msgspec.json.encode(facts, order="deterministic"))
+
+
+def _read_manifest(path: Path) -> _Manifest:
+    try:
+        if path.stat().st_size > LARGEST_MANIFEST_BYTES:
+            raise DamageError(f"{path} is larger than any manifest")
+        manifest = msgspec.json.decode(path.read_bytes(), type=_Manifest)
+    except OSError as error:
+        raise DamageError(f"{path} cannot be read: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise DamageError(f"{path} is no manifest: {error}") from error
+    if _facts_crc32(manifest.facts) != manifest.facts_crc32:
+        raise DamageError(f"{path} is damaged: its checksum is not that of its facts")
+    return manifest

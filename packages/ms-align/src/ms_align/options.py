@@ -1,0 +1,66 @@
+"""Settings that every trainer shares: how long, where to, what is told and kept."""
+
+from pathlib import Path
+
+from attrs import field, frozen
+
+from ms_align.errors import ConfigError
+from ms_align.events import OnEvent
+from ms_align.settings import flag, number, whole
+
+__all__ = ["OptimizerOptions", "RunOptions"]
+
+
+def _betas(instance: object, attribute: object, value: tuple[float, ...]) -> None:
+    if len(value) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in value):
+        raise ConfigError(f"betas is {list(value)}; give two numbers of at least 0, below 1")
+
+
+@frozen(kw_only=True)
+class RunOptions:
+    """How a run goes on, shows itself and is kept."""
+
+    output_dir: Path = field(default=Path("runs/default"), converter=Path)
+    """Checkpoints, events and the trained model lie here."""
+    seed: int = field(default=0, validator=whole(least=0))
+    """Of all chance in the run."""
+    evaluate_every: int | None = field(default=None, validator=whole(optional=True))
+    """Updates between held-out evaluations; always at the first and last, None for only those."""
+    checkpoint_every: int = field(default=50, validator=whole())
+    """Updates between checkpoints; always at the end."""
+    keep_checkpoints: int = field(default=2, validator=whole())
+    resume: bool = field(default=True, validator=flag)
+    """Go on from the last complete checkpoint; False refuses where there is one."""
+    log_every: int = field(default=10, validator=whole())
+    """Updates between lines where there is no terminal."""
+    progress: bool = field(default=True, validator=flag)
+    on_event: OnEvent | None = None
+    """Takes every event; by default they go to `output_dir/events.jsonl`."""
+
+
+@frozen(kw_only=True)
+class OptimizerOptions:
+    """AdamW with linear warm-up and a linear or no decay."""
+
+    learning_rate: float = field(default=3e-6, validator=number())
+    """The highest rate."""
+    warmup_steps: int = field(default=0, validator=whole(least=0))
+    """Updates over which the rate rises in a straight line."""
+    decay_steps: int | None = field(default=None, validator=whole(optional=True))
+    """Updates over which it then falls in a straight line to `final_learning_rate_ratio`."""
+    final_learning_rate_ratio: float = field(default=0.0, validator=number(most=1.0))
+    betas: tuple[float, float] = field(default=(0.9, 0.999), converter=tuple, validator=_betas)
+    epsilon: float = field(default=1e-8, validator=number(least=1e-20))
+    weight_decay: float = field(default=0.0, validator=number())
+    """Decoupled; weights of one dim (norms, biases) are never decayed."""
+    max_grad_norm: float | None = field(default=1.0, validator=number(least=1e-12, optional=True))
+    """Gradients of a greater global norm are scaled down to it; None never scales."""
+
+    def rate(self, step: int) -> float:
+        """The learning rate of update number `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.decay_steps is None:
+            return self.learning_rate
+        passed = min((step - self.warmup_steps) / self.decay_steps, 1.0)
+        return self.learning_rate * (1 - passed * (1 - self.final_learning_rate_ratio))

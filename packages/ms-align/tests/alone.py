@@ -1,0 +1,32 @@
+"""Run by `nox -s alone` in a bare environment: the installed wheel, with nothing but its needs."""
+
+import importlib.util
+import subprocess
+import sys
+
+import torch
+
+import ms_align
+from ms_align import gae
+
+
+def check(holds: bool, fact: str) -> None:
+    """End with status 1 where a fact does not hold."""
+    if not holds:
+        sys.exit(f"does not hold: {fact}")
+
+
+def main() -> None:
+    """A formula, and the command."""
+    for sibling in ("ms_data", "ms_kernels", "ms_parallel", "ms_compress", "ms_profile"):
+        check(importlib.util.find_spec(sibling) is None, f"{sibling} is absent here")
+    rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.25, 0.5]])
+    advantages = gae(rewards, values, torch.ones(1, 2), lam=1.0)
+    check(advantages.tolist() == [[0.75, 0.5]], "with λ = 1 an advantage is return minus value")
+    command = [sys.executable, "-I", "-m", "ms_align", "--help"]
+    check(subprocess.run(command, capture_output=True).returncode == 0, "the command answers")
+    print(f"ms-align {ms_align.__version__} works alone")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The advantages, against worked numbers and against their definitions in loops."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ms_align import gae
+from ms_align.advantage import group_relative, leave_one_out, whiten
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+"""float64: a few dozen roundings of 1e-16 each."""
+
+
+def by_definition(
+    rewards: list[float], values: list[float], gamma: float, lam: float
+) -> list[float]:
+    """Each advantage as the double sum of discounted temporal differences."""
+    ahead = [*values, 0.0][1:]
+    deltas = [r + gamma * n - v for r, n, v in zip(rewards, ahead, values, strict=True)]
+    return [
+        sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:]))
+        for t in range(len(deltas))
+    ]
+
+
+def test_gae_gives_the_worked_numbers() -> None:
+    """Four steps computed by hand to six decimals."""
+    got = gae(
+        torch.tensor([[-0.1, -0.05, 0.02, 1.0]]),
+        torch.tensor([[0.5, 0.4, 0.6, 0.8]]),
+        torch.ones(1, 4),
+        gamma=0.99,
+        lam=0.95,
+    )
+    want = torch.tensor([[0.285337, 0.520294, 0.400100, 0.2]])
+    torch.testing.assert_close(got, want, rtol=0, atol=5e-7)  # half of the last decimal
+
+
+@given(st.data())
+def test_gae_of_masked_rows_is_that_of_their_counted_tokens(data: st.DataObject) -> None:
+    """Padding anywhere, left, right or between, changes nothing."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
+    length = data.draw(st.integers(1, 12))
+    gamma, lam = data.draw(st.floats(0, 1)), data.draw(st.floats(0, 1))
+    rewards, values = torch.randn(2, 3, length, generator=generator).double()
+    mask = torch.rand(3, length, generator=generator) < 0.6
+    got = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    for row in range(3):
+        here = mask[row]
+        want = by_definition(rewards[row][here].tolist(), values[row][here].tolist(), gamma, lam)
+        want_tensor = torch.tensor(want, dtype=torch.float64)
+        torch.testing.assert_close(got[row][here], want_tensor, **EXACT)
+        assert not got[row][~here].any()
+
+
+def test_gae_refuses_shapes_that_differ() -> None:
+    """The message gives the three shapes."""
+    with pytest.raises(ValueError, match=r"\(2, 3\), values \(2, 2\)"):
+        gae(torch.zeros(2, 3), torch.zeros(2, 2), torch.ones(2, 3))
+
+
+def test_whitening_makes_mean_zero_and_variance_one_of_what_counts() -> None:
+    """Elements that don't count neither change it nor come out of it."""
+    x = torch.tensor([[1.0, 2.0, 9e9], [3.0, 6.0, -9e9]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
+    got = whiten(x, mask, epsilon=0.0)
+    kept = got[mask.bool()]
+    assert abs(float(kept.mean())) < 1e-12
+    assert abs(float(kept.var()) - 1) < 1e-12
+    assert not got[~mask.bool()].any()
+    unshifted = whiten(x, mask, shift_mean=False, epsilon=0.0)[mask.bool()]
+    assert abs(float(unshifted.mean()) - 3.0) < 1e-12
+
+
+def test_group_advantages_are_those_of_their_definitions() -> None:
+    """Rewards (1, 0, 0, 1) and (2, 2, 2, 2): equal rewards teach nothing."""
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0], dtype=torch.float64)
+    deviation = (1 / 3) ** 0.5  # of (1, 0, 0, 1), with n - 1
+    got = group_relative(rewards, 4, epsilon=0.0)[:4]
+    want = torch.tensor([0.5, -0.5, -0.5, 0.5], dtype=torch.float64) / deviation
+    torch.testing.assert_close(got, want, **EXACT)
+    assert not group_relative(rewards, 4)[4:].any()
+    plain = group_relative(rewards, 4, scale="none")[:4]
+    torch.testing.assert_close(plain, want * deviation, **EXACT)
+    left_out = leave_one_out(rewards, 4)[:4]
+    torch.testing.assert_close(left_out, want * deviation * 4 / 3, **EXACT)
+    with pytest.raises(ValueError, match="groups of 3"):
+        leave_one_out(rewards, 3)
