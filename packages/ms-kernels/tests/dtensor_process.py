@@ -6,12 +6,15 @@ Run as ``dtensor_process.py RANK PORT`` by test_distributed.py; exits with an er
 import sys
 from datetime import timedelta
 
+import opaque_operators
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ms_kernels import cross_entropy, explain, rms_norm
+from ms_kernels.dispatch import CONTRACTS
 
 
 def compare_rms_norm(mesh, placement):
@@ -51,6 +54,73 @@ def compare_cross_entropy(mesh, placement, reduction):
     torch.testing.assert_close(split.grad.full_tensor(), plain.grad, rtol=1e-5, atol=1e-6)
 
 
+def compare_opaque(mesh, name, placement, sizes):
+    """Fail unless an opaque operator with its first argument split so gives what it gives whole."""
+    contract = CONTRACTS[name]
+    run = getattr(opaque_operators, name)
+    drawn = list(contract.draw(sizes).values())
+    answers, places = [], []
+    for split in (False, True):
+        leaves, given = [], []
+        for place, (argument, tensor) in enumerate(zip(contract.arguments, drawn, strict=True)):
+            each = tensor.clone()
+            if split:
+                spread = argument.dims == contract.arguments[0].dims
+                shard = placement if spread or (place < 3 and name == "attention") else Replicate()
+                each = distribute_tensor(each, mesh, [shard])
+            if argument.differentiable:
+                leaves.append(each.requires_grad_())
+            given.append(each)
+        results = run(*given, *contract.defaults)
+        results = results if isinstance(results, tuple) else (results,)
+        torch.manual_seed(1)
+        pulls = [torch.randn(each.shape) for each in results]
+        if split:
+            places = [each.placements[0] for each in results]
+            pulls = [
+                distribute_tensor(pull, mesh, each.placements)
+                for pull, each in zip(pulls, results, strict=True)
+            ]
+        grads = torch.autograd.grad(results, leaves, pulls)
+        answers.append([each.full_tensor() if split else each for each in (*results, *grads)])
+    # Sums over rows are added up in another order.
+    torch.testing.assert_close(answers[1], answers[0], rtol=1e-5, atol=1e-5)
+    return places
+
+
+class Block(torch.nn.Module):
+    """Attention of normalised rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 32))
+        self.project = torch.nn.Linear(32, 32)
+
+    def forward(self, x):
+        """Return (B, S, 32) of (B, S, 32)."""
+        q = self.project(opaque_operators.rms_norm(x, self.weight, 1e-6)).unflatten(-1, (4, 8))
+        mixed = opaque_operators.attention(q, q, q, None, True, None, None)
+        return x + mixed.flatten(-2)
+
+
+def compare_fully_sharded(rank):
+    """Fail unless blocks under FSDP2, half the batch on each process, train as they do alone."""
+    gradients = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(Block(), Block())
+        batch = torch.randn(4, 6, 32)
+        if sharded:
+            for block in model:
+                fully_shard(block)
+            fully_shard(model)
+            batch = batch[2 * rank : 2 * rank + 2]
+        model(batch).square().mean().backward()
+        found = [each.grad for each in model.parameters()]
+        gradients.append([each.full_tensor() if sharded else each for each in found])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+
+
 def main(rank, port):
     """Compare under every placement."""
     torch.set_num_threads(1)
@@ -61,6 +131,18 @@ def main(rank, port):
         compare_rms_norm(mesh, placement)
         for reduction in ("mean", "none"):
             compare_cross_entropy(mesh, placement, reduction)
+    rows = {"...": 6, "H": 8}
+    for name in ("rms_norm", "add_rms_norm"):
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            places = compare_opaque(mesh, name, placement, rows)
+            # Rows stay where they are; features are gathered first.
+            assert set(places) == {placement if placement == Shard(0) else Replicate()}, places
+    heads = {"B": 2, "Sq": 4, "Sk": 6, "Hq": 4, "Hk": 2, "D": 4}
+    for placement in (Shard(0), Shard(2), Shard(3)):
+        places = compare_opaque(mesh, "attention", placement, heads)
+        assert placement == Shard(3) or places == [placement], places
+    compare_opaque(mesh, "attention", Shard(2), {**heads, "Hq": 3, "Hk": 1})
+    compare_fully_sharded(rank)
     dist.destroy_process_group()
 
 

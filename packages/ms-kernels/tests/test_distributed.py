@@ -1,4 +1,4 @@
-"""rms_norm and cross_entropy on DTensor, in two real gloo processes."""
+"""Operators on DTensor and under FSDP2, in two real gloo processes."""
 
 import socket
 import subprocess
@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 
-def test_rms_norm_and_cross_entropy_take_dtensors_however_they_are_split():
-    """Replicated or split over rows, positions or classes: results and gradients stay the same."""
+def test_operators_take_dtensors_however_they_are_split_and_run_under_fsdp():
+    """Replicated or split over rows, positions, heads or classes: results and gradients stay.
+
+    Opaque operators keep their rows and heads where they are; blocks of them train under FSDP2.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -177,6 +177,11 @@ class Contract:
     """Other arguments, in order."""
     returns: str
     """Shapes and dtypes of the results, in words."""
+    results: Mapping[str, str] = field(factory=dict)
+    """Names and dims of the results; an option may leave the last one out, or its dims."""
+    splits: tuple[str, ...] = ()
+    """Symbols along which the operator falls into pieces that know nothing of each other, so that
+    each process may hold a piece; those that must be cut together stand in one string."""
     positive: tuple[str, ...] = field(converter=_split)
     """Symbols whose size may not be 0; the others are rows, of which there may be none."""
     rules: Callable[[Dims, Mapping[str, Any]], Iterable[tuple[str, str]]] = _no_rules

@@ -43,6 +43,8 @@ CONTRACT = Contract(
     ),
     options=(eps_option(1e-6),),
     returns="two tensors (... H), dtype of x: normalised, and the sum",
+    results={"normed": "... H", "summed": "... H"},
+    splits=("...",),
     positive="H",
     forward=_forward,
     backward=_backward,

@@ -120,6 +120,8 @@ CONTRACT = Contract(
         scale_option,
     ),
     returns="(B Sq Hq D), dtype of q",
+    results={"result": "B Sq Hq D"},
+    splits=("B", "Hq Hk"),
     positive="Hq Hk D",
     rules=_rules,
     forward=_forward,

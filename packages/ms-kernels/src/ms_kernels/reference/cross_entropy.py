@@ -109,6 +109,7 @@ CONTRACT = Contract(
     ),
     options=LOSS_OPTIONS,
     returns="() or, with reduction='none', (...); float32",
+    results={"loss": ""},
     positive="V",
     forward=_forward,
     backward=_backward,

@@ -90,6 +90,8 @@ CONTRACT = Contract(
     ),
     options=(window_option, scale_option),
     returns="(B Hq D), dtype of q; 0 where a length is 0",
+    results={"result": "B Hq D"},
+    splits=("B", "Hq Hk"),
     positive="Hq Hk D P page N",
     rules=_rules,
     forward=_forward,

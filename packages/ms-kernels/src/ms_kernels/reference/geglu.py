@@ -42,6 +42,8 @@ CONTRACT = Contract(
         ),
     ),
     returns="(... I), dtype of gate",
+    results={"result": "... I"},
+    splits=("...", "I"),
     positive="I",
     forward=_forward,
     backward=_backward,

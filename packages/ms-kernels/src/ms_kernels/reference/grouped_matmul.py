@@ -72,6 +72,8 @@ CONTRACT = Contract(
         ),
     ),
     returns="(T N), dtype of x",
+    results={"result": "T N"},
+    splits=("N",),
     positive="E K N",
     forward=_forward,
     backward=_backward,

@@ -38,6 +38,8 @@ CONTRACT = Contract(
     ),
     options=(eps_option(1e-5),),
     returns="(... H), dtype of x",
+    results={"result": "... H"},
+    splits=("...",),
     positive="H",
     forward=_forward,
     backward=_backward,

@@ -179,6 +179,7 @@ CONTRACT = Contract(
     ),
     options=LOSS_OPTIONS,
     returns="() or, with reduction='none', (...); float32",
+    results={"loss": ""},
     positive="H V",
     forward=_forward,
     backward=_backward,

@@ -58,6 +58,7 @@ CONTRACT = Contract(
         ),
     ),
     returns="rows (T·C H), dtype of x; counts (count) int64; places (T C) int64",
+    results={"rows": "R H", "counts": "E", "places": "T C"},
     positive="H C",
     forward=_work,
     backward=_work,

@@ -98,6 +98,8 @@ CONTRACT = Contract(
         ),
     ),
     returns="(... N), dtype of x",
+    results={"result": "... N"},
+    splits=("...", "N"),
     positive="K N P G",
     rules=_rules,
     forward=_forward,

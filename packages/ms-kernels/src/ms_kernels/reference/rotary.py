@@ -84,6 +84,8 @@ CONTRACT = Contract(
         ),
     ),
     returns="two tensors, shapes and dtypes of q and k",
+    results={"turned_q": "B S Hq D", "turned_k": "B S Hk D"},
+    splits=("B C", "S", "Hq Hk"),
     positive="Hq Hk D R/2",
     rules=_rules,
     forward=_work,

@@ -33,6 +33,8 @@ CONTRACT = Contract(
         Argument(name="up", dims="... I", like="gate"),
     ),
     returns="(... I), dtype of gate",
+    results={"result": "... I"},
+    splits=("...", "I"),
     positive="I",
     forward=_forward,
     backward=_backward,

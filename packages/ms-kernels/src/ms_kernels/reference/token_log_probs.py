@@ -161,6 +161,7 @@ CONTRACT = Contract(
         ),
     ),
     returns="(...) float32; with entropy=True a second one, the entropies",
+    results={"log_probs": "...", "entropies": "..."},
     positive="H V",
     forward=_forward,
     backward=_backward,

@@ -60,6 +60,8 @@ CONTRACT = Contract(
         Argument(name="weights", dims="T C", dtypes=FLOATING, optional=True),
     ),
     returns="(T H), dtype of rows",
+    results={"result": "T H"},
+    splits=("H",),
     positive="H C",
     rules=_rules,
     forward=_forward,

@@ -1,0 +1,179 @@
+"""Operators in numpy, which torch cannot look into, made into torch operators by `opaque`."""
+
+import numpy
+import torch
+from torch import Tensor
+
+from ms_kernels.dispatch import CONTRACTS
+from ms_kernels.library import is_wanted, opaque, unwanted
+from ms_kernels.reference.attention import visible
+
+__all__ = ["adamw_step", "add_rms_norm", "attention", "rms_norm"]
+
+
+def _array(tensor):
+    # A copy: numpy would pin the storage, which FSDP frees between uses.
+    return tensor.detach().float().clone().numpy()
+
+
+def _new(values, like):
+    return torch.from_numpy(numpy.ascontiguousarray(values)).to(like.dtype)
+
+
+def _rms_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    values = _array(x)
+    scale = 1 / numpy.sqrt((values**2).mean(-1) + eps)
+    result = values * scale[..., None] * _array(weight)
+    return _new(result, x), torch.from_numpy(numpy.asarray(scale, dtype=numpy.float32))
+
+
+def _rms_fake(x, weight, eps):
+    result = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return result, x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _rms_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, wanted: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    values, slope, r = _array(x), _array(grad), _array(scale)[..., None]
+    grad_x, grad_weight = unwanted(x), unwanted(weight)
+    if is_wanted(wanted, 0):
+        pull = (slope * _array(weight) * values).mean(-1, keepdims=True)
+        grad_x = _new(r * slope * _array(weight) - r**3 * values * pull, x)
+    if is_wanted(wanted, 1):
+        parts = (slope * values * r).reshape(-1, values.shape[-1])
+        grad_weight = _new(parts.sum(0), weight)
+    return grad_x, grad_weight
+
+
+rms_norm = opaque(
+    CONTRACTS["rms_norm"],
+    "numpy",
+    forward=_rms_forward,
+    fake=_rms_fake,
+    kept={"scale": "..."},
+    backward=_rms_backward,
+    saves=("x", "weight", "scale"),
+)
+
+
+def _add_forward(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    summed = (x + residual).contiguous()
+    result, scale = _rms_forward(summed, weight, eps)
+    return result, summed, scale
+
+
+def _add_fake(x, residual, weight, eps):
+    result, scale = _rms_fake(x, weight, eps)
+    return result, torch.empty_like(result), scale
+
+
+def _add_backward(
+    grad: Tensor,
+    grad_summed: Tensor | None,
+    summed: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    wanted: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_x, grad_weight = _rms_backward(grad, summed, weight, scale, 1 | (wanted >> 1), eps)
+    grad_x = grad_x if grad_summed is None else grad_x + grad_summed
+    second = grad_x.clone() if is_wanted(wanted, 1) else unwanted(grad_x)
+    return grad_x if is_wanted(wanted, 0) else unwanted(grad_x), second, grad_weight
+
+
+add_rms_norm = opaque(
+    CONTRACTS["add_rms_norm"],
+    "numpy",
+    forward=_add_forward,
+    fake=_add_fake,
+    kept={"scale": "..."},
+    backward=_add_backward,
+    saves=("summed", "weight", "scale"),
+)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+) -> Tensor:
+    with torch.no_grad():
+        wide = [torch.from_numpy(_array(each)) for each in (q, k, v)]
+        result = CONTRACTS["attention"].reference(*wide, documents, causal, window, scale)
+    return _new(result.numpy(), q)
+
+
+def _attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    wanted: int,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Below autograd nothing is recorded: the derivative is spelled out.
+    groups = k.shape[2]
+    q_, slope = (_array(each).reshape(*q.shape[:2], groups, -1, q.shape[-1]) for each in (q, grad))
+    k_, v_ = _array(k), _array(v)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = numpy.einsum("bqgrd,bkgd->bgrqk", q_, k_) * factor
+    mask = visible(q.shape[1], k.shape[1], q.device, documents, causal, window)
+    if mask is not None:
+        scores = numpy.where(mask.numpy()[:, None, None], scores, -numpy.inf)
+    shares = numpy.exp(scores - scores.max(-1, keepdims=True))
+    shares /= shares.sum(-1, keepdims=True)
+    pull = numpy.einsum("bqgrd,bkgd->bgrqk", slope, v_)
+    pull = shares * (pull - (shares * pull).sum(-1, keepdims=True)) * factor
+    found = (
+        numpy.einsum("bgrqk,bkgd->bqgrd", pull, k_).reshape(q.shape),
+        numpy.einsum("bgrqk,bqgrd->bkgd", pull, q_),
+        numpy.einsum("bgrqk,bqgrd->bkgd", shares, slope),
+    )
+    return tuple(
+        _new(each, q) if is_wanted(wanted, place) else unwanted(q)
+        for place, each in enumerate(found)
+    )
+
+
+attention = opaque(
+    CONTRACTS["attention"],
+    "numpy",
+    forward=_attend,
+    fake=lambda q, *rest: torch.empty_like(q, memory_format=torch.contiguous_format),
+    backward=_attend_backward,
+    saves=("q", "k", "v", "documents"),
+)
+
+
+def _step(
+    weights: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    step: int,
+    learning_rate: float,
+    betas: list[float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    slope, m, v = _array(gradient), mean.numpy(), square.numpy()
+    m += (1 - betas[0]) * (slope - m)
+    v += (1 - betas[1]) * (slope**2 - v)
+    root = numpy.sqrt(v / (1 - betas[1] ** step)) + eps
+    values = _array(weights) * (1 - learning_rate * weight_decay)
+    values = values - learning_rate / (1 - betas[0] ** step) * m / root
+    weights.copy_(torch.from_numpy(numpy.asarray(values)))
+
+
+adamw_step = opaque(CONTRACTS["adamw_step"], "numpy", forward=_step)
