@@ -1,9 +1,15 @@
 """Opaque operators under everything that torch does with operators."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from ms_kernels.check import compare
 from ms_kernels.dispatch import CONTRACTS
@@ -127,6 +133,45 @@ def test_a_block_may_be_recomputed(name):
     plain = pulled(run(*arguments), leaves)
     again = pulled(checkpoint(run, *arguments, use_reentrant=False), leaves)
     torch.testing.assert_close(again, plain, rtol=0, atol=0)
+
+
+def test_a_selective_recompute_may_keep_its_results():
+    """A policy sees the operator by name, and spares running it again."""
+    seen = []
+    operator = torch.ops.ms_kernels.rms_norm_numpy.default
+
+    def policy(ctx, function, *given, **named):
+        seen.append((function, ctx.is_recompute))
+        return (
+            CheckpointPolicy.MUST_SAVE if function is operator else CheckpointPolicy.MUST_RECOMPUTE
+        )
+
+    arguments = example("rms_norm")
+    leaves = leaves_of(arguments)
+    plain = pulled(opaque_operators.rms_norm(*arguments), leaves)
+    result = checkpoint(
+        opaque_operators.rms_norm,
+        *arguments,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, policy),
+    )
+    torch.testing.assert_close(pulled(result, leaves), plain, rtol=0, atol=0)
+    assert (operator, False) in seen
+
+
+def test_plain_tensors_take_the_short_way_with_the_same_answer():
+    """Called directly or through the dispatcher, results and gradients are the same bits."""
+    for name in DIFFERENTIABLE:
+        arguments = example(name)
+        leaves = leaves_of(arguments)
+        direct = getattr(opaque_operators, name)(*arguments)
+        dispatched = getattr(torch.ops.ms_kernels, f"{name}_numpy")(*arguments)
+        if isinstance(dispatched, tuple):
+            dispatched = dispatched[: len(CONTRACTS[name].results)]
+            dispatched = dispatched if len(dispatched) > 1 else dispatched[0]
+        torch.testing.assert_close(direct, dispatched, rtol=0, atol=0)
+        got, truth = pulled(direct, leaves), pulled(dispatched, leaves)
+        torch.testing.assert_close(got, truth, rtol=0, atol=0)
 
 
 def test_only_what_is_wanted_is_made():

@@ -6,7 +6,8 @@ it, autograd and DTensor do not know it. `opaque` wraps a forward and a backward
 with all of that registered: what fake tensors become, what the backward pass needs, how DTensor
 may split it. It returns the `run` of an `Implementation`. Then torch.compile makes one graph of
 it, forward and backward; activation recompute, FSDP2 and tensor parallelism work;
-`torch.library.opcheck` passes.
+`torch.library.opcheck` passes. Where none of these looks on, plain tensors go to the two functions
+directly, by an autograd function.
 
 What a backend writes, for ``rms_norm``::
 
@@ -59,6 +60,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ms_kernels.contract import Contract
 
@@ -66,6 +68,8 @@ __all__ = ["is_wanted", "opaque", "unwanted"]
 
 _NAMESPACE = "ms_kernels"
 _registry = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 Dims = tuple[str, ...]
 
@@ -126,11 +130,19 @@ def opaque(
     split = _SplitRules(contract.splits, rules)
     tensors, count, alone = len(contract.arguments), plan.count, plan.count == 1 and not kept
 
+    direct = plan.function(forward, backward) if backward is not None else forward
+
     def run(*given: Any) -> Any:
+        plain = True
         for each in given[:tensors]:
-            if each is not None and type(each) is not Tensor:
+            if each is not None and type(each) not in _PLAIN:
+                plain = False
                 split.register()
-        outputs = overload(*given)
+        # Nobody looks on: spare the dispatcher, which takes twice as long as a launch.
+        if plain and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode():
+            outputs = direct(*given) if torch.is_grad_enabled() else forward(*given)
+        else:
+            outputs = overload(*given)
         if alone:
             return outputs
         return outputs[0] if count == 1 else tuple(outputs[:count])
@@ -205,6 +217,20 @@ class _Plan:
         without = list(outputs[self.count :])
         without += [each for each in results if not each.is_floating_point()]
         ctx.mark_non_differentiable(*without)
+
+    def function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+        """Return both passes as an autograd function, which calls them without the dispatcher."""
+
+        def make(ctx: Any, *given: Any) -> Any:
+            output = forward(*given)
+            self.remember(ctx, given, output)
+            return output
+
+        passes = {
+            "forward": staticmethod(make),
+            "backward": staticmethod(once_differentiable(self.differentiate(backward, backward))),
+        }
+        return type(self.contract.name, (torch.autograd.Function,), passes).apply  # type: ignore[attr-defined]
 
     def differentiate(self, back: Any, backward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the backward pass in autograd's form."""
