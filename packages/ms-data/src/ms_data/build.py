@@ -8,7 +8,7 @@ the same command after a crash goes on from that note and ends in the same bytes
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -22,9 +22,11 @@ import zstandard
 from numpy.typing import NDArray
 
 from ms_data.build_folder import build_folder, free_place
+from ms_data.chat import ChatTemplate
 from ms_data.durable import publish, sync_folder, write_file
 from ms_data.errors import CorpusError, OutputError, SettingError
-from ms_data.format import FRAME_BYTES, Index, ShardEntry, encode_index, token_type_for
+from ms_data.format import FRAME_BYTES, Index, ShardEntry, TokenType, encode_index, token_type_for
+from ms_data.instructions import ChatEncoder
 from ms_data.journal import Journal, Recipe, load_journal, save_journal
 from ms_data.readers import Corpus, Document, Position, find_corpus
 from ms_data.tokenizer import Tokenizer
@@ -42,6 +44,8 @@ SAVE_EVERY_S = 5.0
 """A build that is killed loses at most about this much work."""
 
 JOURNAL = "journal.msgpack"
+
+_Encoded = Sequence[NDArray[np.integer]]
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +74,9 @@ def build(
     shard_size_mib: int = 64,
     text_key: str = "text",
     skip_invalid: bool = False,
+    chat: str | Path | ChatTemplate | None = None,
+    pairs: bool = False,
+    allow_special: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
     """Tokenizes a corpus into a folder of checked, compressed shards.
@@ -88,6 +95,10 @@ def build(
         shard_size_mib: a shard is closed at the first document end past this size.
         text_key: the member of a JSON line that holds the text.
         skip_invalid: leave out what is not valid text instead of stopping.
+        chat: the chat template, or the tokenizer's folder that holds it, with which an
+            instruction set in JSON Lines is built; see `read_conversation` for its forms.
+        pairs: with `chat`, the rows are preference pairs; see `read_pair`.
+        allow_special: with `chat`, messages may spell special tokens.
         on_progress: hears how many of how many bytes of the corpus are done, after each batch.
 
     Raises:
@@ -102,7 +113,9 @@ def build(
     if shard_size_mib < 1:
         raise SettingError(f"shard_size_mib is {shard_size_mib}; it must be 1 or more")
     encoder = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
-    source = find_corpus(corpus, text_key=text_key, skip_invalid=skip_invalid)
+    chats = _chat_encoder(chat, encoder, pairs=pairs, allow_special=allow_special)
+    parse = chats.parse if chats else None
+    source = find_corpus(corpus, text_key=text_key, skip_invalid=skip_invalid, parse=parse)
     folder = free_place(out)
     recipe = Recipe(
         tokenizer=encoder.digest,
@@ -111,14 +124,40 @@ def build(
         shard_size_bytes=shard_size_mib << 20,
         text_key=text_key,
         libraries=f"tokenizers {tokenizers.__version__}, zstandard {zstandard.__version__}",
+        chat=chats.digest if chats else "",
     )
     aside = folder.with_name(folder.name + ".partial")
     with build_folder(aside, JOURNAL):
-        summary = _Build(source, encoder, recipe, aside, on_progress).run()
+        summary = _Build(source, encoder, chats, recipe, aside, on_progress).run()
         (aside / JOURNAL).unlink(missing_ok=True)
         sync_folder(aside)
         publish(aside, folder)
     return msgspec.structs.replace(summary, folder=str(out))
+
+
+def _chat_encoder(
+    chat: str | Path | ChatTemplate | None,
+    tokenizer: Tokenizer,
+    *,
+    pairs: bool,
+    allow_special: bool,
+) -> ChatEncoder | None:
+    if chat is None:
+        if pairs or allow_special:
+            raise SettingError("pairs and allow_special need a chat template; give `chat`")
+        return None
+    template = chat if isinstance(chat, ChatTemplate) else ChatTemplate.load(chat)
+    if template.asks_date and template.today is None:
+        raise SettingError(
+            "the chat template prints today's date, so a build would differ from day to day; "
+            "choose the date with --today"
+        )
+    return ChatEncoder(
+        template=template,
+        tokenizer=tokenizer,
+        kind="preferences" if pairs else "conversations",
+        allow_special=allow_special,
+    )
 
 
 class _Batch(NamedTuple):
@@ -136,17 +175,22 @@ class _Build:
         self,
         source: Corpus,
         encoder: Tokenizer,
+        chats: ChatEncoder | None,
         recipe: Recipe,
         aside: Path,
         on_progress: Callable[[int, int], None],
     ) -> None:
         self._source, self._encoder, self._recipe = source, encoder, recipe
+        self._chats = chats
+        self._encode: Callable[[list[str]], _Encoded] = (
+            chats.encode if chats else encoder.encode_documents
+        )
         self._aside, self._on_progress = aside, on_progress
         journal = load_journal(aside / JOURNAL)
         if journal is not None:
             self._check(journal)
         self._clear(set(journal.dataset.names) if journal else set())
-        self._token_type = token_type_for(encoder.vocabulary_size)
+        self._token_type: TokenType = "uint32" if chats else token_type_for(encoder.vocabulary_size)
         self._frame_tokens = FRAME_BYTES // (2 if self._token_type == "uint16" else 4)
         self._position = Position(journal.file, journal.documents) if journal else Position()
         self._text_bytes = journal.text_bytes if journal else 0
@@ -173,14 +217,14 @@ class _Build:
         finally:
             self._writer.abandon()
 
-    def _encoded(self) -> Generator[tuple[_Batch, list[NDArray[np.int64]]], None, None]:
+    def _encoded(self) -> Generator[tuple[_Batch, _Encoded], None, None]:
         """Each batch with its tokens, in order; some batches ahead are being tokenized."""
-        ahead: deque[tuple[_Batch, Future[list[NDArray[np.int64]]]]] = deque()
+        ahead: deque[tuple[_Batch, Future[_Encoded]]] = deque()
         pool = ThreadPoolExecutor(BATCHES_AHEAD)
         try:
             for batch in self._batches():
                 texts = [document.text for document in batch.documents]
-                ahead.append((batch, pool.submit(self._encoder.encode_documents, texts)))
+                ahead.append((batch, pool.submit(self._encode, texts)))
                 if len(ahead) > BATCHES_AHEAD:
                     first, encoded = ahead.popleft()
                     yield first, encoded.result()
@@ -209,7 +253,7 @@ class _Build:
         # a build that goes on from the last document meets it again.
         yield _Batch([], skipped)
 
-    def _write(self, batch: _Batch, encoded: list[NDArray[np.int64]]) -> None:
+    def _write(self, batch: _Batch, encoded: _Encoded) -> None:
         for document, tokens in zip(batch.documents, encoded, strict=True):
             text = document.text.encode()
             self._text_bytes += len(text)
@@ -263,6 +307,10 @@ class _Build:
                 "give a corpus that holds text"
             )
         write_file(self._aside / "tokenizer.json", self._encoder.content)
+        template = b""
+        for name, content in (self._chats.template.files() if self._chats else {}).items():
+            write_file(self._aside / name, content)
+            template += content
         index = Index(
             token_type=self._token_type,
             frame_tokens=self._frame_tokens,
@@ -271,6 +319,8 @@ class _Build:
             tokenizer=self._encoder.digest,
             hold_out=self._recipe.hold_out,
             shards=shards,
+            kind=self._chats.kind if self._chats else msgspec.UNSET,
+            chat=xxhash.xxh3_128_hexdigest(template) if self._chats else msgspec.UNSET,
         )
         write_file(self._aside / "index.json", encode_index(index))
         return Summary(

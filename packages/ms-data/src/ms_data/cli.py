@@ -3,10 +3,12 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from datetime import date
 
 import msgspec
 
 from ms_data.build import build
+from ms_data.chat import ChatTemplate
 from ms_data.errors import DamageError, DataError
 from ms_data.inspection import inspect
 from ms_data.progress import showing
@@ -90,6 +92,19 @@ def _add_build(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--hold-out", type=float, default=0.0, help="share of documents held out")
     parser.add_argument("--shard-size-mib", type=int, default=64, help="close a shard at this size")
     parser.add_argument("--end-of-text", help="the token that ends a document, by its name")
+    parser.add_argument(
+        "--chat-template",
+        metavar="FOLDER",
+        help="build an instruction set (OpenAI, ShareGPT or Alpaca rows in JSON Lines) with the "
+        "chat template of this tokenizer's folder, or of a Jinja file",
+    )
+    parser.add_argument("--pairs", action="store_true", help="the rows are preference pairs")
+    parser.add_argument(
+        "--today", type=date.fromisoformat, help="the date a template is told, as 2026-01-31"
+    )
+    parser.add_argument(
+        "--allow-special", action="store_true", help="let messages spell special tokens"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.set_defaults(run=_run_build)
 
@@ -125,6 +140,9 @@ def _run_tokenizer(options: argparse.Namespace) -> int:
 
 
 def _run_build(options: argparse.Namespace) -> int:
+    template = options.chat_template and ChatTemplate.load(
+        options.chat_template, today=options.today
+    )
     with showing("tokenizing") as on_progress:
         summary = build(
             options.corpus,
@@ -134,6 +152,9 @@ def _run_build(options: argparse.Namespace) -> int:
             shard_size_mib=options.shard_size_mib,
             text_key=options.text_key,
             skip_invalid=options.skip_invalid,
+            chat=template,
+            pairs=options.pairs,
+            allow_special=options.allow_special,
             on_progress=on_progress,
         )
     if options.json:

@@ -4,17 +4,24 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ms_data.errors import DamageError, SettingError
-from ms_data.format import Index, decode_index
+from ms_data.format import Index, Kind, decode_index
 from ms_data.shard import Frame, Shard
 
 __all__ = ["Passage", "Split", "read_index"]
 
 OPEN_SHARDS = 128
 """Shards that a reader keeps open: one descriptor and a table of some 100 kB each."""
+
+_READERS = {
+    "text": "TokenStream",
+    "conversations": "InstructionStream",
+    "preferences": "PreferenceStream",
+}
 
 
 def read_index(folder: Path) -> Index:
@@ -51,14 +58,25 @@ class Passage(NamedTuple):
 class Split:
     """The documents of one split, end to end, addressed by token.
 
+    Args:
+        folder: the dataset.
+        name: the split.
+        kinds: what its documents may be.
+
     Raises:
-        SettingError: the dataset has no such split.
+        SettingError: the dataset has no such split, or documents of another kind.
         DamageError: the index or, when read, a shard is damaged.
     """
 
-    def __init__(self, folder: str | Path, name: str) -> None:
+    def __init__(
+        self, folder: str | Path, name: str, *, kinds: tuple[Kind, ...] = ("text",)
+    ) -> None:
         self.folder = Path(folder)
         self.index = read_index(self.folder)
+        self.kind: Kind = "text" if self.index.kind is msgspec.UNSET else self.index.kind
+        if self.kind not in kinds:
+            reader = _READERS[self.kind]
+            raise SettingError(f"{folder} holds {self.kind}, read by {reader}; give {kinds[0]}")
         self._entries = [shard for shard in self.index.shards if shard.split == name]
         if not self._entries:
             have = ", ".join(self.index.splits)
@@ -77,6 +95,20 @@ class Split:
     def documents(self) -> int:
         """Documents in the split."""
         return sum(entry.documents for entry in self._entries)
+
+    def all_ends(self) -> NDArray[np.int64]:
+        """One past the last token of each document, shape (documents,); decodes every frame.
+
+        Raises:
+            DamageError: a frame is damaged.
+        """
+        ends = []
+        for shard in range(len(self._entries)):
+            opened = self._open(shard)
+            for number in range(opened.frames):
+                base = int(self._starts[shard]) + number * self.index.frame_tokens
+                ends.append(opened.read(number).ends + base)
+        return np.concatenate(ends)
 
     def read(self, start: int, stop: int) -> Passage:
         """The tokens from `start` to `stop`, which must lie inside the split.

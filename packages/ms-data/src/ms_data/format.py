@@ -25,17 +25,20 @@ import xxhash
 __all__ = [
     "FRAME",
     "FRAME_BYTES",
+    "LEARNT",
     "MAGIC",
     "TRAILER",
     "TRAILER_MARK",
     "Footer",
     "Index",
+    "Kind",
     "ShardEntry",
     "TokenType",
     "checksum",
     "decode_index",
     "encode_index",
     "frames_of",
+    "header_words",
     "token_type_for",
 ]
 
@@ -54,6 +57,13 @@ MAX_FRAME_TOKENS = FRAME_BYTES // 2
 """No frame holds more, so that a document's end fits the narrowest token type."""
 
 TokenType = Literal["uint16", "uint32"]
+
+Kind = Literal["text", "conversations", "preferences"]
+"""What the documents of a dataset are."""
+
+LEARNT = np.uint32(1 << 31)
+"""The bit of a word that says that its token is learnt, in datasets that are not text."""
+
 _SHARD_NAME = re.compile(r"shard-[0-9]{5,9}\.msd")
 _SPLIT_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
@@ -66,6 +76,11 @@ def checksum(content: bytes | memoryview) -> int:
 def token_type_for(vocabulary_size: int) -> TokenType:
     """The narrowest type that holds every token of a vocabulary."""
     return "uint16" if vocabulary_size <= 1 << 16 else "uint32"
+
+
+def header_words(kind: Kind) -> int:
+    """Words before the tokens of each document."""
+    return {"text": 0, "conversations": 1, "preferences": 3}[kind]
 
 
 def frames_of(tokens: int, frame_tokens: int) -> int:
@@ -128,16 +143,20 @@ class Index(
     hold_out: float
     """Share of documents asked for in the split `held_out`."""
     shards: tuple[ShardEntry, ...]
+    kind: Kind | msgspec.UnsetType = msgspec.UNSET
+    """What a document is; not there where it is text."""
+    chat: str | msgspec.UnsetType = msgspec.UNSET
+    """Hexadecimal xxh3-128 of the chat template's files, one after the other."""
     fingerprint: str = ""
     """Hexadecimal xxh3-128 of this index with an empty fingerprint: names the dataset."""
 
     def __post_init__(self) -> None:
         _require(0 < self.frame_tokens <= MAX_FRAME_TOKENS, "frame_tokens", self.frame_tokens)
-        _require(
-            token_type_for(self.vocabulary_size) == self.token_type,
-            "vocabulary_size",
-            self.vocabulary_size,
-        )
+        text = self.kind is msgspec.UNSET
+        needed = token_type_for(self.vocabulary_size) if text else "uint32"
+        _require(needed == self.token_type, "token_type", self.token_type)
+        _require(0 < self.vocabulary_size < 1 << 31, "vocabulary_size", self.vocabulary_size)
+        _require(text == (self.chat is msgspec.UNSET) and self.kind != "text", "kind", self.kind)
         _require(0 <= self.end_of_text < self.vocabulary_size, "end_of_text", self.end_of_text)
         _require(len(self.shards) > 0, "shards", "none")
         names = [shard.name for shard in self.shards]

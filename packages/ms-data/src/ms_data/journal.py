@@ -24,6 +24,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     text_key: str
     libraries: str
     """Versions of tokenizers and zstandard."""
+    chat: str = ""
+    """Template and settings of an instruction set, as a checksum; empty for text."""
 
 
 class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.1"):

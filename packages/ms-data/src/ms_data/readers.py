@@ -64,6 +64,8 @@ class Corpus:
     """Leave out what cannot be read instead of stopping."""
     python_sources: bool = False
     """Files are Python sources, which may declare their encoding."""
+    parse: Callable[[bytes], str] | None = None
+    """Makes a document's text of a JSON line, or raises ValueError; None takes `text_key`."""
     sizes_bytes: tuple[int, ...] = field(init=False)
     """Size of each file."""
 
@@ -118,8 +120,18 @@ class Corpus:
             with path.open("rb") as raw:
                 blocks = _unpacked(raw, packing)
                 if inner.endswith(_LINES_SUFFIXES):
-                    for text in _json_lines(path, blocks, self.text_key):
+                    rows = (
+                        _json_lines(path, blocks, self.text_key)
+                        if self.parse is None
+                        else _parsed_lines(path, blocks, self.parse)
+                    )
+                    for text in rows:
                         yield text, raw.tell()
+                elif self.parse is not None:
+                    raise CorpusError(
+                        f"{path}: not JSON Lines; give files that end in .jsonl with a row a line "
+                        "(an array becomes that with `jq -c '.[]'`)"
+                    )
                 else:
                     content = b"".join(blocks)
                     decode = _decode_python if self.python_sources else _decode
@@ -133,7 +145,11 @@ class Corpus:
 
 
 def find_corpus(
-    corpus: str | Path, *, text_key: str = "text", skip_invalid: bool = False
+    corpus: str | Path,
+    *,
+    text_key: str = "text",
+    skip_invalid: bool = False,
+    parse: Callable[[bytes], str] | None = None,
 ) -> Corpus:
     """The corpus that `corpus` names: a file, a folder of files, or `stdlib`.
 
@@ -162,6 +178,7 @@ def find_corpus(
         text_key=text_key,
         skip_invalid=skip_invalid or library,
         python_sources=library,
+        parse=parse,
     )
 
 
@@ -243,6 +260,24 @@ def _json_lines(path: Path, blocks: Iterator[bytes], key: str) -> Iterator[str |
         except (msgspec.DecodeError, UnicodeError) as error:
             reason = _not_utf8(line) or f"malformed JSON line: {error}; mend the line"
             yield Invalid(f"{path}:{number}: {reason}")
+
+
+def _parsed_lines(
+    path: Path, blocks: Iterator[bytes], parse: Callable[[bytes], str]
+) -> Iterator[str | Invalid]:
+    for number, line in enumerate(_lines(blocks), 1):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if not line.strip():
+            yield ""
+            continue
+        try:
+            yield parse(line)
+        except msgspec.DecodeError as error:
+            reason = _not_utf8(line) or f"malformed JSON line: {error}; mend the line"
+            yield Invalid(f"{path}:{number}: {reason}")
+        except ValueError as error:
+            yield Invalid(f"{path}:{number}: {error}")
 
 
 def _not_utf8(content: bytes) -> str | None:

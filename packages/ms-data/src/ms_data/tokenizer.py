@@ -9,6 +9,7 @@ import tokenizers
 import xxhash
 from numpy.typing import NDArray
 
+from ms_data.chat import Rendered
 from ms_data.dataset import read_index
 from ms_data.durable import write_file
 from ms_data.errors import CorpusError, DamageError, SettingError, TokenizerError
@@ -51,19 +52,22 @@ class Tokenizer:
         self._model.no_padding()
         self._model.encode_special_tokens = True
         self.content = content
+        self._chat: tokenizers.Tokenizer | None = None
         self.end_of_text = self._find_end(end_of_text)
         self.vocabulary_size = 1 + max(self._model.get_vocab(with_added_tokens=True).values())
 
     @classmethod
     def load(cls, path: str | Path, *, end_of_text: str | int | None = None) -> "Tokenizer":
-        """Reads a `tokenizer.json`, or the one that a folder of shards was built with.
+        """Reads a `tokenizer.json`, or the one in the folder of a model or of shards.
 
         Raises:
             TokenizerError: the file cannot be read or is not a tokenizer.
             DamageError: it is not the one that the shards were built with.
         """
         path, wanted = Path(path), None
-        if path.is_dir():
+        if path.is_dir() and not (path / "index.json").exists():
+            path = path / "tokenizer.json"  # a tokenizer's own folder
+        elif path.is_dir():
             index = read_index(path)
             path, wanted, end_of_text = path / "tokenizer.json", index.tokenizer, index.end_of_text
         try:
@@ -93,6 +97,41 @@ class Tokenizer:
         """The tokens of each text, each followed by the end of text; uses all cores."""
         encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array([*one.ids, self.end_of_text], np.int64) for one in encoded]
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Tokens that stand for no text, by name."""
+        added = self._model.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special)
+
+    def encode_chat(self, text: str) -> list[int]:
+        """The tokens of a rendered conversation, in which special tokens are what they spell."""
+        ids: list[int] = self._chat_model().encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_chats(
+        self, chats: Sequence[Rendered]
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+        """Tokens (n,) of each rendered conversation, and which of them its spans touch, (n,)."""
+        texts = [chat.text for chat in chats]
+        encoded = self._chat_model().encode_batch(texts, add_special_tokens=False)
+        found = []
+        for chat, one in zip(chats, encoded, strict=True):
+            offsets = np.array(one.offsets, np.int64).reshape(-1, 2)
+            learnt = np.zeros(len(offsets), np.bool_)
+            for start, stop in chat.spans:
+                first = np.searchsorted(offsets[:, 1], start, side="right")
+                learnt[first : np.searchsorted(offsets[:, 0], stop, side="left")] = True
+            found.append((np.array(one.ids, np.int64), learnt))
+        return found
+
+    def _chat_model(self) -> tokenizers.Tokenizer:
+        if self._chat is None:
+            self._chat = tokenizers.Tokenizer.from_str(self.content.decode())
+            self._chat.no_truncation()
+            self._chat.no_padding()
+            self._chat.encode_special_tokens = False
+        return self._chat
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some tokens; ends of text are left out."""

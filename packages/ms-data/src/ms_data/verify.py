@@ -6,12 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import xxhash
 import zstandard
 
 from ms_data.dataset import read_index
 from ms_data.errors import DamageError
-from ms_data.format import MAGIC, Index, ShardEntry
+from ms_data.format import LEARNT, MAGIC, Index, ShardEntry, header_words
 from ms_data.shard import Frame, Shard
 
 __all__ = ["Fault", "Report", "verify"]
@@ -84,6 +85,18 @@ def _check_tokenizer(folder: Path, index: Index) -> list[Fault]:
         return [Fault(name, "file", f"cannot be read: {error.strerror}")]
     if xxhash.xxh3_128_hexdigest(content) != index.tokenizer:
         return [Fault(name, "file", "its checksum is not the one in the index")]
+    return [] if index.chat is msgspec.UNSET else _check_template(folder, index)
+
+
+def _check_template(folder: Path, index: Index) -> list[Fault]:
+    content = b""
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        try:
+            content += (folder / name).read_bytes()
+        except OSError as error:
+            return [Fault(name, "file", f"cannot be read: {error.strerror}")]
+    if xxhash.xxh3_128_hexdigest(content) != index.chat:
+        return [Fault(name, "file", "with chat_template.jinja, its checksum is not the index's")]
     return []
 
 
@@ -116,10 +129,26 @@ def _check_shard(folder: Path, entry: ShardEntry, index: Index) -> tuple[list[Fa
 
 def _inconsistency(frame: Frame, position: int | None, index: Index) -> str | None:
     """What a frame says that cannot be, although its bytes are those that were written."""
+    if index.kind is not msgspec.UNSET:
+        return _inconsistent_samples(frame, position, index)
     if int(frame.tokens.max()) >= index.vocabulary_size:
         return "a token is outside the vocabulary"
     if (frame.tokens[frame.ends - 1] != index.end_of_text).any():
         return "a document does not end in the end of text"
+    if position is not None and frame.position != position:
+        return "it does not go on where the frame before it stops"
+    return None
+
+
+def _inconsistent_samples(frame: Frame, position: int | None, index: Index) -> str | None:
+    """The same for a frame of conversations or pairs, whose documents have a header each."""
+    assert index.kind is not msgspec.UNSET
+    starts = np.concatenate(([-frame.position], frame.ends[frame.ends < len(frame.tokens)]))
+    place = np.arange(len(frame.tokens))
+    place -= np.repeat(starts, np.diff(np.maximum(starts, 0), append=len(frame.tokens)))
+    tokens = frame.tokens[place >= header_words(index.kind)] & ~LEARNT
+    if tokens.size and int(tokens.max()) >= index.vocabulary_size:
+        return "a token is outside the vocabulary"
     if position is not None and frame.position != position:
         return "it does not go on where the frame before it stops"
     return None

@@ -1,0 +1,228 @@
+"""Instruction sets as they are published: their forms recognised strictly, one row at a time.
+
+| form | keys |
+|---|---|
+| OpenAI | `messages`: role and content, tool calls and `weight` included; `tools` |
+| ShareGPT | `conversations`: from and value; `system`, `tools` |
+| Alpaca | `instruction`, `input`, `output`; `system`, `history` |
+
+A row may carry further keys of its own (an id, a source); one that fits two forms or none, or a
+message with a key, role or type that its form doesn't have, is refused with the reason.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+__all__ = ["Conversation", "Message", "alpaca_messages", "read_conversation", "read_messages"]
+
+Message = dict[str, Any]
+"""`role`, `content`, and what the role allows, as a chat template reads it."""
+
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+_KEYS = {
+    "role",
+    "content",
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "weight",
+}
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+}
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """Messages to learn from; those of the role `assistant` are learnt."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    weight: float = 1.0
+    """Of this sample's loss, 0 or more."""
+
+
+def read_conversation(row: Mapping[str, Any]) -> Conversation:
+    """The conversation in one row of an instruction set.
+
+    Raises:
+        ValueError: the row fits none of the forms, or more than one; names the place in it.
+    """
+    found = [form for form in _FORMS if form in row]
+    if len(found) != 1:
+        keys = ", ".join(map(repr, row)) or "none"
+        what = "fits no form" if not found else f"fits {len(found)} forms ({', '.join(found)})"
+        raise ValueError(
+            f"{what}, its keys being {keys}; give `messages` (OpenAI), `conversations` "
+            "(ShareGPT) or `instruction` and `output` (Alpaca)"
+        )
+    messages = _FORMS[found[0]](row)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("no message of the assistant, so there is nothing to learn")
+    return Conversation(messages=messages, tools=read_tools(row), weight=read_number(row, "weight"))
+
+
+def read_messages(value: object, name: str) -> list[Message]:
+    """A list of OpenAI messages, checked one by one; `name` says where they stand."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{name} must be a list of messages, not {_shown(value)}")
+    return [_message(one, f"{name}[{at}]") for at, one in enumerate(value)]
+
+
+def read_sharegpt(value: object, name: str) -> list[Message]:
+    """A list of ShareGPT turns as messages."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{name} must be a list of turns, not {_shown(value)}")
+    messages: list[Message] = []
+    for at, turn in enumerate(value):
+        place = f"{name}[{at}]"
+        if not isinstance(turn, dict) or not {"from", "value"} <= set(turn):
+            raise ValueError(f"{place} must have `from` and `value`, not {_shown(turn)}")
+        role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
+        if role is None:
+            have = ", ".join(_SHAREGPT_ROLES)
+            raise ValueError(f"{place}.from is {_shown(turn['from'])}; it must be one of {have}")
+        text = _text(turn["value"], f"{place}.value")
+        if turn["from"] == "function_call":
+            messages.append({"role": role, "content": "", "tool_calls": _calls(text, place)})
+        else:
+            messages.append({"role": role, "content": text})
+        _check_filled(messages[-1], place)
+    return messages
+
+
+def alpaca_messages(row: Mapping[str, Any]) -> list[Message]:
+    """System, history and instruction of an Alpaca row; `input` follows after a blank line."""
+    messages: list[Message] = []
+    if row.get("system"):
+        messages.append({"role": "system", "content": _text(row["system"], "system")})
+    history = row.get("history") or []
+    if not isinstance(history, list):
+        raise ValueError(f"history must be a list of pairs, not {_shown(history)}")
+    for at, pair in enumerate(history):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"history[{at}] must be [question, answer], not {_shown(pair)}")
+        messages.append({"role": "user", "content": _text(pair[0], f"history[{at}][0]")})
+        messages.append({"role": "assistant", "content": _text(pair[1], f"history[{at}][1]")})
+    instruction = _text(row["instruction"], "instruction")
+    more = _text(row.get("input") or "", "input")
+    text = f"{instruction}\n\n{more}" if more else instruction
+    if not text.strip():
+        raise ValueError("instruction is empty")
+    return [*messages, {"role": "user", "content": text}]
+
+
+def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The `tools` of a row: JSON schemas, or text that holds them; an empty list is none."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = msgspec.json.decode(tools)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"tools is text that is no JSON: {error}") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"tools must be a list of JSON schemas, not {_shown(tools)}")
+    return tools
+
+
+def read_number(row: Mapping[str, Any], name: str, default: float = 1.0) -> float:
+    """A number of 0 or more that a row may carry."""
+    value = row.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
+        raise ValueError(f"{name} is {_shown(value)}; it must be a number of 0 or more")
+    return float(value)
+
+
+def _openai(row: Mapping[str, Any]) -> list[Message]:
+    return read_messages(row["messages"], "messages")
+
+
+def _sharegpt(row: Mapping[str, Any]) -> list[Message]:
+    messages = read_sharegpt(row["conversations"], "conversations")
+    if row.get("system"):
+        messages.insert(0, {"role": "system", "content": _text(row["system"], "system")})
+    return messages
+
+
+def _alpaca(row: Mapping[str, Any]) -> list[Message]:
+    if "output" not in row:
+        raise ValueError("`instruction` without `output`; an Alpaca row has both")
+    answer: Message = {"role": "assistant", "content": _text(row["output"], "output")}
+    _check_filled(answer, "output")
+    return [*alpaca_messages(row), answer]
+
+
+_FORMS: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
+    "messages": _openai,
+    "conversations": _sharegpt,
+    "instruction": _alpaca,
+}
+
+
+def _message(value: object, place: str) -> Message:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise ValueError(
+            f"{place} must have a `role`, as in role and content; it is {_shown(value)}"
+        )
+    if value["role"] not in _ROLES:
+        raise ValueError(
+            f"{place}.role is {value['role']!r}; it must be one of {', '.join(sorted(_ROLES))}"
+        )
+    if unknown := sorted(set(value) - _KEYS):
+        raise ValueError(f"{place} has an unknown key {unknown[0]!r}; it may have {sorted(_KEYS)}")
+    message = {key: one for key, one in value.items() if one is not None}
+    content = message.get("content")
+    if isinstance(content, list):
+        for at, part in enumerate(content):
+            if not isinstance(part, dict) or part.get("type") != "text":
+                raise ValueError(f"{place}.content[{at}] is no text; only text can be learnt from")
+            _text(part.get("text"), f"{place}.content[{at}].text")
+    elif content is not None:
+        _text(content, f"{place}.content")
+    if "weight" in message and message["weight"] not in (0, 1):
+        raise ValueError(f"{place}.weight is {_shown(message['weight'])}; it must be 0 or 1")
+    _check_filled(message, place)
+    return message
+
+
+def _check_filled(message: Message, place: str) -> None:
+    filled = message.get("content") or message.get("tool_calls")
+    if message["role"] in ("assistant", "user") and not filled:
+        raise ValueError(f"{place} is an empty message of the {message['role']}")
+
+
+def _calls(text: str, place: str) -> list[dict[str, Any]]:
+    try:
+        call = msgspec.json.decode(text, type=dict[str, Any])
+        function = {"name": call["name"], "arguments": call["arguments"]}
+    except (msgspec.DecodeError, KeyError) as error:
+        raise ValueError(
+            f"{place}.value must be JSON with `name` and `arguments`, not {_shown(text)}"
+        ) from error
+    return [{"type": "function", "function": function}]
+
+
+def _text(value: object, place: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{place} must be text, not {_shown(value)}")
+    return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,335 @@
+"""From an instruction set to shards to batches: nothing lost, nothing leaked, resumable."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ms_data import InstructionStream, PreferenceStream, TokenStream, build, inspect, verify
+from ms_data.cli import main
+from ms_data.errors import CorpusError, DataError, SettingError, StateError
+from ms_data.samples import Samples
+from ms_data.tokenizer import Tokenizer
+
+from .chats import DATED, ROWS, write_rows, write_tokenizer
+
+SMALL_STEPS = """
+import importlib
+building = importlib.import_module("ms_data.build")
+building.SAVE_EVERY_S, building.BATCH_CHARACTERS = 0.0, 20_000
+raise SystemExit(importlib.import_module("ms_data.cli").main())
+"""
+"""The command, keeping what it has done after each small batch."""
+
+PAIRS = [
+    {
+        "prompt": f"Is {n} even?",
+        "chosen": "No. Yes. " * (1 + n % 3),
+        "rejected": "Perhaps",
+        "margin": n,
+    }
+    for n in range(40)
+]
+
+
+class Reader:
+    """A place among readers."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank, self.count = rank, count
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer's folder, an instruction set and a preference set, built."""
+    place = tmp_path_factory.mktemp("instructions")
+    model = write_tokenizer(place / "model")
+    write_rows(place / "rows.jsonl", ROWS)
+    write_rows(place / "more.jsonl", ROWS[:50])
+    write_rows(place / "pairs.jsonl", PAIRS)
+    tokenizer = Tokenizer.load(model)
+    for name in ("rows", "more"):
+        build(place / f"{name}.jsonl", tokenizer=tokenizer, out=place / name, chat=model)
+    build(place / "pairs.jsonl", tokenizer=tokenizer, out=place / "pairs", chat=model, pairs=True)
+    return place
+
+
+def read_back(batch: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Tokens and targets of each document of a batch that has a target."""
+    found = []
+    for row in range(len(batch["tokens"])):
+        for document in range(int(batch["documents"][row].max()) + 1):
+            inside = batch["documents"][row] == document
+            targets = batch["targets"][row][inside]
+            if (targets >= 0).any():
+                found.append((tuple(batch["tokens"][row][inside]), tuple(targets)))
+    return found
+
+
+def truth(samples: Samples) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The same of each sample, one at a time."""
+    found = []
+    for number in range(len(samples)):
+        tokens, learnt, _ = samples.conversation(number)
+        following = np.where(learnt[1:], tokens[1:], -100)
+        found.append((tuple(tokens), (*following, -100)))
+    return found
+
+
+@pytest.mark.parametrize("open_rows", [512, 3, 0], ids=["packed", "narrow", "alone"])
+def test_an_epoch_delivers_every_sample_once_and_whole(place: Path, open_rows: int) -> None:
+    """Tokens and targets of each document are those of one sample; the last batch is filled up."""
+    stream = InstructionStream(
+        place / "rows", sequence_length=256, batch_size=4, epochs=1, open_rows=open_rows
+    )
+    batches = list(stream)
+    assert all(batch["tokens"].shape == (4, 256) for batch in batches)
+    found = [one for batch in batches for one in read_back(batch)]
+    assert sorted(found) == sorted(truth(Samples(place / "rows")))
+    for batch in batches:
+        learns = batch["targets"] != -100
+        assert ((batch["weights"] > 0) == learns).all()
+        starts = np.diff(batch["documents"], axis=1, prepend=-1) != 0
+        assert (batch["positions"][starts] == 0).all()
+        assert (np.diff(batch["positions"], axis=1)[~starts[:, 1:]] == 1).all()
+
+
+def test_the_answer_is_what_is_learnt(place: Path) -> None:
+    """Decoded targets are the assistant's words and its end."""
+    tokenizer = Tokenizer.load(place / "rows")
+    sample = Samples(place / "rows").conversation(7)
+    said = tokenizer._model.decode(sample.tokens[sample.learnt].tolist(), skip_special_tokens=False)
+    assert said == ROWS[7]["messages"][1]["content"] + "<|im_end|>"
+
+
+def test_ranks_read_the_rows_of_one_global_batch(place: Path) -> None:
+    """Any number of readers, the same batches."""
+    settings: dict[str, Any] = {"sequence_length": 128, "batch_size": 4, "seed": 5}
+    whole = InstructionStream(place / "rows", **settings)
+    parts = [InstructionStream(place / "rows", place=Reader(r, 2), **settings) for r in range(2)]
+    for _ in range(12):
+        batch, halves = next(whole), [next(part) for part in parts]
+        for name, value in batch.items():
+            joined = np.concatenate([half[name] for half in halves])  # type: ignore[literal-required]
+            assert (joined == value).all()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("at", [0, 1, 9, 40])
+def test_a_stream_resumes_exactly_with_other_ranks_and_other_weights(place: Path, at: int) -> None:
+    """Two sources, weights that change in mid-run, the state through JSON."""
+
+    def make(**more: Any) -> InstructionStream:
+        sources = {"rows": place / "rows", "more": place / "more"}
+        return InstructionStream(
+            sources, sequence_length=128, batch_size=4, weights={"rows": 3, "more": 1}, **more
+        )
+
+    stream = make()
+    for step in range(at):
+        if step == 5:
+            stream.change_weights({"rows": 1, "more": 4})
+        next(stream)
+    state = json.loads(json.dumps(stream.state_dict()))
+    halves = [make(place=Reader(rank, 2)) for rank in range(2)]
+    for half in halves:
+        half.load_state_dict(state)
+    for _ in range(10):
+        batch = next(stream)
+        parts = [next(half) for half in halves]
+        assert (np.concatenate([part["tokens"] for part in parts]) == batch["tokens"]).all()
+        assert (np.concatenate([part["task"] for part in parts]) == batch["task"]).all()
+    due, counts = stream.mixture.due(stream.mixture.position), stream.mixture.counts
+    assert all(abs(due[name] - counts[name]) <= 1 + 1e-6 for name in counts)
+    assert {n: c["drawn"] for n, c in stream.counts.items()} == counts
+    with pytest.raises(StateError, match="stream state has sources"):
+        InstructionStream(place / "rows", sequence_length=64, batch_size=4).load_state_dict(state)
+
+
+def test_epochs_repeat_no_sample_before_all_came(place: Path) -> None:
+    """Each epoch has every sample once, in another order."""
+    stream = InstructionStream(place / "more", sequence_length=128, batch_size=1, open_rows=0)
+    orders = []
+    for _ in range(3):
+        batches = [next(stream) for _ in range(50)]
+        orders.append([tuple(batch["tokens"][0]) for batch in batches])
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
+    assert orders[0] != orders[1]
+
+
+def test_tasks_can_be_asked_for_row_by_row(place: Path) -> None:
+    """As a scheduler of tasks does; `task` says which source each row is of."""
+    sources = {"rows": place / "rows", "more": place / "more"}
+    stream = InstructionStream(sources, sequence_length=128, batch_size=3)
+    for tasks in ([0, 1, 0], [1, 1, 1], [0, 0, 1]):
+        batch = stream.of_tasks(tasks)
+        assert batch["task"].tolist() == tasks
+        assert ((batch["targets"] >= 0).sum(axis=1) > 0).all()
+    with pytest.raises(SettingError, match="give 3 numbers below 2"):
+        stream.of_tasks([0, 2, 0])
+
+
+def test_long_samples_are_cut_off_or_in_parts_and_counted(place: Path) -> None:
+    """In parts every target comes once; cut off, those within the row."""
+    whole = sum(sum(t >= 0 for t in targets) for _, targets in truth(Samples(place / "rows")))
+    for long, key in (("split", "split"), ("truncate", "truncated")):
+        stream = InstructionStream(
+            place / "rows",
+            sequence_length=32,
+            batch_size=2,
+            epochs=1,
+            long=long,  # type: ignore[arg-type]
+        )
+        learnt = sum(int((batch["targets"] >= 0).sum()) for batch in stream)
+        assert stream.counts["rows"][key] > 50
+        assert learnt == whole if long == "split" else 0 < learnt < whole
+
+
+def test_weighting_by_sample_gives_each_the_same_sum(place: Path) -> None:
+    """One a sample, however long its answer; one a token otherwise."""
+    for weighting in ("sample", "token"):
+        stream = InstructionStream(
+            place / "rows",
+            sequence_length=128,
+            batch_size=2,
+            open_rows=0,
+            weighting=weighting,  # type: ignore[arg-type]
+        )
+        batch = next(stream)
+        sums = batch["weights"].sum(axis=1)
+        targets = (batch["targets"] >= 0).sum(axis=1)
+        assert sums == pytest.approx(1.0 if weighting == "sample" else targets, rel=1e-6)
+
+
+def test_pairs_come_as_two_rows_with_only_the_answers_learnt(place: Path) -> None:
+    """Chosen above rejected, the margin with both; every pair once; ranks share."""
+    stream = PreferenceStream(place / "pairs", sequence_length=128, batch_size=8, epochs=1)
+    tokenizer = Tokenizer.load(place / "pairs")
+    seen = []
+    for batch in stream:
+        for row in range(0, 16, 2):
+            if not (batch["targets"][row] >= 0).any():
+                continue
+            number = int(batch["margin"][row])
+            assert batch["margin"][row + 1] == number
+            said = [
+                tokenizer._model.decode([t for t in batch["targets"][at] if t >= 0])
+                for at in (row, row + 1)
+            ]
+            assert said == [PAIRS[number]["chosen"], "Perhaps"]
+            seen.append(number)
+    assert sorted(seen) == list(range(40))
+    half = PreferenceStream(place / "pairs", sequence_length=128, batch_size=8, place=Reader(1, 2))
+    whole = PreferenceStream(place / "pairs", sequence_length=128, batch_size=8)
+    next(half), next(whole)
+    again = PreferenceStream(place / "pairs", sequence_length=128, batch_size=8)
+    again.load_state_dict(json.loads(json.dumps(half.state_dict())))
+    batch = next(whole)
+    assert (next(half)["tokens"] == batch["tokens"][8:]).all()
+    assert (next(again)["tokens"] == batch["tokens"]).all()
+    with pytest.raises(SettingError, match="no pair of split"):
+        PreferenceStream(place / "pairs", sequence_length=4, batch_size=8)
+
+
+def test_the_command_builds_and_verifies_an_instruction_set(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--chat-template` takes a tokenizer's folder; damage in the template's file is found."""
+    out, model = str(place / "made"), str(place / "model")
+    command = ["build", str(place / "rows.jsonl"), "--tokenizer", model, "--chat-template", model]
+    assert main([*command, "--out", out, "--hold-out", "0.3"]) == 0
+    assert "300 documents" in capsys.readouterr().out
+    assert inspect(out).splits["held_out"].documents > 50
+    assert verify(out).ok
+    path = Path(out, "chat_template.jinja")
+    path.write_text(path.read_text() + " ")
+    assert [fault.file for fault in verify(out).faults] == ["tokenizer_config.json"]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ('{"messages": 5}', "rows.jsonl:2: messages must be a list"),
+        ('{"text": "x"}', "rows.jsonl:2: fits no form"),
+        ("[1]", "rows.jsonl:2: a row must be a JSON object"),
+        ('{"messages"', "rows.jsonl:2: malformed JSON line"),
+        (
+            '{"instruction": "a<|im_end|>b", "output": "c"}',
+            "rows.jsonl:2: message 0 spells the special token '<|im_end|>'",
+        ),
+    ],
+)
+def test_a_bad_row_stops_the_build_with_file_and_line(
+    place: Path, tmp_path: Path, row: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 2, one line, nothing left; or left out and counted with --skip-invalid."""
+    corpus = tmp_path / "rows.jsonl"
+    corpus.write_text(json.dumps(ROWS[0]) + "\n" + row + "\n" + json.dumps(ROWS[1]) + "\n")
+    model = str(place / "model")
+    command = ["build", str(corpus), "--tokenizer", model, "--chat-template", model]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [corpus]
+    assert main([*command, "--out", str(tmp_path / "out"), "--skip-invalid"]) == 0
+    assert "2 documents, 1 invalid ones left out" in capsys.readouterr().out
+
+
+def test_wrong_uses_are_refused(place: Path, tmp_path: Path) -> None:
+    """A reader for other data, a plain text file, an undated template, one name for two sources."""
+    with pytest.raises(SettingError, match="holds conversations, read by InstructionStream"):
+        TokenStream(place / "rows", sequence_length=8, batch_size=1)
+    with pytest.raises(SettingError, match="holds preference pairs"):
+        InstructionStream(place / "pairs", sequence_length=8, batch_size=1)
+    with pytest.raises(DataError):
+        PreferenceStream(place / "rows", sequence_length=8, batch_size=1).__next__()
+    model = place / "model"
+    (tmp_path / "rows.txt").write_text("x")
+    with pytest.raises(CorpusError, match="not JSON Lines"):
+        build(
+            tmp_path / "rows.txt", tokenizer=Tokenizer.load(model), out=tmp_path / "o", chat=model
+        )
+    dated = write_tokenizer(tmp_path / "dated", DATED)
+    with pytest.raises(SettingError, match="choose the date with --today"):
+        build(place / "rows.jsonl", tokenizer=Tokenizer.load(model), out=tmp_path / "o", chat=dated)
+    with pytest.raises(SettingError, match="need a chat template"):
+        build(place / "rows.jsonl", tokenizer=Tokenizer.load(model), out=tmp_path / "o", pairs=True)
+    with pytest.raises(SettingError, match="anything to learn"):
+        InstructionStream(place / "rows", sequence_length=3, batch_size=1)
+
+
+def test_a_build_killed_at_any_time_ends_in_the_same_bytes(place: Path, tmp_path: Path) -> None:
+    """Kill -9, then the same command: shard for shard what an undisturbed build wrote."""
+    corpus = write_rows(tmp_path / "rows.jsonl", ROWS * 15)
+    out, model = tmp_path / "out", str(place / "model")
+    command = [
+        sys.executable,
+        "-c",
+        SMALL_STEPS,
+    ]
+    command += ["build", str(corpus), "--tokenizer", model, "--chat-template", model, "--out"]
+    assert subprocess.run([*command, str(tmp_path / "truth")], capture_output=True).returncode == 0
+    killed = 0
+    while not out.exists():
+        process = subprocess.Popen([*command, str(out)], stdout=subprocess.DEVNULL)
+        journal, began = tmp_path / "out.partial" / "journal.msgpack", time.monotonic()
+        before = journal.stat().st_mtime_ns if journal.exists() else 0
+        while process.poll() is None and killed < 3 and time.monotonic() - began < 60:
+            if journal.exists() and journal.stat().st_mtime_ns != before:
+                os.kill(process.pid, signal.SIGKILL)
+                killed += 1
+                break
+            time.sleep(0.002)
+        process.wait()
+    assert killed == 3
+    made, wanted = (
+        {p.name: p.read_bytes() for p in f.iterdir()} for f in (out, tmp_path / "truth")
+    )
+    assert made == wanted

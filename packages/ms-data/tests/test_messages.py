@@ -1,0 +1,133 @@
+"""Published forms of instruction and preference sets, recognised strictly."""
+
+from typing import Any
+
+import pytest
+
+from ms_data import read_conversation, read_pair
+
+ASK = {"role": "user", "content": "Why?"}
+SAY = {"role": "assistant", "content": "So."}
+NO = {"role": "assistant", "content": "No."}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASK, SAY], "id": 3},
+        {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]},
+        {"instruction": "Why?", "output": "So."},
+        {"instruction": "Why?", "input": "", "output": "So.", "history": []},
+    ],
+)
+def test_the_three_forms_mean_the_same(row: dict[str, Any]) -> None:
+    """One question, one answer."""
+    assert read_conversation(row).messages == [ASK, SAY]
+
+
+def test_all_parts_of_a_form_are_read() -> None:
+    """System, history and input; tools as text; calls and observations; a sample's weight."""
+    row: dict[str, Any] = {
+        "instruction": "Add.",
+        "input": "2 3",
+        "output": "5",
+        "system": "Be exact.",
+        "history": [["1 1", "2"]],
+        "weight": 0.5,
+    }
+    read = read_conversation(row)
+    assert [one["role"] for one in read.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
+    assert read.messages[3]["content"] == "Add.\n\n2 3"
+    assert read.weight == 0.5
+    turns = [
+        {"from": "human", "value": "Weather?"},
+        {"from": "function_call", "value": '{"name": "w", "arguments": {"at": "Rome"}}'},
+        {"from": "observation", "value": "sunny"},
+        {"from": "gpt", "value": "Sunny."},
+    ]
+    read = read_conversation({"conversations": turns, "tools": '[{"name": "w"}]', "system": "S"})
+    assert read.tools == [{"name": "w"}]
+    assert [one["role"] for one in read.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert read.messages[2]["tool_calls"][0]["function"]["arguments"] == {"at": "Rome"}
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({}, "fits no form"),
+        ({"text": "plain"}, "fits no form, its keys being 'text'"),
+        ({"messages": [ASK, SAY], "conversations": []}, "fits 2 forms"),
+        ({"messages": []}, "must be a list of messages"),
+        ({"messages": [ASK]}, "nothing to learn"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, r"messages\[0\].role is 'bot'"),
+        ({"messages": [{**ASK, "txt": 1}, SAY]}, "unknown key 'txt'"),
+        ({"messages": [ASK, {"role": "assistant", "content": ""}]}, "empty message"),
+        ({"messages": [ASK, {"role": "assistant", "content": 5}]}, "must be text, not 5"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, SAY]}, "is no text"),
+        ({"messages": [ASK, {**SAY, "weight": 2}]}, "weight is 2"),
+        ({"conversations": [{"from": "cat", "value": "x"}]}, "from is 'cat'"),
+        ({"conversations": [{"value": "x"}]}, "must have `from` and `value`"),
+        ({"conversations": [{"from": "function_call", "value": "f()"}]}, "must be JSON"),
+        ({"instruction": "x"}, "without `output`"),
+        ({"instruction": "", "output": "x"}, "instruction is empty"),
+        ({"instruction": "x", "output": "y", "history": [["q"]]}, r"history\[0\]"),
+        ({"messages": [ASK, SAY], "weight": -1}, "0 or more"),
+        ({"messages": [ASK, SAY], "tools": "{"}, "no JSON"),
+    ],
+)
+def test_a_row_of_another_form_is_refused_with_the_place(row: dict[str, Any], says: str) -> None:
+    """What, where and what it should be."""
+    with pytest.raises(ValueError, match=says):
+        read_conversation(row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Why?", "chosen": "So.", "rejected": "No."},
+        {"prompt": [ASK], "chosen": [SAY], "rejected": [NO]},
+        {"prompt": "Why?", "chosen": [ASK, SAY], "rejected": [ASK, NO]},
+        {"chosen": [ASK, SAY], "rejected": [ASK, NO]},
+        {"messages": [ASK], "chosen": SAY, "rejected": NO},
+        {
+            "conversations": [{"from": "human", "value": "Why?"}],
+            "chosen": {"from": "gpt", "value": "So."},
+            "rejected": {"from": "gpt", "value": "No."},
+        },
+        {"instruction": "Why?", "input": "", "chosen": "So.", "rejected": "No."},
+    ],
+)
+def test_the_forms_of_a_pair_mean_the_same(row: dict[str, Any]) -> None:
+    """One prompt, two answers."""
+    pair = read_pair(row)
+    assert (pair.prompt, pair.chosen, pair.rejected) == ([ASK], [SAY], [NO])
+    assert (pair.margin, pair.weight) == (0.0, 1.0)
+    assert read_pair({**row, "margin": 2}).margin == 2.0
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "x", "chosen": "y"}, "has `chosen` and `rejected`"),
+        ({"prompt": "x", "chosen": "y", "rejected": "y"}, "the same answer"),
+        ({"prompt": "x", "messages": [ASK], "chosen": "y", "rejected": "z"}, "two prompts"),
+        ({"chosen": "y", "rejected": "z"}, "no prompt"),
+        ({"prompt": "x", "chosen": [ASK], "rejected": [SAY]}, "message of the assistant"),
+    ],
+)
+def test_a_row_that_is_no_pair_is_refused(row: dict[str, Any], says: str) -> None:
+    """Neither answer may be guessed."""
+    with pytest.raises(ValueError, match=says):
+        read_pair(row)

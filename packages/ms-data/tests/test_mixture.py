@@ -1,0 +1,121 @@
+"""The ledger of a mixture: no source is ever off by more than one sample."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ms_data import Mixture, Phase
+from ms_data.errors import SettingError, StateError
+
+WEIGHT = st.floats(0, 10, allow_subnormal=False)
+WEIGHTS = st.integers(1, 7).flatmap(
+    lambda count: st.lists(
+        st.tuples(
+            st.integers(1, 40),
+            st.lists(WEIGHT, min_size=count, max_size=count).filter(lambda w: sum(w) > 1e-3),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+# Weights are rounded to multiples of 2**-32 that sum to 1, so dues are exact; `due` gives floats.
+TOLERANCE = 1e-6
+
+
+def worst(mixture: Mixture) -> float:
+    """How far the source that is most off is off."""
+    due = mixture.due(mixture.position)
+    return max(abs(due[name] - count) for name, count in mixture.counts.items())
+
+
+@settings(max_examples=150, deadline=None)
+@given(WEIGHTS)
+def test_planned_phases_hold_the_ledger_at_every_prefix(
+    plan: list[tuple[int, list[float]]],
+) -> None:
+    """Tijdeman's bound: below one sample a source, whatever the weights and their changes."""
+    start, phases = 0, []
+    for length, weights in plan:
+        phases.append(Phase(start, weights))
+        start += length
+    mixture = Mixture([str(one) for one in range(len(plan[0][1]))], phases)
+    for _ in range(start + 60):
+        mixture.draw()
+        assert worst(mixture) < 1
+    assert sum(mixture.counts.values()) == mixture.position == start + 60
+
+
+@settings(max_examples=150, deadline=None)
+@given(WEIGHTS)
+def test_unforeseen_weights_hold_the_ledger_too(plan: list[tuple[int, list[float]]]) -> None:
+    """A change takes effect within n - 1 samples, and no source is off by more than one."""
+    count = len(plan[0][1])
+    mixture = Mixture([str(one) for one in range(count)], plan[0][1])
+    for length, weights in plan:
+        before = mixture.position
+        assert before <= mixture.change(weights) < before + count
+        for _ in range(length):
+            mixture.draw()
+            assert worst(mixture) <= 1 + TOLERANCE
+    due = mixture.due(mixture.position)
+    assert sum(due.values()) == pytest.approx(mixture.position, abs=TOLERANCE)
+
+
+def test_due_is_the_sum_of_the_weights() -> None:
+    """Held against plain sums, at a prefix in each phase."""
+    phases = [Phase(0, [3, 1]), Phase(100, [0, 1]), Phase(150, [1, 1])]
+    mixture = Mixture(["a", "b"], phases)
+    assert mixture.due(100) == pytest.approx({"a": 75, "b": 25}, abs=TOLERANCE)
+    assert mixture.due(150) == pytest.approx({"a": 75, "b": 75}, abs=TOLERANCE)
+    assert mixture.due(160) == pytest.approx({"a": 80, "b": 80}, abs=TOLERANCE)
+    drawn = [mixture.draw() for _ in range(160)]
+    assert drawn[100:150] == [1] * 50
+    assert (drawn.count(0), drawn.count(1)) == (80, 80)
+
+
+@settings(max_examples=60, deadline=None)
+@given(WEIGHTS, st.integers(0, 50), st.integers(0, 50))
+def test_a_saved_ledger_goes_on_the_same(
+    plan: list[tuple[int, list[float]]], first: int, second: int
+) -> None:
+    """Through JSON, before and while a change is led in."""
+    names = [str(one) for one in range(len(plan[0][1]))]
+    mixture = Mixture(names, plan[0][1])
+    for _ in range(first):
+        mixture.draw()
+    mixture.change(plan[-1][1])
+    for _ in range(second % (len(names) + 1)):
+        mixture.draw()
+    again = Mixture(names)
+    again.load_state_dict(json.loads(json.dumps(mixture.state_dict())))
+    mixture.change(plan[0][1])
+    again.change(plan[0][1])
+    assert [mixture.draw() for _ in range(80)] == [again.draw() for _ in range(80)]
+    assert again.counts == mixture.counts
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ([0.0, 0.0], "at least one must be above 0"),
+        ([1.0, -1.0], "0 or more"),
+        ([1.0, float("nan")], "0 or more"),
+        ([1.0], "0 or more for each"),
+        ([Phase(3, [1, 1])], "the first starts at 0"),
+    ],
+)
+def test_weights_that_cannot_be_are_refused(weights: list[float], says: str) -> None:
+    """One line says which."""
+    with pytest.raises(SettingError, match=says):
+        Mixture(["a", "b"], weights)
+
+
+def test_a_ledger_of_other_sources_is_refused() -> None:
+    """Names are part of it, and counts must fit them."""
+    state = Mixture(["a", "b"]).state_dict()
+    with pytest.raises(StateError, match="of the sources"):
+        Mixture(["a", "c"]).load_state_dict(state)
+    with pytest.raises(StateError, match="damaged"):
+        Mixture(["a", "b"]).load_state_dict({**state, "counts": [-1, 1]})
