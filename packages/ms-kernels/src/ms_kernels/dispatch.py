@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ms_kernels import cpu, reference
+from ms_kernels import cpu, reference, triton
 from ms_kernels.contract import Call, Contract, Fact
 from ms_kernels.errors import ArgumentError, BackendError
 from ms_kernels.registry import Choice, Implementation, choose, first_fit
@@ -30,7 +30,11 @@ __all__ = [
 CONTRACTS = reference.CONTRACTS
 """Every operator by name."""
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = (*cpu.IMPLEMENTATIONS, *reference.IMPLEMENTATIONS)
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    *cpu.IMPLEMENTATIONS,
+    *triton.IMPLEMENTATIONS,
+    *reference.IMPLEMENTATIONS,
+)
 """Every implementation, best first."""
 
 BACKENDS = tuple(dict.fromkeys(each.backend for each in IMPLEMENTATIONS))

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from ms_kernels.contract import Argument, Contract, Dims, Work, accumulator
 from ms_kernels.reference.chunked_logits import Sums, chunk_rows_of, new_buffer, project
 from ms_kernels.reference.cross_entropy import LOSS_OPTIONS, classes, reduce
-from ms_kernels.reference.tolerance import GRADIENTS, RESULTS
+from ms_kernels.reference.tolerance import LOGIT_GRADIENTS, RESULTS
 
 __all__ = ["CONTRACT", "linear_cross_entropy"]
 
@@ -184,7 +184,7 @@ CONTRACT = Contract(
     forward=_forward,
     backward=_backward,
     tolerance=RESULTS,
-    gradient_tolerance=GRADIENTS,
+    gradient_tolerance=LOGIT_GRADIENTS,
     example={"...": 512, "H": 64, "V": 256},
     reference=linear_cross_entropy,
 )

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from ms_kernels.contract import Argument, Contract, Dims, Option, Work, accumulator
 from ms_kernels.reference.chunked_logits import Sums, chunk_rows_of, new_buffer, project
 from ms_kernels.reference.cross_entropy import classes
-from ms_kernels.reference.tolerance import GRADIENTS, RESULTS
+from ms_kernels.reference.tolerance import LOGIT_GRADIENTS, RESULTS
 
 __all__ = ["CONTRACT", "token_log_probs"]
 
@@ -166,7 +166,7 @@ CONTRACT = Contract(
     forward=_forward,
     backward=_backward,
     tolerance=RESULTS,
-    gradient_tolerance=GRADIENTS,
+    gradient_tolerance=LOGIT_GRADIENTS,
     example={"...": 512, "H": 64, "V": 256},
     reference=token_log_probs,
 )

@@ -1,0 +1,85 @@
+"""Gated activations: silu(gate) · up and gelu(gate) · up, and their gradients."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tanh(x):
+    """Return tanh from a sigmoid, which every chip has."""
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+def _activate(gate, ACTIVATION: tl.constexpr):
+    """Return the activation of `gate` and its slope, both float32."""
+    if ACTIVATION == "silu":
+        share = tl.sigmoid(gate)
+        return gate * share, share * (1 + gate * (1 - share))
+    if ACTIVATION == "gelu_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        bend = _tanh(inner)
+        slope = 0.7978845608028654 * (1 + 0.134145 * gate * gate)
+        return 0.5 * gate * (1 + bend), 0.5 * (1 + bend) + 0.5 * gate * (1 - bend * bend) * slope
+    share = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
+    return gate * share, share + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+
+
+@triton.jit
+def _place(first, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return this program's rows (ROWS, 1), columns (1, BLOCK) and which exist."""
+    tile = first + tl.program_id(0)
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tile // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = (tile % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return row, column, (row < rows) & (column < width)
+
+
+@triton.jit(do_not_specialize=["first"])
+def gated_forward(
+    first,
+    GATE,
+    UP,
+    Y,
+    rows,
+    width,
+    gate_stride,
+    up_stride,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Make a tile of Y, which is contiguous."""
+    row, column, inside = _place(first, rows, width, ROWS, BLOCK)
+    gate = tl.load(GATE + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(UP + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    value, _ = _activate(gate, ACTIVATION)
+    tl.store(Y + row * width + column, (value * up).to(Y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first"])
+def gated_backward(
+    first,
+    DY,
+    GATE,
+    UP,
+    DGATE,
+    DUP,
+    rows,
+    width,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Make a tile of DGATE and DUP, which are contiguous."""
+    row, column, inside = _place(first, rows, width, ROWS, BLOCK)
+    gate = tl.load(GATE + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(UP + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(DY + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
+    value, slope = _activate(gate, ACTIVATION)
+    here = row * width + column
+    tl.store(DGATE + here, (grad * up * slope).to(DGATE.dtype.element_ty), mask=inside)
+    tl.store(DUP + here, (grad * value).to(DUP.dtype.element_ty), mask=inside)

@@ -1,0 +1,84 @@
+"""RMSNorm of rows, with an optional addition before it, and its gradient."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["first"])
+def rms_norm_forward(
+    first,
+    X,
+    RESIDUAL,
+    W,
+    Y,
+    SUM,
+    SCALE,
+    rows,
+    width,
+    x_stride,
+    residual_stride,
+    eps,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Normalise ROWS rows; Y, SUM and SCALE are contiguous, SCALE (rows,) is 1 / rms."""
+    row = (first + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < width)
+    x = tl.load(X + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        residual = tl.load(RESIDUAL + row * residual_stride + column, mask=inside, other=0.0)
+        rounded = (x + residual.to(tl.float32)).to(SUM.dtype.element_ty)
+        tl.store(SUM + row * width + column, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1)[:, None] / width + eps)
+    w = tl.load(W + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(SCALE + row, scale, mask=row < rows)
+    tl.store(Y + row * width + column, (x * scale * w).to(Y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first"])
+def rms_norm_backward(
+    first,
+    DY,
+    DSUM,
+    X,
+    W,
+    SCALE,
+    DX,
+    DW,
+    rows,
+    width,
+    dy_stride,
+    dsum_stride,
+    x_stride,
+    rows_each,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Make `rows_each` rows of DX, and one row of DW (programs, width) float32: their sum.
+
+    dx = r·w·g - x·r³·⟨w·g, x⟩ / width; with ADD the gradient of the sum itself is added.
+    """
+    part = (first + tl.program_id(0)).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    w = tl.load(W + column, mask=column < width, other=0.0).to(tl.float32)
+    dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    for offset in range(0, rows_each, ROWS):
+        row = part * rows_each + offset + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (column < width)
+        x = tl.load(X + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(DY + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(SCALE + row, mask=row < rows, other=0.0)
+        normal = x * scale
+        wg = w * g
+        dx = (wg - normal * (tl.sum(normal * wg, 1)[:, None] / width)) * scale
+        if ADD:
+            more = tl.load(DSUM + row * dsum_stride + column, mask=inside, other=0.0)
+            dx += more.to(tl.float32)
+        tl.store(DX + row * width + column, dx.to(DX.dtype.element_ty), mask=inside)
+        dw += g * normal
+    total = tl.sum(dw, 0)[None, :]
+    tl.store(DW + part * width + column, total, mask=column < width)

@@ -1,0 +1,108 @@
+"""Rotary embedding of queries and keys in one launch; its gradient turns the other way."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _turn(
+    X,
+    OUT,
+    cos,
+    sin,
+    head,
+    heads,
+    head_stride,
+    half,
+    width,
+    INTERLEAVED: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """Turn heads `head` (HEADS, 1) of one position, X with its head stride, OUT contiguous."""
+    X += head.to(tl.int64) * head_stride
+    OUT += head * width
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * HALF)[None, :]
+        inside = (head < heads) & (column < 2 * half)
+        pairs = tl.load(X + column, mask=inside, other=0.0).to(tl.float32)
+        one, two = tl.split(tl.reshape(pairs, [pairs.shape[0], HALF, 2]))
+        turned = tl.join(one * cos - two * sin, two * cos + one * sin)
+        turned = tl.reshape(turned, [pairs.shape[0], 2 * HALF])
+        tl.store(OUT + column, turned.to(OUT.dtype.element_ty), mask=inside)
+    else:
+        column = tl.arange(0, HALF)[None, :]
+        inside = (head < heads) & (column < half)
+        one = tl.load(X + column, mask=inside, other=0.0).to(tl.float32)
+        two = tl.load(X + column + half, mask=inside, other=0.0).to(tl.float32)
+        first = one * cos - two * sin
+        second = two * cos + one * sin
+        tl.store(OUT + column, first.to(OUT.dtype.element_ty), mask=inside)
+        tl.store(OUT + column + half, second.to(OUT.dtype.element_ty), mask=inside)
+    if REST > 0:
+        column = 2 * half + tl.arange(0, REST)[None, :]
+        inside = (head < heads) & (column < width)
+        tl.store(OUT + column, tl.load(X + column, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first"])
+def rotary_turn(
+    first,
+    Q,
+    K,
+    Q_OUT,
+    K_OUT,
+    COS,
+    SIN,
+    positions,
+    q_heads,
+    k_heads,
+    half,
+    width,
+    q_batch_stride,
+    q_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_stride,
+    k_head_stride,
+    angle_batch_stride,
+    angle_stride,
+    BACK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """Turn HEADS heads of one position of Q or of K, backwards with BACK.
+
+    Results are contiguous (batch, positions, heads, width); COS and SIN share their strides.
+    """
+    tile = first + tl.program_id(0)
+    q_blocks = tl.cdiv(q_heads, HEADS)
+    blocks = q_blocks + tl.cdiv(k_heads, HEADS)
+    place = tile // blocks
+    block = tile % blocks
+    batch = (place // positions).to(tl.int64)
+    position = (place % positions).to(tl.int64)
+    angle = tl.arange(0, HALF)[None, :]
+    base = batch * angle_batch_stride + position * angle_stride
+    cos = tl.load(COS + base + angle, mask=angle < half, other=0.0).to(tl.float32)
+    sin = tl.load(SIN + base + angle, mask=angle < half, other=0.0).to(tl.float32)
+    if BACK:
+        sin = -sin
+    if block < q_blocks:
+        head = block * HEADS + tl.arange(0, HEADS)[:, None]
+        source = Q + batch * q_batch_stride + position * q_stride
+        out = Q_OUT + place.to(tl.int64) * q_heads * width
+        _turn(
+            source, out, cos, sin, head, q_heads, q_head_stride, half, width,
+            INTERLEAVED, HALF, REST,
+        )  # fmt: skip
+    else:
+        head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)[:, None]
+        source = K + batch * k_batch_stride + position * k_stride
+        out = K_OUT + place.to(tl.int64) * k_heads * width
+        _turn(
+            source, out, cos, sin, head, k_heads, k_head_stride, half, width,
+            INTERLEAVED, HALF, REST,
+        )  # fmt: skip

@@ -1,0 +1,64 @@
+"""From a number of tiles to launches: one axis, in pieces that the chip takes."""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["chip_of", "launch", "power_of_two"]
+
+MOST_PROGRAMS = {"npu": 65_520}
+"""Programs of one launch by device type; a multiple of 16, so that no kernel is specialised anew.
+
+Ascend takes 65,535 in all; elsewhere the limit of one axis is 2³¹ - 1.
+"""
+
+TILES = 2**31 - 1
+"""Tiles of one operator: their number is 32 bits wide in the kernels."""
+
+
+def launch(kernel: Any, tiles: int, near: Tensor, *arguments: Any, **constants: Any) -> None:
+    """Run `tiles` programs of `kernel` on the device of `near`.
+
+    Args:
+        kernel: a Triton function whose first argument is the first tile of a launch.
+        tiles: how many; 0 launches nothing.
+        near: a tensor on the device to run on.
+        *arguments: the kernel's, after the first.
+        **constants: its compile-time constants, and Triton's launch options.
+    """
+    assert tiles <= TILES, f"{tiles} tiles; sizes are limited by the contract's memory"
+    most = MOST_PROGRAMS.get(near.device.type, TILES)
+    if near.device.type == "cuda":  # said outright: its default is about to change
+        constants["enable_fp_fusion"] = True
+    with _on(near.device):
+        for first in range(0, tiles, most):
+            kernel[(min(most, tiles - first),)](first, *arguments, **constants)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Make `device` the current one, which Triton launches on."""
+    if device.type == "cpu":  # Triton's interpreter
+        return nullcontext()
+    return torch.accelerator.device_index(device.index)
+
+
+def power_of_two(size: int) -> int:
+    """Return the least power of two that is no less than `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+@cache
+def chip_of(device: torch.device) -> str:
+    """Name the chip as the tables do: ``sm_90``, ``gfx942``, or the device's type."""
+    if device.type == "cpu":
+        return "cpu"
+    properties = torch.get_device_module(device).get_device_properties(device)
+    architecture = getattr(properties, "gcnArchName", "")
+    if architecture:
+        return str(architecture).split(":")[0]
+    if hasattr(properties, "major"):
+        return f"sm_{properties.major}{properties.minor}"
+    return device.type

@@ -1,0 +1,44 @@
+"""The Triton kernels against the reference in float64, in Triton's interpreter.
+
+Not collected by itself: `test_triton.py` runs it in a process whose TRITON_INTERPRET is 1.
+"""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ms_kernels import triton
+from ms_kernels.check import compare
+from ms_kernels.dispatch import CONTRACTS, describe_call
+
+from .interpreter import correct_dot
+from .test_operators import arguments_of
+
+correct_dot()
+
+EXAMPLES = int(os.environ.get("MS_EXAMPLES", "6"))
+OPERATORS = {each.operator: each for each in triton.IMPLEMENTATIONS}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=EXAMPLES < 10,
+    suppress_health_check=list(HealthCheck),
+)
+@given(data=st.data())
+def test_kernels_equal_the_reference(operator, data):
+    """Odd sizes, no rows, any strides, three dtypes, every option: within the tolerance."""
+    contract, each = CONTRACTS[operator], OPERATORS[operator]
+    dtype = data.draw(st.sampled_from(DTYPES), label="dtype")
+    tensors, options = arguments_of(data, contract, dtype)
+    if options[-1:] == ("mean",) and not (tensors[-1] != -100).any():
+        options = (*options[:-1], "sum")
+    contract.bind(describe_call(contract, tuple(tensors), options))
+    for part, share in compare(contract, each.run, tensors, options):
+        assert share <= 1, f"{part} is off by {share:.3g} times the tolerance"

@@ -1,0 +1,86 @@
+"""The Triton backend where there is no GPU: its kernels interpreted, its choice, its launches."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS
+from ms_kernels.registry import choose
+from ms_kernels.triton import IMPLEMENTATIONS as OURS
+
+pytest.importorskip("triton", reason="the extra cuda is not installed")
+
+TESTS = Path(__file__).parent
+OPERATORS = [each.operator for each in OURS]
+
+
+def interpret(*arguments, examples):
+    """Run the interpreted tests in a process of their own, and return how it ended."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "MS_EXAMPLES": str(examples)}
+    return subprocess.run(
+        [*command, str(TESTS / "interpreted_kernels.py"), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_kernels_equal_the_reference_in_the_interpreter():
+    """Every operator's kernels, on a few calls each drawn at random."""
+    ended = interpret(examples=6)
+    assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_kernels_equal_the_reference_on_many_calls(operator):
+    """The same on a hundred calls."""
+    ended = interpret("-k", f"[{operator}]", examples=100)
+    assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-2000:]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_gpu_gets_the_kernels_and_says_why(operator):
+    """The choice is made from a description, on a machine that has no GPU."""
+    contract = CONTRACTS[operator]
+    call = contract.call({}, dtype=torch.bfloat16, device="cuda")
+    assert choose(call, IMPLEMENTATIONS).backend == "triton"
+    wide = contract.call({}, dtype=torch.float64, device="cuda")
+    assert choose(wide, IMPLEMENTATIONS).backend == "reference"
+    assert choose(contract.call({}), IMPLEMENTATIONS).backend != "triton"
+
+
+def test_what_no_kernel_holds_goes_to_the_reference():
+    """Rows and heads have a limit, and the verdict names it."""
+    call = CONTRACTS["rms_norm"].call({"H": 65_537}, device="cuda")
+    choice = choose(call, IMPLEMENTATIONS)
+    assert choice.backend == "reference"
+    assert "rows of up to 65536 features, not 65537" in choice.verdicts[1].reason
+    call = CONTRACTS["attention"].call({"D": 257}, device="cuda")
+    assert choose(call, IMPLEMENTATIONS).backend == "reference"
+
+
+def test_without_triton_the_reference_is_taken_and_the_extra_is_named():
+    """A machine whose Triton is missing says what to install; nothing fails."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import ms_kernels, ms_kernels.dispatch as d\n"
+        "call = d.CONTRACTS['swiglu'].call({}, device='cuda')\n"
+        "choice = d.decide(call)\n"
+        "print(choice.backend, [each.reason for each in choice.verdicts])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("reference")
+    assert "ms-kernels[cuda]" in ended.stdout
+
+
+def test_importing_the_package_imports_no_kernel():
+    """Triton takes a second to import, so the first call that needs it does."""
+    code = "import ms_kernels, sys; print(any('triton.kernels' in each for each in sys.modules))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "False\n"
