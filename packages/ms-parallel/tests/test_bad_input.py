@@ -60,7 +60,9 @@ def complaint(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) ->
         ("parallel_config.context=2", "context=2 is not supported yet"),
         ("sequence_length=8192", "longer than the model's 4096 positions"),
         ("model_config.vocab_size=300", "vocabulary of 300 does not match the shards"),
-        ("microbatch_size=3", "microbatch_size=3 does not divide the 4 samples"),
+        ("microbatch_size=0", "microbatch_size is 0; give a whole number of at least 1"),
+        ("schedule=serch", "schedule is 'serch'; did you mean 'search'?"),
+        ("schedule_memory_gib=-1", "schedule_memory_gib is -1; give a number from 0"),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named_with_its_remedy(

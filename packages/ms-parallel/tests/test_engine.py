@@ -140,8 +140,10 @@ def test_batches_of_arrays_are_taken_too(groups: Groups) -> None:
 
 def test_settings_that_do_not_fit_are_named(groups: Groups) -> None:
     """Rows, optimizer, schedule, recompute and layout each say what to change."""
-    with pytest.raises(ConfigError, match=r"4 rows .* microbatches of 3"):
-        build({}, groups, microbatch_size=3).update(global_batch(0), NextTokenLoss())
+    with pytest.raises(ConfigError, match="a batch of 0 rows"):
+        build({}, groups).update(global_batch(0, rows=0), NextTokenLoss())
+    with pytest.raises(ConfigError, match="needs measured costs; call search_schedule first"):
+        build({}, groups, schedule="search")
     with pytest.raises(ConfigError, match="'adamm' is not known; the nearest is 'AdamW'"):
         optimizer_config("adamm")
     with pytest.raises(ConfigError, match="max_grad_norm is 0"):

@@ -16,6 +16,7 @@ from ms_parallel.layout import Layout
 from ms_parallel.loss import NextTokenLoss
 from ms_parallel.models import load_model, save_model
 from ms_parallel.optimizer import AdamWConfig
+from ms_parallel.schedule_search import search_schedule
 from ms_parallel.trainer import DistributedTrainer, Result
 
 __version__ = "0.1.0"
@@ -40,4 +41,5 @@ __all__ = [
     "__version__",
     "load_model",
     "save_model",
+    "search_schedule",
 ]

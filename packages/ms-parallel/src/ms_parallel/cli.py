@@ -81,7 +81,9 @@ def _add_schedule(commands: Any) -> None:
         " --costs backward_input=1.3,latency=0.1 --out zb-v.svg",
     )
     schedule.add_argument(
-        "schedule", metavar="NAME|FILE.csv", help="a generator, a table, or `search`"
+        "schedule",
+        metavar="NAME|FILE",
+        help="a generator, a table (.csv), `search`, or a recorded step (.json)",
     )
     schedule.add_argument(
         "--stages", type=int, metavar="P", help="ranks of the pipeline (a V gives each two stages)"
@@ -95,6 +97,9 @@ def _add_schedule(commands: Any) -> None:
         " as forward=1:1:1:1.4,latency=0.1",
     )
     schedule.add_argument("--memory-cap", type=float, metavar="N", help="of a rank, for `search`")
+    schedule.add_argument(
+        "--measured", metavar="FILE.json", help="a recorded step, drawn beside the simulated one"
+    )
     schedule.add_argument("--out", metavar="FILE", help="write .svg, .html or .csv")
     schedule.add_argument("--json", action="store_true", help="print facts as JSON")
     schedule.set_defaults(run=_schedule)
@@ -110,13 +115,15 @@ def _schedule(options: argparse.Namespace) -> int:
         microbatches=options.microbatches,
         costs=options.costs,
         memory_cap=options.memory_cap,
+        measured=options.measured,
     )
     if options.out is not None:
-        draw_to(options.out, told.timeline)
+        draw_to(options.out, told)
     if options.json:
         return _print_json(told.facts)
     width = shutil.get_terminal_size((100, 24)).columns
-    print(draw_text(told.timeline, width=width, colour=sys.stdout.isatty()), end="")
+    colour = sys.stdout.isatty()
+    print(draw_text(*told.lines, titles=told.titles, width=width, colour=colour), end="")
     print(f"critical path: {path_text(told.timeline)}")
     if told.facts.lower_bound is not None:
         print(f"no schedule is shorter than {told.facts.lower_bound:.4g}")

@@ -37,6 +37,8 @@ from ms_parallel.models.registry import ARCHITECTURES
 from ms_parallel.ops import Ops
 from ms_parallel.optimizer import AdamW, AdamWConfig, learning_rate
 from ms_parallel.recompute import Recompute
+from ms_parallel.recorded_step import RecordedStep
+from ms_parallel.recording import Recorder, gather_times
 from ms_parallel.runtime import Runtime
 from ms_parallel.sharding import reshard
 from ms_parallel.stages import build_stage, cut_layers
@@ -72,8 +74,10 @@ class Engine:
         optimizer: AdamW's settings.
         schedule: a generator's name, such as `"1f1b"` or `"zb-v"`; the path of a CSV file in
             torch.distributed.pipelining's form; or a table. A file or table is of its own number of
-            microbatches. Each stage of it gets its share of the layers.
-        microbatch_size: rows of this data rank that pass at once; None for all of them.
+            microbatches. Each stage of it gets its share of the layers, or as many as a `Staged`,
+            what `search_schedule` finds, says.
+        microbatch_size: rows of this data rank that pass at once, the last time perhaps fewer;
+            None for all of them.
         mixed_precision: compute in bfloat16; weights, moments and sums stay float32.
         recompute: `"full"` keeps only each block's input and runs it again in the backward.
         seed: of fresh weights, which are the same under every layout.
@@ -140,7 +144,9 @@ class Engine:
     def _build(
         self, mixed_precision: bool, recompute: Recompute, seed: int, folder: Path | None
     ) -> dict[int, StagedModel]:
-        layers = cut_layers(self.config.num_hidden_layers, len(self.placement), self.plan.cuts)
+        layers = cut_layers(
+            self.config.num_hidden_layers, len(self.placement), self.plan.cuts, self.tables.layers
+        )
         stages = {}
         for stage, home in enumerate(self.placement):
             if home == self.groups.place.pipeline:
@@ -172,7 +178,7 @@ class Engine:
             loss: summed over microbatches, divided once by its weight over the global batch.
 
         Raises:
-            ConfigError: the rows do not divide into microbatches, or the sequence over `tensor`.
+            ConfigError: there are no rows, or the sequence does not divide over `tensor`.
             ParallelError: the gradient is not finite and `on_nonfinite="raise"`.
         """
         rows = self._microbatches(batch)
@@ -182,11 +188,7 @@ class Engine:
             self.step += 1
             return Update(loss=0.0, grad_norm=0.0, learning_rate=rate, tokens=tokens, skipped=True)
 
-        def finish(hidden: Tensor, microbatch: Batch) -> Tensor:
-            return loss(self._output(hidden), microbatch) / weight
-
-        microbatches = [self._to_device(row) for row in rows]
-        losses = self.runtime.run(self.tables.training(len(rows)), microbatches, finish)
+        losses = self.backward(rows, loss, weight)
         gradients = reduce_gradients(
             self.parameters, self.whole, self.plan.tied, self.placement, self.groups
         )
@@ -205,6 +207,43 @@ class Engine:
         _mark_step(self.stages.values())
         return Update(
             loss=value, grad_norm=norm, learning_rate=rate, tokens=tokens, skipped=not finite
+        )
+
+    def backward(self, microbatches: Sequence[Batch], loss: Loss, weight: float) -> list[Tensor]:
+        """Forwards and backwards of an update; gradients are left in the parameters.
+
+        Returns:
+            Each microbatch's share of the loss; an empty list away from the last stage.
+        """
+
+        def finish(hidden: Tensor, microbatch: Batch) -> Tensor:
+            return loss(self._output(hidden), microbatch) / weight
+
+        on_device = [self._to_device(microbatch) for microbatch in microbatches]
+        return self.runtime.run(self.tables.training(len(on_device)), on_device, finish)
+
+    def recorded_update(
+        self, batch: Mapping[str, Any], loss: Loss
+    ) -> tuple[Update, RecordedStep | None]:
+        """`update`, and when each rank of this pipeline computed what; every process calls it.
+
+        Returns:
+            What `update` does, and the recorded step, None where nothing had a loss.
+        """
+        recorder, step = Recorder(self.device), self.step
+        self.runtime.recorder = recorder
+        try:
+            update = self.update(batch, loss)
+        finally:
+            self.runtime.recorder = None
+        if recorder.schedule is None:
+            return update, None
+        return update, RecordedStep(
+            step=step,
+            layout=str(self.groups.layout),
+            name=recorder.schedule.name,
+            table=recorder.schedule.to_csv(),
+            times_ns=tuple(map(tuple, gather_times(recorder, self.groups))),
         )
 
     @torch.no_grad()

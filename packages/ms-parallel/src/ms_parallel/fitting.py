@@ -3,18 +3,24 @@
 from pathlib import Path
 from typing import Any
 
+from ms_parallel.agreement import first_does
 from ms_parallel.dataset import data_package
 from ms_parallel.engine import Engine
 from ms_parallel.errors import ConfigError
+from ms_parallel.found_schedule import FILE, FoundSchedule, read_found, write_found
+from ms_parallel.groups import connect
 from ms_parallel.layout import Layout
 from ms_parallel.models import architecture
 from ms_parallel.ops import Ops
 from ms_parallel.optimizer import AdamWConfig
 from ms_parallel.options import Options
+from ms_parallel.schedule_search import asked_of, search_schedule
 from ms_parallel.schedules import Schedule
+from ms_parallel.tables import SEARCH, Choice
 
-__all__ = ["build_engine", "fit_model", "microbatch"]
+__all__ = ["build_engine", "find_schedule", "fit_model", "microbatch"]
 
+GIB = 1 << 30
 VOCABULARY_MULTIPLE = 64
 """A model's vocabulary is rounded up to it, so that many values of `tensor` divide it."""
 
@@ -70,10 +76,10 @@ def _check_sizes(options: Options, layout: Layout, config: Any) -> None:
             f" multiple of {layout.data}"
         )
     rows, size = options.batch_size // layout.data, options.microbatch_size
-    if size is not None and rows % size:
+    if size is not None and rows % size and options.schedule == SEARCH:
         raise ConfigError(
-            f"microbatch_size={size} does not divide the {rows} samples of a data rank; choose a"
-            f" divisor of {rows}"
+            f"microbatch_size={size} does not divide the {rows} samples of a data rank, and a"
+            f" schedule is searched for microbatches of one size; choose a divisor of {rows}"
         )
 
 
@@ -88,8 +94,50 @@ def microbatch(options: Options, layout: Layout) -> int | None:
     return max(busy, default=1)
 
 
-def build_engine(options: Options, config: Any, layout: Layout, total: int) -> Engine:
+def find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedule | None:
+    """The schedule that was found for this run, now or when it began; None if none is to be found.
+
+    All processes call this; it connects them.
+
+    Raises:
+        ConfigError: the file that the run began with is damaged.
+        ScheduleError: schedule_memory_gib is below the least that works.
+    """
+    if options.schedule != SEARCH or layout.pipeline == 1:
+        return None
+    groups, rows = connect(layout, device=options.device), options.batch_size // layout.data
+    cap = None
+    if options.schedule_memory_gib is not None:
+        cap = int(options.schedule_memory_gib * GIB)
+    size = microbatch(options, layout) or rows
+    own: dict[str, Any] = {
+        "mixed_precision": options.mixed_precision,
+        "recompute": options.recompute,
+    }
+    asked = asked_of(config, groups, rows, options.sequence_length, size, cap, own)
+    path = options.output_dir / FILE
+    known = first_does(lambda: read_found(path))
+    if known is not None and known.asked == asked:
+        return known
+    found = search_schedule(
+        config,
+        groups,
+        rows=rows,
+        sequence_length=options.sequence_length,
+        microbatch_size=size,
+        memory_cap_bytes=cap,
+        ops=_ops(options.ops),
+        **own,
+    )
+    first_does(lambda: write_found(path, found))
+    return found
+
+
+def build_engine(
+    options: Options, config: Any, layout: Layout, total: int, found: FoundSchedule | None = None
+) -> Engine:
     """The engine of a run of `total` steps; connects the processes."""
+    schedule: Choice = options.schedule if options.schedule != SEARCH else "1f1b"
     warmup = total // 20 if options.warmup_steps is None else options.warmup_steps
     return Engine(
         config,
@@ -104,7 +152,7 @@ def build_engine(options: Options, config: Any, layout: Layout, total: int) -> E
             weight_decay=options.weight_decay,
             max_grad_norm=options.max_grad_norm,
         ),
-        schedule=options.schedule,
+        schedule=found.staged if found else schedule,
         microbatch_size=microbatch(options, layout),
         mixed_precision=options.mixed_precision,
         recompute=options.recompute,  # type: ignore[arg-type]

@@ -7,12 +7,13 @@ import msgspec
 import torch
 
 from ms_parallel.fitting import fit_model, microbatch
+from ms_parallel.found_schedule import FILE, read_found
 from ms_parallel.layout import Layout, Place
 from ms_parallel.models import build_model, model_plan
 from ms_parallel.options import Options
 from ms_parallel.schedules import verify
 from ms_parallel.stages import cut_layers
-from ms_parallel.tables import Tables
+from ms_parallel.tables import SEARCH, Choice, Tables
 
 __all__ = ["Facts", "RankFacts", "inspect", "picture"]
 
@@ -70,9 +71,10 @@ def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Fac
     rows = options.batch_size // layout.data
     size = microbatch(options, layout) or rows
     plan = model_plan(config)
-    tables = Tables(options.schedule, layout.pipeline)
-    schedule = tables.training(rows // size)
-    stages = cut_layers(config.num_hidden_layers, schedule.stages, plan.cuts)
+    count = -(-rows // size)
+    tables = Tables(_schedule_of(options, layout, count), layout.pipeline)
+    schedule = tables.training(count)
+    stages = cut_layers(config.num_hidden_layers, schedule.stages, plan.cuts, tables.layers)
     most = verify(schedule).peak_activations
     ranks = [
         _rank(
@@ -92,10 +94,22 @@ def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Fac
         layout=str(layout),
         processes=layout.world_size,
         tokens_per_step=options.batch_size * options.sequence_length,
-        microbatches=rows // size,
+        microbatches=count,
         ranks=ranks,
         picture=picture(layout),
     )
+
+
+def _schedule_of(options: Options, layout: Layout, microbatches: int) -> Choice:
+    """The run's choice; where it is yet to be searched for, 1F1B, whose memory it may take."""
+    if options.schedule != SEARCH:
+        return options.schedule
+    found = read_found(options.output_dir / FILE)
+    if found is None:
+        return "1f1b"
+    table = found.staged.schedule
+    fits = (table.ranks, table.microbatches) == (layout.pipeline, microbatches)
+    return found.staged if fits else "1f1b"
 
 
 def _rank(

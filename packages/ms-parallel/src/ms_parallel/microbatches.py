@@ -15,22 +15,21 @@ __all__ = ["cut_batch", "measure"]
 def cut_batch(batch: Mapping[str, Any], size: int | None, tensor: int) -> list[Batch]:
     """Microbatches of `size` rows (None: all of them) as CPU tensors, positions filled in.
 
+    Where they do not divide, the last is smaller.
+
     Args:
         batch: tensors or arrays (b, S) as in the Batch seam.
         size: rows of a microbatch.
         tensor: ranks that split the sequence.
 
     Raises:
-        ConfigError: the rows do not divide into microbatches, or the sequence over `tensor`.
+        ConfigError: there are no rows, or the sequence does not divide over `tensor`.
     """
     tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
     count, length = tensors["tokens"].shape
     size = size or count
-    if count % size:
-        raise ConfigError(
-            f"{count} rows of a data rank do not divide into microbatches of {size}; "
-            "choose a microbatch_size that divides them"
-        )
+    if not count:
+        raise ConfigError("a batch of 0 rows on a data rank; give each at least one")
     if length % tensor:
         raise ConfigError(
             f"sequence length {length} does not divide over tensor={tensor}; "

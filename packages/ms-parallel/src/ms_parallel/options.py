@@ -11,6 +11,7 @@ from ms_parallel.events import OnEvent
 from ms_parallel.layout import Layout
 from ms_parallel.schedules import GENERATORS, Schedule
 from ms_parallel.settings import flag, nearest, number, one_of, text, whole
+from ms_parallel.tables import SEARCH
 
 __all__ = ["KeywordOptions", "Options"]
 
@@ -52,8 +53,9 @@ def _schedule(instance: object, attribute: Any, value: Any) -> None:
         return
     if not isinstance(value, str):
         raise ConfigError(f"schedule is {value!r}; give a name, a CSV file or a Schedule")
-    if not value.lower().endswith(".csv") and value not in GENERATORS:
-        raise ConfigError(f"schedule is {value!r}; {nearest(value, GENERATORS)} Or name a CSV file")
+    names = [*GENERATORS, SEARCH]
+    if not value.lower().endswith(".csv") and value not in names:
+        raise ConfigError(f"schedule is {value!r}; {nearest(value, names)} Or name a CSV file")
 
 
 @define(kw_only=True, on_setattr=setters.frozen, eq=False, slots=False)
@@ -89,7 +91,14 @@ class KeywordOptions:
     max_grad_norm: float | None = field(default=1.0, validator=number(least=1e-30, optional=True))
     """Gradients of a greater norm are scaled down to it; None never scales."""
     schedule: str | Path | Schedule = field(default="1f1b", validator=_schedule)
-    """How microbatches pass through pipeline stages: a generator's name, a CSV file, a Schedule."""
+    """How microbatches pass through pipeline stages: a generator's name, a CSV file, a Schedule,
+    or `search`, which measures this model on these processes and finds the best."""
+    schedule_memory_gib: float | None = field(
+        default=None, validator=number(least=0, optional=True)
+    )
+    """Most memory of activations on a rank for `search`; None for as much as 1F1B takes."""
+    record_every: int | None = field(default=None, validator=whole(optional=True))
+    """Steps between recordings of what each pipeline rank computed when; None records nothing."""
     recompute: str = field(default="none", validator=one_of("none", "full"))
     """`full` keeps only each block's input and runs the block again in the backward pass."""
     ops: str = field(default="torch", validator=one_of("torch", "ms_kernels"))

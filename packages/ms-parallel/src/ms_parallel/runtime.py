@@ -13,12 +13,13 @@ from ms_parallel.groups import Groups
 from ms_parallel.loss import Batch
 from ms_parallel.messages import Mailbox
 from ms_parallel.models import KeyValueCache
+from ms_parallel.recording import Recorder
 from ms_parallel.schedules import Action, Kind, Schedule
 from ms_parallel.schedules.action import COMPUTE
 from ms_parallel.sharding import after_weight_gradients, set_last_backward
 from ms_parallel.weight_gradients import Later, putting_off
 
-__all__ = ["Finish", "Runtime"]
+__all__ = ["Finish", "Key", "Runtime", "Step"]
 
 Finish = Callable[[Tensor, Batch], Tensor]
 """What the last stage makes of its hidden state: in training the scalar to go back from."""
@@ -27,10 +28,11 @@ Key = tuple[int, int]
 """(stage, microbatch)."""
 WEIGHTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 """What ends with gradients of weights."""
+UNTIMED = nullcontext()
 
 
 @define
-class _Step:
+class Step:
     """What one performance of a schedule holds; each entry goes when it is last needed."""
 
     microbatches: Sequence[Batch]
@@ -64,6 +66,8 @@ class Runtime:
         self.stages = stages
         self.groups = groups
         self.mailbox = Mailbox(groups)
+        self.recorder: Recorder | None = None
+        """Notes when each computation runs, waiting for messages left out."""
 
     def run(
         self,
@@ -78,9 +82,11 @@ class Runtime:
         A schedule of forwards alone evaluates; call it under `torch.no_grad()`, with a cache a
         stage to generate. The list is empty on processes that do not hold the last stage.
         """
+        if self.recorder:
+            self.recorder.schedule = schedule
         row = schedule.actions[self.groups.place.pipeline]
         computations = [part for action in row for part in action.computations]
-        step = _Step(
+        step = Step(
             microbatches=microbatches,
             finish=finish,
             caches=caches or {},
@@ -107,7 +113,7 @@ class Runtime:
             raise told from error
         return [step.results[index] for index in sorted(step.results)]
 
-    def _perform(self, action: Action, step: _Step, schedule: Schedule) -> None:
+    def _perform(self, action: Action, step: Step, schedule: Schedule) -> None:
         stage, microbatch = action.stage, action.microbatch
         key = (stage, microbatch)
         if action.kind in COMPUTE:
@@ -118,9 +124,10 @@ class Runtime:
             case Kind.BACKWARD | Kind.BACKWARD_INPUT:
                 self._backward(key, step, schedule)
             case Kind.BACKWARD_WEIGHT:
-                step.later.pop(key).settle()
                 step.gradients_left[stage] -= 1
-                after_weight_gradients(self.stages[stage], step.gradients_left[stage] == 0)
+                with self.recorder or UNTIMED:
+                    step.later.pop(key).settle()
+                    after_weight_gradients(self.stages[stage], step.gradients_left[stage] == 0)
             case Kind.SEND_FORWARD:
                 peer = schedule.placement[stage + 1]
                 self.mailbox.send(step.outputs.pop(key), peer, self._shape(step, key))
@@ -137,12 +144,12 @@ class Runtime:
             case _:
                 pass  # FSDP gathers and frees weights and sums their gradients when it is due
 
-    def _shape(self, step: _Step, boundary: Key) -> tuple[int, ...]:
+    def _shape(self, step: Step, boundary: Key) -> tuple[int, ...]:
         """Under which the shape of what crosses a boundary is remembered."""
         stage, microbatch = boundary
         return (stage, *step.microbatches[microbatch]["tokens"].shape)
 
-    def _forward(self, key: Key, step: _Step, schedule: Schedule) -> None:
+    def _forward(self, key: Key, step: Step, schedule: Schedule) -> None:
         stage, microbatch = key
         batch = step.microbatches[microbatch]
         if stage == 0:
@@ -155,7 +162,10 @@ class Runtime:
             entering = step.inputs[key] = entering.detach().requires_grad_()
         if key in step.split:
             step.later[key] = Later()
-        with putting_off(step.later[key]) if key in step.split else nullcontext():
+        with (
+            self.recorder or UNTIMED,
+            putting_off(step.later[key]) if key in step.split else UNTIMED,
+        ):
             hidden = self._compute(key, entering, step, schedule)
         if hidden.requires_grad:
             step.roots[key] = get_gradient_edge(hidden)
@@ -164,7 +174,7 @@ class Runtime:
         else:
             step.outputs[key] = hidden.detach()
 
-    def _compute(self, key: Key, entering: Tensor, step: _Step, schedule: Schedule) -> Tensor:
+    def _compute(self, key: Key, entering: Tensor, step: Step, schedule: Schedule) -> Tensor:
         """What a stage makes of what enters it; on the last stage, what is made of that."""
         stage, microbatch = key
         batch = step.microbatches[microbatch]
@@ -177,7 +187,7 @@ class Runtime:
         )
         return step.finish(hidden, batch) if stage + 1 == schedule.stages else hidden
 
-    def _backward(self, key: Key, step: _Step, schedule: Schedule) -> None:
+    def _backward(self, key: Key, step: Step, schedule: Schedule) -> None:
         stage, microbatch = key
         gradient: Tensor | None = None
         if stage + 1 < schedule.stages:
@@ -189,7 +199,8 @@ class Runtime:
         # Where the last gradients are put off, what follows them sums over the data axis.
         last = not split and step.gradients_left[stage] == 0
         set_last_backward(self.stages[stage], last)
-        with putting_off(step.later[key]) if split else nullcontext():  # for recomputed blocks
+        again = putting_off(step.later[key]) if split else UNTIMED  # for recomputed blocks
+        with self.recorder or UNTIMED, again:
             torch.autograd.backward(step.roots.pop(key), gradient)
         if stage > 0:
             entered = step.inputs.pop(key)

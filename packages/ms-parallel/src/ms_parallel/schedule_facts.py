@@ -9,6 +9,7 @@ from attrs import frozen
 
 from ms_parallel.durable import publish, write_synced
 from ms_parallel.errors import ConfigError
+from ms_parallel.recorded_step import RecordedStep, is_recording, read_step
 from ms_parallel.schedules import (
     Costs,
     Schedule,
@@ -21,11 +22,10 @@ from ms_parallel.schedules import (
     verify,
 )
 from ms_parallel.settings import nearest
-from ms_parallel.tables import is_file, read_schedule
+from ms_parallel.tables import SEARCH, is_file, read_schedule
 
 __all__ = ["ScheduleFacts", "Told", "draw_to", "parse_costs", "tell"]
 
-SEARCH = "search"
 COSTS = ("forward", "backward_input", "backward_weight", "activation", "latency")
 PICTURES = {".svg": draw_svg, ".html": draw_html}
 
@@ -52,6 +52,9 @@ class ScheduleFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Actions that explain the makespan, as `rank:action`, in order."""
     lower_bound: float | None = None
     """Of a search: a makespan that no schedule can beat."""
+    measured_makespan: float | None = None
+    """Of a recorded step, in milliseconds."""
+    measured_bubble: float | None = None
 
 
 @frozen(kw_only=True)
@@ -60,6 +63,18 @@ class Told:
 
     facts: ScheduleFacts
     timeline: Timeline
+    measured: Timeline | None = None
+    """Of a recorded step."""
+
+    @property
+    def lines(self) -> tuple[Timeline, ...]:
+        """All that is to be drawn, in one picture."""
+        return (self.timeline,) if self.measured is None else (self.timeline, self.measured)
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        """What each of `lines` is."""
+        return () if self.measured is None else ("simulated", "measured")
 
 
 def tell(
@@ -69,36 +84,32 @@ def tell(
     microbatches: int | None = None,
     costs: str = "",
     memory_cap: float | None = None,
+    measured: str | None = None,
 ) -> Told:
     """Make, read or search for a schedule, prove it, and play it.
 
     Args:
-        choice: a generator's name, a CSV file, or `search`.
+        choice: a generator's name, a CSV file, `search`, or a recorded step (.json), which is
+            played with its own mean costs.
         ranks: of the pipeline; a file has its own.
         microbatches: of one step; a file has its own.
         costs: such as `forward=1,backward_input=1.3,latency=0.1`; a value a stage as `1:1:1:1.4`.
         memory_cap: most activation memory of a rank, for `search`.
+        measured: a recorded step to set beside it; costs that are not given are its mean ones,
+            if it has as many stages, and then times are in milliseconds.
 
     Raises:
-        ConfigError: a size is missing or a cost cannot be read.
+        ConfigError: a size is missing, or a cost or file cannot be read.
         ScheduleError: no such name, a wrong table, or sizes that do not fit.
     """
-    given, bound = parse_costs(costs), None
-    if is_file(choice):
-        schedule = _read(choice, ranks, microbatches)
-    elif ranks is None or microbatches is None:
-        raise ConfigError(f"{choice} needs sizes; give --stages and --microbatches")
-    elif choice == SEARCH:
-        stages = max([ranks, *map(len, given.values())])
-        found = search(_costs(given, stages), memory_cap, microbatches=microbatches, ranks=ranks)
-        schedule, bound = found.schedule, float(found.lower_bound)
-    else:
-        # What is generated from costs has one stage a rank; the rest does not look at them.
-        fits = ranks > 0 and all(len(values) in (1, ranks) for values in given.values())
-        own = _costs(given, ranks) if fits else None
-        schedule = named_schedule(choice, ranks, microbatches, costs=own)
+    given, recorded = parse_costs(costs), _recorded(choice, measured)
+    schedule, bound = _made(choice, ranks, microbatches, given, memory_cap, recorded)
     report = verify(schedule)
-    line = simulate(schedule, _costs(given, schedule.stages))
+    played = _costs(given, schedule.stages)
+    if recorded is not None and not given and recorded.schedule.stages == schedule.stages:
+        played = recorded.costs()
+    line = simulate(schedule, played)
+    real = recorded.timeline() if recorded else None
     facts = ScheduleFacts(
         name=schedule.name or choice,
         ranks=schedule.ranks,
@@ -112,8 +123,46 @@ def tell(
         messages=report.messages,
         critical_path=tuple(f"{rank}:{span.action}" for rank, span in line.critical_path),
         lower_bound=bound,
+        measured_makespan=float(real.makespan) if real else None,
+        measured_bubble=float(real.bubble) if real else None,
     )
-    return Told(facts=facts, timeline=line)
+    return Told(facts=facts, timeline=line, measured=real)
+
+
+def _recorded(choice: str, measured: str | None) -> RecordedStep | None:
+    if not is_recording(choice):
+        return None if measured is None else read_step(measured)
+    if measured is not None:
+        raise ConfigError(f"{choice} is a recorded step itself; leave --measured out")
+    return read_step(choice)
+
+
+def _made(
+    choice: str,
+    ranks: int | None,
+    microbatches: int | None,
+    given: dict[str, list[Fraction]],
+    memory_cap: float | None,
+    recorded: RecordedStep | None,
+) -> tuple[Schedule, float | None]:
+    """The schedule, and of a search its bound."""
+    if recorded is not None and is_recording(choice):
+        return recorded.schedule, None
+    if is_file(choice):
+        return _read(choice, ranks, microbatches), None
+    if ranks is None or microbatches is None:
+        raise ConfigError(f"{choice} needs sizes; give --stages and --microbatches")
+    if choice == SEARCH:
+        stages = max([ranks, *map(len, given.values())])
+        costs = _costs(given, stages)
+        if recorded is not None and not given:
+            costs = recorded.costs()
+        found = search(costs, memory_cap, microbatches=microbatches, ranks=ranks)
+        return found.schedule, float(found.lower_bound)
+    # What is generated from costs has one stage a rank; the rest does not look at them.
+    fits = ranks > 0 and all(len(values) in (1, ranks) for values in given.values())
+    own = _costs(given, ranks) if fits else None
+    return named_schedule(choice, ranks, microbatches, costs=own), None
 
 
 def _read(path: str, ranks: int | None, microbatches: int | None) -> Schedule:
@@ -159,8 +208,8 @@ def _costs(given: dict[str, list[Fraction]], stages: int) -> Costs:
     return Costs(**each, latency=latency)
 
 
-def draw_to(path: str | Path, line: Timeline) -> None:
-    """Write the timeline as .svg or .html, or its schedule as .csv; whole or not at all.
+def draw_to(path: str | Path, told: Told) -> None:
+    """Write what was told as .svg or .html, or the schedule as .csv; whole or not at all.
 
     Raises:
         ConfigError: the suffix is another, or the file cannot be written.
@@ -168,9 +217,9 @@ def draw_to(path: str | Path, line: Timeline) -> None:
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix == ".csv":
-        text = line.schedule.to_csv()
+        text = told.timeline.schedule.to_csv()
     elif suffix in PICTURES:
-        text = PICTURES[suffix](line)
+        text = PICTURES[suffix](*told.lines, titles=told.titles)
     else:
         raise ConfigError(f"{path}: {suffix!r} is no picture; end it in .svg, .html or .csv")
     aside = path.with_name(f"{path.name}.partial")

@@ -1,6 +1,7 @@
 """Cuts a model into pipeline stages and builds those of this process, split and sharded."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -16,14 +17,24 @@ from ms_parallel.tensor_parallel import split_model
 __all__ = ["build_stage", "cut_layers"]
 
 
-def cut_layers(layers: int, stages: int, cuts: Sequence[int]) -> list[range]:
-    """The layers of each stage: as even as the cuts allow, spare layers early.
+def cut_layers(
+    layers: int, stages: int, cuts: Sequence[int], split: Sequence[int] | None = None
+) -> list[range]:
+    """The layers of each stage: as chosen, or as even as the cuts allow, spare layers early.
 
     The last stage also has the head, so it is never the one with more layers.
 
+    Args:
+        layers: of the model.
+        stages: to share them out over.
+        cuts: layer numbers at which a stage may begin.
+        split: how many each stage gets; None for as even as can be.
+
     Raises:
-        LayoutError: there are fewer places to cut than stages.
+        LayoutError: there are fewer places to cut than stages, or the split does not fit.
     """
+    if split is not None:
+        return _as_chosen(layers, stages, cuts, split)
     if stages > len(cuts):
         raise LayoutError(
             f"{stages} stages do not fit a model that can be cut at {len(cuts)} places; "
@@ -36,6 +47,22 @@ def cut_layers(layers: int, stages: int, cuts: Sequence[int]) -> list[range]:
         latest = len(cuts) - (stages - stage)
         starts.append(min(cuts[earliest : latest + 1], key=lambda cut: abs(cut - ideal)))
     return [range(a, b) for a, b in zip(starts, [*starts[1:], layers], strict=True)]
+
+
+def _as_chosen(layers: int, stages: int, cuts: Sequence[int], split: Sequence[int]) -> list[range]:
+    ends = list(accumulate(split))
+    starts = [0, *ends[:-1]]
+    if len(split) != stages or ends[-1] != layers or min(split) < 1:
+        raise LayoutError(
+            f"a split of {tuple(split)} layers does not share out {layers} over {stages} stages; "
+            "give each stage at least one, and all of them"
+        )
+    for start in starts:
+        if start not in cuts:
+            raise LayoutError(
+                f"no stage may begin at layer {start}; this model can be cut at {tuple(cuts)}"
+            )
+    return [range(a, b) for a, b in zip(starts, ends, strict=True)]
 
 
 def build_stage(

@@ -3,21 +3,35 @@
 from functools import cache
 from pathlib import Path
 
+from attrs import frozen
+
 from ms_parallel.errors import ConfigError, ScheduleError
 from ms_parallel.schedules import Action, Kind, Schedule, named_schedule, verify
 
-__all__ = ["Choice", "Tables", "is_file", "read_schedule"]
+__all__ = ["SEARCH", "Choice", "Staged", "Tables", "is_file", "read_schedule"]
 
-Choice = str | Path | Schedule
-"""A generator's name, a CSV file, or a table."""
+SEARCH = "search"
+"""The choice that must be measured before it is a table."""
+
+
+@frozen(kw_only=True)
+class Staged:
+    """A table, and how many layers each of its stages has."""
+
+    schedule: Schedule
+    layers: tuple[int, ...]
+
+
+Choice = str | Path | Schedule | Staged
+"""A generator's name, a CSV file, a table, or a table with its split of the layers."""
 
 
 class Tables:
     """The tables of one choice of schedule, each made once.
 
     Args:
-        choice: a generator's name, a CSV file of torch.distributed.pipelining's form, or a table;
-            the last two are of their own number of microbatches.
+        choice: a generator's name, a CSV file of torch.distributed.pipelining's form, or a table,
+            with or without a split; all but names are of their own number of microbatches.
         ranks: pipeline ranks of the layout.
 
     Raises:
@@ -26,6 +40,15 @@ class Tables:
     """
 
     def __init__(self, choice: Choice, ranks: int) -> None:
+        self.layers: tuple[int, ...] | None = None
+        """Layers of each stage, where they are chosen."""
+        if isinstance(choice, Staged):
+            self.layers, choice = choice.layers, choice.schedule
+        if choice == SEARCH:
+            raise ConfigError(
+                "schedule 'search' needs measured costs; call search_schedule first and give the"
+                " engine what it finds"
+            )
         if not isinstance(choice, Schedule) and is_file(choice):
             choice = read_schedule(choice)
         self.choice = choice

@@ -16,7 +16,8 @@ from ms_parallel.durable import publish, write_synced, writing
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import JsonLines
 from ms_parallel.exits import end_scripts_plainly
-from ms_parallel.fitting import build_engine, fit_model, microbatch
+from ms_parallel.fitting import build_engine, find_schedule, fit_model, microbatch
+from ms_parallel.found_schedule import FoundSchedule
 from ms_parallel.held_out import HeldOut, Readers
 from ms_parallel.layout import Layout
 from ms_parallel.models import load_weights, save_model
@@ -181,7 +182,8 @@ class DistributedTrainer(Options):
                 f" tokens do not fill one batch of {self.batch_size}; lower batch_size or"
                 " sequence_length, or give more epochs"
             )
-        engine = build_engine(self, config, layout, total)
+        found = find_schedule(self, config, layout)
+        engine = build_engine(self, config, layout, total, found)
         if folder := self.model_folder:
             for stage in engine.stages.values():
                 if any(folder.glob("*.safetensors")):
@@ -193,6 +195,7 @@ class DistributedTrainer(Options):
             held_out=HeldOut.find(self._shards, self, readers, rows),
             total=total,
             options=self,
+            found=found,
             show=Show(
                 total=total, every=self.log_every, active=self.progress and launch.is_first()
             ),
@@ -204,6 +207,8 @@ class DistributedTrainer(Options):
         run.emit(
             "begin", {"steps": run.total, "layout": str(self.layout), "local_parameters": count}
         )
+        if run.found is not None:
+            _tell_schedule(run, run.found)
         run.resume()
         resumed = run.engine.step
         self._run = run
@@ -268,6 +273,23 @@ def _check_length(epochs: float | None, steps: int | None) -> None:
         raise ConfigError(f"steps is {steps!r}; give a whole number of at least 1")
     if epochs is not None and not (isinstance(epochs, int | float) and epochs > 0):
         raise ConfigError(f"epochs is {epochs!r}; give a number above 0")
+
+
+def _tell_schedule(run: Run, found: FoundSchedule) -> None:
+    run.emit(
+        "schedule",
+        {
+            "makespan_ms": found.makespan_ms,
+            "lower_bound_ms": found.lower_bound_ms,
+            "one_f_one_b_ms": found.one_f_one_b_ms,
+            "placement": str(found.staged.schedule.placement),
+            "layers": str(found.layers),
+        },
+    )
+    run.show.note(
+        f"schedule found: a step of {found.makespan_ms:.3g} ms by measured costs, 1F1B"
+        f" {found.one_f_one_b_ms:.3g} ms; layers of the stages {found.layers}"
+    )
 
 
 def _printable(text: str) -> str:

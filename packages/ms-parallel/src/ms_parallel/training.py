@@ -14,10 +14,12 @@ from ms_parallel.agreement import StopRequest, first_does
 from ms_parallel.engine import Engine, Update
 from ms_parallel.errors import CheckpointError, DamageError, ParallelError
 from ms_parallel.events import OnEvent
+from ms_parallel.found_schedule import FoundSchedule
 from ms_parallel.held_out import HeldOut
 from ms_parallel.loss import NextTokenLoss
 from ms_parallel.options import Options
 from ms_parallel.progress import Pace, Show
+from ms_parallel.recorded_step import write_step
 
 __all__ = ["Run", "Standing", "Stream"]
 
@@ -68,6 +70,8 @@ class Run:
     options: Options
     show: Show
     emit: OnEvent
+    found: FoundSchedule | None = None
+    """The schedule that was searched for this run."""
     standing: Standing = field(factory=Standing)
     stop: StopRequest = field(factory=StopRequest)
 
@@ -176,7 +180,7 @@ class Run:
         began = monotonic()
         # Chance is a function of seed and step, so that a checkpoint need not hold its state.
         torch.manual_seed(self.options.seed * 1_000_003 + self.engine.step)
-        update = self.engine.update(next(self.stream), NextTokenLoss())
+        update = self._update(next(self.stream))
         pace.step(update.tokens)
         standing, step = self.standing, self.engine.step
         standing.loss = update.loss
@@ -194,6 +198,17 @@ class Run:
                 "rate_tokens_per_s": round(pace.rate_tokens_per_s, 1),
             },
         )
+        return update
+
+    def _update(self, batch: Mapping[str, Any]) -> Update:
+        """One update, recorded if it is due."""
+        if not _due(self.engine.step + 1, self.options.record_every):
+            return self.engine.update(batch, NextTokenLoss())
+        update, recorded = self.engine.recorded_update(batch, NextTokenLoss())
+        if recorded is not None:
+            name = f"step-{self.engine.step:08}.json"
+            path = self.options.output_dir / "timelines" / name
+            first_does(lambda: write_step(path, recorded))
         return update
 
     def _check_finite(self, update: Update, skipped: int) -> None:

@@ -13,6 +13,7 @@ from ms_parallel.schedules.draw import draw_html, draw_svg, draw_text, path_text
 from ms_parallel.schedules.dualpipe_v import dualpipe_v
 from ms_parallel.schedules.gpipe import gpipe
 from ms_parallel.schedules.interleaved import interleaved_one_f_one_b
+from ms_parallel.schedules.observed import observed, observed_costs
 from ms_parallel.schedules.one_f_one_b import one_f_one_b
 from ms_parallel.schedules.placements import looped, one_a_rank, vee
 from ms_parallel.schedules.search import Found, search
@@ -50,6 +51,8 @@ __all__ = [
     "looped",
     "measured",
     "named_schedule",
+    "observed",
+    "observed_costs",
     "one_a_rank",
     "one_f_one_b",
     "path_text",

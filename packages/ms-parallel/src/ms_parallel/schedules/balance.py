@@ -20,6 +20,11 @@ from ms_parallel.schedules.search import Found, problem_of, search
 
 __all__ = ["Balanced", "LayerCosts", "balance"]
 
+_BUDGET = 2_000_000
+"""Actions scheduled while layers move, over all splits; some 6 s on one core."""
+_GLANCES = 7
+"""Arrangements of one split."""
+
 
 def _each(values: Iterable[Number]) -> tuple[Fraction, ...]:
     return tuple(map(exact, values))
@@ -40,15 +45,23 @@ class LayerCosts:
     """Time of the gradients of weights."""
     activation: tuple[Fraction, ...] = field(converter=_each)
     """Memory of a microbatch from its forward to its backward."""
+    retained: tuple[Fraction, ...] = field(converter=_each)
+    """Memory of a microbatch from its backward of inputs to that of weights; default all of it."""
     latency: Fraction = field(default=Fraction(0), converter=exact)
     """Time from the end of a message's transfer to its use on another rank."""
+    transfer: Fraction = field(default=Fraction(0), converter=exact)
+    """Time for which a message between stages occupies the link; the same wherever it is cut."""
 
     @activation.default
     def _activation(self) -> Sequence[int]:
         return [1] * len(self.forward)
 
+    @retained.default
+    def _retained(self) -> Sequence[Fraction]:
+        return self.activation
+
     def __attrs_post_init__(self) -> None:
-        for name in ("backward_input", "backward_weight", "activation"):
+        for name in ("backward_input", "backward_weight", "activation", "retained"):
             if len(getattr(self, name)) != len(self.forward):
                 raise ScheduleError(
                     f"{name} has {len(getattr(self, name))} entries but forward has "
@@ -79,7 +92,10 @@ class LayerCosts:
             backward_input=sums(self.backward_input),
             backward_weight=sums(self.backward_weight),
             activation=sums(self.activation),
+            retained=sums(self.retained),
             latency=self.latency,
+            bandwidth=1 if self.transfer else None,
+            message_bytes=[self.transfer] * len(split) if self.transfer else None,
         )
 
 
@@ -99,6 +115,7 @@ def balance(
     *,
     placement: Sequence[int],
     microbatches: int,
+    split: bool = True,
     seed: int = 0,
     effort: float = 1.0,
 ) -> Balanced:
@@ -109,6 +126,7 @@ def balance(
         memory_cap: Most activation memory of a rank, or of each; None for no limit.
         placement: Rank of each stage.
         microbatches: Of one step.
+        split: Whether backwards of inputs and of weights may be apart.
         seed: Of the search's random walks.
         effort: As in `search`, for the last search; each split on the way costs far less.
 
@@ -121,16 +139,17 @@ def balance(
             f"{layers.layers} layers for {stages} stages; every stage needs at least one, "
             "so choose fewer stages"
         )
-    split = _climb(layers, memory_cap, tuple(placement), microbatches)
+    chosen = _climb(layers, memory_cap, tuple(placement), microbatches, split)
     found = search(
-        layers.stages(split),
+        layers.stages(chosen),
         memory_cap,
         microbatches=microbatches,
         placement=placement,
+        split=split,
         seed=seed,
         effort=effort,
     )
-    return Balanced(split=split, found=found)
+    return Balanced(split=chosen, found=found)
 
 
 def _climb(
@@ -138,6 +157,7 @@ def _climb(
     memory_cap: Number | Sequence[Number] | None,
     placement: tuple[int, ...],
     microbatches: int,
+    split_backwards: bool,
 ) -> tuple[int, ...]:
     """Move one layer at a time, always the best move, until none makes the schedule shorter."""
     tried: dict[tuple[int, ...], Fraction | None] = {}
@@ -147,14 +167,17 @@ def _climb(
             tried[candidate] = None
             with suppress(ScheduleError):
                 costs = layers.stages(candidate)
-                problem = problem_of(costs, memory_cap, microbatches, placement)
+                problem = problem_of(costs, memory_cap, microbatches, placement, split_backwards)
                 makespan = glance(problem).makespan
                 tried[candidate] = Fraction(makespan, problem.ticks.per_unit)
         return tried[candidate]
 
     split = _by_work(layers, len(placement))
     best = cost(split)
+    most = _BUDGET // (_GLANCES * 3 * len(placement) * microbatches)
     for _ in range(4 * len(placement)):
+        if len(tried) > most:
+            break
         rivals = [
             (time, rival)
             for rival in _neighbours(split, layers, placement)

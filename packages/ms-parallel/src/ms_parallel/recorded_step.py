@@ -1,0 +1,103 @@
+"""One step of a real run as a file: which schedule was performed, and when each action ran."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import msgspec
+
+from ms_parallel.durable import publish, write_synced, writing
+from ms_parallel.errors import ConfigError, ScheduleError
+from ms_parallel.schedules import Costs, Schedule, Timeline, observed, observed_costs, verify
+
+__all__ = ["RecordedStep", "is_recording", "read_step", "write_step"]
+
+LIMIT_BYTES = 1 << 28
+NS_PER_MS = 1_000_000
+
+
+class RecordedStep(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="timeline.v1"
+):
+    """What `Engine.recorded_update` gathers."""
+
+    step: int
+    """Updates made before this one."""
+    layout: str
+    name: str
+    """Of the schedule."""
+    table: str
+    """The schedule in torch.distributed.pipelining's CSV form."""
+    times_ns: tuple[tuple[tuple[int, int], ...], ...]
+    """For each pipeline rank (start, end) of each forward and backward in order, on one clock."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """What was performed."""
+        return Schedule.from_csv(self.table, name=self.name)
+
+    def timeline(self) -> Timeline:
+        """When everything ran, in milliseconds."""
+        return observed(self.schedule, self._times_ms())
+
+    def costs(self) -> Costs:
+        """Mean times of each stage, in milliseconds; see `observed_costs`."""
+        return observed_costs(self.schedule, self._times_ms())
+
+    def _times_ms(self) -> list[list[tuple[Fraction, Fraction]]]:
+        return [
+            [(Fraction(begin, NS_PER_MS), Fraction(end, NS_PER_MS)) for begin, end in row]
+            for row in _from_zero(self.times_ns)
+        ]
+
+
+def write_step(path: Path, step: RecordedStep) -> None:
+    """Write a file that `read_step` reads, whole or not at all.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f"{path.name}.partial")
+        aside.unlink(missing_ok=True)
+        write_synced(aside, msgspec.json.encode(step))
+        publish(aside, path)
+
+
+def is_recording(path: str | Path) -> bool:
+    """Whether a path names a recorded step rather than a table."""
+    return str(path).lower().endswith(".json")
+
+
+def read_step(path: str | Path) -> RecordedStep:
+    """Read and check a recorded step.
+
+    Raises:
+        ConfigError: it cannot be read, or is not one; the file is named.
+    """
+    try:
+        if Path(path).stat().st_size > LIMIT_BYTES:
+            raise ConfigError(f"{path}: larger than any recorded step; give another file")
+        step = msgspec.json.decode(Path(path).read_bytes(), type=RecordedStep)
+        verify(step.schedule)
+        step.timeline()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, ScheduleError) as error:
+        raise ConfigError(
+            f"{path}: not a recorded step: {error}; record one with record_every"
+        ) from error
+    return step
+
+
+def _from_zero(
+    times: tuple[tuple[tuple[int, int], ...], ...],
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    first = min((begin for row in times for begin, _ in row), default=0)
+    for rank, row in enumerate(times):
+        free = 0
+        for begin, end in row:
+            if not free <= begin - first <= end - first:
+                raise ScheduleError(f"rank {rank} computes two things at once, or backwards")
+            free = end - first
+    return tuple(tuple((begin - first, end - first) for begin, end in row) for row in times)

@@ -1,0 +1,135 @@
+"""Schedules searched by measurement; called by `run_processes`."""
+
+import hashlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from launching import MODEL, RUN
+from runs import build, global_batch, my_rows, tiny, train
+
+from ms_parallel import DistributedTrainer
+from ms_parallel.groups import connect
+from ms_parallel.layout import Layout
+from ms_parallel.loss import NextTokenLoss
+from ms_parallel.measurement import measure_layers
+from ms_parallel.recorded_step import write_step
+from ms_parallel.recording import offset_ns
+from ms_parallel.schedule_search import search_schedule
+from ms_parallel.schedules import LayerCosts
+
+SETTINGS = {"num_hidden_layers": 6, "num_key_value_heads": 4, "vocab_size": 48}
+
+
+def searched(layout: str, steps: int) -> dict[str, Any]:
+    """What is found, the losses under it, and whether chance was left alone."""
+    torch.set_num_threads(1)
+    groups = connect(Layout.parse(layout), device="cpu", timeout_s=120)
+    before = torch.random.get_rng_state()
+    found = search_schedule(tiny(**SETTINGS), groups, rows=4, sequence_length=16, microbatch_size=1)
+    untouched = torch.equal(before, torch.random.get_rng_state())
+    engine = build(SETTINGS, groups, schedule=found.staged, microbatch_size=1)
+    batches = (my_rows(global_batch(step, 4 * groups.layout.data), groups) for step in range(steps))
+    losses = [engine.update(batch, NextTokenLoss()).loss for batch in batches]
+    whole = engine.evaluate(my_rows(global_batch(9, 4 * groups.layout.data), groups), token_losses)
+    told = engine.generate([[3, 5, 7]], max_new_tokens=3, temperature=0.0)
+    return {
+        "table": found.table,
+        "layers": found.layers,
+        "asked": found.asked,
+        "costs": {name: list(values) for name, values in found.costs.items()},
+        "digest": hashlib.sha256(repr(found).encode()).hexdigest(),
+        "untouched": untouched,
+        "losses": losses,
+        "evaluated": float(whole.sum()),
+        "generated": told,
+    }
+
+
+def token_losses(output: Any, batch: Any) -> Any:
+    """What an evaluation asks for."""
+    return output.token_losses(batch["targets"])
+
+
+def one_process(rows: int, steps: int) -> list[float]:
+    """The losses of the same model on the same rows in one process."""
+    torch.set_num_threads(1)
+    engine = build(SETTINGS, connect(Layout(), device="cpu"), microbatch_size=1)
+    batches = (global_batch(step, rows) for step in range(steps))
+    return [engine.update(batch, NextTokenLoss()).loss for batch in batches]
+
+
+def layer_facts(recompute: str) -> dict[str, list[float]]:
+    """Measured bytes and times of each layer, in one process."""
+    torch.set_num_threads(1)
+    sizes = {**SETTINGS, "hidden_size": 64, "intermediate_size": 256, "head_dim": 16}
+    config = tiny(**sizes)
+    groups = connect(Layout(), device="cpu")
+    costs: LayerCosts = measure_layers(
+        config, groups, rows=2, sequence_length=64, recompute=recompute
+    )
+    names = ("forward", "backward_input", "backward_weight", "activation", "retained")
+    return {name: [float(value) for value in getattr(costs, name)] for name in names}
+
+
+def recorded(schedule: str, path: str, shift_ns: int) -> dict[str, Any]:
+    """One recorded update, the loss of the same one unrecorded, and how late a clock is found."""
+    torch.set_num_threads(1)
+    groups = connect(Layout(pipeline=2), device="cpu", timeout_s=60)
+    engine = build(SETTINGS, groups, schedule=schedule, microbatch_size=2)
+    plain = train(build(SETTINGS, groups, schedule=schedule, microbatch_size=2), 1)[0][0]
+    update, step = engine.recorded_update(global_batch(0), NextTokenLoss())
+    assert step is not None
+    if groups.place.pipeline == 0:
+        write_step(Path(path), step)
+    late = shift_ns if groups.place.pipeline else 0
+    return {
+        "same": update.loss == plain,
+        "times": [list(map(list, row)) for row in step.times_ns],
+        "offset": offset_ns(groups, lambda: time.monotonic_ns() - late),
+    }
+
+
+def stopped_and_resumed(corpus: str, folder: str) -> dict[str, Any]:
+    """A run that was stopped and went on, and one that was not, under the first's schedule."""
+    torch.set_num_threads(1)
+    connect(Layout(pipeline=2), device="cpu", timeout_s=120)
+    settings: dict[str, Any] = {
+        **{name: value for name, value in RUN.items() if name != "steps"},
+        "model_config": {**MODEL, "num_hidden_layers": 4},
+        "parallel_config": {"pipeline": 2},
+        "schedule": "search",
+        "record_every": 2,
+        "progress": False,
+    }
+    broken, whole = Path(folder, "broken"), Path(folder, "whole")
+    first = DistributedTrainer(**settings, output_dir=broken, on_event=_stop_at(3))
+    assert not first.train(corpus, steps=6).finished
+    began_with = (broken / "schedule.json").read_bytes()
+    DistributedTrainer(**settings, output_dir=broken).train(corpus, steps=6)
+    if not dist.get_rank():
+        whole.mkdir()
+        (whole / "schedule.json").write_bytes(began_with)
+    dist.barrier()
+    DistributedTrainer(**settings, output_dir=whole).train(corpus, steps=6)
+    return {
+        "kept": (broken / "schedule.json").read_bytes() == began_with,
+        "same bits": _weights(broken) == _weights(whole),
+        "recordings": sorted(path.name for path in (whole / "timelines").iterdir()),
+    }
+
+
+def _stop_at(step: int) -> Any:
+    def listen(kind: str, fields: Any) -> None:
+        if kind == "step" and fields["step"] == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return listen
+
+
+def _weights(folder: Path) -> list[bytes]:
+    return [path.read_bytes() for path in sorted((folder / "model").glob("*.safetensors"))]
