@@ -75,7 +75,8 @@ class Mailbox:
         return tensor
 
     def flush(self) -> None:
-        """Let all queued messages leave as one batch."""
+        """Let all queued messages leave as one batch, and go what has been sent."""
+        self.sent = [entry for entry in self.sent if not all(w.is_completed() for w in entry[1])]
         if not self.queue:
             return
         queue, arriving = self.queue, self.arriving
@@ -85,7 +86,6 @@ class Mailbox:
         each = [[work] for work in works] if len(works) == len(queue) else [works] * len(queue)
         for name, (tensor, index) in arriving.items():
             self.received[name] = (tensor, each[index])
-        self.sent = [entry for entry in self.sent if not all(w.is_completed() for w in entry[1])]
         self.sent += [
             (op.tensor, done) for op, done in zip(queue, each, strict=True) if op.op is dist.isend
         ]

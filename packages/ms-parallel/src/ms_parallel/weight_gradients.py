@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -33,8 +34,13 @@ class Later:
         """Add each product to its weight's gradient, and let its factors go."""
         while self.factors:
             weight, gradient, x = self.factors.pop()
-            product = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
-            weight.grad = product if weight.grad is None else weight.grad.add_(product)
+            left, right = gradient.flatten(0, -2).t(), x.flatten(0, -2)
+            if weight.grad is None:
+                weight.grad = left @ right
+            elif isinstance(weight.grad, DTensor):
+                weight.grad.add_(left @ right)
+            else:
+                weight.grad.addmm_(left, right)  # without a product of the weight's size beside it
 
 
 class putting_off(TorchFunctionMode):  # noqa: N801 - a context manager, read as a verb
