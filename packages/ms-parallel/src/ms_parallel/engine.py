@@ -86,6 +86,8 @@ class Engine:
         on_nonfinite: what a gradient with an infinity or NaN does: `"skip"` the update and say
             so, or `"raise"`. Weights are never touched by it.
         groups: processes that are already connected; by default `layout` is connected here.
+        prepare: called with each stage of this process once it is split over the tensor axis and
+            before it is sharded; may change layers in place. Parameters that it adds begin at zero.
 
     Raises:
         LayoutError: the layout does not fit the processes or the model.
@@ -110,6 +112,7 @@ class Engine:
         ops: Ops | None = None,
         on_nonfinite: Literal["skip", "raise"] = "skip",
         groups: Groups | None = None,
+        prepare: Callable[[StagedModel], object] | None = None,
     ) -> None:
         self.config = architecture(model) if isinstance(model, str | Path) else model
         layout = groups.layout if groups else layout or Layout()
@@ -124,7 +127,7 @@ class Engine:
         self.tables = Tables(schedule, layout.pipeline)
         self.placement = self.tables.placement
         """Pipeline rank of each stage."""
-        self.stages = self._build(mixed_precision, recompute, seed, _weights_in(model))
+        self.stages = self._build(mixed_precision, recompute, seed, _weights_in(model), prepare)
         self.runtime = Runtime(self.stages, self.groups)
         self.parameters: dict[str, Tensor] = {
             name: parameter
@@ -142,7 +145,12 @@ class Engine:
         self.optimizer = AdamW(local, optimizer or AdamWConfig())
 
     def _build(
-        self, mixed_precision: bool, recompute: Recompute, seed: int, folder: Path | None
+        self,
+        mixed_precision: bool,
+        recompute: Recompute,
+        seed: int,
+        folder: Path | None,
+        prepare: Callable[[StagedModel], object] | None,
     ) -> dict[int, StagedModel]:
         layers = cut_layers(
             self.config.num_hidden_layers, len(self.placement), self.plan.cuts, self.tables.layers
@@ -157,6 +165,7 @@ class Engine:
                     mixed_precision=mixed_precision,
                     recompute=recompute,
                     ops=self.ops,
+                    prepare=prepare,
                 )
                 if folder is None:
                     initialise(stages[stage], seed)

@@ -56,7 +56,7 @@ class ModelPlan:
             case "column" | "vocabulary" | "split_heads":
                 return 0
             case "row":
-                return 1 if parameter.endswith(".weight") else None
+                return None if parameter.endswith(".bias") else 1
             case _:
                 return None
 

@@ -1,6 +1,6 @@
 """Cuts a model into pipeline stages and builds those of this process, split and sharded."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -73,11 +73,12 @@ def build_stage(
     mixed_precision: bool,
     recompute: Recompute,
     ops: Ops | None,
+    prepare: Callable[[StagedModel], object] | None = None,
 ) -> StagedModel:
     """One stage on this process's device; its weights are allocated but not yet set.
 
-    It is built without storage, then split, marked for recomputation and sharded in that order,
-    so that no process ever holds more than its part.
+    It is built without storage, then split, prepared, marked for recomputation and sharded in that
+    order, so that no process ever holds more than its part.
     """
     plan = model_plan(config)
     with torch.device("meta"):
@@ -89,6 +90,8 @@ def build_stage(
             last=layers.stop == config.num_hidden_layers,
         )
     split_model(stage, plan, groups)
+    if prepare is not None:
+        prepare(stage)
     recompute_blocks(stage, plan, recompute)
     shard_model(stage, plan, groups, mixed_precision=mixed_precision)
     allocated: nn.Module = stage.to_empty(device=groups.device)

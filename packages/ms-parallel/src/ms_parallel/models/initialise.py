@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ms_parallel.models.part import part_of
 
-__all__ = ["initialise"]
+__all__ = ["initialise", "is_added"]
 
 _CHUNK_ELEMENTS = 1 << 20
 
@@ -22,7 +22,8 @@ def initialise(model: nn.Module, seed: int) -> None:
     """Fill every parameter, plain or DTensor, in place.
 
     Matrices are normal with the config's `initializer_range`, biases zero, norms one. A copy of a
-    tied weight draws under its owner's name, and so equals it.
+    tied weight draws under its owner's name, and so equals it. What the architecture does not have,
+    and a preparation has added, is zero.
 
     Args:
         model: Any stage under any layout, with a `config`; parameters must not be on `meta`.
@@ -31,13 +32,18 @@ def initialise(model: nn.Module, seed: int) -> None:
     std: float = model.config.initializer_range  # type: ignore[union-attr,assignment]
     tied = bool(model.config.tie_word_embeddings)  # type: ignore[union-attr]
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
+        if name.endswith("bias") or is_added(name):
             parameter.zero_()
         elif parameter.ndim == 1:
             parameter.fill_(1.0)
         else:
             drawn_as = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
             _fill_normal(parameter, drawn_as, seed, std)
+
+
+def is_added(name: str) -> bool:
+    """Whether a parameter is not of the architecture: a preparation of the engine added it."""
+    return name.rpartition(".")[2] not in ("weight", "bias")
 
 
 def _fill_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ms_parallel.errors import ModelError
+from ms_parallel.models.initialise import is_added
 from ms_parallel.models.part import drop_gathered, part_of
 from ms_parallel.models.registry import build_model, model_plan, read_config
 from ms_parallel.models.staged import StagedModel
@@ -65,7 +66,8 @@ def load_model(
 def load_weights(model: StagedModel, folder: str | Path) -> None:
     """Fill a model, any stage under any layout, with the weights of a folder, in place.
 
-    Every process reads only its part. Parameters must not be on `meta`.
+    Every process reads only its part. Parameters must not be on `meta`. Those that a preparation of
+    the engine added become zero.
 
     Args:
         model: Plain, tensor-parallel or sharded.
@@ -99,6 +101,8 @@ def _check(model: StagedModel, weights: WeightFolder) -> None:
             f" have; this architecture is not supported"
         )
     for name, parameter in model.named_parameters():
+        if is_added(name):
+            continue
         shape = weights.shape(copies.get(name, name))
         if shape != tuple(parameter.shape):
             raise ModelError(
@@ -112,5 +116,7 @@ def _fill(model: StagedModel, weights: WeightFolder) -> None:
     copies = {copy: owner for owner, copy in model_plan(model.config).tied}
     for name, parameter in model.named_parameters():
         part = part_of(parameter)
-        if part.local.numel():
+        if is_added(name):
+            part.local.zero_()
+        elif part.local.numel():
             part.local.copy_(weights.read(copies.get(name, name), part.box))

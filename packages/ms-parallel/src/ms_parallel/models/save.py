@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ms_parallel.durable import sync_folder, write_synced
 from ms_parallel.errors import ModelError
+from ms_parallel.models.initialise import is_added
 from ms_parallel.models.part import drop_gathered
 from ms_parallel.models.registry import config_document, model_plan
 from ms_parallel.models.staged import StagedModel
@@ -73,7 +74,7 @@ def save_model(
         name: parameter
         for stage in stages
         for name, parameter in stage.named_parameters()
-        if name not in copies
+        if name not in copies and not is_added(name)
     }
     entries = [
         TensorEntry(name=name, shape=tuple(parameter.shape), dtype=dtype or parameter.dtype)

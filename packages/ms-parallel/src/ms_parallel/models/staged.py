@@ -5,6 +5,7 @@ Shapes: B rows, S positions, H hidden, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -71,8 +72,11 @@ class StagedModel(nn.Module, ABC):
         """
         if not self.last:
             raise ModelError("only the last stage has a head; ask that one")
-        head = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
-        return head.weight  # type: ignore[union-attr,return-value]
+        head: Any = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
+        # A prepared layer computes with another weight than the one that it holds.
+        prepared = hasattr(head, "effective_weight")
+        weight: Tensor = head.effective_weight() if prepared else head.weight
+        return weight
 
     @abstractmethod
     def context(

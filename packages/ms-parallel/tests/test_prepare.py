@@ -1,0 +1,74 @@
+"""A stage may be changed between its split and its sharding."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ms_parallel import Engine, Layout, NextTokenLoss, load_model, save_model
+from ms_parallel.models import DecoderConfig, StagedModel
+
+CONFIG = DecoderConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+)
+
+
+class Scaled(nn.Linear):
+    """A linear map times exp of a learned number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) to (..., out)."""
+        return super().forward(x) * self.get_parameter("gain").exp()
+
+
+class Doubled(nn.Embedding):
+    """An embedding that computes with another weight than it holds."""
+
+    def effective_weight(self) -> Tensor:
+        """Twice the weight."""
+        return 2 * self.weight
+
+
+def prepare(stage: StagedModel) -> None:
+    """Let each layer's output projection have a gain."""
+    for name, layer in stage.named_modules():
+        if name.endswith("down_proj"):
+            layer.__class__ = Scaled
+            layer.register_parameter("gain", nn.Parameter(torch.empty(1)))
+
+
+def test_what_a_preparation_adds_begins_at_zero_and_learns(tmp_path: Path) -> None:
+    """exp(0) is 1: the first loss is the plain one's; then the added parameters move too."""
+    tokens = torch.arange(2 * 17).reshape(2, 17) % 64
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    plain = Engine(CONFIG, Layout(), device="cpu")
+    engine = Engine(CONFIG, Layout(), device="cpu", prepare=prepare)
+    loss = NextTokenLoss()
+    assert engine.update(batch, loss).loss == plain.update(batch, loss).loss
+    engine.update(batch, loss)
+    added = [p for name, p in engine.parameters.items() if name.endswith("gain")]
+    assert len(added) == 2
+    assert all(bool(p.ne(0).all()) for p in added)
+    save_model(list(engine.stages.values()), tmp_path)
+    assert all(name.endswith("weight") for name, _ in load_model(tmp_path).named_parameters())
+    again = Engine(tmp_path, Layout(), device="cpu", prepare=prepare)
+    assert all(bool(p.eq(0).all()) for n, p in again.parameters.items() if n.endswith("gain"))
+
+
+def test_the_head_computes_with_what_a_prepared_layer_offers() -> None:
+    """A layer with an `effective_weight` is asked for it where the head is a product."""
+
+    def double(stage: StagedModel) -> None:
+        stage.model.embed_tokens.__class__ = Doubled  # type: ignore[union-attr]
+
+    engine = Engine(CONFIG, Layout(), device="cpu", prepare=double)
+    (stage,) = engine.stages.values()
+    assert torch.equal(stage.head_weight, 2 * stage.model.embed_tokens.weight)  # type: ignore[union-attr]
