@@ -136,6 +136,21 @@ def test_a_cut_compressed_trace_gives_what_came_before(tmp_path: Path, kineto_te
     assert any("breaks off" in warning for warning in trace.warnings)
 
 
+@pytest.mark.parametrize("kept", [0.3, 0.7, 0.999])
+def test_a_small_compressed_trace_that_breaks_off_is_read_up_to_there(
+    tmp_path: Path, traces_folder: Path, kept: float
+) -> None:
+    """Also where the damage lies in the very first chunk, as in a trace of few steps."""
+    packed = (traces_folder / "ddp/rank-00000.json.gz").read_bytes()
+    path = tmp_path / "rank-0.json.gz"
+    path.write_bytes(packed)
+    whole = len(read_trace(path))
+    path.write_bytes(packed[: int(len(packed) * kept)])
+    found = read_trace(path)
+    assert 0.15 * whole * kept < len(found) <= whole
+    assert "breaks off" in found.warnings[0]
+
+
 def test_damaged_events_are_left_out_and_counted(tmp_path: Path, kineto_text: Writer) -> None:
     """Garbage inside one event, or a field of a wrong type, costs that event alone."""
     text = kineto_text(sample(50)).encode()

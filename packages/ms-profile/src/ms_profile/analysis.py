@@ -94,15 +94,27 @@ def find_traces(path: Path) -> list[Path]:
     except ProfileError:
         named = []
     found = [file for file in named if file.is_file()]
-    if not found:
+    is_run = (path / "manifest.json").is_file()
+    if not found and not is_run:
         found = sorted(file for file in path.glob("*") if file.name.endswith(SUFFIXES))
-    if not found and (path / "traces").is_dir():
-        return find_traces(path / "traces")
+    if not found and any((path / "traces").glob("*")):  # of ranks that could not report
+        return _last_windows(find_traces(path / "traces"))
+    if not found and is_run:
+        raise TraceError(
+            f"the run in {path} saved no window of traced steps: it was too short, or killed; its "
+            f"steps are in `ms-profile logs {path}`, its last spans in `read_ring` of {path}/ring"
+        )
     if not found:
         found = sorted(path.glob("**/ASCEND_PROFILER_OUTPUT/trace_view.json"))
     if not found:
         raise TraceError(f"{path} has no traces; give a trace, or a folder of .json or .json.gz")
     return found
+
+
+def _last_windows(files: Sequence[Path]) -> list[Path]:
+    """Of each rank's windows (`rank-00000.003.json`) the last one."""
+    last = {file.name.split(".")[0]: file for file in files}
+    return list(last.values())
 
 
 def analyse_traces(

@@ -30,6 +30,7 @@ __all__ = ["Event", "EventLog", "Segment", "StepMetrics", "Value"]
 logger = logging.getLogger(__name__)
 Value = int | float | str
 FLUSH_BYTES: Final = 1 << 16
+MOST_PENDING_BYTES: Final = 1 << 22
 SUFFIX: Final = ".events"
 ARRAY: Final = b"\xdd"
 """What a block of events starts with: msgpack's array of 32-bit length."""
@@ -92,7 +93,8 @@ class EventLog:
     """Record events of this process; `log("step", {"step": 1, "loss": 2.3})` is all there is.
 
     Fits the `on_event=` seam of the trainers. Safe to call from any thread. A disk that is full
-    does not stop the training: what could not be written is counted in `lost`, and warned of once.
+    does not stop the training: it is warned of, up to 4 MiB wait for room, and what is given up is
+    counted in `lost`.
 
     Args:
         folder: where the files `rank-00000.000000.events` go; made if missing.
@@ -130,6 +132,7 @@ class EventLog:
         # One object holds all that is pending: a signal handler may record between two lines.
         self._pending: list[bytes] = []
         self._pending_bytes = 0
+        self._failing = False
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._stop = threading.Event()
@@ -171,7 +174,7 @@ class EventLog:
                 raise EventError(f"the log of rank {self.rank} is closed; open another")
             self._pending.append(encoded)
             self._pending_bytes += len(encoded)
-            if self._pending_bytes >= FLUSH_BYTES:
+            if self._pending_bytes >= (MOST_PENDING_BYTES if self._failing else FLUSH_BYTES):
                 self.flush()
 
     def flush(self) -> None:
@@ -180,16 +183,23 @@ class EventLog:
             if not self._pending or self._descriptor < 0 or os.getpid() != self._pid:
                 return
             taken, self._pending = self._pending, []
-            self._pending_bytes = 0
+            taken_bytes, self._pending_bytes = self._pending_bytes, 0
             content = b"".join((ARRAY, struct.pack(">I", len(taken)), *taken))
             try:
                 if self._size >= self._limit_bytes:
                     self._rotate()
                 self._append(pack_block(content))
             except OSError as error:
-                if not self.lost:
-                    logger.warning("events of rank %d are being lost: %s", self.rank, error)
-                self.lost += len(taken)
+                if not self._failing:
+                    logger.warning("events of rank %d cannot be written: %s", self.rank, error)
+                self._failing = True
+                if self._stop.is_set() or taken_bytes > MOST_PENDING_BYTES:
+                    self.lost += len(taken)
+                else:  # there may be room again when the flusher comes by
+                    self._pending = taken + self._pending
+                    self._pending_bytes += taken_bytes
+            else:
+                self._failing = False
 
     def close(self) -> None:
         """Flush, sync to disk and close; further calls do nothing."""

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -34,6 +35,7 @@ DEPTH: Final = 2
 MOST_MODULES: Final = 512
 MARKED: Final = 0
 """Stands for `mark` among the optimizers, which are told apart by their ids."""
+INNER: Final = int(Kind.MODULE)
 CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -135,19 +137,19 @@ class StepWatch:
         ]
 
     def _before_module(self, name: int, *_: object) -> None:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
-        if not self._open and not _in_backward():
-            self._forward_seen = True
-            if self._stepped:
-                self._begin_step()
-            self._end_gap()
-            self._open.append(self._ring.begin(name, Kind.FORWARD))
-        else:
-            self._open.append(self._ring.begin(name, Kind.MODULE))
+        if self._open or _in_backward():
+            self._open.append(self._ring.begin(name, INNER))
+            return
+        self._forward_seen = True
+        if self._stepped:
+            self._begin_step()
+        self._end_gap()
+        self._open.append(self._ring.begin(name, Kind.FORWARD))
 
     def _after_module(self, *_: object) -> None:
-        if torch.compiler.is_compiling() or not self._open:
+        if is_compiling() or not self._open:
             return
         self._ring.end(self._open.pop())
         if not self._open and torch.is_grad_enabled() and not _in_backward():

@@ -100,12 +100,22 @@ def _tell(plan: Plan, outcome: Outcome, *, as_json: bool) -> None:
     traced = max((sum(trace.steps for trace in rank.traces) for rank in outcome.ranks), default=0)
     steps = max((rank.steps for rank in outcome.ranks), default=0)
     if not traced:
-        print(f"ms-profile: {_nothing(plan.window, steps)}", file=sys.stderr)
+        killed = any(rank.exit_code is None for rank in outcome.ranks)
+        lost = any(not rank.complete for rank in outcome.ranks)
+        reason = _killed(plan) if killed else _nothing(plan.window, steps)
+        print(f"ms-profile: {'no trace was saved' if lost else reason}", file=sys.stderr)
         return
     print(
         f"ms-profile: {traced} of {steps} steps traced; see them with: "
         f"ms-profile report {plan.output_dir}",
         file=sys.stderr,
+    )
+
+
+def _killed(plan: Plan) -> str:
+    return (
+        "no window of traced steps was saved before a rank was killed; what is left of the steps "
+        f"is seen with: ms-profile logs {plan.output_dir}"
     )
 
 

@@ -11,8 +11,9 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -30,7 +31,7 @@ TRIES = 32
 MOST_CHUNKS = 64
 END = re.compile(rb'\}\s*\]\s*(,\s*"[^"]*"\s*:[^{}\[\]]*)*\}?\s*\Z')
 
-Source = AbstractContextManager[BinaryIO | gzip.GzipFile]
+Source = AbstractContextManager[BufferedReader | gzip.GzipFile]
 decode_records = msgspec.json.Decoder(list[Record]).decode
 decode_record = msgspec.json.Decoder(Record).decode
 
@@ -51,6 +52,7 @@ class TraceText:
         """What stands beside `traceEvents`; complete once `records` is exhausted."""
         self.warnings: list[str] = []
         self._skipped = 0
+        self._broken = False
         self._chunk_bytes = chunk_bytes
 
     def records(self) -> Iterator[list[Record]]:
@@ -68,21 +70,29 @@ class TraceText:
                 "would have explained count as idle"
             )
 
-    def _unpacked(self, raw: BinaryIO) -> Source:
+    def _unpacked(self, raw: BufferedReader) -> Source:
         start = raw.read(2)
         raw.seek(0)
         return gzip.GzipFile(fileobj=raw) if start == b"\x1f\x8b" else nullcontext(raw)
 
-    def _read(self, file: BinaryIO | gzip.GzipFile) -> bytes:
+    def _read(self, file: BufferedReader | gzip.GzipFile) -> bytes:
+        """Up to a chunk of text; of compressed data that breaks off, all that came before."""
+        parts: list[bytes] = []
+        room = self._chunk_bytes
         try:
-            return file.read(self._chunk_bytes)
+            # A plain `read` would drop what it has when it meets the damage.
+            while room > 0 and (part := file.read1(room)):
+                parts.append(part)
+                room -= len(part)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             if file.tell() == 0:
                 raise TraceError(
                     f"{self.path} is a gzip file damaged at its start: {error}"
                 ) from error
-            self.warnings.append(f"{self.path.name}: compressed data breaks off: {error}")
-            return b""
+            if not self._broken:
+                self._broken = True
+                self.warnings.append(f"{self.path.name}: compressed data breaks off: {error}")
+        return b"".join(parts)
 
     def _chunks(self, read: Callable[[], bytes]) -> Iterator[list[Record]]:
         rest = self._begin(read)
