@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from ms_profile.analysis import analyse
+from ms_profile.cli import main
 from ms_profile.event_reader import EventFilter, read_events
 from ms_profile.format import read_ranks, read_run
 from ms_profile.ring import Kind, read_ring
@@ -205,6 +207,54 @@ def test_a_full_disk_fails_the_command_and_not_the_script(tmp_path: Path) -> Non
     assert list((tmp_path / "out").rglob("*.partial")) == []
 
 
+FULL_DISK = """
+mount -t tmpfs -o size=3m tmpfs "$0" || exit 77
+"${@:2}"
+code=$?
+cp -r "$0/out" "$1"
+exit $code
+"""
+
+
+def test_what_a_really_full_disk_holds_is_kept_and_can_be_read(tmp_path: Path) -> None:
+    """A disk of 3 MB: the trace is cut, the manifest stays old, and yet there is a report."""
+    disk, copy = tmp_path / "disk", tmp_path / "copy"
+    disk.mkdir()
+    own_mounts = ["unshare", "--map-root-user", "--mount", "bash", "-c", FULL_DISK, str(disk)]
+    window = ["--active", "250", "--windows", "1", "--metrics", "memory,operators"]
+    command = [*RUN, "--output-dir", str(disk / "out"), *window, "--", "--steps", "300"]
+    try:
+        done = subprocess.run(
+            [*own_mounts, str(copy), *command], capture_output=True, text=True, env=ENVIRONMENT
+        )
+    except FileNotFoundError:
+        pytest.skip("needs unshare")
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("this user may not mount")
+    assert done.returncode == 1, done.stderr
+    assert "loss" in done.stdout
+    assert "rank-00000.000.json is cut short" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in (copy / "traces").iterdir()] == ["rank-00000.000.json"]
+    assert len(list(read_events(copy, EventFilter(kinds={"step"})))) == 300
+    found = analyse(copy)
+    assert any("breaks off" in warning for warning in found.warnings)
+    assert len(found.ranks[0].breakdowns) > 1
+
+
+def test_a_run_killed_before_its_window_says_what_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report is refused in one line that names the log; it never takes the manifest for one."""
+    folder = tmp_path / "out"
+    run(folder, "--steps", "6", "--end", "kill", rc=-signal.SIGKILL)
+    assert main(["report", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert "saved no window of traced steps" in said
+    assert f"ms-profile logs {folder}" in said
+    assert len(said.splitlines()) == 1
+
+
 def test_a_scripts_own_profiler_goes_first(tmp_path: Path) -> None:
     """The script's profiler works as without us, and we say what we left out."""
     done = run(tmp_path / "out", "--own-profiler", rc=1)
@@ -298,3 +348,39 @@ def test_a_loader_with_worker_processes_works_as_alone(tmp_path: Path, context: 
     assert done.stdout == "ended\n"
     ring = read_ring(tmp_path / "out/ring/rank-00000.ring")
     assert Kind.DATA in ring.spans["kind"]
+
+
+GROUPS = """
+import sys
+import time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+pairs = [dist.new_group([0, 1]), dist.new_group([0, 2])]
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(10):
+    model(torch.ones(4, 8)).sum().backward()
+    dist.all_reduce(torch.ones(64))
+    for other, pair in zip((1, 2), pairs):
+        if rank in (0, other):
+            dist.all_reduce(torch.ones(64), group=pair)
+    optimizer.step()
+dist.barrier()
+time.sleep(0.2)
+dist.destroy_process_group()
+"""
+
+
+def test_collectives_are_put_to_their_groups_though_gloo_names_none(tmp_path: Path) -> None:
+    """Three groups, one size: each meeting has the ranks of the group that truly met."""
+    script = tmp_path / "groups.py"
+    script.write_text(GROUPS)
+    own = ("--nproc-per-node", "3", "--train-script", str(script))
+    run(tmp_path / "out", own=own)
+    found = analyse(tmp_path / "out")
+    met = Counter(tuple(sorted(one.starts_ns)) for one in found.meetings)
+    assert met == {(0, 1, 2): 4, (0, 1): 4, (0, 2): 4}
+    order = [tuple(sorted(one.starts_ns)) for one in found.meetings[:3]]
+    assert order == [(0, 1, 2), (0, 1), (0, 2)]

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
 from ms_profile.steps import Step
 from ms_profile.trace.builder import element_bytes
@@ -104,9 +104,12 @@ def match_collectives(
     Where ranks saw unequal numbers, those of a step pair if they are equal in number there.
     Point-to-point messages don't name their peer in a trace; they pair where two ranks ran.
     """
+    unnamed = {one.kind for own in found.values() for one in own if not one.group}
     series: dict[Hashable, dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
     for rank, own in found.items():
         for one in own:
+            if one.kind in unnamed:  # a group that only some ranks name would tear them apart
+                one = evolve(one, group="", ranks=())
             kind = one.kind
             if kind in POINT_TO_POINT:
                 if len(found) != 2:

@@ -21,6 +21,7 @@ __all__ = [
 
 FAIR_RATIO = 1.5
 LEAST_RUNS = 3
+MOST_MISFIT = 0.1
 
 
 @frozen(kw_only=True)
@@ -37,12 +38,20 @@ class SlowLink:
 
 @frozen(kw_only=True)
 class TransferFit:
-    """Transfer time against message size over one kind of collective of one group."""
+    """Transfer time against message size over one kind of collective among the same ranks.
+
+    The latency is that of the operation, which may go over the link several times: a ring's
+    all-reduce does, and so does a backend that asks the receiver first. The bandwidth is the
+    message's size over the time that it adds.
+    """
 
     kind: str
     group: str
+    ranks: tuple[int, ...]
     fit: LinkFit
     samples: int
+    least_bytes: int
+    """The line holds from this size on: backends send small messages in another way."""
 
 
 def name_slow_link(links: LinkMatrix) -> SlowLink | None:
@@ -76,26 +85,33 @@ def name_slow_link(links: LinkMatrix) -> SlowLink | None:
 
 
 def fit_transfers(ledger: Ledger) -> tuple[TransferFit, ...]:
-    """Fit `transfer = latency + size / bandwidth` to the collectives of each kind and group.
+    """Fit `transfer = latency + size / bandwidth` to the collectives of each kind and ranks.
 
-    The least transfer of any rank and run counts for each size, as whatever else goes on only adds.
-    Kinds seen at fewer than two sizes are left out: a line needs two points.
+    A run takes as long as the rank that is last to end: a sender is done once its own host has the
+    message. Of the runs of each size the fastest counts, as whatever else goes on only adds. Kinds
+    seen at fewer than two sizes are left out: a line needs two points. Where no line comes within
+    10% of all sizes, the smallest are left out until one does.
     """
-    least: dict[tuple[str, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    Place = tuple[str, str, tuple[int, ...]]
+    least: dict[Place, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for one, transfers in zip(ledger.meetings, ledger.transfer_ns, strict=True):
-        positive = [amount for amount in transfers.values() if amount > 0]
-        if one.size_bytes and positive:
-            least[one.kind, one.group][one.size_bytes].append(min(positive))
+        longest = max(transfers.values())
+        if one.size_bytes and longest > 0:
+            least[one.kind, one.group, tuple(sorted(transfers))][one.size_bytes].append(longest)
     found = []
-    for (kind, group), by_size in sorted(least.items()):
+    for (kind, group, ranks), by_size in sorted(least.items()):
         usable = {size: runs for size, runs in by_size.items() if len(runs) >= LEAST_RUNS}
         if len(usable) < 2:
             continue
-        times = [min(runs) / 1e9 for runs in usable.values()]
+        sizes = sorted(usable)
+        fit = fit_link(sizes, [min(usable[size]) / 1e9 for size in sizes])
+        while fit.residual > MOST_MISFIT and len(sizes) > 2:
+            del sizes[0]
+            fit = fit_link(sizes, [min(usable[size]) / 1e9 for size in sizes])
         found.append(
             TransferFit(
-                kind=kind, group=group, fit=fit_link(list(usable), times),
-                samples=sum(map(len, usable.values())),
+                kind=kind, group=group, ranks=ranks, fit=fit, least_bytes=sizes[0],
+                samples=sum(len(usable[size]) for size in sizes),
             )
         )  # fmt: skip
     return tuple(found)
@@ -197,8 +213,10 @@ def diagnose(ledger: Ledger) -> Verdict | None:
         )
     if suspect is None:
         return None
+    everyone = sorted({rank for one in ledger.meetings for rank in one.starts_ns})
+    between_two = suspect.phase == "link" and len(everyone) == 2
     return Verdict(
-        ranks=(suspect.rank,),
+        ranks=tuple(everyone) if between_two else (suspect.rank,),
         phase=suspect.phase,
         cost_ns=suspect.caused_ns,
         confidence=suspect.confidence,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Session"]
 
+MOST_COLLECTIVES: Final = "4096"
 SLOW_FACTS_NS: Final = 1_000_000_000
 
 
@@ -64,6 +65,9 @@ class Session:
         self._data_wait_s = 0.0
         host = self.manifest.host
         self.events("run_start", {"script": str(plan.script), "host": host, "pid": os.getpid()})
+        if place.world_size > 1:
+            # torch reads it when imported: it is to keep the collectives' groups; see `groups`.
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", MOST_COLLECTIVES)
         when_imported("torch", self._on_torch)
 
     def finish(self, exit_code: int, error: str | None) -> None:
@@ -123,6 +127,7 @@ class Session:
             self._place.rank,
             self._plan.window,
             Recording.of(self._plan.metrics),
+            on_saving=self.events.flush,
             on_saved=self._on_trace,
             on_problem=self._loss,
         )
@@ -187,7 +192,8 @@ class Session:
 
     def _loss(self, text: str) -> None:
         self.complete = False
-        self._warnings.append(text)
+        if text not in self._warnings:
+            self._warnings.append(text)
 
     def _write_manifest(self, **changes: object) -> None:
         if "torch" in sys.modules and self._tracer is not None:
@@ -206,3 +212,5 @@ class Session:
             write_whole(rank_path(self._plan.output_dir, self._place.rank), encode(self.manifest))
         except OSError as error:
             self._loss(f"the manifest of rank {self._place.rank} is out of date: {error}")
+            lost = tuple(self._warnings)
+            self.manifest = msgspec.structs.replace(self.manifest, warnings=lost, complete=False)

@@ -5,6 +5,7 @@ Needs torch; imported once the script has imported it.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerAction, profile
 
+from ms_profile.capture.groups import KEY, recorded_groups
 from ms_profile.capture.metrics import Recording
 from ms_profile.capture.phases import Phase, phase_of
 from ms_profile.format import TraceFile, Window, trace_path
@@ -36,6 +38,7 @@ class Tracer:
         rank: of this process.
         window: which steps.
         recording: what beside times.
+        on_saving: called before a file is written, which may take the room that is left.
         on_saved: told of each file.
         on_problem: told what could not be recorded, one sentence each.
     """
@@ -47,13 +50,16 @@ class Tracer:
         window: Window,
         recording: Recording,
         *,
+        on_saving: Callable[[], None] = lambda: None,
         on_saved: Callable[[TraceFile], None],
         on_problem: Callable[[str], None],
     ) -> None:
         self._folder, self._rank, self._window = folder, rank, window
         self._recording, self._on_saved, self._on_problem = recording, on_saved, on_problem
+        self._on_saving = on_saving
         self._profile: Any = None
         self._first = 0
+        self._since_ns = 0
         self._steps = 0
         self._number = len(list((folder / "traces").glob(f"rank-{rank:05d}.*")))
 
@@ -73,7 +79,12 @@ class Tracer:
             if phase in (Phase.WARM, Phase.RECORD, Phase.LAST):
                 self._start(step)
             return
-        self._steps += phase_of(self._window, step - 1) is not Phase.WARM
+        before = phase_of(self._window, step - 1)
+        self._steps += before is not Phase.WARM
+        if before is Phase.LAST:
+            self._note_groups()
+        elif before is Phase.WARM:
+            self._since_ns = time.time_ns()
         self._profile.step()
         if phase is Phase.REST or (phase is Phase.WARM and self._steps):
             self._end()
@@ -84,6 +95,7 @@ class Tracer:
         """Save the window that the script's end cut short, if it recorded anything."""
         if self._profile is not None:
             self._steps += 1
+            self._note_groups()
             self._end()
 
     def _start(self, step: int) -> None:
@@ -102,6 +114,7 @@ class Tracer:
         warming = traced.current_action == ProfilerAction.WARMUP
         self._first = step + (self._window.warmup if warming else 0)
         self._steps = 0
+        self._since_ns = time.time_ns()
         self._profile = traced
         traced.start()
         traced.add_metadata("rank", str(self._rank))
@@ -110,13 +123,24 @@ class Tracer:
         ending, self._profile = self._profile, None
         ending.stop()
 
+    def _note_groups(self) -> None:
+        """Put what names the collectives' groups into the trace that is about to be saved."""
+        noted = recorded_groups(self._since_ns)
+        if noted is not None:
+            self._profile.add_metadata_json(KEY, noted)
+
     def _save(self, traced: "profile") -> None:
         """Write the window's trace aside and give it its name once it is whole."""
         path = trace_path(self._folder, self._rank, self._number)
         aside = path.with_name(f"{path.name}.partial")
+        self._on_saving()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             traced.export_chrome_trace(str(aside))
+            # Kineto writes to a name of its own first, and leaves it there when the disk is full.
+            cut = aside.with_name(f"{aside.name}.tmp")
+            if cut.exists() and not aside.exists():
+                cut.replace(aside)
             size = aside.stat().st_size
             complete = _ends_whole(aside)
             aside.replace(path)

@@ -35,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Measure under torchrun, starting it first if asked to."""
+    if options.repeats < 1:
+        raise LinkError(f"--repeats is {options.repeats}; give 1 or more")
     if options.nproc_per_node is not None:
         return _start(options)
     if "RANK" not in os.environ:
@@ -56,6 +58,10 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _start(options: argparse.Namespace) -> int:
+    if options.nproc_per_node < 2:
+        raise LinkError(
+            f"--nproc-per-node is {options.nproc_per_node}; a link takes at least two ranks"
+        )
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     own = ["-m", "ms_profile", "link", "--backend", options.backend]
     own += ["--repeats", str(options.repeats)]

@@ -121,9 +121,9 @@ def _communication(analysis: Analysis, links: LinkMatrix | None) -> dict[str, An
         "kinds": [[*key, *cell] for key, cell in sorted(kinds.items(), key=lambda i: -i[1][2])],
         "seen": seen,
         "fits": [
-            {"kind": fit.kind, "group": fit.group, "latency_s": fit.fit.latency_s,
-             "bandwidth": fit.fit.bandwidth_bytes_per_s, "residual": fit.fit.residual,
-             "samples": fit.samples}
+            {"kind": fit.kind, "group": fit.group, "ranks": fit.ranks,
+             "latency_s": fit.fit.latency_s, "bandwidth": fit.fit.bandwidth_bytes_per_s,
+             "residual": fit.fit.residual, "samples": fit.samples, "least_bytes": fit.least_bytes}
             for fit in fit_transfers(ledger)
         ],
         "links": None if links is None else {

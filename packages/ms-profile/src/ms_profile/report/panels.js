@@ -116,7 +116,7 @@ function communication() {
     { title: "rate", value: (r) => (r[2] && r[5] ? (r[2] * r[3]) / r[5] : null), text: (r) => (r[2] && r[5] ? `${((r[2] * r[3]) / r[5]).toFixed(2)} GB/s` : NOT_MEASURABLE), number: true },
   ];
   parts.push(make("div", { class: "card" }, make("h2", {}, "Collectives by kind and size"), kinds.length ? sortedTable(kinds, columns, { sort: 5, caption: "Collectives" }).element : make("p", { class: "soft" }, facts.communication.seen ? `${count(facts.communication.seen)} collectives were seen, but by one rank alone: wait cannot be told from transfer.` : "The traces hold no collective.")));
-  if (fits.length) parts.push(make("div", { class: "card" }, make("h2", {}, "Latency and bandwidth that the collectives show"), fits.map((fit) => make("p", {}, `${fit.kind}${fit.group ? ` of ${fit.group}` : ""}: ${time(fit.latency_s * 1e9)} + size / ${fit.bandwidth === null ? NOT_MEASURABLE : `${(fit.bandwidth / 1e9).toFixed(2)} GB/s`} (misfit ${share(fit.residual, 1)}, ${count(fit.samples)} samples)`))));
+  if (fits.length) parts.push(make("div", { class: "card" }, make("h2", {}, "Latency and bandwidth that the collectives show"), fits.map((fit) => make("p", {}, `${fit.kind}${fit.group ? ` of ${fit.group}` : ""} among ranks ${fit.ranks.length > 8 ? `${fit.ranks[0]} to ${fit.ranks[fit.ranks.length - 1]} (${fit.ranks.length})` : fit.ranks.join(", ")}: ${time(fit.latency_s * 1e9)} + size / ${fit.bandwidth === null ? NOT_MEASURABLE : `${(fit.bandwidth / 1e9).toFixed(2)} GB/s`} (from ${size(fit.least_bytes)} on; misfit ${share(fit.residual, 1)}, ${count(fit.samples)} samples)`))));
   return parts;
 }
 const ranksOf = (world) => Array.from({ length: world }, (_, rank) => rank);

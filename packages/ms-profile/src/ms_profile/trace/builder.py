@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ms_profile.trace.categories import categorise
 from ms_profile.trace.columns import Category, CollectiveNote, Memory, Thread, Trace
+from ms_profile.trace.groups import name_groups
 from ms_profile.trace.records import Arguments, Record
 
 __all__ = ["TraceBuilder"]
@@ -146,7 +147,10 @@ class TraceBuilder:
             names,
             threads,
         )
-        notes = self._finish_notes(order, category)
+        notes = name_groups(
+            header, names, columns["name"][order], start[order], category[order],
+            self._finish_notes(order, category),
+        )  # fmt: skip
         # Each column is let go of as soon as its sorted copy is there.
         del columns["label"]
         return Trace(
