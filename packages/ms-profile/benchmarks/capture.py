@@ -153,9 +153,14 @@ def recorder_alone_us(folder: Path) -> dict[str, float]:
             recorder.attach()
             training.group(1)
             recorded.append(training.group(100))
+    spans = len(read_ring(folder / "alone-0.ring").spans) / 101
     cost = statistics.median(recorded) - statistics.median(plain)
     drain = drain_us(folder)
-    return {"hooks_us_a_step_of_32_blocks": cost * 1e6, "collecting_us_every_2_s": drain}
+    return {
+        "hooks_us_a_step_of_32_blocks": cost * 1e6,
+        "spans_of_32_blocks": round(spans),
+        "collecting_us_every_2_s": drain,
+    }
 
 
 def drain_us(folder: Path) -> float:
@@ -201,15 +206,25 @@ def clocks() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--only-steps", action="store_true", help="just the two kinds of step")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        found: dict[str, Any] = primitives(folder) | clocks() | recorder_alone_us(folder)
+        found: dict[str, Any] = recorder_alone_us(folder)
+        if not options.only_steps:
+            found |= primitives(folder) | clocks()
         small = Training(width=64, depth=8, rows=64)
         found["small_step"] = recorder_share(folder, small, options.rounds, 60)
         large = Training(width=384, depth=8, rows=1024)
         found["large_step"] = recorder_share(folder, large, options.rounds, 3)
+    own_us = found["hooks_us_a_step_of_32_blocks"]
+    for kind in ("small_step", "large_step"):
+        # Hooks and what is collected every other second, as told from modules that compute nothing.
+        step = found[kind]
+        step["recorder_own_us"] = own_us * step["spans_a_step"] / found["spans_of_32_blocks"]
+        step["recorder_own_us"] += found["collecting_us_every_2_s"] * step["step_ms"] / 2000
+        step["recorder_own_percent"] = step["recorder_own_us"] / step["step_ms"] / 10
     print(json.dumps(found, indent=2))
 
 

@@ -68,6 +68,9 @@ def test_logs_are_exported_to_tensorboard(folder: Path, capsys: pytest.CaptureFi
         (["logs", "nowhere"], "nowhere holds no event files"),
         (["logs", ".", "--rank", "one"], "--rank"),
         (["link"], "--nproc-per-node"),
+        (["link", "--nproc-per-node", "1"], "at least two ranks"),
+        (["link", "--nproc-per-node", "2", "--repeats", "0"], "--repeats is 0"),
+        (["compare", "a", "b", "--least-change", "-1"], "--least-change is -1"),
     ],
 )
 def test_bad_input_is_exit_code_2_or_1_in_one_line(

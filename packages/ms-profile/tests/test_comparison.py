@@ -1,11 +1,22 @@
 """Comparing runs: equal ones differ seldom, slower ones are found."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from ms_profile.analysis import analyse_traces
-from ms_profile.comparison import CHANCE, LEAST_CHANGE, compare, compare_steps, step_times
+from ms_profile.comparison import (
+    CHANCE,
+    LEAST_CHANGE,
+    compare,
+    compare_steps,
+    recorded_steps,
+    step_times,
+)
 from ms_profile.errors import TraceError
+from ms_profile.events import EventLog
+from ms_profile.format import RunManifest, Window, encode, write_whole
 from ms_profile.simulation import simulate_run
 
 
@@ -65,3 +76,51 @@ def test_too_few_steps_are_refused() -> None:
     short = analyse_traces(simulate_run(ranks=2, steps=3).traces)
     with pytest.raises(TraceError, match="has 3 named steps"):
         step_times(short)
+
+
+def log_run(folder: Path, times_s: list[float], traced: range) -> None:
+    """A run's folder with nothing but its manifest and the log of two ranks."""
+    run = RunManifest(
+        world_size=2, metrics=("idle",), script="train.py", started_wall_ns=0,
+        window=Window(skip=2), versions={},
+    )  # fmt: skip
+    write_whole(folder / "manifest.json", encode(run))
+    for rank in range(2):
+        with EventLog(folder / "events", rank=rank) as log:
+            for step, time_s in enumerate(times_s):
+                fields = {"step": step, "step_time_s": time_s * (1 + rank)}
+                log("step", fields | ({"traced": 1} if step in traced else {}))
+
+
+def test_the_steps_of_a_runs_log_are_compared_but_for_those_that_were_slowed(
+    tmp_path: Path,
+) -> None:
+    """Steps 0 and 1 warm up, 4 to 6 were traced; of the rest the slower rank's time counts."""
+    log_run(tmp_path, [9.0, 9.0, *(0.1 * n for n in range(2, 10))], range(4, 7))
+    found = recorded_steps(tmp_path)
+    assert found is not None
+    assert (found / 1e9).tolist() == pytest.approx([0.4, 0.6, 1.4, 1.6, 1.8])
+    assert recorded_steps(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("steps", [16, 40, 100])
+def test_what_is_said_to_be_found_in_nine_of_ten_is(steps: int) -> None:
+    """Runs slower by as much as `detectable` says are called in at least 85% of pairs."""
+    random = np.random.default_rng(steps)
+    analysis = analyse_traces(simulate_run(ranks=2, seed=1).traces)
+    called = 0
+    for _ in range(100):
+        before, again = step_series(random, steps), step_series(random, steps)
+        shift = compare(analysis, analysis, recorded=(before, again)).detectable
+        assert shift is not None
+        # At the least change itself half of the pairs fall short of it.
+        after = step_series(random, steps, 1 + max(shift, 2 * LEAST_CHANGE))
+        called += compare(analysis, analysis, recorded=(before, after)).regression
+    assert called >= 85
+
+
+def test_too_few_steps_promise_nothing() -> None:
+    """Four and four steps that differ widely show no slow-down surely: None, not a huge number."""
+    analysis = analyse_traces(simulate_run(ranks=2, seed=1).traces)
+    wild = np.array([1.0, 2.0, 4.0, 8.0])
+    assert compare(analysis, analysis, recorded=(wild, wild)).detectable is None

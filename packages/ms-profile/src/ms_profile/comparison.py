@@ -4,10 +4,14 @@ Medians and median deviations of the logarithms are compared, as a few steps are
 by Student's distribution. Steps of one run resemble their neighbours: three of them count as one. A
 regression is called when chance alone makes B slower by as much in fewer than 2% of cases, and when
 it is 3% or more: less than that differs between two runs of one program.
+
+A run's event log has every step, and most of them untraced; where both runs have one, its steps are
+compared, and the traces only say what moved.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from attrs import frozen
@@ -15,16 +19,20 @@ from numpy.typing import NDArray
 
 from ms_profile.activity import PHASES
 from ms_profile.analysis import Analysis
-from ms_profile.errors import TraceError
+from ms_profile.errors import ProfileError, TraceError
+from ms_profile.event_reader import EventFilter, read_events
+from ms_profile.format import read_run
 from ms_profile.operators import operator_table
 
-__all__ = ["Change", "Comparison", "compare", "compare_steps", "step_times"]
+__all__ = ["Change", "Comparison", "compare", "compare_steps", "recorded_steps", "step_times"]
 
 LEAST_STEPS = 4
 CHANCE = 0.02
 LEAST_CHANGE = 0.03
 ALIKE = 3.0
 DRAWS = 100_000
+POWER = 0.9
+Times = NDArray[np.float64]
 
 
 @frozen(kw_only=True)
@@ -49,6 +57,13 @@ class Comparison:
     """Of the median step, the slowest rank's."""
     chance: float
     """How often chance alone makes B slower by as much."""
+    detectable: float | None
+    """Relative slow-down that 9 in 10 such pairs of runs would show as a regression.
+
+    None where so few steps, or so unlike, show not even a tenfold one.
+    """
+    steps: tuple[int, int]
+    """How many of each run were compared."""
     regression: bool
     improvement: bool
     phases: tuple[Change, ...]
@@ -57,19 +72,34 @@ class Comparison:
     """Self time per step and rank, the largest change first."""
 
 
-def compare(before: Analysis, after: Analysis, *, least_change: float = LEAST_CHANGE) -> Comparison:
+def compare(
+    before: Analysis,
+    after: Analysis,
+    *,
+    least_change: float = LEAST_CHANGE,
+    recorded: tuple[Times, Times] | None = None,
+) -> Comparison:
     """Compare two runs' steps, phases and operators.
+
+    Args:
+        before: run A.
+        after: run B.
+        least_change: relative change that counts.
+        recorded: step times of both runs, (N,) and (M,) ns in order, as `recorded_steps` reads
+            them; without them, those of the traces.
 
     Raises:
         TraceError: a run has fewer than 4 named steps.
     """
-    old, new = step_times(before), step_times(after)
+    old, new = recorded or (step_times(before), step_times(after))
     slower, faster = compare_steps(old, new), compare_steps(new, old)
     change = Change(name="step", before_ns=float(np.median(old)), after_ns=float(np.median(new)))
     relative = change.share or 0.0
     return Comparison(
         step=change,
         chance=slower,
+        detectable=_detectable(old, new, least_change),
+        steps=(len(old), len(new)),
         regression=slower < CHANCE and relative >= least_change,
         improvement=faster < CHANCE and relative <= -least_change,
         phases=_phases(before, after),
@@ -77,7 +107,29 @@ def compare(before: Analysis, after: Analysis, *, least_change: float = LEAST_CH
     )
 
 
-def step_times(analysis: Analysis) -> NDArray[np.float64]:
+def recorded_steps(folder: Path) -> Times | None:
+    """Wall time of each step that a run's event log holds, the slowest rank's, (S,) ns.
+
+    Steps that the tracer slowed are left out, and those before its first window, which fill caches.
+    None where the folder is no run, or has fewer than 4 such steps on all ranks.
+    """
+    try:
+        run = read_run(folder)
+        events = list(read_events(folder, EventFilter(kinds={"step"})))
+    except ProfileError:
+        return None
+    times: dict[int, dict[int, float]] = defaultdict(dict)
+    for event in events:
+        length = event.fields.get("step_time_s")
+        usual = "traced" not in event.fields and (event.step or 0) >= run.window.skip
+        if event.step is not None and usual and isinstance(length, float):
+            times[event.step][event.rank] = length * 1e9
+    ranks = {rank for own in times.values() for rank in own}
+    full = [max(own.values()) for _, own in sorted(times.items()) if len(own) == len(ranks)]
+    return np.array(full, np.float64) if len(full) >= LEAST_STEPS else None
+
+
+def step_times(analysis: Analysis) -> Times:
     """Wall time of each step that all ranks recorded, the slowest rank's, (S,) ns.
 
     Raises:
@@ -110,6 +162,17 @@ def compare_steps(
         after: of the other, (M,).
         seed: of the draws from Student's distribution.
     """
+    difference, error, freedom = _difference(before, after)
+    if error == 0:
+        return 0.0 if difference > 0 else 1.0
+    draws = np.random.default_rng(seed).standard_t(freedom, DRAWS)
+    return float(((draws >= difference / error).sum() + 1) / (DRAWS + 1))
+
+
+def _difference(
+    before: Sequence[float] | Times, after: Sequence[float] | Times
+) -> tuple[float, float, float]:
+    """Difference of the medians' logarithms, its standard error, and the degrees of freedom."""
     old, new = np.log(np.asarray(before, np.float64)), np.log(np.asarray(after, np.float64))
     apart = [np.abs(own - np.median(own)) for own in (old, new)]
     # 1.4826 makes the median deviation a standard deviation; medians took 2 of the freedoms.
@@ -117,11 +180,16 @@ def compare_steps(
     spread = 1.4826 * float(np.median(np.concatenate(apart))) * (1 + 1 / freedom)
     # 1.25 is how much less sure a median is than a mean.
     error = 1.25 * spread * (ALIKE / len(old) + ALIKE / len(new)) ** 0.5
-    difference = float(np.median(new) - np.median(old))
-    if error == 0:
-        return 0.0 if difference > 0 else 1.0
-    draws = np.random.default_rng(seed).standard_t(freedom, DRAWS)
-    return float(((draws >= difference / error).sum() + 1) / (DRAWS + 1))
+    return float(np.median(new) - np.median(old)), error, freedom
+
+
+def _detectable(before: Times, after: Times, least_change: float) -> float | None:
+    """The slow-down that comes out beyond chance in 9 of 10 pairs of such runs."""
+    _, error, freedom = _difference(before, after)
+    draws = np.random.default_rng(0).standard_t(freedom, DRAWS)
+    beyond, most = np.quantile(draws, [1 - CHANCE, POWER])
+    logarithm = float(error * (beyond + most))
+    return max(float(np.expm1(logarithm)), least_change) if logarithm < np.log(10) else None
 
 
 def _phases(before: Analysis, after: Analysis) -> tuple[Change, ...]:

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ms_profile.analysis import analyse
-from ms_profile.comparison import LEAST_CHANGE, Change, Comparison, compare
+from ms_profile.comparison import LEAST_CHANGE, Change, Comparison, compare, recorded_steps
+from ms_profile.errors import TraceError
 
 __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
 
@@ -29,8 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Compare and print; 1 for a regression."""
+    if not 0 <= options.least_change < 1:
+        raise TraceError(f"--least-change is {options.least_change}; give a share, 0 to 1")
+    old, new = recorded_steps(options.before), recorded_steps(options.after)
     found = compare(
-        analyse(options.before), analyse(options.after), least_change=options.least_change
+        analyse(options.before),
+        analyse(options.after),
+        least_change=options.least_change,
+        recorded=(old, new) if old is not None and new is not None else None,
     )
     if options.json:
         print(msgspec.json.encode(_facts(found)).decode())
@@ -46,6 +53,7 @@ def _facts(found: Comparison) -> dict[str, Any]:
 
     return {
         "regression": found.regression, "improvement": found.improvement, "chance": found.chance,
+        "detectable": found.detectable, "steps": found.steps,
         "step": plain(found.step), "phases": [plain(one) for one in found.phases],
         "operators": [plain(one) for one in found.operators],
     }  # fmt: skip
@@ -67,3 +75,7 @@ def _show(found: Comparison) -> None:
     share = found.step.share
     change = "" if share is None else f"{share:+.1%} a step, "
     print(f"{verdict}: {change}as much by chance in {found.chance:.1%} of cases")
+    power = f"a slow-down of {found.detectable:.0%} is found in 9 of 10 such pairs of runs"
+    if found.detectable is None:
+        power = "with so few of them, or so unlike, no slow-down is found surely; record more"
+    print(f"{found.steps[0]} and {found.steps[1]} steps compared: {power}")
