@@ -16,7 +16,7 @@ def _betas(instance: object, attribute: object, value: tuple[float, ...]) -> Non
         raise ConfigError(f"betas is {list(value)}; give two numbers of at least 0, below 1")
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, slots=False)  # trainers inherit from more than one
 class RunOptions:
     """How a run goes on, shows itself and is kept."""
 
@@ -38,7 +38,7 @@ class RunOptions:
     """Takes every event; by default they go to `output_dir/events.jsonl`."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, slots=False)  # trainers inherit from more than one
 class OptimizerOptions:
     """AdamW with linear warm-up and a linear or no decay."""
 

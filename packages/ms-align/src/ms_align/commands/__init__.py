@@ -1,8 +1,9 @@
 """What `ms-align` can do, one file a command; each is a skin over a public class or function."""
 
+from ms_align.commands import generate, online
 from ms_align.commands.command import Command
 
 __all__ = ["COMMANDS", "Command"]
 
-COMMANDS: tuple[Command, ...] = ()
+COMMANDS: tuple[Command, ...] = (*online.COMMANDS, generate.COMMAND)
 """In the order in which `--help` lists them."""

@@ -1,0 +1,37 @@
+"""The face of a cache that transformers' models know; imported only where one is run."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+__all__ = ["face_of"]
+
+
+class _Face(Cache):
+    """Hands keys and values to a cache of ours and back, in the order (B, Hk, S, D)."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(layers=[])
+        self._cache = cache
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take a layer's new keys and values; give all."""
+        k, v = self._cache.put(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns held before this forward."""
+        return int(self._cache.held)
+
+    def get_mask_sizes(self, query: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """Length and offset of the keys that a mask must cover."""
+        count = query if isinstance(query, int) else query.shape[0]
+        return int(self._cache.held) + count, 0
+
+
+def face_of(cache: Any) -> Cache:
+    """The face of a cache of ours."""
+    return _Face(cache)

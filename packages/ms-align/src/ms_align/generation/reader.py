@@ -1,0 +1,156 @@
+"""Runs any model on prompts and on one more token a row, with the keys and values in `Columns`.
+
+The model is called as it is; only the cache that it is handed is ours. Shapes: B rows, S positions,
+H hidden, V vocabulary, Hk heads, D width of a head.
+"""
+
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from ms_align.errors import ModelError
+from ms_align.generation.columns import Columns
+from ms_align.language_model import HuggingFaceModel, LanguageModel, PlainModel
+
+__all__ = ["ModelReader", "Reader", "reader_of"]
+
+
+class Reader(Protocol):
+    """What the generator asks of a model."""
+
+    def read(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Read prompts.
+
+        Args:
+            tokens: (B, S) int64, padded on the right.
+            lengths: (B,) int64.
+
+        Returns:
+            Logits (B, V) after each prompt's last token; of each layer (B, S, 2, Hk, D).
+        """
+
+    def step(self, tokens: Tensor, positions: Tensor, columns: Columns) -> Tensor:
+        """Read one more token a row, (B,) at positions (B,); logits (B, V). Columns advance."""
+
+
+def reader_of(model: LanguageModel) -> "ModelReader":
+    """The reader for a model.
+
+    Raises:
+        ModelError: the model has no cache.
+    """
+    if isinstance(model, PlainModel):
+        raise ModelError(
+            f"{type(model.module).__name__} takes no cache, so it cannot be generated from; give "
+            "a model of ms_parallel or transformers, or a generator of your own"
+        )
+    return ModelReader(model)
+
+
+class ModelReader:
+    """Runs a model of the seam or of transformers."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self._call = _call_huggingface if isinstance(model, HuggingFaceModel) else _call_seam
+
+    def read(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Logits (B, V) after each prompt, and what each layer holds of it."""
+        # On the right pads need no mask: what comes later is never seen.
+        cache = _PromptCache(tokens.shape[1])
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        hidden = self._call(self._model, tokens, positions, cache)
+        last = hidden[torch.arange(len(tokens), device=tokens.device), lengths - 1]
+        return self._model.project(last), cache.layers
+
+    def step(self, tokens: Tensor, positions: Tensor, columns: Columns) -> Tensor:
+        """Logits (B, V) after one more token a row."""
+        columns.ensure(1)
+        cache = _StepCache(columns)
+        hidden = self._call(self._model, tokens[:, None], positions[:, None], cache)
+        columns.advance()
+        return self._model.project(hidden[:, -1])
+
+
+class _Cache(Protocol):
+    documents: Tensor | None
+    held: int
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Take (B, S, Hk, D) each; give all, (B, W + S, Hk, D) each."""
+
+
+class _PromptCache:
+    """Takes the keys and values of prompts as they are made."""
+
+    documents: Tensor | None = None
+    held = 0
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.layers: list[Tensor] = []
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        assert layer == len(self.layers), "layers come in their order"
+        self.layers.append(torch.stack((k, v), 2))
+        return k, v
+
+
+class _StepCache:
+    """Writes one token's keys and values into the columns."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+        self.held = columns.end - columns.low
+        mask = columns.mask()
+        # The newest token's document is 1, and so are the columns that it sees.
+        self.documents = None if mask is None else mask.to(torch.int32)
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        view = self._columns.view(layer, 1)
+        view[:, -1, 0], view[:, -1, 1] = k[:, 0], v[:, 0]
+        return view[:, :, 0], view[:, :, 1]
+
+
+class _SeamCache:
+    """The face of a cache that models of the seam know."""
+
+    def __init__(self, cache: _Cache) -> None:
+        self._cache = cache
+        self.length = cache.held
+        self._order: dict[int, int] = {}
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values behind the present ones, and give all."""
+        return self._cache.put(self._order.setdefault(layer, len(self._order)), k, v)
+
+    def all_documents(self, new: Tensor | None, rows: int, count: int) -> Tensor | None:
+        """The documents of held and new positions."""
+        return self._cache.documents
+
+    def advance(self, count: int, documents: Tensor | None) -> None:
+        """The columns are advanced by whoever reads."""
+
+
+def _call_seam(model: LanguageModel, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
+    hidden: Tensor = model.module(
+        tokens, positions=positions, cache=_SeamCache(cache), logits=False
+    )
+    return hidden
+
+
+def _call_huggingface(
+    model: LanguageModel, tokens: Tensor, positions: Tensor, cache: Any
+) -> Tensor:
+    from ms_align.generation.huggingface_cache import face_of
+
+    mask = None
+    if cache.held:
+        dtype = next(model.module.parameters()).dtype
+        width = cache.held + 1
+        seen = torch.zeros(tokens.shape[0], width, dtype=dtype, device=tokens.device)
+        if cache.documents is not None:
+            seen = seen.masked_fill(cache.documents == 0, torch.finfo(dtype).min)
+        mask = seen[:, None, None]
+    return cast(HuggingFaceModel, model).cached(tokens, positions, mask, face_of(cache))

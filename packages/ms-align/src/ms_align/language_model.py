@@ -1,0 +1,212 @@
+"""One face for every causal language model: hidden states, and the head that makes logits of them.
+
+Three kinds of module are understood, told apart by what they offer, never by name alone:
+a model of the seam (`forward(tokens, positions=, documents=, cache=)` with `head_weight`, such as
+`ms_parallel.models.Decoder`), a transformers model (`get_output_embeddings`), and any module that
+maps tokens (B, S) to logits (B, S, V). Shapes: B rows, S positions, H hidden, V vocabulary.
+"""
+
+import copy
+import inspect
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ms_align.errors import ModelError
+
+__all__ = [
+    "HuggingFaceModel",
+    "LanguageModel",
+    "PlainModel",
+    "SeamModel",
+    "copy_of",
+    "language_model",
+]
+
+AGREE = 1e-4
+"""How far logits from hidden states may lie from a model's own, relative to the largest."""
+
+
+class LanguageModel(Protocol):
+    """What the engine and the generator ask of a model."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself."""
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Width of a hidden state; None where the model shows none."""
+
+    @property
+    def vocabulary_size(self) -> int | None:
+        """Tokens that there are; None where the model does not say."""
+
+    @property
+    def context(self) -> int | None:
+        """Most positions that it can take; None where the model does not say."""
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
+        """Final hidden states (B, S, H), or where the model shows none, logits (B, S, V)."""
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Hidden states (..., H) to logits (..., V)."""
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    """A copy that shares no weight; operators that are Python modules stay the ones they are."""
+    shared: dict[int, Any] = {
+        id(value): value
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, ModuleType)
+    }
+    return copy.deepcopy(module, shared)
+
+
+def language_model(module: nn.Module) -> LanguageModel:
+    """The face of a model.
+
+    Raises:
+        ModelError: it is none of the kinds that are understood.
+    """
+    if hasattr(module, "head_weight") and hasattr(module, "blocks"):
+        return SeamModel(module)
+    if hasattr(module, "get_output_embeddings") or hasattr(module, "get_base_model"):
+        return HuggingFaceModel(module)
+    if isinstance(module, nn.Module):
+        return PlainModel(module)
+    raise ModelError(f"{type(module).__name__} is no torch.nn.Module; give a model")
+
+
+class SeamModel:
+    """A model of the seam that can leave out its head."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        config = cast(Any, module).config
+        self.hidden_size: int | None = config.hidden_size
+        self.vocabulary_size: int | None = config.vocab_size
+        self.context: int | None = getattr(config, "max_position_embeddings", None)
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
+        """Final hidden states (B, S, H)."""
+        hidden: Tensor = self.module(tokens, positions=positions, documents=documents, logits=False)
+        return hidden
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Hidden states (..., H) to logits (..., V)."""
+        return F.linear(hidden, cast(Tensor, self.module.head_weight))
+
+
+class HuggingFaceModel:
+    """A causal language model of transformers, also one wrapped by peft."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        own: Any = module
+        self._inner: Any = own.get_base_model() if hasattr(module, "get_base_model") else own
+        config = self._inner.config.get_text_config()
+        self.vocabulary_size: int | None = config.vocab_size
+        self.hidden_size: int | None = config.hidden_size
+        self.context: int | None = getattr(config, "max_position_embeddings", None)
+        self._whole = not self._head_is_all()
+        if self._whole:
+            self.hidden_size = None
+
+    @torch.no_grad()
+    def _head_is_all(self) -> bool:
+        """Whether logits are the output embedding of the hidden states and nothing more."""
+        head = self._inner.get_output_embeddings()
+        if head is None or self._inner.base_model is self._inner:
+            return False
+        tokens = torch.arange(4, device=head.weight.device)[None] % max(
+            self.vocabulary_size or 1, 1
+        )
+        training = self._inner.training
+        self._inner.eval()
+        own = self._inner(input_ids=tokens, use_cache=False).logits.float()
+        body = self._inner.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        made = head(body).float()
+        self._inner.train(training)
+        same_shape = own.shape == made.shape
+        return same_shape and bool((own - made).abs().max() <= AGREE * own.abs().max())
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
+        """Final hidden states (B, S, H); logits where the head does more than multiply."""
+        arguments: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        arguments["position_ids"] = positions
+        # An explicit mask, for what a model makes of positions that restart differs by version.
+        arguments["attention_mask"] = attention_mask(self._inner, tokens, documents)
+        if self._whole:
+            return cast(Tensor, self._inner(**arguments).logits)
+        return cast(Tensor, self._inner.base_model(**arguments).last_hidden_state)
+
+    def cached(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: object
+    ) -> Tensor:
+        """As `hidden`, behind the positions that a cache of transformers' form holds."""
+        arguments: dict[str, Any] = {
+            "input_ids": tokens,
+            "position_ids": positions,
+            "attention_mask": mask,
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        if self._whole:
+            return cast(Tensor, self._inner(**arguments).logits)
+        return cast(Tensor, self._inner.base_model(**arguments).last_hidden_state)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Hidden states (..., H) to logits (..., V)."""
+        return hidden if self._whole else cast(Tensor, self._inner.get_output_embeddings()(hidden))
+
+
+def attention_mask(inner: Any, tokens: Tensor, documents: Tensor | None) -> Tensor | None:
+    """None for plain causal attention; else 0 and the least number, (B, 1, S, S), in its dtype."""
+    if documents is None:
+        return None
+    length = tokens.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+    seen = (documents[:, :, None] == documents[:, None, :]) & causal
+    dtype = next(inner.parameters()).dtype
+    return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
+
+
+class PlainModel:
+    """Any module that maps tokens to logits; it shows no hidden states."""
+
+    hidden_size: int | None = None
+    vocabulary_size: int | None = None
+    context: int | None = None
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        names = inspect.signature(module.forward).parameters
+        every = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())
+        self._takes = {name for name in ("positions", "documents") if every or name in names}
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
+        """Logits (B, S, V).
+
+        Raises:
+            ModelError: rows are packed or positions restart, and the module takes no such thing.
+        """
+        given: Mapping[str, Tensor | None] = {"positions": positions, "documents": documents}
+        if documents is not None and "documents" not in self._takes:
+            raise ModelError(
+                f"{type(self.module).__name__}.forward takes no `documents`, so packed rows would "
+                "leak into each other; add that argument, or don't pack"
+            )
+        arguments = {name: given[name] for name in self._takes}
+        return cast(Tensor, self.module(tokens, **arguments))
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """The logits as they are."""
+        return hidden

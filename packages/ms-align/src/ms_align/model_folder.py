@@ -1,0 +1,64 @@
+"""Models from disk and to disk, by whichever library knows them."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors.torch import save_file
+from torch import nn
+
+from ms_align import processes
+from ms_align.durable import writing
+from ms_align.errors import ConfigError, ModelError
+
+__all__ = ["load_model", "save_model"]
+
+
+def load_model(folder: str | Path) -> nn.Module:
+    """The model of a Hugging Face folder, through ms-parallel where it knows the architecture.
+
+    Raises:
+        ModelError: there is no model, or it cannot be read.
+        ConfigError: neither ms-parallel nor transformers is installed.
+    """
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json; give the folder of a model")
+    if importlib.util.find_spec("ms_parallel"):
+        import ms_parallel
+
+        try:
+            return ms_parallel.load_model(path)
+        except ms_parallel.ParallelError as error:
+            if not importlib.util.find_spec("transformers"):
+                raise ModelError(str(error)) from error
+    if importlib.util.find_spec("transformers"):
+        from transformers import AutoModelForCausalLM
+
+        return cast(nn.Module, AutoModelForCausalLM.from_pretrained(path))
+    raise ConfigError(
+        f"reading the model in {folder} needs ms-parallel or transformers; install "
+        "ms-align[parallel] or ms-align[hf]"
+    )
+
+
+def save_model(model: nn.Module, folder: Path) -> None:
+    """Write a model as its library does; a plain module's weights as `model.safetensors`.
+
+    Raises:
+        CheckpointError: the place cannot be written.
+    """
+    with writing(folder):
+        if hasattr(model, "save_pretrained"):
+            if processes.rank() == 0:
+                cast(Any, model).save_pretrained(folder)
+        elif hasattr(model, "head_weight") and importlib.util.find_spec("ms_parallel"):
+            import ms_parallel
+
+            ms_parallel.save_model(cast(Any, model), folder)
+        elif processes.rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            unique = {}
+            for name, tensor in model.state_dict().items():
+                unique[name] = tensor.detach().cpu().contiguous().clone()
+            save_file(unique, folder / "model.safetensors")

@@ -1,0 +1,300 @@
+"""What all trainers that learn from their own responses share: settings, models, the loop's work.
+
+A rollout draws responses to some prompts, scores them, and is then used for several updates; all
+of it is in a checkpoint, so a run that was killed between any two updates goes on bit for bit.
+"""
+
+import zlib
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from attrs import field, fields, frozen
+from torch import Tensor, nn
+
+from ms_align import processes
+from ms_align.engine import Engine, Loss
+from ms_align.errors import ConfigError, ModelError
+from ms_align.generation import Generator, LocalGenerator
+from ms_align.generation.engine_generator import EngineGenerator
+from ms_align.kl import AdaptiveKL
+from ms_align.local import LocalEngine
+from ms_align.loop import Loop, Result
+from ms_align.model_folder import load_model, save_model
+from ms_align.options import OptimizerOptions, RunOptions
+from ms_align.prompts import Prompt, read_prompts
+from ms_align.reward import Failure, rewards_of
+from ms_align.sampling import Sampling
+from ms_align.settings import flag, number, one_of, whole
+from ms_align.tokenizer import Tokenizer, load_tokenizer
+from ms_align.trainers.experience import Experience, Scoring
+from ms_align.trainers.reference import Reference, reference_of
+from ms_align.trainers.work import OnlineWork
+
+__all__ = ["OnlineTrainer"]
+
+
+@frozen(kw_only=True, slots=False)
+class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
+    """Settings that PPO, GRPO and RLOO share, beside those of sampling, optimizer and run."""
+
+    policy_model: Any
+    """What learns: a torch.nn.Module, an Engine, or the folder of a model."""
+    reward_model: Any
+    """Any callable on samples, any torch.nn.Module, several of them, or names with weights."""
+    reference_model: Any = None
+    """What the KL holds the policy near: a module, an Engine, a folder, `"adapter_off"` for the
+    policy without its adapters, or None for a frozen copy of the policy as it begins."""
+    tokenizer: Any = None
+    """Has `encode` and `decode`; or a name for `load_tokenizer`. Needed for texts alone."""
+    generator: Generator | None = None
+    """Draws the responses; the built-in one by default."""
+    steps: int = field(default=100, validator=whole())
+    """Updates of the whole run."""
+    batch_size: int = field(default=64, validator=whole())
+    """Responses of one rollout, over all processes."""
+    minibatch_size: int | None = field(default=None, validator=whole(optional=True))
+    """Responses of one update; all of the rollout by default."""
+    microbatch_size: int | None = field(default=None, validator=whole(optional=True))
+    """Responses that pass a model at once; all of the update by default."""
+    group_size: int = field(default=1, validator=whole())
+    """Responses to each prompt."""
+    epochs: int = field(default=1, validator=whole())
+    """Passes over one rollout."""
+    slots: int = field(default=64, validator=whole())
+    """Responses that are written at once."""
+    kl_coeff: float = field(default=0.0, validator=number())
+    """How much a nat of KL from the reference costs."""
+    kl_in: Literal["reward", "loss"] = field(default="reward", validator=one_of("reward", "loss"))
+    kl_estimator: str = "k1"
+    """`k1`, `k2` or `k3` in the reward; `k2`, `k3`, `k3_weighted` or `k1_to_go` in the loss."""
+    kl_target: float | None = field(default=None, validator=number(optional=True))
+    """KL of a response in nats that the coefficient is moved towards; None keeps it."""
+    kl_horizon: int = field(default=10_000, validator=whole())
+    entropy_coeff: float = field(default=0.0, validator=number())
+    clip_low: float = field(default=0.2, validator=number())
+    clip_high: float = field(default=0.2, validator=number())
+    missing_stop_penalty: float = field(default=0.0, validator=number())
+    """Taken from the reward of a response that its length ended."""
+    length_penalty: float = field(default=0.0, validator=number())
+    """Taken from the reward for each token of a response."""
+    reward_clip: float | None = field(default=None, validator=number(optional=True))
+    """Rewards are held within plus and minus it."""
+    on_reward_failure: Failure = field(default="stop", validator=one_of("stop", "skip", "penalise"))
+    reward_failure_penalty: float = -1.0
+    equal_rewards_limit: int = field(default=10, validator=whole())
+    """Rollouts in a row of which nothing can be learned, after which the run is refused."""
+    recompute_logprobs: bool = field(default=False, validator=flag)
+    """Ask the training forward for the log-probabilities of a rollout; always so where the
+    generator keeps none."""
+    held_out: Any = None
+    """Prompts, as `prompt_dataset`, that are never learned from."""
+    evaluate_samples: int = field(default=3, validator=whole(least=0))
+    """Held-out samples that are shown at each evaluation."""
+
+    def __attrs_post_init__(self) -> None:
+        size = self.minibatch_size or self.batch_size
+        if self.batch_size % size:
+            raise ConfigError(
+                f"batch_size {self.batch_size} does not divide into minibatches of {size}; choose "
+                "a minibatch_size that divides it"
+            )
+        if self.batch_size % self.group_size:
+            raise ConfigError(
+                f"batch_size {self.batch_size} does not divide into groups of {self.group_size}; "
+                "choose a group_size that divides it"
+            )
+        allowed = ("k1", "k2", "k3") if self.kl_in == "reward" else LOSS_ESTIMATORS
+        if self.kl_estimator not in allowed:
+            raise ConfigError(
+                f"kl_estimator is {self.kl_estimator!r} with the KL in the {self.kl_in}; give one "
+                f"of {', '.join(allowed)}"
+            )
+        if self.kl_target is not None:
+            self.controller  # noqa: B018 - its own checks
+
+    @property
+    def sampling(self) -> Sampling:
+        """How responses are drawn."""
+        return Sampling(**{f.name: getattr(self, f.name) for f in fields(Sampling)})
+
+    @property
+    def controller(self) -> AdaptiveKL | None:
+        """What moves the KL's coefficient; None keeps it."""
+        if self.kl_target is None:
+            return None
+        return AdaptiveKL(target=self.kl_target, horizon=self.kl_horizon)
+
+    def optimize(
+        self,
+        prompt_dataset: str | Path | Iterable[Any],
+        response_dataset: str | Path | Iterable[Any] | None = None,
+    ) -> Result:
+        """Learn from responses to prompts, to the end or to SIGTERM, going on where it stopped.
+
+        Args:
+            prompt_dataset: texts, lists of tokens, chats, mappings with a key `prompt`, or the
+                path of a JSON Lines file of them.
+            response_dataset: by choice the known answer to each prompt, in the same order. The
+                policy is never trained on it: each reward finds it in `sample.answer`.
+
+        Returns:
+            What the run came to. The trained model lies in `output_dir/model`.
+
+        Raises:
+            ConfigError: a setting does not fit another, or nothing is left to do.
+            DataError: the dataset is empty, or a prompt or the tokenizer does not fit the model.
+            RewardError: a reward failed and `on_reward_failure="stop"`.
+            NothingToLearnError: too many rollouts in a row gave no difference to learn from.
+        """
+        tokenizer = self._tokenizer()
+        prompts = read_prompts(prompt_dataset, tokenizer, response_dataset)
+        held_out = (
+            [] if self.held_out is None else read_prompts(self.held_out, tokenizer, what="held_out")
+        )
+        torch.manual_seed(self.seed)
+        work = self._work(prompts, held_out, tokenizer)
+        loop = Loop(work, steps=self.steps, options=self, identity=self._identity(work, prompts))
+        result = loop.run()
+        if result.finished:
+            model = _module_of(work.policy)
+            if model is not None:
+                save_model(model, self.output_dir / "model")
+        return result
+
+    @abstractmethod
+    def loss(self, kl_coeff: float) -> Loss:
+        """The policy's loss at a coefficient of the KL."""
+
+    @abstractmethod
+    def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
+        """What the loss reads beside the tokens, (N, S) each, from a scored rollout."""
+
+    def value_loss(self) -> Loss | None:
+        """The loss of a value model of its own, if there is one."""
+        return None
+
+    def heads(self) -> dict[str, int]:
+        """Extra heads of the policy."""
+        return {}
+
+    def value_engine(self, policy: Engine) -> Engine | None:
+        """What estimates values; None where nothing does."""
+        return None
+
+    @property
+    def learns_from_groups(self) -> bool:
+        """Whether equal rewards in each group teach nothing."""
+        return False
+
+    def _work(
+        self, prompts: list[Prompt], held_out: list[Prompt], tokenizer: Tokenizer | None
+    ) -> OnlineWork:
+        policy = self._engine(self.policy_model, heads=self.heads())
+        _check_tokenizer(tokenizer, policy)
+        rows = self.batch_size // self.group_size
+        if rows % policy.data_ranks:
+            raise ConfigError(
+                f"{rows} prompts a rollout do not divide over {policy.data_ranks} data ranks; "
+                "choose a batch_size that does"
+            )
+        return OnlineWork(
+            trainer=self,
+            policy=policy,
+            value=self.value_engine(policy),
+            reference=self._reference(policy),
+            generator=self._generator(policy, tokenizer),
+            scoring=Scoring(
+                rewards=rewards_of(self.reward_model),
+                tokenizer=tokenizer,
+                on_failure=self.on_reward_failure,
+                penalty=self.reward_failure_penalty,
+            ),
+            prompts=prompts,
+            held_out=held_out,
+        )
+
+    def _engine(self, model: Any, *, heads: dict[str, int] | None = None) -> Engine:
+        if isinstance(model, str | Path):
+            model = load_model(model)
+        if isinstance(model, nn.Module):
+            return LocalEngine(
+                model, self._optimizer(), heads=heads, microbatch_size=self.microbatch_size
+            )
+        if hasattr(model, "update") and hasattr(model, "evaluate"):
+            return cast(Engine, model)
+        raise ConfigError(
+            f"a model is {type(model).__name__}; give a torch.nn.Module, an Engine or a folder"
+        )
+
+    def _optimizer(self) -> OptimizerOptions:
+        names = [each.name for each in fields(OptimizerOptions)]
+        return OptimizerOptions(**{name: getattr(self, name) for name in names})
+
+    def _reference(self, policy: Engine) -> Reference | None:
+        if not self.kl_coeff:
+            return None
+        return reference_of(self.reference_model, policy, self._engine)
+
+    def _generator(self, policy: Engine, tokenizer: Tokenizer | None) -> Generator:
+        if self.generator is not None:
+            return self.generator
+        model = _module_of(policy)
+        if model is not None:
+            decode = tokenizer.decode if tokenizer else None
+            return LocalGenerator(model, slots=self.slots, decode=decode)
+        if hasattr(policy, "generate"):
+            return EngineGenerator(cast(Any, policy))
+        raise ConfigError(f"{type(policy).__name__} does not generate; give generator=")
+
+    def _tokenizer(self) -> Tokenizer | None:
+        if isinstance(self.tokenizer, str | Path):
+            return load_tokenizer(self.tokenizer)
+        return cast("Tokenizer | None", self.tokenizer)
+
+    def _identity(self, work: OnlineWork, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        names = ("seed", "batch_size", "minibatch_size", "group_size", "epochs", "learning_rate")
+        checksum = 0
+        for prompt in prompts:
+            checksum = zlib.crc32(repr(prompt.tokens).encode(), checksum)
+        return {
+            "trainer": type(self).__name__,
+            "prompts": checksum,
+            "policy": _checksum(work.policy.state_dict()),
+            **{name: getattr(self, name) for name in names},
+        }
+
+
+LOSS_ESTIMATORS = ("k2", "k3", "k3_weighted", "k1_to_go")
+
+
+def _module_of(engine: Engine) -> nn.Module | None:
+    """The whole model of an engine, where this process holds it."""
+    module = getattr(engine, "module", None)
+    return module if isinstance(module, nn.Module) else None
+
+
+def _checksum(state: Mapping[str, Tensor]) -> int | None:
+    """Of the weights that a run begins with; the same weights must be given to go on."""
+    if processes.count() > 1:
+        return None
+    checksum = 0
+    for name in sorted(state):
+        if not name.startswith(("optimizer.", "engine.")):
+            content = state[name].detach().cpu().contiguous().flatten().view(torch.uint8)
+            checksum = zlib.crc32(content.numpy().tobytes(), checksum)
+    return checksum
+
+
+def _check_tokenizer(tokenizer: Tokenizer | None, policy: Engine) -> None:
+    """Refuse a tokenizer that has tokens which the model has not."""
+    has = getattr(tokenizer, "vocabulary_size", None)
+    model = getattr(policy, "model", None) or getattr(policy, "config", None)
+    takes = getattr(model, "vocabulary_size", None) or getattr(model, "vocab_size", None)
+    if has and takes and has > takes:
+        raise ModelError(
+            f"the tokenizer has {has} tokens and the model {takes}; give the tokenizer that the "
+            "model was trained with"
+        )

@@ -1,0 +1,96 @@
+"""PPO: token-level advantages by GAE from a learned value, several clipped updates a rollout."""
+
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from ms_align.advantage import gae, whiten
+from ms_align.engine import Engine, Loss
+from ms_align.errors import ConfigError
+from ms_align.language_model import copy_of
+from ms_align.local import LocalEngine
+from ms_align.losses.ppo import PPOLoss, ValueLoss
+from ms_align.settings import flag, number, whole
+from ms_align.trainers.experience import Experience, token_rewards
+from ms_align.trainers.online import OnlineTrainer
+
+__all__ = ["PPOTrainer"]
+
+
+@frozen(kw_only=True, slots=False)
+class PPOTrainer(OnlineTrainer):
+    """Proximal policy optimisation with a value, a reference and any reward.
+
+    `PPOTrainer(policy_model=policy, reward_model=reward, kl_coeff=0.2).optimize(prompts)` begins;
+    every setting is a keyword. Nothing starts before `optimize`.
+
+    Raises:
+        ConfigError: a setting is of the wrong kind or out of range.
+    """
+
+    value_model: Any = None
+    """What estimates values: None for a head on the policy's own hidden states, `"copy"` for a
+    model of its own that begins as the policy, a module, a folder, or an Engine with a head
+    `value`."""
+    epochs: int = field(default=4, validator=whole())
+    kl_coeff: float = field(default=0.05, validator=number())
+    gamma: float = field(default=1.0, validator=number(most=1.0))
+    """Discount a token."""
+    lam: float = field(default=0.95, validator=number(most=1.0))
+    """λ of GAE."""
+    value_coeff: float = field(default=0.1, validator=number())
+    """Weight of the value's loss where it shares the policy's model."""
+    value_clip: float | None = field(default=0.2, validator=number(optional=True))
+    whiten_advantages: bool = field(default=True, validator=flag)
+    whiten_rewards: bool = field(default=False, validator=flag)
+    """Divide rewards by their deviation; their mean stays."""
+
+    def heads(self) -> dict[str, int]:
+        """A value head, where the policy's model bears it."""
+        return {"value": 1} if self.value_model is None else {}
+
+    def value_engine(self, policy: Engine) -> Engine:
+        """The policy's engine, or one of its own."""
+        if self.value_model is None:
+            return policy
+        model: Any = self.value_model
+        if model == "copy":
+            if not isinstance(policy, LocalEngine):
+                raise ConfigError(
+                    "this engine's policy cannot be copied; give value_model= an Engine"
+                )
+            model = copy_of(policy.module)
+        return self._engine(model, heads={"value": 1})
+
+    def loss(self, kl_coeff: float) -> Loss:
+        """The clipped losses."""
+        return PPOLoss(
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            temperature=self.sampling.policy_temperature,
+            entropy_coeff=self.entropy_coeff,
+            kl_coeff=kl_coeff if self.kl_in == "loss" else 0.0,
+            kl_estimator=self.kl_estimator if self.kl_in == "loss" else "k3_weighted",
+            value_coeff=self.value_coeff if self.value_model is None else 0.0,
+            value_clip=self.value_clip,
+        )
+
+    def value_loss(self) -> Loss | None:
+        """The value's loss, where its model is its own."""
+        return None if self.value_model is None else ValueLoss(clip=self.value_clip)
+
+    def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
+        """Advantages and returns, (N, S)."""
+        assert experience.values is not None
+        mask = experience.mask
+        coefficient = kl_coeff if self.kl_in == "reward" else 0.0
+        rewards = token_rewards(experience, coefficient, self.kl_estimator)
+        if self.whiten_rewards:
+            rewards = whiten(rewards, mask, shift_mean=False)
+        found = gae(rewards, experience.values, mask, gamma=self.gamma, lam=self.lam)
+        returns = (found + experience.values) * mask
+        if self.whiten_advantages:
+            found = whiten(found, mask)
+        return {"advantages": found, "returns": torch.nan_to_num(returns)}

@@ -1,0 +1,49 @@
+"""RLOO: REINFORCE on whole responses, with the others of the group as baseline."""
+
+from attrs import field, frozen
+from torch import Tensor
+
+from ms_align.advantage import leave_one_out, whiten
+from ms_align.engine import Loss
+from ms_align.losses.rloo import RLOOLoss
+from ms_align.settings import flag, number, whole
+from ms_align.trainers.experience import Experience
+from ms_align.trainers.groups import spread_over_tokens, with_divergence
+from ms_align.trainers.online import OnlineTrainer
+
+__all__ = ["RLOOTrainer"]
+
+
+@frozen(kw_only=True, slots=False)
+class RLOOTrainer(OnlineTrainer):
+    """REINFORCE with a leave-one-out baseline; the KL stands in the reward, where it is exact.
+
+    Raises:
+        ConfigError: a setting is of the wrong kind or out of range.
+    """
+
+    group_size: int = field(default=4, validator=whole(least=2))
+    kl_coeff: float = field(default=0.05, validator=number())
+    whiten_advantages: bool = field(default=False, validator=flag)
+
+    @property
+    def learns_from_groups(self) -> bool:
+        """Equal rewards in each group teach nothing."""
+        return True
+
+    def loss(self, kl_coeff: float) -> Loss:
+        """The loss of whole responses."""
+        return RLOOLoss(
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            temperature=self.sampling.policy_temperature,
+            entropy_coeff=self.entropy_coeff,
+        )
+
+    def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
+        """One advantage a response, at each of its tokens, (N, S)."""
+        scores = with_divergence(experience, kl_coeff, self.kl_estimator, self.group_size)
+        found = leave_one_out(scores, self.group_size)
+        if self.whiten_advantages:
+            found = whiten(found[None], experience.kept[None])[0]
+        return {"advantages": spread_over_tokens(found, experience)}

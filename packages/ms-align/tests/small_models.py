@@ -1,0 +1,64 @@
+"""Small models and tasks that the tests share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from ms_align import Sample
+from ms_parallel.models import architecture, build_model, initialise
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 257,
+    "tie_word_embeddings": True,
+}
+
+
+def decoder(name: str = "llama", seed: int = 0) -> nn.Module:
+    """A decoder of ms-parallel over bytes."""
+    sizes = {key: value for key, value in SIZES.items() if key != "tie_word_embeddings"}
+    model = build_model(architecture(name, {**sizes, "tie_word_embeddings": True}))
+    initialise(model, seed=seed)
+    with torch.no_grad():  # far from uniform, so that an error shows
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3.0)
+    return model
+
+
+def llama(seed: int = 0) -> nn.Module:
+    """The same family from transformers, with rotary positions."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=128))
+    return _sharper(model)
+
+
+def gpt2(seed: int = 0) -> nn.Module:
+    """A model of transformers with learned positions."""
+    torch.manual_seed(seed)
+    config = GPT2Config(vocab_size=257, n_embd=32, n_layer=2, n_head=4, n_positions=128)
+    return _sharper(GPT2LMHeadModel(config))
+
+
+def _sharper(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(5.0)
+    return model.eval()
+
+
+def vowels(samples: Sequence[Sample]) -> list[float]:
+    """The share of vowels among a response's tokens."""
+    return [
+        sum(token in (97, 101, 105, 111, 117) for token in sample.response_tokens)
+        / max(len(sample.response_tokens), 1)
+        for sample in samples
+    ]

@@ -1,0 +1,199 @@
+"""The generator: what it draws, what it says of it, and that nobody's neighbours matter."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_models import decoder, gpt2, llama
+
+from ms_align import DataError, LocalEngine, LocalGenerator, ModelError, Sampling
+from ms_align.generation.fused import FusedReader
+from ms_align.rollout import logprobs_of, sequences
+from ms_align.tokenizer import ByteTokenizer
+
+PROMPTS = [[5, 6, 7, 8, 9], [11], [20, 21, 22], [30] * 12, [40, 41]]
+SAMPLING = Sampling(max_new_tokens=10, stop_tokens=tuple(range(0, 257, 9)))
+FLOAT32 = {"rtol": 0.0, "atol": 1e-5}
+"""Log-probabilities of a few nats: some hundred roundings of 6e-8 relative in two layers."""
+
+MODELS = {
+    "llama": decoder,
+    "qwen2": lambda: decoder("qwen2"),
+    "qwen3": lambda: decoder("qwen3"),
+    "mistral": lambda: decoder("mistral"),
+    "transformers-llama": llama,
+    "transformers-gpt2": gpt2,
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    """Each kind of model, with rotary and with learned positions."""
+    return MODELS[request.param]()
+
+
+def alone(model: nn.Module, tokens: list[int]) -> torch.Tensor:
+    """Log-probabilities (S, V) of one row by the model itself, with no cache and no padding."""
+    with torch.no_grad():
+        made = model(torch.tensor([tokens]))
+    return getattr(made, "logits", made)[0].float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_log_probabilities_are_those_of_each_row_alone(model: nn.Module, fused: bool) -> None:
+    """In a batch of unequal prompts, with rows that join late: within 1e-5 of the plain forward."""
+    responses = LocalGenerator(model, slots=3, fused=fused)(PROMPTS, SAMPLING, count=2, seed=1)
+    assert responses.logprobs is not None
+    assert len(set(responses.lengths.tolist())) > 2, "rows are to end at different times"
+    for row in range(10):
+        prompt, tokens = PROMPTS[row // 2], responses.row(row)
+        table = alone(model, prompt + tokens)
+        want = torch.stack([table[len(prompt) - 1 + i, t] for i, t in enumerate(tokens)])
+        torch.testing.assert_close(responses.logprobs[row, : len(tokens)], want, **FLOAT32)
+
+
+def test_the_training_forward_says_what_the_rollout_said(model: nn.Module) -> None:
+    """The first ratio is 1: right-padded rows of an update against the rollout, at temperature."""
+    sampling = Sampling(max_new_tokens=10, temperature=0.7)
+    responses = LocalGenerator(model)(PROMPTS, sampling, seed=2)
+    rows = sequences(PROMPTS, responses)
+    again = logprobs_of(LocalEngine(model), rows, 0.7)
+    torch.testing.assert_close(again, rows["old_logprobs"], **FLOAT32)
+
+
+def test_padding_and_packing_change_no_log_probability(model: nn.Module) -> None:
+    """Left-padded, right-padded and packed rows give what each row gives alone."""
+    engine = LocalEngine(model)
+    texts = [[5, 6, 7, 8, 9], [20, 21, 22], [30, 31, 32, 33]]
+    width = 8
+    want = [alone(model, text)[:-1].gather(1, torch.tensor(text)[1:, None])[:, 0] for text in texts]
+
+    def ask(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return engine.evaluate(batch, lambda output, b: -output.token_losses(b["targets"]))
+
+    right = {"tokens": torch.zeros(3, width).long(), "targets": torch.full((3, width), -100)}
+    left = {name: value.clone() for name, value in right.items()}
+    left["positions"] = torch.zeros(3, width).long()
+    left["documents"] = torch.zeros(3, width).int()
+    for row, text in enumerate(texts):
+        count, own = len(text) - 1, torch.tensor(text)
+        right["tokens"][row, :count], right["targets"][row, :count] = own[:-1], own[1:]
+        left["tokens"][row, -count:], left["targets"][row, -count:] = own[:-1], own[1:]
+        left["positions"][row, -count:] = torch.arange(count)
+        left["documents"][row, -count:] = 1
+    packed = {
+        "tokens": torch.cat([torch.tensor(t[:-1]) for t in texts])[None],
+        "targets": torch.cat([torch.tensor(t[1:]) for t in texts])[None],
+        "positions": torch.cat([torch.arange(len(t) - 1) for t in texts])[None],
+        "documents": torch.cat([torch.full((len(t) - 1,), i) for i, t in enumerate(texts)])[None],
+    }
+    packed["documents"] = packed["documents"].int()
+    for got in (ask(right)[right["targets"] >= 0], ask(left)[left["targets"] >= 0]):
+        torch.testing.assert_close(got, torch.cat(want), **FLOAT32)
+    torch.testing.assert_close(ask(packed)[0], torch.cat(want), **FLOAT32)
+
+
+def test_neighbours_and_slots_change_no_token(model: nn.Module) -> None:
+    """The same seed draws the same in one slot after another as in all at once."""
+    one = LocalGenerator(model, slots=1)(PROMPTS, SAMPLING, count=2, seed=4)
+    all_at_once = LocalGenerator(model, slots=64)(PROMPTS, SAMPLING, count=2, seed=4)
+    assert torch.equal(one.tokens, all_at_once.tokens)
+    assert torch.equal(one.lengths, all_at_once.lengths)
+    assert torch.equal(one.stopped, all_at_once.stopped)
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    """A chi-squared of 4,000 first tokens against the model's own distribution."""
+    model = decoder()
+    responses = LocalGenerator(model, slots=512)(
+        [[5, 6, 7]], Sampling(max_new_tokens=1), count=4000, seed=0
+    )
+    expected = alone(model, [5, 6, 7])[-1].exp() * 4000
+    counted = torch.bincount(responses.tokens[:, 0], minlength=257).float()
+    often = expected >= 5
+    statistic = float(((counted - expected).square() / expected)[often].sum())
+    freedom = int(often.sum())
+    # Mean and deviation of chi-squared are k and √(2k); five deviations, one in millions.
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def test_cut_tails_are_never_drawn_and_both_log_probabilities_are_kept() -> None:
+    """Under top-k, top-p and min-p the policy's log-probability stays; the drawing one rises."""
+    model = llama()
+    sampling = Sampling(max_new_tokens=4, top_k=5, top_p=0.8, min_p=0.1)
+    responses = LocalGenerator(model)([[5, 6]], sampling, count=64, seed=0)
+    table = alone(model, [5, 6])[-1]
+    kept = table.topk(5).indices.tolist()
+    assert set(responses.tokens[:, 0].tolist()) <= set(kept)
+    assert responses.logprobs is not None
+    assert responses.sampling_logprobs is not None
+    first = responses.tokens[:, 0]
+    torch.testing.assert_close(responses.logprobs[:, 0], table[first], **FLOAT32)
+    assert bool((responses.sampling_logprobs[:, 0] > responses.logprobs[:, 0]).all())
+    total = sum(
+        {
+            int(t): float(p)
+            for t, p in zip(first, responses.sampling_logprobs[:, 0].exp(), strict=True)
+        }.values()
+    )
+    assert total == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_greedy_response_takes_the_likeliest_token() -> None:
+    """Temperature 0."""
+    model = llama()
+    tokens = LocalGenerator(model)([[5, 6]], Sampling(max_new_tokens=6, temperature=0.0)).row(0)
+    for index, token in enumerate(tokens):
+        assert int(alone(model, [5, 6, *tokens[:index]])[-1].argmax()) == token
+
+
+def test_stop_tokens_and_strings_end_a_response_with_themselves() -> None:
+    """The completing token is the last one, and nothing is re-tokenised."""
+    model, tokenizer = decoder(), ByteTokenizer()
+    free = LocalGenerator(model)([[5, 6]], Sampling(max_new_tokens=12), seed=3).row(0)
+    by_token = LocalGenerator(model)(
+        [[5, 6]], Sampling(max_new_tokens=12, stop_tokens=free[4]), seed=3
+    )
+    assert by_token.row(0) == free[: free.index(free[4]) + 1]
+    assert bool(by_token.stopped[0])
+    ascii_only = Sampling(max_new_tokens=40, stop_strings=("a", "e ", "i", "O", "7"))
+    by_string = LocalGenerator(model, decode=tokenizer.decode)(
+        [[5, 6]], ascii_only, count=8, seed=3
+    )
+    for row in range(8):
+        text = tokenizer.decode(by_string.row(row))
+        said = [stop in text for stop in ascii_only.stop_strings]
+        assert any(said) == bool(by_string.stopped[row])
+        before = tokenizer.decode(by_string.row(row)[:-1])
+        assert not any(stop in before for stop in ascii_only.stop_strings)
+    with pytest.raises(ModelError, match="decode="):
+        LocalGenerator(model)([[5]], ascii_only)
+
+
+def test_what_the_fused_form_does_not_know_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """Llama-like models are rewritten; one whose forward was changed is found out by its logits."""
+    plain, changed = llama(), llama()
+    assert isinstance(LocalGenerator(plain)._reader(), FusedReader)
+    assert isinstance(LocalGenerator(decoder("qwen3"))._reader(), FusedReader)
+    layer = changed.model.layers[1]
+    original = layer.mlp.forward
+    layer.mlp.forward = lambda hidden: 2 * original(hidden)
+    assert not isinstance(LocalGenerator(changed)._reader(), FusedReader)
+    assert "runs as it is" in caplog.text
+
+
+def test_prompts_that_cannot_be_continued_are_refused() -> None:
+    """Empty, none, beyond the context, and tokens of another vocabulary."""
+    generator = LocalGenerator(llama())
+    with pytest.raises(DataError, match="no prompt"):
+        generator([], Sampling())
+    with pytest.raises(DataError, match="prompt 1 is empty"):
+        generator([[1], []], Sampling())
+    with pytest.raises(DataError, match="prompt 0 has 100 tokens"):
+        generator([[1] * 100], Sampling(max_new_tokens=64))
+    with pytest.raises(DataError, match="token 300 and the model's vocabulary is 257"):
+        generator([[300]], Sampling())
