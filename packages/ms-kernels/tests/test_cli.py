@@ -118,7 +118,7 @@ def test_bad_input_exits_with_two_and_one_line(capsys, arguments, told):
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["bench"], ["list", "--colour"], ["check", "x"]])
+@pytest.mark.parametrize("arguments", [[], ["bench", "x"], ["list", "--colour"], ["check", "x"]])
 def test_an_unknown_command_or_flag_exits_with_two(capsys, arguments):
     """Errors of argparse have the same exit code."""
     with pytest.raises(SystemExit) as caught:
@@ -126,7 +126,7 @@ def test_an_unknown_command_or_flag_exits_with_two(capsys, arguments):
     assert caught.value.code == 2
 
 
-@pytest.mark.parametrize("command", ["list", "explain", "check"])
+@pytest.mark.parametrize("command", ["list", "explain", "check", "bench"])
 def test_every_command_has_help_with_an_example(capsys, command):
     """`--help` shows how to type it."""
     with pytest.raises(SystemExit) as caught:

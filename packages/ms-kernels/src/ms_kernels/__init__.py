@@ -1,7 +1,7 @@
 """Fused operators with one typed face and many backends, each proved against a reference."""
 
 from ms_kernels.dispatch import use_backend
-from ms_kernels.errors import ArgumentError, BackendError, KernelError
+from ms_kernels.errors import ArgumentError, BackendError, KernelError, TableError
 from ms_kernels.explanation import explain
 from ms_kernels.ops import (
     adamw_step,
@@ -31,6 +31,7 @@ __all__ = [
     "KernelError",
     "LinearScaling",
     "Llama3Scaling",
+    "TableError",
     "YarnScaling",
     "__version__",
     "adamw_step",

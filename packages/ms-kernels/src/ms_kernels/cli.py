@@ -4,16 +4,28 @@ import argparse
 import ast
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ms_kernels.check import Finding, check
 from ms_kernels.contract import FLOATING, Contract, describe
-from ms_kernels.dispatch import BACKENDS, CONTRACTS, IMPLEMENTATIONS, decide, use_backend
-from ms_kernels.errors import ArgumentError, BackendError, KernelError
+from ms_kernels.dispatch import (
+    BACKENDS,
+    CONTRACTS,
+    IMPLEMENTATIONS,
+    decide,
+    describe_call,
+    use_backend,
+)
+from ms_kernels.errors import ArgumentError, BackendError, KernelError, TableError
+from ms_kernels.measure import in_turn, one_pass
+from ms_kernels.registry import obstacle_to
+from ms_kernels.tuner import largest, tune
+from ms_kernels.tuning import chip_of, chips, write_table
 
 __all__ = ["main"]
 
@@ -41,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Operators, their backends, and the proof that they agree.",
         epilog="example: ms-kernels explain attention --dtype bfloat16 Sq=1 Sk=4096",
     )
-    commands = parser.add_subparsers(required=True, metavar="list | explain | check")
+    commands = parser.add_subparsers(required=True, metavar="list | explain | check | bench")
     listing = commands.add_parser(
         "list",
         help="show every operator and what implements it",
@@ -68,11 +80,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     proof.add_argument("--operator", action="append", help="only this one; may be repeated")
     proof.set_defaults(run=_check)
-    for command in (why, proof):
+    timing = commands.add_parser(
+        "bench",
+        help="time every backend on this machine, or make its tuning table",
+        epilog="example: ms-kernels bench --tune --device cuda --out sm_90.json",
+    )
+    timing.add_argument("--operator", action="append", help="only this one; may be repeated")
+    timing.add_argument("--tune", action="store_true", help="make a tuning table of this chip")
+    timing.add_argument("--out", type=Path, help="where to write the table; CHIP.json if left out")
+    timing.set_defaults(run=_bench)
+    why.add_argument("--chip", help="whose tuning table counts, such as sm_90; this machine's")
+    for command in (why, proof, timing):
         command.add_argument("--backend", action="append", help="only this one; may be repeated")
         command.add_argument("--device", default="cpu", help="such as cpu, cuda or npu")
         command.add_argument("--dtype", default="float32", help="such as bfloat16")
-    for command in (listing, why, proof):
+    for command in (listing, why, proof, timing):
         command.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -116,10 +138,12 @@ def _explain(options: argparse.Namespace) -> int:
     contract = _contract(options.operator)
     sizes, settings, wanted = _details(contract, options.details)
     without = [each.name for each in contract.arguments if each.optional]
+    device = _device(options.device)
     call = contract.call(
         sizes,
         dtype=_dtype(options.dtype),
-        device=_device(options.device),
+        device=device,
+        chip=options.chip or chip_of(device),
         options=settings,
         without=[name for name in without if name not in wanted],
     )
@@ -134,6 +158,8 @@ def _explain(options: argparse.Namespace) -> int:
         fact = {
             "operator": choice.operator,
             "device": choice.device,
+            "chip": call.chip,
+            "table": call.chip in chips(),
             "dtype": choice.dtype,
             "sizes": dims,
             "backend": choice.backend,
@@ -147,6 +173,8 @@ def _explain(options: argparse.Namespace) -> int:
         return 0
     at = " ".join(f"{name}={size}" for name, size in dims.items())
     print(f"{choice.operator} on {choice.device} in {choice.dtype}, {at}")
+    if call.chip not in chips():
+        print(f"  there is no tuning table of {call.chip}: built-in thresholds count")
     for verdict in choice.verdicts:
         print(f"  {'->' if verdict.taken else '  '} {verdict.backend:<10} {verdict.reason}")
     for name, work in works.items():
@@ -161,12 +189,7 @@ def _check(options: argparse.Namespace) -> int:
     for name in options.backend or ():
         if name not in BACKENDS:
             raise BackendError(f"there is no backend {name!r}; there are {', '.join(BACKENDS)}")
-    device = _device(options.device)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise BackendError(f"device {device} is not available here: {reason}") from error
+    device = _present(options.device)
     findings = check(options.operator, options.backend, device=device, dtype=_dtype(options.dtype))
     if options.json:
         print(json.dumps([_row(each) for each in findings], indent=2))
@@ -175,6 +198,78 @@ def _check(options: argparse.Namespace) -> int:
     # A check that ran nothing has not held.
     run = [each for each in findings if not each.reason]
     return 0 if run and all(each.holds for each in run) else 1
+
+
+def _bench(options: argparse.Namespace) -> int:
+    for name in options.operator or ():
+        _contract(name)
+    device = _present(options.device)
+    if options.tune:
+        path = options.out or Path(f"{chip_of(device)}.json")
+        if not path.absolute().parent.is_dir():
+            raise TableError(f"{path} cannot be written: there is no such folder")
+        table = tune(
+            device,
+            operators=options.operator,
+            told=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+        write_table(table, path)
+        print(json.dumps({"table": str(path)}) if options.json else f"wrote {path}")
+        return 0
+    rows = list(_timings(options, device))
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    for row in rows:
+        sizes = " ".join(f"{name}={size}" for name, size in row["sizes"].items())
+        both = f"{1e3 * row['both_s']:9.3f}" if row["both_s"] is not None else "       --"
+        print(
+            f"{row['operator']:<21} {row['backend']:<10} {1e3 * row['forward_s']:9.3f} ms forward"
+            f" {both} ms with backward {row['forward_bytes_per_s'] / 1e9:8.1f} GB/s"
+            f" {row['forward_flops_per_s'] / 1e9:9.1f} GFLOP/s   {sizes}"
+        )
+    return 0
+
+
+def _timings(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield the times of every backend at the largest size that a tuner tries."""
+    dtype = _dtype(options.dtype)
+    for contract in CONTRACTS.values():
+        if options.operator and contract.name not in options.operator:
+            continue
+        dims = largest(contract, device)
+        drawn = contract.draw(dims, dtype=dtype, device=device)
+        inputs = tuple(None if each.optional else drawn[each.name] for each in contract.arguments)
+        call = describe_call(contract, inputs, contract.defaults)
+        runs = {
+            each.backend: each.run
+            for each in IMPLEMENTATIONS
+            if each.operator == contract.name
+            and (not options.backend or each.backend in options.backend)
+            and obstacle_to(each, call) is None
+        }
+        took = [
+            in_turn(
+                {
+                    name: one_pass(contract, run, inputs, contract.defaults, backward=backward)
+                    for name, run in runs.items()
+                },
+                device,
+            )
+            for backward in (False, True)
+        ]
+        work = contract.forward(dims, dtype.itemsize)
+        differentiable = any(each.differentiable for each in contract.arguments)
+        for name in runs:
+            yield {
+                "operator": contract.name,
+                "backend": name,
+                "sizes": dims,
+                "forward_s": took[0][name],
+                "both_s": took[1][name] if differentiable else None,
+                "forward_bytes_per_s": work.size_bytes / took[0][name],
+                "forward_flops_per_s": work.flops / took[0][name],
+            }
 
 
 def _row(finding: Finding) -> dict[str, Any]:
@@ -243,6 +338,17 @@ def _dtype(name: str) -> torch.dtype:
         raise BackendError(f"no operator is made for dtype {name!r}; there are {fits}")
     assert isinstance(found, torch.dtype)
     return found
+
+
+def _present(name: str) -> torch.device:
+    """Return a device that this machine has."""
+    device = _device(name)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise BackendError(f"device {device} is not available here: {reason}") from error
+    return device
 
 
 def _device(name: str) -> torch.device:

@@ -69,6 +69,20 @@ class Call(NamedTuple):
     """One for each of the contract's options, in order."""
     compiling: bool = False
     """Whether torch.compile is tracing this call."""
+    chip: str = ""
+    """Name of the chip it runs on, for tuning tables."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of all arguments together."""
+        total = 0
+        for fact in self.facts:
+            if fact is not None:
+                product = 1
+                for size in fact.shape:
+                    product *= size
+                total += product
+        return total
 
     @property
     def device(self) -> torch.device:
@@ -305,6 +319,7 @@ class Contract:
         device: torch.device | str = "cpu",
         options: Mapping[str, Any] | None = None,
         without: Iterable[str] = (),
+        chip: str = "",
     ) -> Call:
         """Describe a call on contiguous tensors, on a device that need not be here.
 
@@ -314,6 +329,7 @@ class Contract:
             device: where the tensors would be.
             options: those that are not at their defaults.
             without: names of optional arguments to leave out.
+            chip: name of the chip, for tuning tables.
         """
         sizes = {**self.example, **dims}
         facts: list[Fact | None] = []
@@ -325,7 +341,7 @@ class Contract:
             fact = Fact(shape, fitting, torch.device(device), strides, True)
             facts.append(None if argument.name in without else fact)
         values = tuple((options or {}).get(each.name, each.default) for each in self.options)
-        return Call(self.name, tuple(facts), values)
+        return Call(self.name, tuple(facts), values, chip=chip)
 
     def draw(
         self,

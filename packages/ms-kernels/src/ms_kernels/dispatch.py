@@ -16,6 +16,7 @@ from ms_kernels import cpu, reference, triton
 from ms_kernels.contract import Call, Contract, Fact
 from ms_kernels.errors import ArgumentError, BackendError
 from ms_kernels.registry import Choice, Implementation, choose, first_fit
+from ms_kernels.tuning import chip_of
 
 __all__ = [
     "BACKENDS",
@@ -149,7 +150,8 @@ def describe_call(
         plain = type(tensor) in (Tensor, torch.nn.Parameter)
         shape = tuple(tensor.shape)
         facts.append(Fact(shape, tensor.dtype, tensor.device, tensor.stride(), plain))
-    return Call(contract.name, tuple(facts), options, compiling)
+    chip = next((chip_of(fact.device) for fact in facts if fact is not None), "")
+    return Call(contract.name, tuple(facts), options, compiling, chip)
 
 
 def _traced(

@@ -1,6 +1,6 @@
 """Every error this package raises on purpose; each is also the builtin that fits."""
 
-__all__ = ["ArgumentError", "BackendError", "KernelError"]
+__all__ = ["ArgumentError", "BackendError", "KernelError", "TableError"]
 
 
 class KernelError(Exception):
@@ -27,3 +27,7 @@ class ArgumentError(KernelError, ValueError):
 
 class BackendError(KernelError, RuntimeError):
     """A backend that is unknown, absent on this machine, or cannot take this call."""
+
+
+class TableError(KernelError, ValueError):
+    """A tuning table that is damaged, or not one."""

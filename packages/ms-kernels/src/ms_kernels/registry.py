@@ -3,7 +3,7 @@
 Nothing is timed and nothing is remembered, so that every rank of a run takes the same one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from attrs import frozen
 
 from ms_kernels.contract import Call, describe
 from ms_kernels.errors import BackendError
+from ms_kernels.tuning import entry_for
 
 __all__ = ["Choice", "Implementation", "Verdict", "choose", "first_fit", "obstacle_to"]
 
@@ -36,7 +37,13 @@ class Implementation:
     merit: str
     """Why it is preferred to those after it."""
     version: int = 1
-    """Raised when its results or its speed change."""
+    """Raised when its results or its speed change: tuning tables of an older one then count for
+    nothing."""
+    pays_from: int = 0
+    """Elements, of all arguments together, from which on it is worth while on a chip without a
+    tuning table."""
+    candidates: tuple[Mapping[str, int], ...] = ()
+    """Configurations that a tuner tries; the first is the default."""
 
 
 @frozen(kw_only=True)
@@ -139,4 +146,19 @@ def obstacle_to(candidate: Implementation, call: Call) -> str | None:
         return f"takes {fits}, not {describe(call.dtype)}"
     if not candidate.subclasses and not all(fact is None or fact.plain for fact in call.facts):
         return "takes plain tensors, not DTensor or another subclass"
-    return candidate.refuses(call)
+    return candidate.refuses(call) or _too_small(candidate, call)
+
+
+def _too_small(candidate: Implementation, call: Call) -> str | None:
+    """Decline what was measured, or is thought, to be too little work to pay."""
+    entry = None
+    if candidate.backend != "reference":
+        dtype = describe(call.dtype)
+        entry = entry_for(call.chip, call.operator, candidate.backend, candidate.version, dtype)
+    pays_from = candidate.pays_from if entry is None else entry.pays_from
+    if pays_from is None:
+        return f"pays from no size that was tried on {call.chip}"
+    if call.elements < pays_from:
+        source = "" if entry is None else f" ({call.chip})"
+        return f"pays from {pays_from} elements on{source}, and here are {call.elements}"
+    return None

@@ -1,15 +1,26 @@
 """torch's own operators on the CPU, arranged where that is faster or leaner than the reference."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from ms_kernels.contract import Call
 from ms_kernels.cpu import (
+    adamw_step,
+    add_rms_norm,
     attention,
     cross_entropy,
+    decode_attention,
+    geglu,
+    grouped_matmul,
+    layer_norm,
     linear_cross_entropy,
+    quantized_linear,
     rms_norm,
     rotary,
     swiglu,
+    token_log_probs,
 )
 from ms_kernels.registry import Implementation
 
@@ -17,71 +28,113 @@ __all__ = ["IMPLEMENTATIONS"]
 
 CPU = frozenset({"cpu"})
 
-SMALL = 2**15
-"""Elements below which Python's share of the time outweighs what is saved."""
+SMALL = 2**16
+"""Elements below which Python's share of the time outweighs what is saved, where no table says."""
 
 
-def _small_or_traced(call: Call) -> str | None:
-    """Decline where the reference is faster: on little data, and under inductor."""
-    if call.compiling:
-        return "torch.compile fuses the reference by itself"
-    assert call.facts[0] is not None
-    elements = 1
-    for size in call.facts[0].shape:
-        elements *= size
-    if elements < SMALL:
-        return f"pays from {SMALL} elements on, and here are {elements}"
-    return None
+def _traced(call: Call) -> str | None:
+    """Decline where the reference is faster: under inductor."""
+    return "torch.compile fuses the reference by itself" if call.compiling else None
+
+
+def _offer(
+    operator: str,
+    run: Callable[..., Any],
+    merit: str,
+    *,
+    refuses: Callable[[Call], str | None] = _traced,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+    pays_from: int = SMALL,
+) -> Implementation:
+    return Implementation(
+        operator=operator,
+        backend="cpu",
+        run=run,
+        devices=CPU,
+        dtypes=dtypes,
+        refuses=refuses,
+        pays_from=pays_from,
+        merit=merit,
+    )
 
 
 IMPLEMENTATIONS = (
-    Implementation(
-        operator="rms_norm",
-        backend="cpu",
-        run=rms_norm.rms_norm,
-        devices=CPU,
-        refuses=_small_or_traced,
-        merit="blocks of rows in the cache; saves x and one number a row",
+    _offer(
+        "rms_norm",
+        rms_norm.rms_norm,
+        "blocks of rows in the cache; saves x and one number a row",
     ),
-    Implementation(
-        operator="rotary",
-        backend="cpu",
-        run=rotary.rotary,
-        devices=CPU,
+    _offer(
+        "add_rms_norm",
+        add_rms_norm.add_rms_norm,
+        "blocks of rows in the cache; saves the sum and one number a row",
+    ),
+    _offer(
+        "layer_norm",
+        layer_norm.layer_norm,
+        "torch's fused kernel, one pass over memory",
+        pays_from=0,
+    ),
+    _offer(
+        "rotary",
+        rotary.rotary,
+        "writes into the result, no temporaries; saves only the angles",
         dtypes=(torch.float32, torch.float64),
-        refuses=_small_or_traced,
-        merit="writes into the result, no temporaries; saves only the angles",
     ),
-    Implementation(
-        operator="swiglu",
-        backend="cpu",
-        run=swiglu.swiglu,
-        devices=CPU,
-        refuses=_small_or_traced,
-        merit="blocks of rows in the cache; saves only gate and up",
+    _offer(
+        "swiglu",
+        swiglu.swiglu,
+        "blocks of rows in the cache; saves only gate and up",
     ),
-    Implementation(
-        operator="attention",
-        backend="cpu",
-        run=attention.attention,
-        devices=CPU,
+    _offer(
+        "geglu",
+        geglu.geglu,
+        "blocks of rows in the cache; saves only gate and up",
+    ),
+    _offer(
+        "attention",
+        attention.attention,
+        "torch's fused kernel, which never holds the scores",
         refuses=attention.refuses,
-        merit="torch's fused kernel, which never holds the scores",
+        pays_from=0,
     ),
-    Implementation(
-        operator="cross_entropy",
-        backend="cpu",
-        run=cross_entropy.cross_entropy,
-        devices=CPU,
-        refuses=_small_or_traced,
-        merit="blocks of rows in the cache; saves one number a row besides the logits",
+    _offer(
+        "decode_attention",
+        decode_attention.decode_attention,
+        "reads only the pages in use; torch's fused kernel",
+        refuses=decode_attention.refuses,
     ),
-    Implementation(
-        operator="linear_cross_entropy",
-        backend="cpu",
-        run=linear_cross_entropy.linear_cross_entropy,
-        devices=CPU,
-        refuses=_small_or_traced,
-        merit="does no work for ignored rows",
+    _offer(
+        "cross_entropy",
+        cross_entropy.cross_entropy,
+        "blocks of rows in the cache; saves one number a row besides the logits",
+    ),
+    _offer(
+        "linear_cross_entropy",
+        linear_cross_entropy.linear_cross_entropy,
+        "does no work for ignored rows",
+    ),
+    _offer(
+        "token_log_probs",
+        token_log_probs.token_log_probs,
+        "does no work for ignored rows",
+    ),
+    _offer(
+        "grouped_matmul",
+        grouped_matmul.grouped_matmul,
+        "writes into the result, skips experts without rows, one operator to torch.compile",
+        refuses=lambda call: None,
+        pays_from=0,
+    ),
+    _offer(
+        "quantized_linear",
+        quantized_linear.quantized_linear,
+        "widens a few rows of the weight at a time, and saves it packed",
+    ),
+    _offer(
+        "adamw_step",
+        adamw_step.adamw_step,
+        "torch's fused kernel, one pass over memory",
+        refuses=adamw_step.refuses,
     ),
 )

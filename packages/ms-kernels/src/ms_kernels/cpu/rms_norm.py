@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from ms_kernels.contract import accumulator
 from ms_kernels.cpu.blocks import blocks
 
-__all__ = ["rms_norm"]
+__all__ = ["differentiate", "normalise", "rms_norm"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -21,31 +21,46 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        wide = accumulator(x.dtype)
-        norm = torch.linalg.vector_norm(flat, dim=-1, keepdim=True, dtype=wide)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # (N, 1)
-        result = torch.empty_like(flat, memory_format=torch.contiguous_format)
-        weighting = weight.to(wide)
-        for rows in blocks(*flat.shape):
-            torch.mul(flat[rows] * scale[rows], weighting, out=result[rows])
+        result, scale = normalise(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return result.view(x.shape)
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, scale = ctx.saved_tensors
-        flat, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
-        weighting = weight.to(scale.dtype)
-        grad_x = torch.empty_like(flat, memory_format=torch.contiguous_format)
-        grad_weight = torch.zeros_like(weighting)
-        # dx = r·w·g - x·r³·⟨w·g, x⟩ / H, and dw = Σ r·g·x over rows.
-        for rows in blocks(*flat.shape):
-            values, slope, r = flat[rows].to(scale.dtype), grad[rows].to(scale.dtype), scale[rows]
-            product = values * slope
-            grad_weight.addmv_(product.T, r.squeeze(-1))
-            pull = (product @ weighting).unsqueeze(-1) * r.pow(3) / x.shape[-1]
-            torch.mul(slope, weighting, out=product).mul_(r)
-            torch.addcmul(product, values, pull, value=-1, out=grad_x[rows])
-        return grad_x.view(x.shape), grad_weight.to(weight.dtype), None
+        return (*differentiate(grad, None, *ctx.saved_tensors), None)
+
+
+def normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the normalised x (..., H) and what each row was scaled by, (N, 1)."""
+    flat = x.reshape(-1, x.shape[-1])
+    wide = accumulator(x.dtype)
+    norm = torch.linalg.vector_norm(flat, dim=-1, keepdim=True, dtype=wide)
+    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    result = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    weighting = weight.to(wide)
+    for rows in blocks(*flat.shape):
+        torch.mul(flat[rows] * scale[rows], weighting, out=result[rows])
+    return result.view(x.shape), scale
+
+
+def differentiate(
+    grad: Tensor, more: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x, plus `more` (..., H) if there is any, and of weight."""
+    flat, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
+    weighting = weight.to(scale.dtype)
+    grad_x = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    grad_weight = torch.zeros_like(weighting)
+    more = None if more is None else more.reshape(-1, x.shape[-1])
+    # dx = r·w·g - x·r³·⟨w·g, x⟩ / H, and dw = Σ r·g·x over rows.
+    for rows in blocks(*flat.shape):
+        values, slope, r = flat[rows].to(scale.dtype), grad[rows].to(scale.dtype), scale[rows]
+        product = values * slope
+        grad_weight.addmv_(product.T, r.squeeze(-1))
+        pull = (product @ weighting).unsqueeze(-1) * r.pow(3) / x.shape[-1]
+        torch.mul(slope, weighting, out=product).mul_(r)
+        if more is not None:
+            product.add_(more[rows])
+        torch.addcmul(product, values, pull, value=-1, out=grad_x[rows])
+    return grad_x.view(x.shape), grad_weight.to(weight.dtype)

@@ -1,0 +1,64 @@
+"""A matrix product for each expert, written straight into the result.
+
+The counts are data, which torch.compile cannot follow; so it is opaque to it, one operator.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ms_kernels.library import is_wanted, opaque, unwanted
+from ms_kernels.reference.grouped_matmul import CONTRACT
+
+__all__ = ["grouped_matmul"]
+
+
+def _forward(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    result = x.new_empty(x.shape[0], weights.shape[-1])
+    for expert, rows in _groups(counts, x.shape[0]):
+        torch.mm(x[rows], weights[expert], out=result[rows])
+    return result
+
+
+def _fake(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weights.shape[-1])
+
+
+def _backward(
+    grad: Tensor, x: Tensor, weights: Tensor, counts: Tensor, wanted: int
+) -> tuple[Tensor, Tensor]:
+    grad_x, grad_weights = unwanted(x), unwanted(weights)
+    if is_wanted(wanted, 0):
+        grad_x = x.new_empty(x.shape)
+    if is_wanted(wanted, 1):
+        grad_weights = weights.new_zeros(weights.shape)
+    for expert, rows in _groups(counts, x.shape[0]):
+        if is_wanted(wanted, 0):
+            torch.mm(grad[rows], weights[expert].T, out=grad_x[rows])
+        if is_wanted(wanted, 1):
+            torch.mm(x[rows].T, grad[rows], out=grad_weights[expert])
+    return grad_x, grad_weights
+
+
+def _groups(counts: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
+    """Yield each expert that has rows, and which."""
+    each = counts.tolist()
+    if sum(each) != rows or min(each) < 0:
+        raise RuntimeError(f"counts of {sum(each)} rows in sum, for {rows}")
+    start = 0
+    for expert, count in enumerate(each):
+        if count:
+            yield expert, slice(start, start + count)
+        start += count
+
+
+grouped_matmul = opaque(
+    CONTRACT,
+    "cpu",
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    saves=("x", "weights", "counts"),
+)
+"""Each row times its expert's matrix."""

@@ -1,0 +1,226 @@
+"""Makes a tuning table by measuring: from which size a backend pays, and how its kernels run best.
+
+For each operator there is a ladder of sizes, small to large, narrow and wide. An implementation
+pays from the smallest size from which on it is slower at no size that was tried than what would be
+taken instead of it, neither forward alone nor forward and backward, within `EVEN`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from ms_kernels.contract import Contract, describe
+from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS, describe_call
+from ms_kernels.measure import in_turn, one_pass
+from ms_kernels.registry import Implementation, obstacle_to
+from ms_kernels.tuning import Configuration, Entry, Table, chip_of, trying
+
+__all__ = ["EVEN", "LADDERS", "largest", "tune"]
+
+EVEN = 1.03
+"""Ratio of two times that counts as none: what repeated measurements differ by."""
+
+LADDERS: Mapping[str, tuple[tuple[dict[str, int], tuple[str, ...]], ...]] = {
+    "rms_norm": (({"H": 64}, ("...",)), ({"H": 1024}, ("...",))),
+    "add_rms_norm": (({"H": 64}, ("...",)), ({"H": 1024}, ("...",))),
+    "layer_norm": (({"H": 64}, ("...",)), ({"H": 1024}, ("...",))),
+    "rotary": (({"B": 1, "C": 1, "Hq": 8, "Hk": 2, "D": 64, "R/2": 32}, ("S",)),),
+    "swiglu": (({"I": 64}, ("...",)), ({"I": 1408}, ("...",))),
+    "geglu": (({"I": 64}, ("...",)), ({"I": 1408}, ("...",))),
+    "attention": (({"B": 1, "Hq": 4, "Hk": 2, "D": 64}, ("Sq", "Sk")),),
+    "decode_attention": (
+        ({"Hq": 8, "Hk": 2, "D": 64, "P": 32, "page": 16, "N": 8}, ("B",)),
+        ({"B": 4, "Hq": 8, "Hk": 2, "D": 64, "page": 16}, ("P", "N")),
+    ),
+    "cross_entropy": (({"V": 1024}, ("...",)), ({"V": 16384}, ("...",))),
+    "linear_cross_entropy": (({"H": 128, "V": 4096}, ("...",)),),
+    "token_log_probs": (({"H": 128, "V": 4096}, ("...",)),),
+    "permute_tokens": (({"H": 512, "C": 2}, ("T",)),),
+    "unpermute_tokens": (({"H": 512, "C": 1}, ("T", "R")),),
+    "grouped_matmul": (({"E": 8, "K": 128, "N": 256}, ("T",)),),
+    "quantized_linear": (({"K": 512, "P": 256, "G": 16, "N": 512}, ("...",)),),
+    "adamw_step": (({}, ("...",)),),
+}
+"""For each operator: sizes that stay, and the symbols whose size grows."""
+
+STEPS = (1, 4, 16, 64, 256, 1024, 4096)
+"""Sizes of what grows."""
+
+LIMIT_FLOPS = 4e9
+"""Work of the largest size on the CPU; an accelerator does a thousandfold."""
+
+
+def tune(
+    device: torch.device,
+    *,
+    operators: Iterable[str] | None = None,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    spend_s: float = 0.1,
+    told: Callable[[str], object] = lambda line: None,
+) -> Table:
+    """Measure every implementation that runs on `device` and return its table.
+
+    Args:
+        device: where to measure.
+        operators: names; all if None.
+        dtypes: of the first argument.
+        spend_s: seconds for one way at one size.
+        told: takes a line for each implementation as it is done.
+    """
+    chip = chip_of(device)
+    entries = []
+    for each in IMPLEMENTATIONS:
+        if each.backend == "reference" or (
+            operators is not None and each.operator not in operators
+        ):
+            continue
+        for dtype in dtypes:
+            entry = _entry(each, device, dtype, spend_s)
+            if entry is None:
+                continue
+            entries.append(entry)
+            chosen = f", {len(entry.configurations)} configurations" if each.candidates else ""
+            from_ = "no size" if entry.pays_from is None else f"{entry.pays_from} elements"
+            told(f"{each.operator} {each.backend} {entry.dtype}: pays from {from_}{chosen}")
+    return Table(chip=chip, torch=torch.__version__.partition("+")[0], entries=tuple(entries))
+
+
+def _entry(
+    candidate: Implementation, device: torch.device, dtype: torch.dtype, spend_s: float
+) -> Entry | None:
+    """Measure one implementation in one dtype, or return None where it takes no such call."""
+    contract = CONTRACTS[candidate.operator]
+    configurations: list[Configuration] = []
+    ratios: list[tuple[int, float]] = []
+    for dims in _sizes(contract, device):
+        found = _compare(contract, candidate, dims, device, dtype, spend_s)
+        if found is None:
+            continue
+        elements, ratio, values = found
+        ratios.append((elements, ratio))
+        if values:
+            configurations.append(Configuration(at_most=dims, values=dict(values)))
+    if not ratios:
+        return None
+    return Entry(
+        operator=candidate.operator,
+        backend=candidate.backend,
+        version=candidate.version,
+        dtype=describe(dtype),
+        pays_from=_pays_from(ratios),
+        configurations=tuple(_merged(configurations)),
+    )
+
+
+def _sizes(contract: Contract, device: torch.device) -> Iterator[dict[str, int]]:
+    """Yield the sizes to try, least work first."""
+    limit = LIMIT_FLOPS * (1 if device.type == "cpu" else 1000)
+    found = []
+    for fixed, growing in LADDERS[contract.name]:
+        for step in STEPS:
+            dims = {**contract.example, **fixed, **dict.fromkeys(growing, step)}
+            work = contract.forward(dims, 4)
+            if work.flops <= limit and work.size_bytes <= limit / 16:
+                found.append((work.flops, dims))
+    for _, dims in sorted(found, key=lambda pair: pair[0]):
+        yield dims
+
+
+def largest(contract: Contract, device: torch.device) -> dict[str, int]:
+    """Return the largest sizes that are tried."""
+    *_, found = _sizes(contract, device)
+    return found
+
+
+def _compare(
+    contract: Contract,
+    candidate: Implementation,
+    dims: dict[str, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    spend_s: float,
+) -> tuple[int, float, Mapping[str, int]] | None:
+    """Return a call's elements, the time beside what would be taken instead, and the best values.
+
+    The ratio is the worse one of forward alone and forward with backward.
+    """
+    drawn = contract.draw(dims, dtype=dtype, device=device)
+    inputs = tuple(
+        None if argument.optional else drawn[argument.name] for argument in contract.arguments
+    )
+    call = describe_call(contract, inputs, contract.defaults)
+    instead = _instead(candidate, inputs, contract)
+    obstacle = obstacle_to(candidate, call)
+    if instead is None or (obstacle is not None and not obstacle.startswith("pays from")):
+        return None
+    values: Mapping[str, int] = {}
+    if len(candidate.candidates) > 1:
+        values = _fastest(contract, candidate, inputs, device, spend_s)
+    worst = 0.0
+    differentiable = any(argument.differentiable for argument in contract.arguments)
+    for backward in (False, True) if differentiable else (False,):
+        ways = {
+            name: one_pass(contract, each.run, inputs, contract.defaults, backward=backward)
+            for name, each in (("own", candidate), ("other", instead))
+        }
+        with (
+            trying(candidate.operator, candidate.backend, values) if values else trying("", "", {})
+        ):
+            took = in_turn(ways, device, spend_s=spend_s)
+        worst = max(worst, took["own"] / took["other"])
+    return call.elements, worst, values
+
+
+def _instead(
+    candidate: Implementation, inputs: tuple[torch.Tensor | None, ...], contract: Contract
+) -> Implementation | None:
+    """Return the implementation that would be taken if there were no `candidate`."""
+    call = describe_call(contract, inputs, contract.defaults)
+    place = IMPLEMENTATIONS.index(candidate)
+    for each in IMPLEMENTATIONS[place + 1 :]:
+        if each.operator == candidate.operator and obstacle_to(each, call) is None:
+            return each
+    return None
+
+
+def _fastest(
+    contract: Contract,
+    candidate: Implementation,
+    inputs: tuple[torch.Tensor | None, ...],
+    device: torch.device,
+    spend_s: float,
+) -> Mapping[str, int]:
+    """Return the candidate configuration that is fastest, forward and backward."""
+    plain = one_pass(contract, candidate.run, inputs, contract.defaults, backward=True)
+
+    def under(values: Mapping[str, int]) -> Callable[[], object]:
+        def step() -> object:
+            with trying(candidate.operator, candidate.backend, values):
+                return plain()
+
+        return step
+
+    ways = {str(place): under(each) for place, each in enumerate(candidate.candidates)}
+    took = in_turn(ways, device, spend_s=spend_s, rounds=3)
+    return candidate.candidates[int(min(took, key=lambda name: took[name]))]
+
+
+def _pays_from(ratios: Sequence[tuple[int, float]]) -> int | None:
+    """Return the least elements from which on no ratio is above `EVEN`; None if there are none."""
+    found = None
+    for elements, ratio in sorted(ratios, reverse=True):
+        if ratio > EVEN:
+            break
+        found = elements
+    # The smallest size that was tried stands for all below it.
+    return 0 if found is not None and found == min(ratios)[0] else found
+
+
+def _merged(configurations: Sequence[Configuration]) -> Iterator[Configuration]:
+    """Leave out what the next one says as well."""
+    for place, each in enumerate(configurations):
+        following = configurations[place + 1 :]
+        bound = following[0].at_most if following else {}
+        covered = all(size <= bound.get(name, size) for name, size in each.at_most.items())
+        if not (following and covered and following[0].values == each.values):
+            yield each

@@ -1,0 +1,240 @@
+"""Committed tables of what pays on which chip: thresholds of backends, configurations of kernels.
+
+A table is a file, ``tables/CHIP.json``, keyed by operator, backend, the implementation's version
+and dtype. It is made by ``ms-kernels bench --tune`` on the chip, reviewed and committed; nothing is
+timed in a run. What it says is a pure function of the call, so every rank on the same kind of chip
+decides alike. A chip without a table, or an implementation that changed its version since, gets
+what the implementation says of itself: `Implementation.pays_from`, and the kernel's first
+configuration.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from ms_kernels.errors import TableError
+
+__all__ = [
+    "LIMIT_BYTES",
+    "Configuration",
+    "Entry",
+    "Table",
+    "chip_of",
+    "chips",
+    "configuration",
+    "entry_for",
+    "read_table",
+    "trying",
+    "write_table",
+]
+
+LIMIT_BYTES = 2**22
+"""Size of the largest table that is read."""
+
+_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
+
+
+class Configuration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a kernel was fastest with, up to some sizes."""
+
+    at_most: dict[str, int]
+    """Sizes by symbol up to which it holds; one that is not named may be any."""
+    values: dict[str, int]
+    """The kernel's parameters, such as block sizes and warps."""
+
+    def __post_init__(self) -> None:
+        if not self.values or any(size < 0 for size in self.at_most.values()):
+            raise ValueError("a configuration needs values, and sizes of 0 or more")
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What was measured of one implementation in one dtype."""
+
+    operator: str
+    backend: str
+    version: int
+    """Of the implementation that was measured."""
+    dtype: str
+    """Of the first argument, such as ``"bfloat16"``."""
+    pays_from: int | None = 0
+    """Elements, of all arguments together, from which on it beats what comes after it; None: at
+    no size that was tried."""
+    configurations: tuple[Configuration, ...] = ()
+    """The first that holds is taken."""
+
+    def __post_init__(self) -> None:
+        if self.version < 1 or (self.pays_from is not None and self.pays_from < 0):
+            raise ValueError("version must be 1 or more, and pays_from 0 or more, or null")
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"there is no dtype {self.dtype!r}")
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What an entry is found by; a table has one for each."""
+        return self.operator, self.backend, self.dtype
+
+
+class Table(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="format",
+    tag="ms-kernels-tuning-1",
+):
+    """All that was measured on one chip."""
+
+    chip: str
+    torch: str
+    """Version of torch it was measured with."""
+    entries: tuple[Entry, ...]
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.chip):
+            raise ValueError(f"{self.chip!r} is no name of a chip")
+        seen = set()
+        for entry in self.entries:
+            if entry.key in seen:
+                raise ValueError(f"two entries for {' '.join(entry.key)}")
+            seen.add(entry.key)
+
+
+def read_table(path: Path) -> Table:
+    """Read a table from a file.
+
+    Raises:
+        TableError: when the file is no table: unknown or missing fields, values out of range, two
+            entries for one implementation, too large, or made for a chip other than its name says.
+    """
+    remake = "make it anew with `ms-kernels bench --tune`"
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes > LIMIT_BYTES:
+            raise TableError(f"{path} has {size_bytes} bytes, above {LIMIT_BYTES}; {remake}")
+        table = msgspec.json.decode(path.read_bytes(), type=Table)
+    except OSError as error:
+        raise TableError(f"{path} cannot be read: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise TableError(f"{path} is no tuning table: {error}; {remake}") from error
+    if table.chip != path.stem:
+        raise TableError(f"{path} is a table of {table.chip}; name it {table.chip}.json")
+    return table
+
+
+def write_table(table: Table, path: Path) -> None:
+    """Write a table, whole or not at all, in a form that reviews well: one entry a line."""
+    entries = sorted(table.entries, key=lambda entry: entry.key)
+    ordered = msgspec.structs.replace(table, entries=tuple(entries))
+    text = msgspec.json.encode(ordered).decode()
+    text = text.replace('"entries":[', '"entries":[\n').replace('},{"operator"', '},\n{"operator"')
+    aside = path.with_suffix(".json.new")
+    aside.write_text(text + "\n")
+    aside.replace(path)
+
+
+def chips() -> tuple[str, ...]:
+    """Return the names of the chips that have a table."""
+    return tuple(sorted(each.stem for each in _folder().glob("*.json")))
+
+
+def _folder() -> Path:
+    return Path(str(resources.files("ms_kernels"))) / "tables"
+
+
+@cache
+def _entries(chip: str) -> Mapping[tuple[str, str, str], Entry]:
+    """Return a chip's entries by key; none where there is no table."""
+    path = _folder() / f"{chip}.json"
+    if not _NAME.fullmatch(chip) or not path.exists():
+        return {}
+    return {entry.key: entry for entry in read_table(path).entries}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def entry_for(chip: str, operator: str, backend: str, version: int, dtype: str) -> Entry | None:
+    """Return what a chip's table says of an implementation, or None.
+
+    An entry for another version of it counts for nothing.
+    """
+    entry = _entries(chip).get((operator, backend, dtype))
+    return entry if entry is not None and entry.version == version else None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def chip_of(device: torch.device) -> str:
+    """Return the name of the chip that `device` is: ``cpu-avx512``, ``sm_90``, ``gfx942``, ...
+
+    A device that is not here, or whose vendor is not known, has the name of its type.
+    """
+    return _chip_of(device.type, device.index)
+
+
+@cache
+def _chip_of(kind: str, index: int | None) -> str:
+    if kind == "cpu":
+        return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
+    module: Any = getattr(torch, kind, None)
+    if module is None or not getattr(module, "is_available", lambda: False)():
+        return kind
+    if kind == "cuda":
+        properties = module.get_device_properties(index)
+        if torch.version.hip:
+            return str(properties.gcnArchName).partition(":")[0]
+        return f"sm_{properties.major}{properties.minor}"
+    if hasattr(module, "get_device_name"):
+        name = re.sub(r"[^a-z0-9_.-]+", "-", str(module.get_device_name(index)).lower())
+        return name.strip("-") or kind
+    return kind
+
+
+_tried: ContextVar[tuple[str, str, Mapping[str, int]] | None] = ContextVar("tried", default=None)
+
+
+@contextmanager
+def trying(operator: str, backend: str, values: Mapping[str, int]) -> Iterator[None]:
+    """Make `configuration` answer with `values` within: how a tuner tries one after the other."""
+    token = _tried.set((operator, backend, values))
+    try:
+        yield
+    finally:
+        _tried.reset(token)
+
+
+def configuration(
+    operator: str,
+    backend: str,
+    *,
+    version: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: Mapping[str, int],
+    default: Mapping[str, int],
+) -> Mapping[str, int]:
+    """Return the parameters that a kernel is to run with.
+
+    Args:
+        operator: name of the operator.
+        backend: name of the backend.
+        version: the implementation's.
+        device: where it runs.
+        dtype: of the first argument.
+        sizes: the sizes that its table may tell apart, by symbol.
+        default: what to take where no table says anything, the first of its candidates.
+    """
+    tried = _tried.get()
+    if tried is not None and tried[:2] == (operator, backend):
+        return tried[2]
+    chip, named = chip_of(device), str(dtype).removeprefix("torch.")
+    entry: Entry | None = entry_for(chip, operator, backend, version, named)
+    for each in entry.configurations if entry is not None else ():
+        if all(sizes.get(name, 0) <= most for name, most in each.at_most.items()):
+            return each.values
+    return default
