@@ -101,6 +101,68 @@ def test_chunks_do_not_change_the_answer(reduction, chunk_rows):
     torch.testing.assert_close(got, slopes, rtol=1e-5, atol=1e-5)
 
 
+class Products(TorchDispatchMode):
+    """Counts the rows of logits that are made: products with the weight, transposed."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.classes = classes
+        self.rows = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        if function is torch.ops.aten.mm.out and result.shape[1] == self.classes:
+            self.rows += result.shape[0]
+        return result
+
+
+PULLS = {
+    "alike": (lambda rows: torch.full((rows,), 0.25), 0),
+    "expanded": (lambda rows: torch.tensor(0.25).expand(rows), 0),
+    "a quarter masked": (lambda rows: (torch.arange(rows) % 4 != 0) * 0.5, 16),
+    "three quarters masked": (lambda rows: (torch.arange(rows) % 4 == 0) * 0.5, 16),
+    "all different": (lambda rows: torch.linspace(0.5, 2, rows), 64),
+    "none at all": (torch.zeros, 0),
+}
+
+
+@pytest.mark.parametrize("pull", PULLS)
+@pytest.mark.parametrize("frozen", [None, "hidden", "weight"])
+def test_only_rows_whose_gradients_are_unusual_are_made_again(pull, frozen):
+    """A loss a token, then any weighting: the gradients are right, and the logits made few."""
+    hidden, weight, targets = draw(64, 16, 50)
+    make, again = PULLS[pull]
+    wanted = []
+    for name, each in (("hidden", hidden), ("weight", weight)):
+        each.requires_grad_(name != frozen)
+        wanted += [each] if name != frozen else []
+    loss = linear_cross_entropy(hidden, weight, targets, reduction="none", chunk_rows=8)
+    with Products(50) as made:
+        got = torch.autograd.grad(loss, wanted, make(64))
+    assert made.rows == (0 if frozen == "weight" else again)
+    truth = torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="none")
+    # float32 sums of at most 64 terms in another order, some taken away again.
+    torch.testing.assert_close(
+        got, torch.autograd.grad(truth, wanted, make(64)), rtol=1e-5, atol=2e-5
+    )
+
+
+def test_ignored_rows_do_not_count_as_unusual():
+    """Their losses are 0 whatever their gradients are, and so are their shares."""
+    hidden, weight, targets = draw(64, 16, 50)
+    targets[:20] = -100
+    pull = torch.ones(64)
+    pull[:20] = torch.randn(20)
+    loss = linear_cross_entropy(hidden, weight, targets, reduction="none", chunk_rows=8)
+    with Products(50) as made:
+        got = torch.autograd.grad(loss, (hidden, weight), pull)
+    assert made.rows == 0
+    truth = torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="none")
+    torch.testing.assert_close(
+        got, torch.autograd.grad(truth, (hidden, weight), pull), rtol=1e-5, atol=1e-5
+    )
+
+
 def test_the_weight_gradient_is_summed_in_float32():
     """4,096 small equal terms, of which bfloat16 would lose all but the first few hundred.
 

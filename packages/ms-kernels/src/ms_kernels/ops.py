@@ -287,8 +287,9 @@ def linear_cross_entropy(
         ignore_index: the target of a row that does not count.
         label_smoothing: as for `cross_entropy`.
         z_loss: as for `cross_entropy`.
-        reduction: as for `cross_entropy`. ``"none"`` makes the logits twice when they exceed
-            64 MiB: a third more work.
+        reduction: as for `cross_entropy`. With ``"none"`` and logits above 64 MiB an accelerator
+            makes them twice: a third more work. The CPU makes again only those rows whose
+            gradients differ from what most rows get.
 
     Returns:
         float32 (float64 for float64): () or, with ``"none"``, (...).

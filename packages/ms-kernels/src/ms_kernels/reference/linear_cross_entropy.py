@@ -3,8 +3,12 @@
 Rows are taken in chunks. A chunk's logits turn
 into their own gradient in place, which is spent on the gradients of hidden and weight at once;
 so a reduced loss costs three matrix products, as the plain way does, and memory for one chunk.
-With ``reduction="none"`` the gradient of each row is known only in the backward pass, which then
-makes the logits again, unless one chunk was all there is.
+With ``reduction="none"`` the gradient of each row is known only in the backward pass, which makes
+the logits again, unless one chunk was all there is. On the CPU it foresees that most rows will
+have the same: then both gradients are made in the forward pass as well, hidden's for a gradient of
+one, to be scaled row by row, and weight's as the sum of these; the backward pass makes again only
+the rows that turn out different, such as those that a mask leaves out. Where all differ that costs
+five products instead of four, where all are alike three.
 
 The weight's gradient is a sum over all rows. It is kept in float32 until it is returned, also
 between forward and backward: added up in bfloat16 it loses small terms, and rounded to float16
@@ -40,6 +44,15 @@ def linear_cross_entropy(
     if chunk_rows is None:
         chunk_rows = chunk_rows_of(hidden, weight)
     training = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    # Comparing gradients would wait for an accelerator, and torch.compile cannot branch on them.
+    foresees = (
+        training
+        and reduction == "none"
+        and targets.numel() > chunk_rows
+        and type(targets) is Tensor
+        and hidden.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+    )
     result: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
@@ -50,6 +63,7 @@ def linear_cross_entropy(
         reduction,
         chunk_rows,
         training,
+        foresees,
     )
     return result.reshape(targets.shape) if reduction == "none" else result
 
@@ -67,6 +81,7 @@ class _Chunked(torch.autograd.Function):
         reduction: str,
         chunk_rows: int,
         training: bool,
+        foresees: bool,
     ) -> Tensor:
         ignored = targets == ignore_index
         losses = hidden.new_empty(targets.shape, dtype=accumulator(hidden.dtype))
@@ -75,7 +90,8 @@ class _Chunked(torch.autograd.Function):
             reduction,
             chunk_rows,
         )
-        known = reduction != "none"
+        ctx.foresees = foresees
+        known = reduction != "none" or foresees
         sums = Sums(hidden, weight, ctx.needs_input_grad) if training and known else None
         buffer = new_buffer(hidden, weight, chunk_rows)
         for start in range(0, len(targets), chunk_rows):
@@ -88,15 +104,18 @@ class _Chunked(torch.autograd.Function):
             held = (sums.hidden, sums.weight) if sums is not None else (hidden, weight)
             # One chunk was all there is: spare the backward pass from making it again.
             kept = buffer if sums is None and len(targets) <= chunk_rows else None
-            ctx.save_for_backward(*held, targets, ignored, kept)
+            again = (hidden, weight) if foresees else (None, None)
+            ctx.save_for_backward(*held, targets, ignored, kept, *again)
             ctx.dtypes = hidden.dtype, weight.dtype
         return reduce(losses, ignored, reduction)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        first, second, targets, ignored, kept = ctx.saved_tensors
-        if ctx.reduction == "none":
+        first, second, targets, ignored, kept, *_ = ctx.saved_tensors
+        if ctx.foresees:
+            first, second = _scaled(ctx, first, second, grad)
+        elif ctx.reduction == "none":
             first, second = _again(ctx, first, second, targets, ignored, kept, grad)
         else:
             if ctx.reduction == "mean":
@@ -108,7 +127,42 @@ class _Chunked(torch.autograd.Function):
             held if held is None else held.to(dtype)
             for held, dtype in zip((first, second), ctx.dtypes, strict=True)
         )
-        return (*grads, *(None,) * 7)
+        return (*grads, *(None,) * 8)
+
+
+def _scaled(
+    ctx: Any, first: Tensor | None, second: Tensor | None, grad: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Scale what was made for a gradient of one; make rows again that differ from most."""
+    _, _, targets, ignored, _, hidden, weight = ctx.saved_tensors
+    first = None if first is None else first * grad.unsqueeze(-1)
+    if second is None:
+        return first, None
+    counted = grad[~ignored]
+    usual = counted.mode().values if counted.numel() else grad.new_zeros(())
+    if 2 * int((counted == usual).sum()) < counted.numel():
+        usual = torch.zeros_like(usual)  # all differ: leave nothing of the sum
+    rows = ((grad != usual) & ~ignored).nonzero().squeeze(-1)
+    second = second * usual
+    if rows.numel():
+        part = hidden.index_select(0, rows), targets[rows], ignored[rows], grad[rows] - usual
+        second += _weight_gradient(ctx, weight, *part)
+    return first, second
+
+
+def _weight_gradient(
+    ctx: Any, weight: Tensor, hidden: Tensor, targets: Tensor, ignored: Tensor, grad: Tensor
+) -> Tensor:
+    """Make the logits of some rows again, and of these the gradient of the weight."""
+    sums = Sums(hidden, weight, (False, True))
+    buffer = new_buffer(hidden, weight, ctx.chunk_rows)
+    for start in range(0, len(targets), ctx.chunk_rows):
+        rows = slice(start, start + ctx.chunk_rows)
+        logits = project(hidden[rows], weight, buffer)
+        _differentiate(logits, targets[rows], ignored[rows], *ctx.smoothing)
+        sums.add(logits, hidden[rows], weight, rows, grad[rows, None])
+    assert sums.weight is not None
+    return sums.weight
 
 
 def _again(
