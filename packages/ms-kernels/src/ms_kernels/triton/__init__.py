@@ -1,20 +1,34 @@
 """Our own kernels in Triton: CUDA and AMD GPUs, and Ascend NPUs through triton-ascend.
 
-Triton is imported by the first call that needs it, so that importing the package stays fast and
-needs nothing. What is chosen depends on whether it is installed, never on what was timed.
+Triton is imported by the first launch, so that importing the package stays fast and needs
+nothing. What is chosen depends on whether it is installed, never on what was timed.
 """
 
 import sys
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from ms_kernels.contract import Call
+from ms_kernels.contract import Call, Fact, describe
+from ms_kernels.reference import CONTRACTS
 from ms_kernels.registry import Implementation
+from ms_kernels.triton import (
+    adamw_step,
+    attention,
+    cross_entropy,
+    decode_attention,
+    experts,
+    gated,
+    layer_norm,
+    linear_cross_entropy,
+    quantized_linear,
+    rms_norm,
+    rotary,
+    token_log_probs,
+)
 
 __all__ = ["IMPLEMENTATIONS"]
 
@@ -23,6 +37,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 WIDEST_ROW = 65_536
 """Features of a row that a normalisation holds at once."""
+
+WIDEST_HEAD = 256
+"""Features of a head of attention: a block of them must fit a multiprocessor's memory."""
+
+LARGEST_STRIDE = 2**23
+"""Between positions of attention, in elements: a block of rows stays within 32-bit offsets."""
+
+MOST_EXPERTS = 1024
+"""Experts whose counts each program reads."""
 
 
 @cache
@@ -33,12 +56,10 @@ def _absent() -> str | None:
     return None
 
 
-def _refuses(module: str, limit: Callable[[Call], str | None]) -> Callable[[Call], str | None]:
-    """Return why a call of the kernels in `module` is declined."""
+def _refuses(limit: Callable[[Call], str | None]) -> Callable[[Call], str | None]:
+    """Return why a call is declined."""
 
     def refuses(call: Call) -> str | None:
-        if call.compiling:
-            return "torch.compile fuses the reference by itself"
         return _absent() or limit(call)
 
     return refuses
@@ -48,82 +69,149 @@ def _anything(call: Call) -> str | None:
     return None
 
 
+def _fact(call: Call, place: int) -> Fact:
+    """Return the description of an argument that must be there."""
+    fact = call.facts[place]
+    assert fact is not None
+    return fact
+
+
 def _rows(call: Call) -> str | None:
     """Decline rows that no program holds."""
-    fact = call.facts[0]
-    assert fact is not None
-    if fact.shape[-1] > WIDEST_ROW:
-        return f"holds rows of up to {WIDEST_ROW} features, not {fact.shape[-1]}"
+    width = _fact(call, 0).shape[-1]
+    if width > WIDEST_ROW:
+        return f"holds rows of up to {WIDEST_ROW} features, not {width}"
     return None
 
 
-def _run(module: str, name: str) -> Callable[..., Any]:
-    """Return a function that imports a kernel's module when it is first called."""
+def _heads(call: Call) -> str | None:
+    """Decline heads too wide for a multiprocessor's memory, and strides beyond 32 bits."""
+    width = _fact(call, 0).shape[-1]
+    if width > WIDEST_HEAD:
+        return f"takes heads of up to {WIDEST_HEAD} features, not {width}"
+    for place in range(3):
+        fact = _fact(call, place)
+        if fact.strides[1] > LARGEST_STRIDE:
+            return f"takes strides of positions up to {LARGEST_STRIDE}, not {fact.strides[1]}"
+    return None
 
-    def run(*arguments: Any, **options: Any) -> Any:
-        found = import_module(f"ms_kernels.triton.{module}")
-        return getattr(found, name)(*arguments, **options)
 
-    return run
+def _experts(call: Call) -> str | None:
+    """Decline more experts than a program reads."""
+    count = _fact(call, 1).shape[0]
+    return f"takes up to {MOST_EXPERTS} experts, not {count}" if count > MOST_EXPERTS else None
+
+
+def _contiguous(call: Call) -> str | None:
+    """Decline what cannot be stepped as one run of numbers, and moments of float64."""
+    moments = _fact(call, 2).dtype
+    if moments != torch.float32:
+        return f"keeps moments in float32, not {describe(moments)}"
+    for argument, fact in zip(CONTRACTS["adamw_step"].arguments, call.facts, strict=True):
+        expected = 1
+        for size, stride in zip(*(reversed(_some(fact)[at]) for at in (0, 3)), strict=True):
+            if size != 1 and stride != expected:
+                return f"writes contiguous tensors in place; {argument.name} is not contiguous"
+            expected *= size
+    return None
+
+
+def _some(fact: Fact | None) -> Any:
+    assert fact is not None
+    return fact
 
 
 def _implementation(
-    operator: str, module: str, merit: str, limit: Callable[[Call], str | None] = _anything
+    operator: str,
+    run: Callable[..., Any],
+    merit: str,
+    limit: Callable[[Call], str | None] = _anything,
 ) -> Implementation:
     return Implementation(
         operator=operator,
         backend="triton",
-        run=_run(module, operator),
+        run=run,
         devices=DEVICES,
         dtypes=DTYPES,
-        refuses=_refuses(module, limit),
+        subclasses=bool(CONTRACTS[operator].splits),
+        refuses=_refuses(limit),
         merit=merit,
     )
-
-
-def _attention(call: Call) -> str | None:
-    """Decline heads too wide for a multiprocessor's memory."""
-    q = call.facts[0]
-    assert q is not None
-    if q.shape[-1] > 256:
-        return f"takes heads of up to 256 features, not {q.shape[-1]}"
-    for name, fact in zip("qkv", call.facts, strict=False):
-        if fact is not None and fact.strides[1] > 2**23:
-            return f"takes strides between positions up to {2**23}; {name} has {fact.strides[1]}"
-    return None
 
 
 IMPLEMENTATIONS = (
     _implementation(
         "rms_norm",
-        "rms_norm",
+        rms_norm.rms_norm,
         "one pass over memory each way; saves x and one number a row",
         _rows,
     ),
     _implementation(
-        "rotary",
-        "rotary",
-        "q and k in one launch; saves only the angles",
+        "add_rms_norm",
+        rms_norm.add_rms_norm,
+        "adds and normalises in one pass; saves the sum and one number a row",
+        _rows,
     ),
     _implementation(
-        "swiglu",
-        "gated",
-        "one pass over memory each way; saves only gate and up",
+        "layer_norm",
+        layer_norm.layer_norm,
+        "one pass over memory each way; saves x and two numbers a row",
+        _rows,
     ),
+    _implementation("rotary", rotary.rotary, "q and k in one launch; saves only the angles"),
+    _implementation(
+        "swiglu", gated.swiglu, "one pass over memory each way; saves only gate and up"
+    ),
+    _implementation("geglu", gated.geglu, "one pass over memory each way; saves only gate and up"),
     _implementation(
         "attention",
-        "attention",
+        attention.attention,
         "never holds the scores; skips what mask, window and documents hide",
-        _attention,
+        _heads,
+    ),
+    _implementation(
+        "decode_attention",
+        decode_attention.decode_attention,
+        "reads each page once, many parts of a sequence at a time",
+        _heads,
     ),
     _implementation(
         "cross_entropy",
-        "cross_entropy",
+        cross_entropy.cross_entropy,
         "reads the logits once forward, and once more for their gradient",
     ),
     _implementation(
         "linear_cross_entropy",
-        "linear_cross_entropy",
+        linear_cross_entropy.linear_cross_entropy,
         "half-precision products summed in float32, one chunk of logits at a time",
+    ),
+    _implementation(
+        "token_log_probs",
+        token_log_probs.token_log_probs,
+        "half-precision products summed in float32, one chunk of logits at a time",
+    ),
+    _implementation(
+        "permute_tokens",
+        experts.permute_tokens,
+        "gathers both ways, where plain torch adds atomically",
+    ),
+    _implementation(
+        "unpermute_tokens",
+        experts.unpermute_tokens,
+        "weighs and sums in one pass; gradients without atomic additions",
+    ),
+    _implementation(
+        "grouped_matmul",
+        experts.grouped_matmul,
+        "all experts in one launch, without waiting for their counts",
+        _experts,
+    ),
+    _implementation(
+        "quantized_linear",
+        quantized_linear.quantized_linear,
+        "reads packed codes and unpacks them in registers",
+    ),
+    _implementation(
+        "adamw_step", adamw_step.adamw_step, "one pass over memory, in place", _contiguous
     ),
 )

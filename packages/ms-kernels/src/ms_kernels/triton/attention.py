@@ -4,95 +4,59 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ms_kernels.library import opaque
+from ms_kernels.reference import CONTRACTS
 from ms_kernels.triton import configuration
-from ms_kernels.triton.kernels.attention import (
-    attention_backward_keys,
-    attention_backward_queries,
-    attention_delta,
-    attention_forward,
-)
-from ms_kernels.triton.launching import chip_of, launch
-from ms_kernels.triton.rows import with_unit_stride
+from ms_kernels.triton.launching import blocks, chip_of, launch
+from ms_kernels.triton.rows import empty, wanted_of, with_unit_stride
 
 __all__ = ["attention", "document_ranges"]
 
 LOG2_E = 1.4426950408889634
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Return ``softmax(q kᵀ · scale + mask) v``."""
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    result: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        with_unit_stride(q), with_unit_stride(k), with_unit_stride(v), documents,
-        causal, window, factor,
-    )  # fmt: skip
-    return result
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Tensor | None,
-        causal: bool,
-        window: int | None,
-        scale: float,
-    ) -> Tensor:
-        if documents is not None:
-            documents = documents.contiguous()
-        result, lse = attend(q, k, v, documents, causal, window, scale)
-        ctx.save_for_backward(q, k, v, documents, result, lse)
-        ctx.options = causal, window, scale
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grads = differentiate(with_unit_stride(grad), *ctx.saved_tensors, *ctx.options)
-        return (*grads, None, None, None, None)
-
-
-def attend(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     documents: Tensor | None,
     causal: bool,
     window: int | None,
-    scale: float,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the result (B, Sq, Hq, D) and the base-2 log Σ exp2 of the scores (B, Hq, Sq)."""
-    batch, queries, heads, _ = q.shape
-    result = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
+    q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
+    batch, queries, heads, width = q.shape
+    result, lse = _fake(q, k, v, documents, causal, window, scale)
     constants = _constants(configuration.FORWARD, q)
+    factor = (width**-0.5 if scale is None else scale) * LOG2_E
     launch(
-        attention_forward,
-        batch * heads * -(-queries // constants["BM"]),
+        "attention.attention_forward",
+        batch * heads * blocks(queries, constants["BM"]),
         q,
-        *(q, k, v, *_documents(documents, q, constants, of_keys=False), result, lse),
-        *_sizes(q, k, v),
-        *(0 if documents is None else documents.stride(0), scale * LOG2_E, window or 0),
+        *(q, k, v, *_tables(documents, q, constants, of_keys=False), result, lse),
+        *(*_sizes(q, k, v), k.shape[1], factor, window or 0),
         **_masks(causal, window, documents),
         **constants,
     )
     return result, lse
 
 
-def differentiate(
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    batch, queries, heads, _ = q.shape
+    return empty(q), q.new_empty((batch, heads, queries), dtype=torch.float32)
+
+
+def _backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -100,38 +64,50 @@ def differentiate(
     documents: Tensor | None,
     result: Tensor,
     lse: Tensor,
+    wanted: int,
     causal: bool,
     window: int | None,
-    scale: float,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
+    q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     batch, queries, heads, width = q.shape
-    delta = torch.empty_like(lse)
     by_queries = _constants(configuration.BACKWARD_QUERIES, q)
     by_keys = _constants(configuration.BACKWARD_KEYS, q)
-    tiles = batch * heads * -(-queries // by_queries["BM"])
-    key_tiles = batch * k.shape[2] * -(-k.shape[1] // by_keys["BN"])
-    strides = grad.stride()[:3]
+    tiles = batch * heads * blocks(queries, by_queries["BM"])
+    key_tiles = batch * k.shape[2] * blocks(k.shape[1], by_keys["BN"])
+    delta, strides = torch.empty_like(lse), grad.stride()[:3]
+    shape = queries, heads, width
     only = {name: by_queries[name] for name in ("BM", "BD")}
-    launch(attention_delta, tiles, q, result, grad, delta, queries, heads, width, *strides, **only)
-    grad_q, grad_k, grad_v = (
-        torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k, v)
-    )
-    sizes = (*_sizes(q, k, v), *strides, 0 if documents is None else documents.stride(0))
+    launch("attention.attention_delta", tiles, q, result, grad, delta, *shape, *strides, **only)
+    grads = empty(q), empty(k), empty(v)
+    factor = width**-0.5 if scale is None else scale
+    sizes = (*_sizes(q, k, v), *strides, k.shape[1], factor, window or 0)
     for kernel, count, constants, out in (
-        (attention_backward_queries, tiles, by_queries, (grad_q,)),
-        (attention_backward_keys, key_tiles, by_keys, (grad_k, grad_v)),
+        ("attention.attention_backward_queries", tiles, by_queries, grads[:1]),
+        ("attention.attention_backward_keys", key_tiles, by_keys, grads[1:]),
     ):
-        tables = _documents(documents, q, constants, of_keys=len(out) == 2)
+        tables = _tables(documents, q, constants, of_keys=len(out) == 2)
         launch(
             kernel,
             count,
             q,
-            *(q, k, v, *tables, grad, lse, delta, *out, *sizes, scale, window or 0),
+            *(q, k, v, *tables, grad, lse, delta, *out, *sizes),
             **_masks(causal, window, documents),
             **constants,
         )
-    return grad_q, grad_k, grad_v
+    found = wanted_of(wanted, grads)
+    return found[0], found[1], found[2]
+
+
+attention = opaque(
+    CONTRACTS["attention"],
+    "triton",
+    forward=_forward,
+    fake=_fake,
+    kept={"lse": "B Hq Sq"},
+    backward=_backward,
+    saves=("q", "k", "v", "documents", "result", "lse"),
+)
 
 
 def _constants(table: Any, q: Tensor) -> dict[str, int]:
@@ -148,12 +124,13 @@ def _masks(causal: bool, window: int | None, documents: Tensor | None) -> dict[s
     return {"CAUSAL": causal, "WINDOW": window is not None, "DOCUMENTS": documents is not None}
 
 
-def _documents(
+def _tables(
     documents: Tensor | None, q: Tensor, constants: dict[str, int], *, of_keys: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the documents and their ranges; any tensor will do where there are none."""
     if documents is None:
         return q, q
+    documents = documents.contiguous()
     of, among = document_ranges(documents, q.shape[1], constants["BM"], constants["BN"])
     return documents, (among if of_keys else of)
 

@@ -8,17 +8,20 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TypeVar
 
-from ms_kernels.triton.launching import power_of_two
+from ms_kernels.triton.launching import blocks, power_of_two
 
 __all__ = [
     "BACKWARD_KEYS",
     "BACKWARD_QUERIES",
     "FORWARD",
     "attention",
+    "decoding",
     "elements",
     "for_chip",
-    "norm_programs",
+    "rotary",
     "row_blocks",
+    "shares",
+    "tile",
     "whole_rows",
 ]
 
@@ -36,9 +39,16 @@ def for_chip(table: Mapping[str, _Line], chip: str) -> _Line:
     return table.get(chip, table["any"])
 
 
-def norm_programs(chip: str) -> int:
-    """Return how many programs share the rows of a normalisation's backward pass."""
-    return for_chip(NORM_PROGRAMS, chip)
+def shares(rows: int, at_once: int, chip: str) -> tuple[int, int]:
+    """Return rows a program, and programs, of a normalisation's backward pass.
+
+    Args:
+        rows: rows in all.
+        at_once: rows that a program holds at once; its share is a multiple of it.
+        chip: as `NORM_PROGRAMS` names it.
+    """
+    each = blocks(blocks(rows, at_once), for_chip(NORM_PROGRAMS, chip)) * at_once
+    return max(each, at_once), blocks(rows, max(each, at_once))
 
 
 def whole_rows(width: int) -> dict[str, int]:
@@ -136,4 +146,50 @@ def attention(table: _Table, chip: str, itemsize: int, width: int) -> dict[str, 
         "BD": max(power_of_two(width), 16),
         "num_warps": warps,
         "num_stages": stages,
+    }
+
+
+def tile(itemsize: int, rows: int) -> dict[str, int]:
+    """Return the constants of a product of matrices with `rows` rows on the left."""
+    size = 64 if itemsize == 2 else 32
+    return {
+        "BM": min(max(power_of_two(rows), 16), size),
+        "BN": 2 * size,
+        "BK": size // 2,
+        "num_warps": 4 if itemsize == 2 else 8,
+        "num_stages": 3,
+    }
+
+
+def rotary(half: int, heads: int, rest: int) -> dict[str, int]:
+    """Return the constants of a rotary embedding.
+
+    Args:
+        half: pairs that are turned.
+        heads: of q or k, whichever has more.
+        rest: features that pass through.
+    """
+    block = power_of_two(half)
+    return {
+        "HEADS": min(max(1024 // block, 1), power_of_two(heads)),
+        "HALF": block,
+        "REST": power_of_two(rest) if rest else 0,
+        "num_warps": 4,
+    }
+
+
+def decoding(itemsize: int, width: int, group: int) -> dict[str, int]:
+    """Return the constants of decode attention.
+
+    Args:
+        itemsize: bytes of an element.
+        width: features of a head.
+        group: query heads that share a key head.
+    """
+    return {
+        "GROUP": max(power_of_two(group), 16),
+        "BN": 64 if itemsize == 2 else 32,
+        "BD": max(power_of_two(width), 16),
+        "num_warps": 4,
+        "num_stages": 2,
     }

@@ -1,64 +1,83 @@
 """Cross-entropy that reads the logits once forward, and writes only their gradient backward."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ms_kernels.library import opaque
+from ms_kernels.reference import CONTRACTS
 from ms_kernels.reference.cross_entropy import reduce
 from ms_kernels.triton import configuration
-from ms_kernels.triton.kernels.cross_entropy import (
-    cross_entropy_backward,
-    cross_entropy_forward,
-    scale_cast,
-)
-from ms_kernels.triton.launching import launch
-from ms_kernels.triton.rows import as_rows
+from ms_kernels.triton.launching import blocks, launch
+from ms_kernels.triton.rows import as_rows, empty
 
-__all__ = ["cross_entropy", "row_losses", "scaled"]
-
-SCALE_BLOCK = 2048
+__all__ = ["cross_entropy", "differentiate", "loss_like", "row_losses", "slopes_of"]
 
 
-def cross_entropy(
+def _forward(
     logits: Tensor,
     targets: Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor]:
+    targets = targets.contiguous()
+    losses, totals = row_losses(as_rows(logits), targets, ignore_index, label_smoothing, z_loss)
+    loss = reduce(losses.view(targets.shape), targets == ignore_index, reduction)
+    # Without a reduction masks and sums made nothing new.
+    return loss, totals.view(targets.shape)
+
+
+def _fake(
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor]:
+    return loss_like(logits, targets, reduction), empty(targets, torch.float32)
+
+
+def _backward(
+    grad: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    totals: Tensor,
+    wanted: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
 ) -> Tensor:
-    """Return ``-(1-s) log p[target] - s mean(log p) + z log²Z``."""
-    losses: Tensor = _TokenLosses.apply(  # type: ignore[no-untyped-call]
-        logits, targets.contiguous(), ignore_index, float(label_smoothing), float(z_loss)
-    )
-    return reduce(losses, targets == ignore_index, reduction)
+    result, slopes = empty(logits), slopes_of(grad, targets, ignore_index, reduction)
+    options = ignore_index, label_smoothing, z_loss
+    rows = as_rows(logits)
+    differentiate(rows, targets.contiguous(), totals, slopes, as_rows(result), *options)
+    return result
 
 
-class _TokenLosses(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        ignore_index: int,
-        label_smoothing: float,
-        z_loss: float,
-    ) -> Tensor:
-        rows = as_rows(logits)
-        ctx.options = ignore_index, label_smoothing, z_loss
-        losses, totals = row_losses(rows, targets, *ctx.options)
-        ctx.save_for_backward(rows, targets, totals)
-        return losses.view(targets.shape)
+cross_entropy = opaque(
+    CONTRACTS["cross_entropy"],
+    "triton",
+    forward=_forward,
+    fake=_fake,
+    kept={"totals": "..."},
+    backward=_backward,
+    saves=("logits", "targets", "totals"),
+)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, targets, totals = ctx.saved_tensors
-        result = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        differentiate(rows, targets, totals, grad.contiguous(), result, *ctx.options)
-        return (result.view(*targets.shape, rows.shape[-1]), *(None,) * 4)
+
+def loss_like(like: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    """Return a tensor of the shape of a loss, without numbers."""
+    return like.new_empty(targets.shape if reduction == "none" else (), dtype=torch.float32)
+
+
+def slopes_of(grad: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """Return the gradient of each row's loss, float32 and contiguous, from that of the result."""
+    if reduction == "mean":
+        grad = grad / (targets != ignore_index).sum()
+    return grad.to(torch.float32).expand(targets.shape).contiguous()
 
 
 def row_losses(
@@ -86,11 +105,11 @@ def row_losses(
     totals = torch.empty_like(losses)
     out = logits if gradient is None else gradient
     launch(
-        cross_entropy_forward,
+        "cross_entropy.cross_entropy_forward",
         count,
         logits,
         *(logits, targets, losses, totals, out, classes, logits.stride(0), out.stride(0)),
-        *(ignore_index, label_smoothing, z_loss, factor),
+        *(ignore_index, float(label_smoothing), float(z_loss), factor),
         DIFFERENTIATE=gradient is not None,
         **configuration.row_blocks(classes),
     )
@@ -111,18 +130,10 @@ def differentiate(
     count, classes = logits.shape
     constants = configuration.row_blocks(classes)
     launch(
-        cross_entropy_backward,
-        count * -(-classes // constants["BLOCK"]),
+        "cross_entropy.cross_entropy_backward",
+        count * blocks(classes, constants["BLOCK"]),
         logits,
-        *(logits, targets, totals, slopes, gradient),
-        *(classes, logits.stride(0), gradient.stride(0), ignore_index, label_smoothing, z_loss),
+        *(logits, targets, totals, slopes, gradient, classes, logits.stride(0)),
+        *(gradient.stride(0), ignore_index, float(label_smoothing), float(z_loss)),
         **constants,
     )
-
-
-def scaled(x: Tensor, slope: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """Return ``x · slope · factor`` in `dtype`, for a contiguous x and a slope of one element."""
-    result = torch.empty_like(x, dtype=dtype)
-    tiles = -(-x.numel() // SCALE_BLOCK)
-    launch(scale_cast, tiles, x, x, slope, result, x.numel(), factor, BLOCK=SCALE_BLOCK)
-    return result

@@ -1,13 +1,17 @@
-"""From a number of tiles to launches: one axis, in pieces that the chip takes."""
+"""From a number of tiles to launches: one axis, in pieces that the chip takes.
+
+A kernel is named, ``"gated.gated_forward"``, and imported with Triton by the first launch.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["chip_of", "launch", "power_of_two"]
+__all__ = ["blocks", "chip_of", "kernel", "launch", "power_of_two"]
 
 MOST_PROGRAMS = {"npu": 65_520}
 """Programs of one launch by device type; a multiple of 16, so that no kernel is specialised anew.
@@ -19,23 +23,30 @@ TILES = 2**31 - 1
 """Tiles of one operator: their number is 32 bits wide in the kernels."""
 
 
-def launch(kernel: Any, tiles: int, near: Tensor, *arguments: Any, **constants: Any) -> None:
-    """Run `tiles` programs of `kernel` on the device of `near`.
+@cache
+def kernel(name: str) -> Any:
+    """Return the Triton function ``"MODULE.FUNCTION"`` of `ms_kernels.triton.kernels`."""
+    module, _, function = name.partition(".")
+    return getattr(import_module(f"ms_kernels.triton.kernels.{module}"), function)
+
+
+def launch(name: str, tiles: int, near: Tensor, *arguments: Any, **constants: Any) -> None:
+    """Run `tiles` programs of a kernel on the device of `near`.
 
     Args:
-        kernel: a Triton function whose first argument is the first tile of a launch.
+        name: of a Triton function whose first argument is the first tile of a launch.
         tiles: how many; 0 launches nothing.
         near: a tensor on the device to run on.
         *arguments: the kernel's, after the first.
         **constants: its compile-time constants, and Triton's launch options.
     """
-    assert tiles <= TILES, f"{tiles} tiles; sizes are limited by the contract's memory"
+    assert tiles <= TILES, f"{tiles} tiles; no memory holds what takes as many"
     most = MOST_PROGRAMS.get(near.device.type, TILES)
-    if near.device.type == "cuda":  # said outright: its default is about to change
+    if near.device.type == "cuda":  # said outright: Triton's default is about to change
         constants["enable_fp_fusion"] = True
     with _on(near.device):
         for first in range(0, tiles, most):
-            kernel[(min(most, tiles - first),)](first, *arguments, **constants)
+            kernel(name)[(min(most, tiles - first),)](first, *arguments, **constants)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
@@ -43,6 +54,11 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     if device.type == "cpu":  # Triton's interpreter
         return nullcontext()
     return torch.accelerator.device_index(device.index)
+
+
+def blocks(count: int, size: int) -> int:
+    """Return how many blocks of `size` hold `count` elements."""
+    return -(-count // size)
 
 
 def power_of_two(size: int) -> int:

@@ -3,21 +3,26 @@
 A chunk's logits are float32; one kernel makes of them the losses and, in the inputs' dtype, their
 gradient, which two more products spend at once. So a reduced loss costs three products of half
 precision, and memory for one chunk. The gradients of hidden and weight are summed in float32 and
-held so between forward and backward, as in the reference.
+held so between forward and backward, as in the reference. Where the loss is not reduced, or
+nothing is trained, only the losses are made; a backward pass then makes the logits again.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ms_kernels.library import is_wanted, opaque, unwanted
+from ms_kernels.reference import CONTRACTS
 from ms_kernels.reference.cross_entropy import reduce
-from ms_kernels.triton.cross_entropy import differentiate, row_losses, scaled
-from ms_kernels.triton.logit_chunks import LIFT, Sums, chunk_rows_of, lifted
-from ms_kernels.triton.products import product
+from ms_kernels.triton.cross_entropy import differentiate, loss_like, row_losses, slopes_of
+from ms_kernels.triton.logit_chunks import Sums, chunks, lift_of, lifted, scaled
+from ms_kernels.triton.rows import as_rows, empty
 
 __all__ = ["linear_cross_entropy"]
+
+CONTRACT = CONTRACTS["linear_cross_entropy"]
 
 
 def linear_cross_entropy(
@@ -28,83 +33,159 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
-    *,
-    chunk_rows: int | None = None,
 ) -> Tensor:
     """Return what `cross_entropy` of ``hidden @ weight.T`` returns."""
-    if chunk_rows is None:
-        chunk_rows = chunk_rows_of(weight)
-    training = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    losses: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        targets.reshape(-1).contiguous(),
-        (ignore_index, float(label_smoothing), float(z_loss)),
-        reduction,
-        chunk_rows,
-        training,
-    )
-    return losses.view(targets.shape) if reduction == "none" else losses
+    run = _of_rows
+    if reduction != "none" and torch.is_grad_enabled():
+        if weight.requires_grad:
+            run = _with_both if hidden.requires_grad else _with_weight
+        elif hidden.requires_grad:
+            run = _with_hidden
+    options = ignore_index, label_smoothing, z_loss, reduction
+    result: Tensor = run(hidden, weight, targets, *options)
+    return result
 
 
-class _Chunked(torch.autograd.Function):
-    @staticmethod
+def _holding(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., Any]:
+    """Make the operator that holds the named gradients of a reduced loss."""
+
     def forward(
-        ctx: Any,
-        hidden: Tensor,  # (N, H)
-        weight: Tensor,  # (V, H)
-        targets: Tensor,  # (N,)
-        options: tuple[int, float, float],
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss: float,
         reduction: str,
-        chunk_rows: int,
-        training: bool,
-    ) -> Tensor:
-        ctx.options, ctx.reduction, ctx.chunk_rows = options, reduction, chunk_rows
-        ctx.dtype, ctx.wanted = hidden.dtype, ctx.needs_input_grad[:2]
-        now = training and reduction != "none"
-        losses = hidden.new_empty(len(targets), dtype=torch.float32)
-        sums = Sums(hidden, weight, ctx.wanted) if now else None
-        for start in range(0, len(targets), chunk_rows):
-            rows = slice(start, start + chunk_rows)
-            logits = product(hidden[rows], weight.T)
-            gradient = torch.empty_like(logits, dtype=hidden.dtype) if sums else None
-            factor = LIFT.get(hidden.dtype, 1.0)
-            losses[rows], _ = row_losses(logits, targets[rows], *options, gradient, factor)
-            if sums is not None and gradient is not None:
-                sums.add(gradient, hidden[rows], weight, rows)
-        if training:
-            held = (sums.hidden, sums.weight) if sums else (hidden, weight)
-            ctx.save_for_backward(*held, targets)
-        return reduce(losses, targets == options[0], reduction)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, places = as_rows(hidden), targets.reshape(-1).contiguous()
+        sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
+        losses = hidden.new_empty(len(rows), dtype=torch.float32)
+        options = ignore_index, label_smoothing, z_loss
+        for part, logits in chunks(rows, weight):
+            gradient = torch.empty_like(logits, dtype=hidden.dtype)
+            lift = lift_of(hidden.dtype)
+            losses[part], _ = row_losses(logits, places[part], *options, gradient, lift)
+            sums.add(gradient, rows, weight, part)
+        held_hidden = unwanted(hidden).float() if sums.hidden is None else sums.hidden
+        held_weight = unwanted(weight).float() if sums.weight is None else sums.weight
+        if of_hidden:
+            held_hidden = held_hidden.view(hidden.shape)
+        return reduce(losses, places == ignore_index, reduction), held_hidden, held_weight
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        first, second, targets = ctx.saved_tensors
-        if ctx.reduction == "none":
-            grad, slopes = lifted(grad.contiguous(), ctx.dtype)
-            first, second = _again(ctx, first, second, targets, slopes)
-        elif ctx.reduction == "mean":
-            grad = grad / (targets != ctx.options[0]).sum()
-        lift = 1 / LIFT.get(ctx.dtype, 1.0)
-        # The held sums stay as they are: the graph may be walked again.
-        grads = (
-            None if held is None else scaled(held, grad, lift, ctx.dtype)
-            for held in (first, second)
-        )
-        return (*grads, *(None,) * 5)
+    def fake(
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss: float,
+        reduction: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        held_hidden = empty(hidden if of_hidden else unwanted(hidden), torch.float32)
+        held_weight = empty(weight if of_weight else unwanted(weight), torch.float32)
+        return loss_like(hidden, targets, reduction), held_hidden, held_weight
+
+    return opaque(
+        CONTRACT,
+        f"triton_{name}",
+        forward=forward,
+        fake=fake,
+        kept={"held_hidden": "... H", "held_weight": "V H"},
+        backward=_scale,
+        saves=("hidden", "weight", "targets", "held_hidden", "held_weight"),
+    )
 
 
-def _again(
-    ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slopes: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
+def _scale(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    held_hidden: Tensor,
+    held_weight: Tensor,
+    wanted: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor]:
+    """Scale what the forward pass held; it stays as it is: the graph may be walked again."""
+    if reduction == "mean":
+        grad = grad / (targets != ignore_index).sum()
+    return (
+        scaled(held_hidden, grad, hidden) if is_wanted(wanted, 0) else unwanted(hidden),
+        scaled(held_weight, grad, weight) if is_wanted(wanted, 1) else unwanted(weight),
+    )
+
+
+_with_both = _holding("holding", of_hidden=True, of_weight=True)
+_with_hidden = _holding("holding_hidden", of_hidden=True, of_weight=False)
+_with_weight = _holding("holding_weight", of_hidden=False, of_weight=True)
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> Tensor:
+    rows, places = as_rows(hidden), targets.reshape(-1).contiguous()
+    losses = hidden.new_empty(len(rows), dtype=torch.float32)
+    for part, logits in chunks(rows, weight):
+        losses[part], _ = row_losses(logits, places[part], ignore_index, label_smoothing, z_loss)
+    return reduce(losses.view(targets.shape), targets == ignore_index, reduction)
+
+
+def _fake(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> Tensor:
+    return loss_like(hidden, targets, reduction)
+
+
+def _backward(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    wanted: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor]:
     """Make the logits again, chunk by chunk, now that the gradient of each row is known."""
-    sums = Sums(hidden, weight, ctx.wanted)
-    for start in range(0, len(targets), ctx.chunk_rows):
-        rows = slice(start, start + ctx.chunk_rows)
-        logits = product(hidden[rows], weight.T)
-        _, totals = row_losses(logits, targets[rows], *ctx.options)
+    rows, places = as_rows(hidden), targets.reshape(-1).contiguous()
+    of_hidden, of_weight = is_wanted(wanted, 0), is_wanted(wanted, 1)
+    sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
+    slopes = slopes_of(grad, targets, ignore_index, reduction).view(-1)
+    peak, (slopes,) = lifted(hidden.dtype, slopes)
+    options = ignore_index, label_smoothing, z_loss
+    for part, logits in chunks(rows, weight):
+        _, totals = row_losses(logits, places[part], *options)
         gradient = torch.empty_like(logits, dtype=hidden.dtype)
-        differentiate(logits, targets[rows], totals, slopes[rows], gradient, *ctx.options)
-        sums.add(gradient, hidden[rows], weight, rows)
-    return sums.hidden, sums.weight
+        differentiate(logits, places[part], totals, slopes[part], gradient, *options)
+        sums.add(gradient, rows, weight, part)
+    return (
+        unwanted(hidden) if sums.hidden is None else scaled(sums.hidden, peak, hidden),
+        unwanted(weight) if sums.weight is None else scaled(sums.weight, peak, weight),
+    )
+
+
+_of_rows = opaque(
+    CONTRACT,
+    "triton",
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    saves=("hidden", "weight", "targets"),
+)

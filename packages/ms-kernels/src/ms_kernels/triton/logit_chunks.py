@@ -1,11 +1,14 @@
 """Logits of a few rows at a time, and what their half-precision gradients add up to."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from ms_kernels.triton.launching import blocks, launch
 from ms_kernels.triton.products import add_product, product
 
-__all__ = ["CHUNK_BYTES", "LIFT", "Sums", "chunk_rows_of", "lifted"]
+__all__ = ["CHUNK_BYTES", "LIFT", "Sums", "chunks", "lift_of", "lifted", "scaled"]
 
 CHUNK_BYTES = 2**30
 """Size of a chunk's float32 logits. Each chunk reads and writes the weight's whole gradient, so
@@ -14,33 +17,63 @@ that small ones cost more time than they save memory."""
 LIFT = {torch.float16: 2.0**13}
 """Factor of a chunk's gradient by dtype: a probability of 1e-5 would be subnormal in float16."""
 
-
-def chunk_rows_of(weight: Tensor) -> int:
-    """Return how many rows of logits are held at once."""
-    return max(CHUNK_BYTES // (4 * weight.shape[0]), 1)
+SCALE_BLOCK = 2048
 
 
-def lifted(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield rows of hidden (N, H) and their float32 logits, as many as `CHUNK_BYTES` holds."""
+    step = max(CHUNK_BYTES // (4 * weight.shape[0]), 1)
+    for start in range(0, len(hidden), step):
+        rows = slice(start, start + step)
+        yield rows, product(hidden[rows], weight.T)
+
+
+def lift_of(dtype: torch.dtype) -> float:
+    """Return the factor under which a chunk's gradient is held."""
+    return LIFT.get(dtype, 1.0)
+
+
+def lifted(dtype: torch.dtype, *slopes: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return a common factor of the rows' gradients, and what remains of them, lifted.
 
     With float16 the largest remainder is 1, so that a loss scale cannot make one overflow.
     """
-    if dtype not in LIFT or not grad.numel():
-        return grad.new_ones(()), grad
-    peak = grad.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
-    return peak, grad / peak * LIFT[dtype]
+    if dtype not in LIFT or not slopes[0].numel():
+        return slopes[0].new_ones(()), slopes
+    peak = torch.stack([each.abs().amax() for each in slopes]).amax()
+    peak = peak.clamp(min=torch.finfo(torch.float32).tiny)
+    return peak, tuple(each / peak * LIFT[dtype] for each in slopes)
 
 
 class Sums:
     """Gradients of hidden (N, H) and weight (V, H), summed in float32, each None if not wanted."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, wanted: tuple[bool, ...]) -> None:
-        self.hidden = hidden.new_empty(hidden.shape, dtype=torch.float32) if wanted[0] else None
-        self.weight = weight.new_zeros(weight.shape, dtype=torch.float32) if wanted[1] else None
+    def __init__(self, hidden: Tensor, weight: Tensor, *, of_hidden: bool, of_weight: bool) -> None:
+        self.hidden = hidden.new_empty(hidden.shape, dtype=torch.float32) if of_hidden else None
+        self.weight = weight.new_zeros(weight.shape, dtype=torch.float32) if of_weight else None
 
     def add(self, gradient: Tensor, hidden: Tensor, weight: Tensor, rows: slice) -> None:
         """Spend one chunk's gradient (R, V), of the inputs' dtype."""
         if self.hidden is not None:
             self.hidden[rows] = product(gradient, weight)
         if self.weight is not None:
-            add_product(self.weight, gradient.T, hidden)
+            add_product(self.weight, gradient.T, hidden[rows])
+
+
+def scaled(x: Tensor, slope: Tensor, like: Tensor) -> Tensor:
+    """Return ``x · slope``, undoing the lift, in the shape and dtype of `like`.
+
+    Args:
+        x: contiguous, float32.
+        slope: one number, on the device.
+        like: of the inputs' dtype, by which x was lifted.
+    """
+    result = torch.empty_like(like, memory_format=torch.contiguous_format)
+    launch(
+        "cross_entropy.scale_cast",
+        blocks(x.numel(), SCALE_BLOCK),
+        x,
+        *(x, slope, result, x.numel(), 1 / lift_of(like.dtype)),
+        BLOCK=SCALE_BLOCK,
+    )
+    return result

@@ -4,81 +4,122 @@ Saved for the backward pass: the input (or the sum) and one float32 number a row
 gradient is summed by a fixed number of programs, then over these: the same in every run.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ms_kernels.library import opaque
+from ms_kernels.reference import CONTRACTS
 from ms_kernels.triton import configuration
-from ms_kernels.triton.kernels.rms_norm import rms_norm_backward, rms_norm_forward
-from ms_kernels.triton.launching import chip_of, launch
-from ms_kernels.triton.rows import as_rows
+from ms_kernels.triton.launching import blocks, chip_of, launch
+from ms_kernels.triton.rows import as_rows, empty, wanted_of
 
-__all__ = ["rms_norm"]
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return ``x / sqrt(mean(x²) + eps) · weight``."""
-    result: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
-    return result
+__all__ = ["add_rms_norm", "rms_norm"]
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows = as_rows(x)
-        result, _, scale = normalise(rows, None, weight, eps)
-        ctx.save_for_backward(rows, weight, scale)
-        return result.view(x.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weight = differentiate(as_rows(grad), None, *ctx.saved_tensors)
-        return grad_x.view(grad.shape), grad_weight, None
+def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    result, _, scale = _normalise(x, None, weight, eps)
+    return result, scale
 
 
-def normalise(
+def _fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return empty(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, wanted: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    grad_x, grad_weight = _differentiate(grad, None, x, weight, scale)
+    grad_x, grad_weight = wanted_of(wanted, (grad_x, grad_weight))
+    return grad_x, grad_weight
+
+
+rms_norm = opaque(
+    CONTRACTS["rms_norm"],
+    "triton",
+    forward=_forward,
+    fake=_fake,
+    kept={"scale": "..."},
+    backward=_backward,
+    saves=("x", "weight", "scale"),
+)
+
+
+def _add_forward(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _normalise(x, residual, weight, eps)
+
+
+def _add_fake(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty(x), empty(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _add_backward(
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    summed: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    wanted: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_x, grad_weight = _differentiate(grad, grad_sum, summed, weight, scale)
+    # An operator's results may not share their memory: the second is a copy, if both are wanted.
+    both = wanted & 3 == 3
+    grads = wanted_of(wanted, (grad_x, grad_x.clone() if both else grad_x, grad_weight))
+    return grads[0], grads[1], grads[2]
+
+
+add_rms_norm = opaque(
+    CONTRACTS["add_rms_norm"],
+    "triton",
+    forward=_add_forward,
+    fake=_add_fake,
+    kept={"scale": "..."},
+    backward=_add_backward,
+    saves=("summed", "weight", "scale"),
+)
+
+
+def _normalise(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normalised rows (N, H), the sum (N, H) or x itself, and 1 / rms (N, 1)."""
-    count, width = x.shape
-    result = torch.empty_like(x, memory_format=torch.contiguous_format)
-    total = x if residual is None else torch.empty_like(result)
-    scale = x.new_empty((count, 1), dtype=torch.float32)
-    constants = configuration.whole_rows(width)
-    other = x if residual is None else residual
+    """Return the normalised rows, the sum (x itself if there is none) and 1 / rms."""
+    rows = as_rows(x)
+    others = rows if residual is None else as_rows(residual)
+    result, scale = empty(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    total = x if residual is None else empty(x)
+    constants = configuration.whole_rows(rows.shape[1])
     launch(
-        rms_norm_forward,
-        -(-count // constants["ROWS"]),
+        "rms_norm.rms_norm_forward",
+        blocks(len(rows), constants["ROWS"]),
         x,
-        *(x, other, weight.contiguous(), result, total, scale),
-        *(count, width, x.stride(0), other.stride(0), eps),
+        *(rows, others, weight.contiguous(), result, total, scale),
+        *(*rows.shape, rows.stride(0), others.stride(0), eps),
         ADD=residual is not None,
         **constants,
     )
     return result, total, scale
 
 
-def differentiate(
+def _differentiate(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x (N, H), `grad_sum` added to it if given, and of weight (H,)."""
-    count, width = x.shape
-    constants = configuration.whole_rows(width)
-    blocks = -(-count // constants["ROWS"])
-    each = -(-blocks // configuration.norm_programs(chip_of(x.device))) * constants["ROWS"]
-    programs = -(-count // each) if count else 0
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    parts = x.new_empty((programs, width), dtype=torch.float32)
-    more = grad if grad_sum is None else grad_sum
+    """Return the gradients of x (..., H), `grad_sum` added to it if given, and of weight (H,)."""
+    rows, pulls = as_rows(x), as_rows(grad)
+    more = pulls if grad_sum is None else as_rows(grad_sum)
+    constants = configuration.whole_rows(rows.shape[1])
+    each, programs = configuration.shares(len(rows), constants["ROWS"], chip_of(x.device))
+    grad_x = empty(x)
+    parts = x.new_empty((programs, rows.shape[1]), dtype=torch.float32)
     launch(
-        rms_norm_backward,
+        "rms_norm.rms_norm_backward",
         programs,
         x,
-        *(grad, more, x, weight.contiguous(), scale, grad_x, parts),
-        *(count, width, grad.stride(0), more.stride(0), x.stride(0), each),
+        *(pulls, more, rows, weight.contiguous(), scale, grad_x, parts),
+        *(*rows.shape, pulls.stride(0), more.stride(0), rows.stride(0), each),
         ADD=grad_sum is not None,
         **constants,
     )

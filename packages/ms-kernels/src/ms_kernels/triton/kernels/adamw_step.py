@@ -1,0 +1,41 @@
+"""One step of AdamW, in place, in one pass over memory."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["first"])
+def adamw_step(
+    first,
+    WEIGHTS,
+    GRADIENT,
+    MEAN,
+    SQUARE,
+    count,
+    mean_share,
+    square_share,
+    keep,
+    rate,
+    root_scale,
+    eps,
+    BLOCK: tl.constexpr,
+):
+    """Step BLOCK weights; all tensors are contiguous.
+
+    `mean_share` and `square_share` are what the moments take of the gradient, `keep` is
+    1 - learning rate · decay, `rate` the learning rate over the mean's bias correction, and
+    `root_scale` 1 over the root of the square's.
+    """
+    place = (first + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    slope = tl.load(GRADIENT + place, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.load(MEAN + place, mask=inside, other=0.0)
+    square = tl.load(SQUARE + place, mask=inside, other=0.0)
+    weights = tl.load(WEIGHTS + place, mask=inside, other=0.0).to(tl.float32)
+    mean += mean_share * (slope - mean)
+    square += square_share * (slope * slope - square)
+    step = mean / (tl.sqrt_rn(square) * root_scale + eps)
+    tl.store(MEAN + place, mean, mask=inside)
+    tl.store(SQUARE + place, square, mask=inside)
+    weights = weights * keep - rate * step
+    tl.store(WEIGHTS + place, weights.to(WEIGHTS.dtype.element_ty), mask=inside)

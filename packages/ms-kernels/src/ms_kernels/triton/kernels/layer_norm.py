@@ -1,0 +1,85 @@
+"""LayerNorm of rows, and its gradient."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["first"])
+def layer_norm_forward(
+    first,
+    X,
+    W,
+    B,
+    Y,
+    MEAN,
+    SCALE,
+    rows,
+    width,
+    x_stride,
+    eps,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Normalise ROWS rows; Y is contiguous, MEAN and SCALE (rows,) are mean and 1 / deviation."""
+    row = (first + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < width)
+    x = tl.load(X + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(x, 1)[:, None] / width
+    centred = tl.where(inside, x - mean, 0.0)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 1)[:, None] / width + eps)
+    w = tl.load(W + column, mask=column < width, other=0.0).to(tl.float32)
+    y = centred * scale * w
+    if BIAS:
+        y += tl.load(B + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(MEAN + row, mean, mask=row < rows)
+    tl.store(SCALE + row, scale, mask=row < rows)
+    tl.store(Y + row * width + column, y.to(Y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first"])
+def layer_norm_backward(
+    first,
+    DY,
+    X,
+    W,
+    MEAN,
+    SCALE,
+    DX,
+    DW,
+    DB,
+    rows,
+    width,
+    dy_stride,
+    x_stride,
+    rows_each,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Make `rows_each` rows of DX, and one row of DW and DB (programs, width) float32.
+
+    With n = (x - mean)·r: dx = r·(w·g - mean(w·g) - n·mean(n·w·g)).
+    """
+    part = (first + tl.program_id(0)).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    w = tl.load(W + column, mask=column < width, other=0.0).to(tl.float32)
+    dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    db = tl.zeros([ROWS, BLOCK], tl.float32)
+    for offset in range(0, rows_each, ROWS):
+        row = part * rows_each + offset + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (column < width)
+        x = tl.load(X + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(DY + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
+        mean = tl.load(MEAN + row, mask=row < rows, other=0.0)
+        scale = tl.load(SCALE + row, mask=row < rows, other=0.0)
+        normal = tl.where(inside, (x - mean) * scale, 0.0)
+        wg = w * g
+        along = tl.sum(normal * wg, 1)[:, None] / width
+        dx = (wg - tl.sum(wg, 1)[:, None] / width - normal * along) * scale
+        tl.store(DX + row * width + column, dx.to(DX.dtype.element_ty), mask=inside)
+        dw += g * normal
+        db += g
+    here = part * width + column
+    tl.store(DW + here, tl.sum(dw, 0)[None, :], mask=column < width)
+    tl.store(DB + here, tl.sum(db, 0)[None, :], mask=column < width)

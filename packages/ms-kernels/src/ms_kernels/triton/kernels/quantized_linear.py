@@ -1,0 +1,124 @@
+"""Products with a matrix packed in 4 or 8 bits, which is unpacked in registers.
+
+Forward, codes less 2^(bits-1) are small whole numbers, exact in half precision; scales and zeros
+are applied to the float32 sums of a group. Backward the sum runs across groups, so a weight is the
+sum of two numbers of half precision, and takes two products: rounded to one of them it would be
+off by more than the gradient may be.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _codes(PACKED, row, inner, inside, BITS: tl.constexpr):
+    """Return codes less 2^(BITS-1), float32; `inner` counts weights along a row."""
+    if BITS == 8:
+        return tl.load(PACKED + row + inner, mask=inside, other=128).to(tl.float32) - 128.0
+    byte = tl.load(PACKED + row + inner // 2, mask=inside, other=0).to(tl.int32)
+    return ((byte >> (inner % 2 * 4)) & 15).to(tl.float32) - 8.0
+
+
+@triton.jit(do_not_specialize=["first"])
+def quantized_forward(
+    first,
+    X,
+    PACKED,
+    SCALES,
+    ZEROS,
+    OUT,
+    rows,
+    width,
+    out_width,
+    groups,
+    group_size,
+    x_stride,
+    BITS: tl.constexpr,
+    ZEROED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Write BM x BN of OUT = X @ weightᵀ; all but X are contiguous."""
+    tile = first + tl.program_id(0)
+    columns = tl.cdiv(out_width, BN)
+    row = (tile // columns) * BM + tl.arange(0, BM)[:, None]
+    column = (tile % columns) * BN + tl.arange(0, BN)
+    X += row.to(tl.int64) * x_stride
+    packed_row = column.to(tl.int64)[None, :] * (width * BITS // 8)
+    scale_at = column.to(tl.int64) * groups
+    total = tl.zeros([BM, BN], tl.float32)
+    for group in range(groups):
+        part = tl.zeros([BM, BN], tl.float32)
+        mass = tl.zeros([BM], tl.float32)
+        for offset in range(0, group_size, BK):
+            step = offset + tl.arange(0, BK)
+            inner = group * group_size + step
+            own = step < group_size
+            x = tl.load(X + inner[None, :], mask=(row < rows) & own[None, :], other=0.0)
+            inside = own[:, None] & (column < out_width)[None, :]
+            codes = _codes(PACKED, packed_row, inner[:, None], inside, BITS)
+            part = tl.dot(x, codes.to(x.dtype), part, input_precision="ieee")
+            if ZEROED:
+                mass += tl.sum(x.to(tl.float32), 1)
+        scale = tl.load(SCALES + scale_at + group, mask=column < out_width, other=0.0)
+        if ZEROED:
+            zero = tl.load(ZEROS + scale_at + group, mask=column < out_width, other=0.0)
+            middle: tl.constexpr = 128.0 if BITS == 8 else 8.0
+            part -= mass[:, None] * (zero.to(tl.float32) - middle)[None, :]
+        total += part * scale.to(tl.float32)[None, :]
+    at = OUT + row.to(tl.int64) * out_width + column[None, :]
+    inside = (row < rows) & (column < out_width)[None, :]
+    tl.store(at, total.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first"])
+def quantized_backward(
+    first,
+    DY,
+    PACKED,
+    SCALES,
+    ZEROS,
+    DX,
+    rows,
+    width,
+    out_width,
+    groups,
+    group_size,
+    dy_stride,
+    BITS: tl.constexpr,
+    ZEROED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Write BM x BK of DX = DY @ weight; all but DY are contiguous."""
+    tile = first + tl.program_id(0)
+    columns = tl.cdiv(width, BK)
+    row = (tile // columns) * BM + tl.arange(0, BM)[:, None]
+    inner = (tile % columns) * BK + tl.arange(0, BK)[None, :]
+    group = inner // group_size
+    DY += row.to(tl.int64) * dy_stride
+    middle: tl.constexpr = 128.0 if BITS == 8 else 8.0
+    total = tl.zeros([BM, BK], tl.float32)
+    for offset in range(0, out_width, BN):
+        column = offset + tl.arange(0, BN)
+        g = tl.load(
+            DY + column[None, :], mask=(row < rows) & (column < out_width)[None, :], other=0.0
+        )
+        inside = (column < out_width)[:, None] & (inner < width)
+        packed_row = column.to(tl.int64)[:, None] * (width * BITS // 8)
+        weight = _codes(PACKED, packed_row, inner, inside, BITS)
+        scale_at = column.to(tl.int64)[:, None] * groups + group
+        if ZEROED:
+            zero = tl.load(ZEROS + scale_at, mask=inside, other=0.0).to(tl.float32)
+            weight -= zero - middle
+        weight *= tl.load(SCALES + scale_at, mask=inside, other=0.0).to(tl.float32)
+        high = weight.to(g.dtype)
+        total = tl.dot(g, high, total, input_precision="ieee")
+        if g.dtype != tl.float32:
+            low = (weight - high.to(tl.float32)).to(g.dtype)
+            total = tl.dot(g, low, total, input_precision="ieee")
+    at = DX + row.to(tl.int64) * width + inner
+    inside = (row < rows) & (inner < width)
+    tl.store(at, total.to(DX.dtype.element_ty), mask=inside)
