@@ -186,3 +186,40 @@ def test_a_termination_waits_for_what_is_being_saved() -> None:
     done = subprocess.run([sys.executable, "-c", SAVING], capture_output=True, text=True)
     assert done.stdout == "finished\n"
     assert done.returncode == -signal.SIGTERM
+
+
+def test_the_wait_for_a_cpu_is_counted_by_thread(tmp_path: Path) -> None:
+    """Two threads of work on one CPU wait about half the time; a thread's first answer is None."""
+    script = tmp_path / "busy.py"
+    script.write_text(BUSY)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if done.stdout.strip() == "not counted":
+        pytest.skip("this kernel counts no waits")
+    waited_share = float(done.stdout)
+    assert 0.2 < waited_share < 0.9
+
+
+BUSY = """
+import multiprocessing
+import os
+import time
+from ms_profile.capture.cpu_wait import CpuWait
+
+def spin(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+if __name__ == "__main__":
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    wait = CpuWait()
+    assert wait.since_last_ns() is None
+    other = multiprocessing.get_context("fork").Process(target=spin, args=(1.5,))
+    other.start()
+    spin(1.0)
+    waited = wait.since_last_ns()
+    print("not counted" if waited is None else waited / 1e9)
+    wait.close()
+    other.join()
+"""

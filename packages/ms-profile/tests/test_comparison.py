@@ -9,6 +9,7 @@ from ms_profile.analysis import analyse_traces
 from ms_profile.comparison import (
     CHANCE,
     LEAST_CHANGE,
+    RecordedSteps,
     compare,
     compare_steps,
     recorded_steps,
@@ -78,6 +79,21 @@ def test_too_few_steps_are_refused() -> None:
         step_times(short)
 
 
+def steps_of(wall_ns: np.ndarray, unhindered_ns: np.ndarray | None = None) -> RecordedSteps:
+    """Steps as a log would have them."""
+    return RecordedSteps(wall_ns=wall_ns, unhindered_ns=unhindered_ns)
+
+
+def test_waiting_for_a_cpu_is_no_regression() -> None:
+    """Steps longer only by their wait for a CPU are not called; longer without it, they are."""
+    random = np.random.default_rng(0)
+    analysis = analyse_traces(simulate_run(ranks=2, seed=1).traces)
+    usual, again, slower = (step_series(random, 40, scale) for scale in (1, 1, 1.3))
+    before = steps_of(usual, usual)
+    assert not compare(analysis, analysis, recorded=(before, steps_of(slower, again))).regression
+    assert compare(analysis, analysis, recorded=(before, steps_of(slower, slower))).regression
+
+
 def log_run(folder: Path, times_s: list[float], traced: range) -> None:
     """A run's folder with nothing but its manifest and the log of two ranks."""
     run = RunManifest(
@@ -99,7 +115,8 @@ def test_the_steps_of_a_runs_log_are_compared_but_for_those_that_were_slowed(
     log_run(tmp_path, [9.0, 9.0, *(0.1 * n for n in range(2, 10))], range(4, 7))
     found = recorded_steps(tmp_path)
     assert found is not None
-    assert (found / 1e9).tolist() == pytest.approx([0.4, 0.6, 1.4, 1.6, 1.8])
+    assert (found.wall_ns / 1e9).tolist() == pytest.approx([0.4, 0.6, 1.4, 1.6, 1.8])
+    assert found.unhindered_ns is None
     assert recorded_steps(tmp_path / "nowhere") is None
 
 
@@ -111,11 +128,13 @@ def test_what_is_said_to_be_found_in_nine_of_ten_is(steps: int) -> None:
     called = 0
     for _ in range(100):
         before, again = step_series(random, steps), step_series(random, steps)
-        shift = compare(analysis, analysis, recorded=(before, again)).detectable
+        shift = compare(analysis, analysis, recorded=(steps_of(before), steps_of(again))).detectable
         assert shift is not None
         # At the least change itself half of the pairs fall short of it.
         after = step_series(random, steps, 1 + max(shift, 2 * LEAST_CHANGE))
-        called += compare(analysis, analysis, recorded=(before, after)).regression
+        called += compare(
+            analysis, analysis, recorded=(steps_of(before), steps_of(after))
+        ).regression
     assert called >= 85
 
 
@@ -123,4 +142,4 @@ def test_too_few_steps_promise_nothing() -> None:
     """Four and four steps that differ widely show no slow-down surely: None, not a huge number."""
     analysis = analyse_traces(simulate_run(ranks=2, seed=1).traces)
     wild = np.array([1.0, 2.0, 4.0, 8.0])
-    assert compare(analysis, analysis, recorded=(wild, wild)).detectable is None
+    assert compare(analysis, analysis, recorded=(steps_of(wild), steps_of(wild))).detectable is None

@@ -6,7 +6,8 @@ regression is called when chance alone makes B slower by as much in fewer than 2
 it is 3% or more: less than that differs between two runs of one program.
 
 A run's event log has every step, and most of them untraced; where both runs have one, its steps are
-compared, and the traces only say what moved.
+compared, and the traces only say what moved. Steps are also longer where other programs have the
+CPUs; the log knows how long each waited for one. A regression is one with that wait and without it.
 """
 
 from collections import defaultdict
@@ -24,7 +25,15 @@ from ms_profile.event_reader import EventFilter, read_events
 from ms_profile.format import read_run
 from ms_profile.operators import operator_table
 
-__all__ = ["Change", "Comparison", "compare", "compare_steps", "recorded_steps", "step_times"]
+__all__ = [
+    "Change",
+    "Comparison",
+    "RecordedSteps",
+    "compare",
+    "compare_steps",
+    "recorded_steps",
+    "step_times",
+]
 
 LEAST_STEPS = 4
 CHANCE = 0.02
@@ -72,12 +81,29 @@ class Comparison:
     """Self time per step and rank, the largest change first."""
 
 
+@frozen(kw_only=True, eq=False)
+class RecordedSteps:
+    """Steps of a run as its log has them, (S,) ns each, in order."""
+
+    wall_ns: Times
+    """The slowest rank's."""
+    unhindered_ns: Times | None
+    """Without the longest wait of a rank for a CPU; None where that was not counted."""
+
+    @property
+    def hindered_share(self) -> float | None:
+        """Share of the time in which a rank waited for a CPU."""
+        if self.unhindered_ns is None:
+            return None
+        return float(1 - self.unhindered_ns.sum() / self.wall_ns.sum())
+
+
 def compare(
     before: Analysis,
     after: Analysis,
     *,
     least_change: float = LEAST_CHANGE,
-    recorded: tuple[Times, Times] | None = None,
+    recorded: tuple[RecordedSteps, RecordedSteps] | None = None,
 ) -> Comparison:
     """Compare two runs' steps, phases and operators.
 
@@ -85,30 +111,44 @@ def compare(
         before: run A.
         after: run B.
         least_change: relative change that counts.
-        recorded: step times of both runs, (N,) and (M,) ns in order, as `recorded_steps` reads
-            them; without them, those of the traces.
+        recorded: steps of both runs, as `recorded_steps` reads them; without them, the traces'.
 
     Raises:
         TraceError: a run has fewer than 4 named steps.
     """
-    old, new = recorded or (step_times(before), step_times(after))
-    slower, faster = compare_steps(old, new), compare_steps(new, old)
+    pairs = [(step_times(before), step_times(after))] if recorded is None else _series(*recorded)
+    old, new = pairs[0]
+    slower = max(compare_steps(a, b) for a, b in pairs)
+    faster = max(compare_steps(b, a) for a, b in pairs)
+    shares = [float(np.median(b) / np.median(a)) - 1 for a, b in pairs]
     change = Change(name="step", before_ns=float(np.median(old)), after_ns=float(np.median(new)))
-    relative = change.share or 0.0
     return Comparison(
         step=change,
         chance=slower,
-        detectable=_detectable(old, new, least_change),
+        detectable=_most([_detectable(a, b, least_change) for a, b in pairs]),
         steps=(len(old), len(new)),
-        regression=slower < CHANCE and relative >= least_change,
-        improvement=faster < CHANCE and relative <= -least_change,
+        regression=slower < CHANCE and min(shares) >= least_change,
+        improvement=faster < CHANCE and max(shares) <= -least_change,
         phases=_phases(before, after),
         operators=_operators(before, after),
     )
 
 
-def recorded_steps(folder: Path) -> Times | None:
-    """Wall time of each step that a run's event log holds, the slowest rank's, (S,) ns.
+def _series(old: RecordedSteps, new: RecordedSteps) -> list[tuple[Times, Times]]:
+    """What must agree that B is slower: wall times, and those without waits for a CPU."""
+    pairs = [(old.wall_ns, new.wall_ns)]
+    if old.unhindered_ns is not None and new.unhindered_ns is not None:
+        pairs.append((old.unhindered_ns, new.unhindered_ns))
+    return pairs
+
+
+def _most(shares: Sequence[float | None]) -> float | None:
+    known = [share for share in shares if share is not None]
+    return max(known) if len(known) == len(shares) else None
+
+
+def recorded_steps(folder: Path) -> RecordedSteps | None:
+    """The steps that a run's event log holds.
 
     Steps that the tracer slowed are left out, and those before its first window, which fill caches.
     None where the folder is no run, or has fewer than 4 such steps on all ranks.
@@ -119,14 +159,24 @@ def recorded_steps(folder: Path) -> Times | None:
     except ProfileError:
         return None
     times: dict[int, dict[int, float]] = defaultdict(dict)
+    waits: dict[int, dict[int, float]] = defaultdict(dict)
     for event in events:
-        length = event.fields.get("step_time_s")
+        length, wait = event.fields.get("step_time_s"), event.fields.get("cpu_wait_s")
         usual = "traced" not in event.fields and (event.step or 0) >= run.window.skip
         if event.step is not None and usual and isinstance(length, float):
             times[event.step][event.rank] = length * 1e9
+            if isinstance(wait, float):
+                waits[event.step][event.rank] = min(wait, length) * 1e9
     ranks = {rank for own in times.values() for rank in own}
-    full = [max(own.values()) for _, own in sorted(times.items()) if len(own) == len(ranks)]
-    return np.array(full, np.float64) if len(full) >= LEAST_STEPS else None
+    full = [step for step, own in sorted(times.items()) if len(own) == len(ranks)]
+    if len(full) < LEAST_STEPS:
+        return None
+    wall = np.array([max(times[step].values()) for step in full])
+    counted = all(len(waits[step]) == len(ranks) for step in full)
+    waited = np.array([max(waits[step].values()) for step in full]) if counted else None
+    # A step is never all wait: logarithms are taken of what is left.
+    left = None if waited is None else np.maximum(wall - waited, 0.01 * wall)
+    return RecordedSteps(wall_ns=wall, unhindered_ns=left)
 
 
 def step_times(analysis: Analysis) -> Times:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from ms_profile.capture.cpu_wait import CpuWait
 from ms_profile.capture.imports import when_imported
 from ms_profile.capture.metrics import Recording
 from ms_profile.capture.plan import Place, Plan, versions
@@ -63,6 +64,7 @@ class Session:
             raise RecordError(f"{plan.output_dir} cannot be written: {error}") from error
         self._since_ns = self._facts_ns = time.monotonic_ns()
         self._data_wait_s = 0.0
+        self._cpu_wait = CpuWait()
         host = self.manifest.host
         self.events("run_start", {"script": str(plan.script), "host": host, "pid": os.getpid()})
         if place.world_size > 1:
@@ -76,6 +78,7 @@ class Session:
             return
         self._finished = True
         self._finish_recording()
+        self._cpu_wait.close()
         self.events("run_end", {"exit_code": exit_code, "error": error or ""})
         self.events.close()
         if self.events.lost:
@@ -151,6 +154,8 @@ class Session:
     def _report_step(self, step: int) -> None:
         now = time.monotonic_ns()
         fields: dict[str, Value] = {"step": step, "step_time_s": (now - self._since_ns) / 1e9}
+        if (waited_ns := self._cpu_wait.since_last_ns()) is not None:
+            fields["cpu_wait_s"] = waited_ns / 1e9
         if self._tracer is not None and self._tracer.tracing:
             fields["traced"] = 1
         if now - self._facts_ns >= SLOW_FACTS_NS:

@@ -17,6 +17,7 @@ __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
 HELP: Final = "compare two runs; exit code 1 when the second is significantly slower"
 EXAMPLE: Final = "ms-profile compare ./before ./after --least-change 0.05"
 MOST_OPERATORS = 12
+BUSY_SHARE = 0.02
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +44,10 @@ def execute(options: argparse.Namespace) -> int:
         print(msgspec.json.encode(_facts(found)).decode())
     else:
         _show(found)
+        for name, one in (("A", old), ("B", new)):
+            if one is not None and (one.hindered_share or 0) > BUSY_SHARE:
+                print(f"run {name} waited for a CPU {one.hindered_share:.0%} of the time: "
+                      "its host was busy with other work; compare runs of a quiet one")  # fmt: skip
     return 1 if found.regression else 0
 
 
