@@ -17,6 +17,7 @@ nox.options.sessions = ["lint", "types", "tests", "repository", "alone", "readme
 
 ROOT = Path(__file__).parent
 TORCH = os.environ.get("MS_TORCH", "torch==2.13.0")
+TORCH_NPU = os.environ.get("MS_TORCH_NPU", "torch_npu==2.13.0")
 PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir())
 TORCH_FREE = {"ms-data", "ms-profile"}
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true"}
@@ -188,6 +189,20 @@ def gpu(session: nox.Session, package: str) -> None:
     script = ROOT / "packages" / package / "benchmarks" / "gpu.py"
     if script.exists():
         session.run("python", str(script))
+
+
+@nox.session
+def ascend(session: nox.Session) -> None:
+    """Run torch_npu's wheel where there is no NPU: schemas, shapes, gradients, calls, numbers."""
+    install_torch(session)
+    session.install("pyyaml", "-r", "packages/ms-kernels/tests/requirements.txt")
+    session.install("./packages/ms-kernels", "./packages/ms-parallel")
+    session.install("--no-deps", TORCH_NPU)
+    session.run(
+        *("pytest", "packages/ms-kernels/tests/ascend", *session.posargs),
+        # torch would import torch_npu before the null runtime is there.
+        env={**ONE_THREAD, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    )
 
 
 @nox.session

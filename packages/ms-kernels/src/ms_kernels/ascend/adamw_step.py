@@ -1,0 +1,66 @@
+"""AdamW through aclnnApplyAdamWV2, reached by torch's `_fused_adamw_`.
+
+`npu_apply_adam_w` is not it: on Atlas A2 that one takes an older path, which is not an aclnn call,
+and wants the powers of both betas beforehand. Its successor takes the step itself.
+"""
+
+import torch
+from torch import Tensor
+
+from ms_kernels.ascend.limits import NPU, empty
+from ms_kernels.contract import Call, describe
+from ms_kernels.registry import Implementation
+
+__all__ = ["IMPLEMENTATIONS", "adamw_step"]
+
+
+def adamw_step(
+    weights: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    step: int = 1,
+    learning_rate: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> None:
+    """Write new weights and moments."""
+    taken = torch.full((), float(step), dtype=torch.float32, device=weights.device)
+    torch._fused_adamw_(
+        [weights],
+        [gradient],
+        [mean],
+        [square],
+        [],
+        [taken],
+        lr=learning_rate,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def refuses(call: Call) -> str | None:
+    """Decline weights or gradients of another dtype than the moments' float32."""
+    for name, fact in zip(("weights", "gradient", "mean", "square"), call.facts, strict=True):
+        assert fact is not None
+        if fact.dtype != torch.float32:
+            return f"takes all four in float32, and {name} is {describe(fact.dtype)}"
+    return empty(call)
+
+
+IMPLEMENTATIONS = (
+    Implementation(
+        operator="adamw_step",
+        backend="ascend",
+        run=adamw_step,
+        devices=NPU,
+        dtypes=(torch.float32,),
+        refuses=refuses,
+        merit="aclnnApplyAdamWV2: weights and moments in one kernel",
+    ),
+)

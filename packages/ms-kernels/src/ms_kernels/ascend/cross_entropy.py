@@ -1,0 +1,63 @@
+"""Cross-entropy through npu_cross_entropy_loss.
+
+Differences from the contract, bridged here:
+
+1. Losses and log-probabilities have the logits' dtype: half-precision logits are widened first.
+2. A negative `ignore_index` names no class there. Ignored targets are set to class 0, and their
+   losses to 0, which also makes their gradients 0.
+3. Reductions are made here, over the rows that count.
+"""
+
+import torch
+from torch import Tensor
+
+from ms_kernels.ascend.limits import NPU, REALS, empty, given
+from ms_kernels.contract import Call
+from ms_kernels.reference.cross_entropy import reduce
+from ms_kernels.registry import Implementation
+
+__all__ = ["IMPLEMENTATIONS", "cross_entropy"]
+
+MOST_ROWS = 200_000
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """Return ``-log p[target]``; keeps all log p for the backward pass."""
+    ignored = targets == ignore_index
+    flat = logits.reshape(-1, logits.shape[-1]).float()
+    chosen = targets.masked_fill(ignored, 0).reshape(-1).to(torch.int64)
+    losses = torch.ops.npu.npu_cross_entropy_loss(flat, chosen, reduction="none")[0]
+    return reduce(losses.view(targets.shape).masked_fill(ignored, 0), ignored, reduction)
+
+
+def refuses(call: Call) -> str | None:
+    """Decline what the fused operator does not offer with a gradient."""
+    logits = given(call)[0]
+    if call.options[1] or call.options[2]:
+        return "has no label smoothing and no z-loss with a gradient"
+    rows = 1
+    for size in logits.shape[:-1]:
+        rows *= size
+    if rows > MOST_ROWS:
+        return f"takes at most {MOST_ROWS} rows, and here are {rows}"
+    return empty(call)
+
+
+IMPLEMENTATIONS = (
+    Implementation(
+        operator="cross_entropy",
+        backend="ascend",
+        run=cross_entropy,
+        devices=NPU,
+        dtypes=REALS,
+        refuses=refuses,
+        merit="npu_cross_entropy_loss: softmax and its logarithm in one kernel",
+    ),
+)

@@ -1,0 +1,54 @@
+"""A training step of ms-parallel's decoder on npu:0, beside the same step on the CPU."""
+
+import pytest
+import torch
+
+import ms_kernels
+from ms_kernels import use_backend
+from ms_kernels.ascend import null_runtime
+from ms_parallel.models import Decoder
+from ms_parallel.models.config import DecoderConfig
+
+CONFIG = DecoderConfig(
+    vocab_size=80,
+    hidden_size=64,
+    intermediate_size=112,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
+
+
+def step(device, backends, documents):
+    """Take one step of AdamW; return loss, gradients, new weights and the calls."""
+    torch.manual_seed(0)
+    model = Decoder(CONFIG, ops=ms_kernels).to(device)
+    tokens = torch.randint(CONFIG.vocab_size, (2, 33)).to(device)
+    rows = torch.arange(32).div(13, rounding_mode="floor").int().expand(2, 32).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with use_backend(*backends), null_runtime.record() as calls:
+        logits = model(tokens[:, :-1], documents=rows if documents else None)
+        loss = ms_kernels.cross_entropy(logits, tokens[:, 1:])
+        loss.backward()
+        gradients = [each.grad.cpu() for each in model.parameters()]
+        optimizer.step()
+    weights = [each.detach().cpu() for each in model.parameters()]
+    return loss.detach().cpu(), gradients, weights, [call.name for call in calls]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("backends", [("ascend",), ("reference",)])
+def test_a_training_step_on_the_npu_equals_the_cpus(backends, documents):
+    """Loss, every gradient and every new weight agree in float32 within 1e-5."""
+    here = step("cpu", ("reference",), documents)
+    there = step("npu", backends, documents)
+    torch.testing.assert_close(there[0], here[0], rtol=1e-5, atol=1e-5)
+    for got, truth in zip(there[1], here[1], strict=True):
+        torch.testing.assert_close(got, truth, rtol=1e-5, atol=1e-5)
+    for got, truth, slope in zip(there[2], here[2], here[1], strict=True):
+        # Adam's first step is lr · sign(slope): where a slope is but rounding, so is its sign.
+        sure = slope.abs() > 1e-6
+        torch.testing.assert_close(got[sure], truth[sure], rtol=1e-5, atol=1e-5)
+    fused = [name for name in there[3] if "FlashAttention" in name or "RmsNorm" in name]
+    assert bool(fused) == (backends == ("ascend",))
