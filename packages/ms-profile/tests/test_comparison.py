@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ms_profile.analysis import analyse_traces
+from ms_profile.cli import main
 from ms_profile.comparison import (
     CHANCE,
     LEAST_CHANGE,
@@ -94,7 +95,9 @@ def test_waiting_for_a_cpu_is_no_regression() -> None:
     assert compare(analysis, analysis, recorded=(before, steps_of(slower, slower))).regression
 
 
-def log_run(folder: Path, times_s: list[float], traced: range) -> None:
+def log_run(
+    folder: Path, times_s: list[float], traced: range, cpu_wait_share: float | None = None
+) -> None:
     """A run's folder with nothing but its manifest and the log of two ranks."""
     run = RunManifest(
         world_size=2, metrics=("idle",), script="train.py", started_wall_ns=0,
@@ -105,6 +108,8 @@ def log_run(folder: Path, times_s: list[float], traced: range) -> None:
         with EventLog(folder / "events", rank=rank) as log:
             for step, time_s in enumerate(times_s):
                 fields = {"step": step, "step_time_s": time_s * (1 + rank)}
+                if cpu_wait_share is not None:
+                    fields["cpu_wait_s"] = cpu_wait_share * fields["step_time_s"]
                 log("step", fields | ({"traced": 1} if step in traced else {}))
 
 
@@ -118,6 +123,20 @@ def test_the_steps_of_a_runs_log_are_compared_but_for_those_that_were_slowed(
     assert (found.wall_ns / 1e9).tolist() == pytest.approx([0.4, 0.6, 1.4, 1.6, 1.8])
     assert found.unhindered_ns is None
     assert recorded_steps(tmp_path / "nowhere") is None
+
+
+def test_runs_of_a_busy_host_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where ranks waited for a CPU half of the time, nothing can be said, and that is said."""
+    log_run(tmp_path, [0.1] * 12, range(0), cpu_wait_share=0.5)
+    found = recorded_steps(tmp_path)
+    assert found is not None
+    assert found.hindered_share == pytest.approx(0.5)
+    assert main(["compare", str(tmp_path), str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "not measurable" in said
+    assert "waited for a CPU 50% of the time" in said
 
 
 @pytest.mark.parametrize("steps", [16, 40, 100])

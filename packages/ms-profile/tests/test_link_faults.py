@@ -78,13 +78,13 @@ def test_a_links_latency_and_bandwidth_are_measured_within_10_percent(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pair", "odd"),
-    [((0, 1), Link(0.02, 4e7)), ((1, 3), Link(0.005, 4e6)), ((2, 3), Link(0.03, 2e7))],
+    [((0, 1), Link(0.03, 4e7)), ((1, 3), Link(0.01, 4e6)), ((2, 3), Link(0.04, 2e7))],
 )
 def test_the_slow_link_of_four_ranks_is_named_with_its_values(
     tmp_path: Path, pair: tuple[int, int], odd: Link
 ) -> None:
     """One of six links is slower, in latency or in bandwidth; all six come back within 10%."""
-    usual = Link(0.004, 4e7)
+    usual = Link(0.01, 4e7)
     links = measured(tmp_path, 4, usual, {pair: odd})
     for one in links.pairs:
         true = odd if (one.first, one.second) == pair else usual
@@ -118,18 +118,19 @@ DELAYS_MS = (5, 10, 20, 50, 100, 300, 1000)
 
 
 @pytest.mark.slow
-def test_delays_in_a_link_are_charged_to_its_ranks_in_95_percent(tmp_path: Path) -> None:
-    """5 ms to 1 s on either of two pairs that meet beside each other; both operations."""
-    wrong, total = [], 0
+@pytest.mark.parametrize("operation", ["all_reduce", "broadcast"])
+def test_delays_in_a_link_are_charged_to_its_ranks_in_95_percent(
+    tmp_path: Path, operation: str
+) -> None:
+    """5 ms to 1 s on either of two pairs that meet beside each other: none of seven is wrong."""
+    wrong = []
     for number, delay_ms in enumerate(DELAYS_MS):
-        for operation in ("all_reduce", "broadcast"):
-            pair = ((0, 1), (2, 3))[(number + (operation == "broadcast")) % 2]
-            folder = tmp_path / f"{operation}-{delay_ms}"
-            odd = {pair: Link(delay_ms / 1e3, USUAL.rate_bytes_per_s)}
-            # One message a step is enough, and at 1 s a message all that one waits for.
-            found = analysed(folder, operation, odd, sizes=(20_000,), steps=8)
-            verdict = diagnose(found.ledger)
-            total += 1
-            if verdict is None or verdict.phase != "link" or verdict.ranks != pair:
-                wrong.append((operation, delay_ms, pair, verdict))
-    assert len(wrong) <= 0.05 * total, wrong
+        pair = ((0, 1), (2, 3))[number % 2]
+        odd = {pair: Link(delay_ms / 1e3, USUAL.rate_bytes_per_s)}
+        # One message a step is enough, and at 1 s a message all that one waits for.
+        found = analysed(tmp_path / str(delay_ms), operation, odd, sizes=(20_000,), steps=8)
+        verdict = diagnose(found.ledger)
+        print(operation, delay_ms, pair, verdict)  # noqa: T201 - the figures of a slow proof
+        if verdict is None or verdict.phase != "link" or verdict.ranks != pair:
+            wrong.append((delay_ms, pair, verdict))
+    assert not wrong

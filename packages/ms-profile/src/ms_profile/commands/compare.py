@@ -17,7 +17,7 @@ __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
 HELP: Final = "compare two runs; exit code 1 when the second is significantly slower"
 EXAMPLE: Final = "ms-profile compare ./before ./after --least-change 0.05"
 MOST_OPERATORS = 12
-BUSY_SHARE = 0.02
+MOST_WAIT = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,14 +26,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("after", type=Path, help="run B")
     parser.add_argument("--least-change", type=float, default=LEAST_CHANGE, metavar="SHARE",
                         help="smallest change that counts; 0.03")  # fmt: skip
+    parser.add_argument("--most-wait", type=float, default=MOST_WAIT, metavar="SHARE",
+                        help="of the time waiting for a CPU; refuse busier runs; 0.1")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Compare and print; 1 for a regression."""
+    """Compare and print; 1 for a regression, 2 where a busy host hides whether it is one."""
     if not 0 <= options.least_change < 1:
         raise TraceError(f"--least-change is {options.least_change}; give a share, 0 to 1")
     old, new = recorded_steps(options.before), recorded_steps(options.after)
+    for folder, one in ((options.before, old), (options.after, new)):
+        if one is not None and (one.hindered_share or 0) > options.most_wait:
+            raise TraceError(
+                f"not measurable: {folder} waited for a CPU {one.hindered_share:.0%} of the time, "
+                "its host was busy; compare runs of a quiet host, or raise --most-wait"
+            )
     found = compare(
         analyse(options.before),
         analyse(options.after),
@@ -44,10 +52,6 @@ def execute(options: argparse.Namespace) -> int:
         print(msgspec.json.encode(_facts(found)).decode())
     else:
         _show(found)
-        for name, one in (("A", old), ("B", new)):
-            if one is not None and (one.hindered_share or 0) > BUSY_SHARE:
-                print(f"run {name} waited for a CPU {one.hindered_share:.0%} of the time: "
-                      "its host was busy with other work; compare runs of a quiet one")  # fmt: skip
     return 1 if found.regression else 0
 
 

@@ -18,6 +18,11 @@ function size(bytes) {
   return `${bytes < 0 ? "−" : ""}${value.toFixed(unit && value < 100 ? 1 : 0)} ${units[unit]}`;
 }
 
+function rate(bytes) {
+  const [unit, scale] = bytes >= 1e9 ? ["GB/s", 1e9] : bytes >= 1e6 ? ["MB/s", 1e6] : ["kB/s", 1e3];
+  return `${(bytes / scale).toPrecision(3)} ${unit}`;
+}
+
 function share(part, whole) {
   if (part === null || part === undefined || !whole) return NOT_MEASURABLE;
   if (part === 0) return "none";

@@ -55,7 +55,7 @@ function clockTable() {
     { title: "host", value: (r) => r.host, text: (r) => r.host || "not said" },
     { title: "offset", value: (r) => r.clock && r.clock.offset, text: (r) => (r.clock ? time(r.clock.offset) : NOT_MEASURABLE), number: true },
     { title: "drift", value: (r) => r.clock && r.clock.drift, text: (r) => (r.clock ? `${(r.clock.drift * 1e6).toFixed(1)} ppm` : NOT_MEASURABLE), number: true },
-    { title: "error (99%)", value: (r) => r.clock && r.clock.error, text: (r) => (r.clock ? `± ${time(r.clock.error)}` : NOT_MEASURABLE), number: true },
+    { title: "error (99%)", value: (r) => r.clock && r.clock.error, text: (r) => (!r.clock ? NOT_MEASURABLE : r.clock.error ? `± ${time(r.clock.error)}` : "the same clock"), number: true },
     { title: "collectives", value: (r) => r.clock && r.clock.samples, text: (r) => (r.clock ? count(r.clock.samples) : "0"), number: true },
     { title: "spans", value: (r) => r.spans, text: (r) => count(r.spans), number: true },
     { title: "trace", value: (r) => r.file_bytes, text: (r) => size(r.file_bytes), number: true },
@@ -103,7 +103,7 @@ function communication() {
     const by = (index) => ranksOf(links.world).map((a) => ranksOf(links.world).map((b) => { const pair = links.pairs.find((p) => (p[0] === a && p[1] === b) || (p[0] === b && p[1] === a)); return pair ? pair[index] : null; }));
     parts.push(make("div", { class: "pair" },
       make("div", { class: "card" }, make("h2", {}, `Latency over ${links.backend}`), heatMap(ranksOf(links.world), by(2), { heatOf: heatAgainstBest(by(2), false), text: (s) => time(s * 1e9), caption: "Latency", rowTitle: "rank", columnTitle: "rank" })),
-      make("div", { class: "card" }, make("h2", {}, "Bandwidth"), heatMap(ranksOf(links.world), by(3), { heatOf: heatAgainstBest(by(3), true), text: (b) => `${(b / 1e9).toFixed(2)} GB/s`, caption: "Bandwidth", rowTitle: "rank", columnTitle: "rank" }))));
+      make("div", { class: "card" }, make("h2", {}, "Bandwidth"), heatMap(ranksOf(links.world), by(3), { heatOf: heatAgainstBest(by(3), true), text: (b) => rate(b), caption: "Bandwidth", rowTitle: "rank", columnTitle: "rank" }))));
     parts.push(make("p", {}, slow ? `Slow link: ranks ${slow.first} and ${slow.second}, ${slow.ratio.toFixed(1)} times the median pair's time, confidence ${share(slow.confidence, 1)}.` : "No link stands out from the others."));
   } else parts.push(make("div", { class: "card" }, make("h2", {}, "Links between ranks"), make("p", { class: "soft" }, "Not measured in this run. ms-profile link --out links.json measures every pair; give it to ms-profile report --links.")));
   const columns = [
@@ -113,10 +113,10 @@ function communication() {
     { title: "times", value: (r) => r[3], text: (r) => count(r[3]), number: true },
     { title: "wait, a rank", value: (r) => r[4], text: (r) => time(r[4]), number: true },
     { title: "transfer, a rank", value: (r) => r[5], text: (r) => time(r[5]), number: true },
-    { title: "rate", value: (r) => (r[2] && r[5] ? (r[2] * r[3]) / r[5] : null), text: (r) => (r[2] && r[5] ? `${((r[2] * r[3]) / r[5]).toFixed(2)} GB/s` : NOT_MEASURABLE), number: true },
+    { title: "rate", value: (r) => (r[2] && r[5] ? (r[2] * r[3]) / r[5] : null), text: (r) => (r[2] && r[5] ? rate((r[2] * r[3]) / r[5] * 1e9) : NOT_MEASURABLE), number: true },
   ];
   parts.push(make("div", { class: "card" }, make("h2", {}, "Collectives by kind and size"), kinds.length ? sortedTable(kinds, columns, { sort: 5, caption: "Collectives" }).element : make("p", { class: "soft" }, facts.communication.seen ? `${count(facts.communication.seen)} collectives were seen, but by one rank alone: wait cannot be told from transfer.` : "The traces hold no collective.")));
-  if (fits.length) parts.push(make("div", { class: "card" }, make("h2", {}, "Latency and bandwidth that the collectives show"), fits.map((fit) => make("p", {}, `${fit.kind}${fit.group ? ` of ${fit.group}` : ""} among ranks ${fit.ranks.length > 8 ? `${fit.ranks[0]} to ${fit.ranks[fit.ranks.length - 1]} (${fit.ranks.length})` : fit.ranks.join(", ")}: ${time(fit.latency_s * 1e9)} + size / ${fit.bandwidth === null ? NOT_MEASURABLE : `${(fit.bandwidth / 1e9).toFixed(2)} GB/s`} (from ${size(fit.least_bytes)} on; misfit ${share(fit.residual, 1)}, ${count(fit.samples)} samples)`))));
+  if (fits.length) parts.push(make("div", { class: "card" }, make("h2", {}, "Latency and bandwidth that the collectives show"), fits.map((fit) => make("p", {}, `${fit.kind}${fit.group ? ` of ${fit.group}` : ""} among ranks ${fit.ranks.length > 8 ? `${fit.ranks[0]} to ${fit.ranks[fit.ranks.length - 1]} (${fit.ranks.length})` : fit.ranks.join(", ")}: ${time(fit.latency_s * 1e9)} + size / ${fit.bandwidth === null ? NOT_MEASURABLE : rate(fit.bandwidth)} (from ${size(fit.least_bytes)} on; misfit ${share(fit.residual, 1)}, ${count(fit.samples)} samples)`))));
   return parts;
 }
 const ranksOf = (world) => Array.from({ length: world }, (_, rank) => rank);
