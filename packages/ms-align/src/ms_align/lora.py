@@ -1,0 +1,303 @@
+"""Low-rank adapters: any nn.Linear of any model, in peft's file format, in and out.
+
+Hu et al., 2021: y = W·x + s·B·(A·x), s = alpha / rank, or alpha / √rank (Kalajdzievski, 2023). B
+begins at 0, so an adapted model begins as the model it adapts. Only A and B take a gradient.
+Shapes: r rank, I inputs, O outputs of a linear layer.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from attrs import field, frozen
+from torch import Tensor, nn
+
+from ms_align.errors import ConfigError, ModelError
+from ms_align.lora_file import AdapterConfig, read_adapter, write_adapter
+from ms_align.settings import flag, number, whole
+
+__all__ = ["AdaptedModel", "LoraLinear", "LoraOptions", "add_lora", "load_lora"]
+
+ALL_LINEAR = "all-linear"
+DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _targets(value: Any) -> Any:
+    return value if isinstance(value, str) else tuple(value)
+
+
+@frozen(kw_only=True)
+class LoraOptions:
+    """Which layers are adapted, and how."""
+
+    rank: int = field(default=8, validator=whole())
+    alpha: float = field(default=16.0, validator=number(least=1e-6))
+    """What an adapter adds is multiplied by alpha / rank."""
+    targets: str | tuple[str, ...] = field(default=DEFAULT_TARGETS, converter=_targets)
+    """Last parts of layers' names; a text is a regular expression for whole names, or
+    `all-linear` for every linear layer but the head."""
+    rslora: bool = field(default=False, validator=flag)
+    """Divide alpha by the root of the rank instead."""
+
+    @property
+    def scale(self) -> float:
+        """What B·A·x is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class LoraLinear(nn.Module):
+    """A linear layer and its adapter.
+
+    Args:
+        base: the layer, which is frozen.
+        rank: r.
+        scale: what B·A·x is multiplied by.
+    """
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        like = base.weight
+        self.lora_A = nn.Parameter(like.new_empty(rank, base.in_features))
+        self.lora_B = nn.Parameter(like.new_zeros(base.out_features, rank))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        self.scale = scale
+        self.enabled = True
+        self._before: Tensor | None = None
+
+    @property
+    def in_features(self) -> int:
+        """I."""
+        return self.base_layer.in_features
+
+    @property
+    def out_features(self) -> int:
+        """O."""
+        return self.base_layer.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """W + s·B·A, (O, I), as whoever reads a linear layer's weight should see it."""
+        if not self.enabled or self.merged:
+            return self.base_layer.weight
+        return self.base_layer.weight + self.delta()
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Of the layer."""
+        return cast("Tensor | None", self.base_layer.bias)
+
+    @property
+    def merged(self) -> bool:
+        """Whether the layer's weight holds the adapter."""
+        return self._before is not None
+
+    def delta(self) -> Tensor:
+        """s·B·A, (O, I)."""
+        return self.scale * (self.lora_B @ self.lora_A)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) to (..., O)."""
+        y: Tensor = self.base_layer(x)
+        if not self.enabled or self.merged:
+            return y
+        return y + F.linear(F.linear(x, self.lora_A), self.scale * self.lora_B)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Put the adapter into the layer's weight; the weight as it was is kept."""
+        if not self.merged:
+            before = self.base_layer.weight.clone()
+            self.base_layer.weight += self.delta()
+            self._before = before
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Take it out again, bit for bit."""
+        if self._before is not None:
+            self.base_layer.weight.copy_(self._before)
+            self._before = None
+
+
+class AdaptedModel(nn.Module):
+    """A model some of whose linear layers have adapters; all else is the model's own.
+
+    Whatever is asked of it that it hasn't is asked of the model.
+    """
+
+    def __init__(self, model: nn.Module, options: LoraOptions, base_name: str = "") -> None:
+        super().__init__()
+        self.base = model
+        self.options = options
+        self.base_name = base_name
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """As the model."""
+        return self.base(*arguments, **named)
+
+    def get_base_model(self) -> nn.Module:
+        """The model, adapters in place."""
+        return self.base
+
+    def adapters(self) -> dict[str, LoraLinear]:
+        """Adapted layers by their names in the model."""
+        return {n: m for n, m in self.base.named_modules() if isinstance(m, LoraLinear)}
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """The model as it was before, while the block runs.
+
+        Raises:
+            ModelError: the adapters are merged.
+        """
+        layers = list(self.adapters().values())
+        if any(layer.merged for layer in layers):
+            raise ModelError("merged adapters cannot be switched off; call unmerge() before")
+        before = [layer.enabled for layer in layers]
+        for layer in layers:
+            layer.enabled = False
+        try:
+            yield
+        finally:
+            for layer, enabled in zip(layers, before, strict=True):
+                layer.enabled = enabled
+
+    def merge(self) -> None:
+        """Put all adapters into the weights."""
+        for layer in self.adapters().values():
+            layer.merge()
+
+    def unmerge(self) -> None:
+        """Take them out again, bit for bit."""
+        for layer in self.adapters().values():
+            layer.unmerge()
+
+    def merged_model(self) -> nn.Module:
+        """The model with its adapters in its weights and without them beside; this one is spent."""
+        self.merge()
+        for name, layer in self.adapters().items():
+            _replace(self.base, name, layer.base_layer)
+        return self.base.requires_grad_(True)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `adapter_config.json` and `adapter_model.safetensors`, as peft reads them.
+
+        Raises:
+            CheckpointError: the place cannot be written.
+        """
+        options, layers = self.options, self.adapters()
+        config = AdapterConfig(
+            r=options.rank,
+            lora_alpha=options.alpha,
+            target_modules=options.targets
+            if isinstance(options.targets, str)
+            else sorted(options.targets),
+            use_rslora=options.rslora,
+            base_model_name_or_path=self.base_name or None,
+        )
+        weights = {name: (layer.lora_A, layer.lora_B) for name, layer in layers.items()}
+        write_adapter(Path(folder), config, weights)
+
+
+def add_lora(
+    model: nn.Module, options: LoraOptions | None = None, *, seed: int = 0, base_name: str = ""
+) -> AdaptedModel:
+    """Freeze a model and put adapters beside its linear layers, in place.
+
+    Args:
+        model: any; a decoder of ms-parallel or a model of transformers, for example.
+        options: which layers, and how.
+        seed: of A's first values.
+        base_name: the model's name or folder, for `adapter_config.json`.
+
+    Raises:
+        ConfigError: no layer bears a name that is asked for.
+    """
+    options = options or LoraOptions()
+    names = _matching(model, options.targets)
+    model.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name in names:
+            base = cast(nn.Linear, model.get_submodule(name))
+            _replace(model, name, LoraLinear(base, options.rank, options.scale))
+    return AdaptedModel(model, options, base_name)
+
+
+def load_lora(model: nn.Module, folder: str | Path) -> AdaptedModel:
+    """Put the adapters of a folder in peft's format beside a model's layers.
+
+    Args:
+        model: the one they were trained for.
+        folder: with `adapter_config.json` and `adapter_model.safetensors`.
+
+    Raises:
+        ModelError: the folder holds no LoRA adapter, one that needs what is not supported here
+            (DoRA, trained biases or whole modules), or one that does not fit the model.
+    """
+    config, weights = read_adapter(Path(folder))
+    targets = config.target_modules
+    options = LoraOptions(
+        rank=config.r,
+        alpha=config.lora_alpha,
+        targets=targets if isinstance(targets, str) else tuple(targets),
+        rslora=config.use_rslora,
+    )
+    adapted = add_lora(model, options, base_name=config.base_model_name_or_path or "")
+    layers = adapted.adapters()
+    if layers.keys() != weights.keys():
+        odd = min(layers.keys() ^ weights.keys())
+        where = "the folder lacks" if odd in layers else "the model has no linear layer"
+        raise ModelError(f"{folder}: {where} {odd!r}; load it into the model it was trained for")
+    with torch.no_grad():
+        for name, (a, b) in weights.items():
+            layer = layers[name]
+            if a.shape != layer.lora_A.shape or b.shape != layer.lora_B.shape:
+                raise ModelError(
+                    f"{folder}: adapter of {name!r} has shapes {tuple(a.shape)} and "
+                    f"{tuple(b.shape)}, the model's layer asks for {tuple(layer.lora_A.shape)} and "
+                    f"{tuple(layer.lora_B.shape)}"
+                )
+            layer.lora_A.copy_(a)
+            layer.lora_B.copy_(b)
+    return adapted
+
+
+def _matching(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
+    """Names of the linear layers that are asked for, in the model's order."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if any(isinstance(module, LoraLinear) for module in model.modules()):
+        raise ConfigError("the model has adapters already; merge them, or go on with them")
+    if targets == ALL_LINEAR:
+        head = _head_name(model)
+        found = [name for name in linear if name != head]
+    elif isinstance(targets, str):
+        found = [name for name in linear if re.fullmatch(targets, name)]
+    else:
+        found = [n for n in linear if any(n == t or n.endswith(f".{t}") for t in targets)]
+    if not found:
+        have = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
+        raise ConfigError(f"no linear layer matches targets {targets!r}; the model has: {have}")
+    return found
+
+
+def _head_name(model: nn.Module) -> str | None:
+    """The layer that makes logits, which `all-linear` leaves out."""
+    head = getattr(model, "get_output_embeddings", lambda: getattr(model, "lm_head", None))()
+    return next((name for name, module in model.named_modules() if module is head), None)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)

@@ -1,0 +1,79 @@
+"""The reward model's loss: the chosen answer scores higher than the rejected one.
+
+Bradley and Terry, 1952, with the margin of Touvron et al. ("Llama 2"), 2023, equation 2, and the
+centring of Eisenstein et al., 2023. Rows as in `losses/dpo.py`. Shapes: B rows, S positions,
+P = B / 2 pairs.
+"""
+
+import torch
+import torch.nn.functional as F
+from attrs import field, frozen
+from torch import Tensor
+
+from ms_align.engine import Batch, Output
+from ms_align.losses.dpo import pair_weights
+from ms_align.settings import number
+
+__all__ = ["PairwiseLoss", "pairwise_loss", "row_scores"]
+
+
+def pairwise_loss(
+    chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, *, centring: float = 0.0
+) -> Tensor:
+    """-log sigmoid(chosen - rejected - margin) + centring·(chosen + rejected)².
+
+    Args:
+        chosen: scores (P,).
+        rejected: scores (P,).
+        margin: by how much the chosen one should be ahead, (P,) or a number.
+        centring: keeps scores around 0, which the difference alone doesn't.
+
+    Returns:
+        (P,).
+    """
+    loss = -F.logsigmoid(chosen - rejected - margin)
+    return loss + centring * (chosen + rejected).square() if centring else loss
+
+
+def row_scores(output: Output, batch: Batch, head: str) -> Tensor:
+    """What a head says at the last token of each row's first document, float32 (B,)."""
+    scores = output.head(head)[..., 0]
+    if "documents" in batch:
+        last = (batch["documents"] == 0).sum(1) - 1
+    else:
+        last = torch.full((scores.shape[0],), scores.shape[1] - 1, device=scores.device)
+    return scores.gather(1, last.clamp(max=scores.shape[1] - 1)[:, None])[:, 0]
+
+
+@frozen(kw_only=True)
+class PairwiseLoss:
+    """Mean pairwise loss of a batch of pairs.
+
+    Reads `documents` (the rest of a row behind its end is another document), `targets`, by choice
+    `weights` and `margin` (B,).
+    """
+
+    margin_scale: float = field(default=1.0, validator=number())
+    """Factor of the data's margins; 0 leaves them out."""
+    centring: float = field(default=0.0, validator=number())
+    head: str = "score"
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """How often the chosen one scores higher, by how much, and where scores lie."""
+        return ("accuracy", "gap", "mean_score")
+
+    def weight(self, batch: Batch) -> float:
+        """Weight of all pairs."""
+        return float(pair_weights(batch).sum())
+
+    def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Weighted sum over pairs, and the figures' sums."""
+        weights = pair_weights(batch)
+        chosen, rejected = row_scores(output, batch, self.head).view(-1, 2).T
+        margin = batch["margin"].view(-1, 2)[:, 0] if "margin" in batch else 0.0
+        losses = pairwise_loss(chosen, rejected, self.margin_scale * margin, centring=self.centring)
+        with torch.no_grad():
+            gap = chosen - rejected
+            told = torch.stack(((gap > 0).float(), gap, (chosen + rejected) / 2))
+        return (losses * weights).sum(), (told * weights).sum(1)

@@ -1,0 +1,86 @@
+"""Small instruction and preference sets over bytes, as shards, and a model's folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ms_data import build
+from ms_parallel import save_model
+
+from .small_models import decoder
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+WORDS = ("red", "green", "blue", "long", "short", "early", "late")
+
+
+def byte_tokenizer() -> bytes:
+    """Bytes as tokens 0 to 255 in some order, and an end of text."""
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=257,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator([], trainer)
+    return model.to_str().encode()
+
+
+def row(question: str, answer: str) -> dict[str, Any]:
+    """One question, one answer."""
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages}
+
+
+def instruction_rows(task: str, count: int = 60) -> list[dict[str, Any]]:
+    """Copy a word, or write it backwards."""
+    rows = []
+    for number in range(count):
+        word = WORDS[number % len(WORDS)] * (1 + number % 3)
+        rows.append(row(f"{task} {word} {number}", word if task == "copy" else word[::-1]))
+    return rows
+
+
+def preference_rows(count: int = 60) -> list[dict[str, Any]]:
+    """A kind answer is preferred to a rude one."""
+    return [
+        {
+            "prompt": f"Say {WORDS[n % len(WORDS)]} {n}",
+            "chosen": f"please, {WORDS[n % len(WORDS)]}",
+            "rejected": f"no! {WORDS[(n + 1) % len(WORDS)]}",
+            "margin": 0.5,
+        }
+        for n in range(count)
+    ]
+
+
+def write_sets(place: Path) -> Path:
+    """`copy` and `reverse` (instructions), `pairs`, and the folder `model`."""
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "tokenizer.json").write_bytes(byte_tokenizer())
+    (place / "chat.jinja").write_text(TEMPLATE)
+    rows = {
+        "copy": instruction_rows("copy"),
+        "reverse": instruction_rows("reverse", 40),
+        "pairs": preference_rows(),
+    }
+    for name, given in rows.items():
+        path = place / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(one) + "\n" for one in given))
+        build(
+            path,
+            tokenizer=place / "tokenizer.json",
+            out=place / name,
+            chat=place / "chat.jinja",
+            pairs=name == "pairs",
+            hold_out=0.15,
+        )
+    save_model(decoder(), place / "model")  # type: ignore[arg-type]
+    return place

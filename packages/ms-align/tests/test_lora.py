@@ -1,0 +1,161 @@
+"""Adapters: what they compute, peft's format both ways, merging, and switching off."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ms_align.errors import ConfigError, ModelError
+from ms_align.local import LocalEngine
+from ms_align.lora import LoraLinear, LoraOptions, add_lora, load_lora
+from ms_align.losses.sft import SFTLoss
+from ms_align.options import OptimizerOptions
+from ms_parallel import save_model
+
+from .small_models import decoder, gpt2, llama
+
+TOKENS = torch.arange(24).view(2, 12) % 257
+
+
+def trained(model: nn.Module, options: LoraOptions | None = None) -> nn.Module:
+    """An adapted model whose adapters are no longer 0."""
+    adapted = add_lora(model, options, base_name="base")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for layer in adapted.adapters().values():
+            layer.lora_B.normal_(std=0.2)
+    return adapted
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    """Of the test's tokens."""
+    with torch.no_grad():
+        out = model(TOKENS)
+    return getattr(out, "logits", out)
+
+
+@pytest.mark.parametrize("make", [decoder, llama])
+def test_an_adapter_begins_as_the_model_and_is_a_matrix_beside_it(make: object) -> None:
+    """B = 0 changes nothing; afterwards the layer is the plain layer with W + s·B·A."""
+    model = make()  # type: ignore[operator]
+    before = logits(model)
+    adapted = add_lora(model, LoraOptions(rank=3, alpha=7, rslora=True))
+    assert torch.equal(logits(adapted), before)
+    adapted = trained(make())  # type: ignore[operator]
+    layer = next(iter(adapted.adapters().values()))
+    assert isinstance(layer, LoraLinear)
+    x = torch.randn(4, layer.in_features)
+    plain = nn.functional.linear(x, layer.weight, layer.bias)
+    torch.testing.assert_close(layer(x), plain, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(logits(adapted), before, atol=1e-3)
+
+
+def test_switching_off_merging_and_unmerging_are_exact() -> None:
+    """Off: the model as it was, bit for bit; merged: the same logits; unmerged: the same bits."""
+    adapted = trained(decoder())
+    on = logits(adapted)
+    with adapted.disable_adapter():
+        assert torch.equal(logits(adapted), logits(decoder()))
+    assert torch.equal(logits(adapted), on)
+    adapted.merge()
+    # W + s·B·A rounds once more: a few parts in 1e6 of logits of size 10.
+    torch.testing.assert_close(logits(adapted), on, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ModelError, match="call unmerge"), adapted.disable_adapter():
+        pass
+    adapted.unmerge()
+    assert torch.equal(logits(adapted), on)
+    plain = adapted.merged_model()
+    assert not any(isinstance(module, LoraLinear) for module in plain.modules())
+    torch.testing.assert_close(logits(plain), on, rtol=1e-4, atol=1e-4)
+
+
+def test_only_adapters_learn() -> None:
+    """Their weights alone are in the engine's state, and the model's stay as they are."""
+    model = decoder()
+    adapted = add_lora(model)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    engine = LocalEngine(adapted, OptimizerOptions(learning_rate=1e-2))
+    batch = {"tokens": TOKENS, "targets": TOKENS.roll(-1, 1)}
+    losses = [engine.update(batch, SFTLoss()).loss for _ in range(8)]
+    assert losses[-1] < losses[0]
+    assert all("lora_" in name for name in engine.parameters)
+    for name, value in model.named_parameters():
+        assert torch.equal(value, before[name]) != ("lora_" in name)
+
+
+def test_what_we_write_peft_reads(tmp_path: Path) -> None:
+    """The same logits in peft, on transformers' model of the same weights, and on our own."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    save_model(decoder(), tmp_path / "base")  # type: ignore[arg-type]
+    ours = trained(decoder(), LoraOptions(rank=4, alpha=9.0, targets=("q_proj", "down_proj")))
+    ours.save_pretrained(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(logits(theirs), logits(ours), rtol=1e-4, atol=1e-4)
+    again = load_lora(decoder(), tmp_path / "adapter")
+    assert torch.equal(logits(again), logits(ours))
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_what_peft_writes_we_read(tmp_path: Path, rslora: bool) -> None:
+    """Onto transformers' model and onto our decoder of the same weights."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    save_model(decoder(), tmp_path / "base")  # type: ignore[arg-type]
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules="all-linear", use_rslora=rslora, task_type="CAUSAL_LM"
+    )
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = peft.get_peft_model(base, config)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    theirs.eval().save_pretrained(tmp_path / "adapter")
+    wanted = logits(theirs)
+    on_ours = load_lora(decoder(), tmp_path / "adapter")
+    torch.testing.assert_close(logits(on_ours), wanted, rtol=1e-4, atol=1e-4)
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    torch.testing.assert_close(
+        logits(load_lora(fresh, tmp_path / "adapter")), wanted, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"use_dora": True}, "use_dora=True, which is not supported"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"r": "many"}, "no LoRA configuration"),
+        ({"target_modules": ["q_proj"]}, "the model has no linear layer"),
+        ({"r": 5}, "has shapes"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(
+    tmp_path: Path, change: dict[str, object], says: str
+) -> None:
+    """One line: what of it, and what to do."""
+    trained(decoder()).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ModelError, match=says):
+        load_lora(decoder(), tmp_path)
+
+
+def test_layers_are_found_by_name_expression_or_all() -> None:
+    """gpt2's are no nn.Linear, which is said."""
+    assert len(add_lora(decoder(), LoraOptions(targets=("q_proj",))).adapters()) == 2
+    assert len(add_lora(decoder(), LoraOptions(targets=r".*layers\.1\..*proj")).adapters()) == 7
+    everything = add_lora(llama(), LoraOptions(targets="all-linear")).adapters()
+    assert len(everything) == 14
+    with pytest.raises(ConfigError, match="no linear layer matches"):
+        add_lora(gpt2())
+    with pytest.raises(ConfigError, match="has adapters already"):
+        add_lora(add_lora(decoder()))

@@ -1,0 +1,330 @@
+"""SFT, DPO and reward models: they learn, tell, refuse, and go on bit for bit after kill -9."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ms_align import Sample
+from ms_align.cli import main
+from ms_align.errors import ConfigError, DataError, ModelError, NothingToLearnError
+from ms_align.local import LocalEngine
+from ms_align.losses.sft import SFTLoss
+from ms_align.options import OptimizerOptions, RunOptions
+from ms_align.reward import ModuleReward
+from ms_align.reward_model import RewardModel
+from ms_align.task_sampler import TaskOptions
+from ms_align.trainers.preference import DPOOptions, DPOTrainer, RewardTrainer
+from ms_align.trainers.sft import SFTOptions, SFTTrainer
+from ms_data import InstructionStream, PreferenceStream
+from ms_parallel import load_model
+
+from .small_models import decoder
+
+FAST = OptimizerOptions(learning_rate=3e-3)
+
+
+def options(place: Path, **more: Any) -> RunOptions:
+    """A quiet run."""
+    return RunOptions(output_dir=place, progress=False, **more)
+
+
+def instructions(sets: Path, **more: Any) -> InstructionStream:
+    """Both tasks, packed."""
+    sources = {"copy": sets / "copy", "reverse": sets / "reverse"}
+    return InstructionStream(sources, **{"sequence_length": 128, "batch_size": 4, **more})
+
+
+def held_out(sets: Path) -> Iterator[Any]:
+    """What was left out of both."""
+    return instructions(sets, split="held_out", epochs=1)
+
+
+def events(place: Path, kind: str) -> list[dict[str, Any]]:
+    """Events of one kind, as they were written."""
+    lines = (place / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+def test_packed_rows_give_the_loss_and_gradient_of_each_sample_alone(sets: Path) -> None:
+    """No leak: sums over 300 tokens in another order, float32: 1e-5 relative."""
+    results = []
+    for open_rows in (8, 0):
+        model = decoder()
+        stream = instructions(sets, open_rows=open_rows, epochs=1, batch_size=1000, shuffle=False)
+        batch = {name: torch.as_tensor(value) for name, value in next(stream).items()}
+        kept = (batch["targets"] >= 0).any(1)
+        batch = {name: value[kept] for name, value in batch.items()}
+        engine = LocalEngine(model, OptimizerOptions(max_grad_norm=None))
+        results.append(engine.update(batch, SFTLoss()))
+    assert results[0].loss == pytest.approx(results[1].loss, rel=1e-5)
+    assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-5)
+
+
+def test_sft_learns_by_difficulty_and_tells_the_tasks(sets: Path, tmp_path: Path) -> None:
+    """Held-out loss falls; probabilities, losses and shares of each task are events."""
+    trainer = SFTTrainer(
+        decoder(),
+        instructions(sets),
+        held_out=lambda: held_out(sets),
+        sft=SFTOptions(tasks=TaskOptions(warmup_steps=2, temperature=0.2)),
+        optimizer=FAST,
+        options=options(tmp_path),
+    )
+    result = trainer.train(25)
+    assert result.last["held_out_loss"] < 0.6 * result.first["held_out_loss"]
+    assert {"held_out_loss.copy", "held_out_loss.reverse"} <= set(result.last)
+    told = events(tmp_path, "tasks")
+    assert len(told) == 25
+    chances = np.array([[e["probability.copy"], e["probability.reverse"]] for e in told])
+    assert chances.sum(axis=1) == pytest.approx(1)
+    assert chances[0] == pytest.approx(0.5)
+    assert abs(chances[-1, 0] - 0.5) > 0.005
+
+
+def test_task_weights_are_given_or_learnt(sets: Path, tmp_path: Path) -> None:
+    """A factor of 0 takes a task's gradient away; learnt factors are told and differ from 1."""
+    batch = next(instructions(sets))
+    rows = {name: torch.as_tensor(value) for name, value in batch.items()}
+    assert set(rows["task"].tolist()) == {0, 1}
+    alone = {name: value[rows["task"] == 1] for name, value in rows.items()}
+    norms = []
+    for given, loss in (
+        (rows, SFTLoss(tasks=2, task_weights=(0.0, 1.0), per_row=True)),
+        (alone, SFTLoss(tasks=2, per_row=True)),
+    ):
+        engine = LocalEngine(decoder(), OptimizerOptions(max_grad_norm=None))
+        update = engine.update(given, loss)
+        norms.append(update.grad_norm * loss.weight(given))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    trainer = SFTTrainer(
+        decoder(),
+        instructions(sets),
+        sft=SFTOptions(uncertainty=True, uncertainty_rate=0.5),
+        options=options(tmp_path),
+    )
+    trainer.train(4)
+    assert events(tmp_path, "tasks")[-1]["factor.copy"] != 1.0
+    with pytest.raises(ConfigError, match="choose one"):
+        SFTOptions(uncertainty=True, task_weights={"copy": 1.0})
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_dpo_prefers_the_chosen_answers(sets: Path, tmp_path: Path, free: bool) -> None:
+    """From a margin of 0 to nearly all held-out pairs; the reference is the model as it was."""
+    stream = PreferenceStream(sets / "pairs", sequence_length=64, batch_size=8)
+    trainer = DPOTrainer(
+        decoder(),
+        stream,
+        held_out=lambda: PreferenceStream(
+            sets / "pairs", sequence_length=64, batch_size=4, split="held_out", epochs=1
+        ),
+        dpo=DPOOptions(reference_free=free),
+        optimizer=OptimizerOptions(learning_rate=1e-3),
+        options=options(tmp_path),
+    )
+    result = trainer.train(15)
+    assert result.last["held_out_margin"] > result.first["held_out_margin"] + 0.5
+    if not free:  # without a reference the shorter answer begins far ahead
+        assert result.first["held_out_margin"] == pytest.approx(0, abs=1e-5)
+        assert result.last["held_out_accuracy"] >= 0.9
+        assert events(tmp_path, "step")[-1]["accuracy"] >= 0.9
+
+
+def test_a_reward_model_learns_is_saved_and_is_a_reward(sets: Path, tmp_path: Path) -> None:
+    """What `save` wrote scores token for token as the trained model, also as PPO's reward."""
+    trainer = RewardTrainer(
+        decoder(),
+        PreferenceStream(sets / "pairs", sequence_length=64, batch_size=8),
+        held_out=lambda: PreferenceStream(
+            sets / "pairs", sequence_length=64, batch_size=4, split="held_out", epochs=1
+        ),
+        optimizer=FAST,
+        options=options(tmp_path),
+    )
+    result = trainer.train(15)
+    assert result.first["held_out_loss"] == pytest.approx(float(np.log(2)), abs=1e-5)
+    assert result.last["held_out_accuracy"] >= 0.9
+    trainer.reward_model().save(tmp_path / "model")
+    loaded = RewardModel.load(tmp_path / "model")
+    samples = [
+        Sample(prompt="", response="", prompt_tokens=(1, 2), response_tokens=tokens)
+        for tokens in ((3, 4, 5), (6,))
+    ]
+    scores = ModuleReward(loaded)(samples)
+    torch.testing.assert_close(scores, ModuleReward(trainer.reward_model())(samples))
+    with torch.no_grad():
+        alone = loaded(torch.tensor([[1, 2, 6]]))
+    torch.testing.assert_close(scores[1:], alone)
+    with pytest.raises(ModelError, match="holds no reward model"):
+        RewardModel.load(sets / "model")
+
+
+def run_file(sets: Path, place: Path, kind: str, **more: Any) -> Path:
+    """A run file of one of the three."""
+    settings: dict[str, Any] = {
+        "model": str(sets / "model"),
+        "sequence_length": 64,
+        "batch_size": 4,
+        "steps": 6,
+        "checkpoint_every": 1,
+        "keep_checkpoints": 10,
+        "learning_rate": 1e-3,
+        "output_dir": str(place / kind),
+        "progress": False,
+        **more,
+    }
+    tables = {k: v for k, v in settings.items() if isinstance(v, dict)}
+    lines = [f"{k} = {json.dumps(v)}" for k, v in settings.items() if k not in tables]
+    data = {"copy": str(sets / "copy"), "reverse": str(sets / "reverse")}
+    if kind == "sft":
+        tables["data"] = data
+    else:
+        lines.append(f"data = {json.dumps(str(sets / 'pairs'))}")
+    for name, table in tables.items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(one)}" for key, one in table.items())]
+    path = place / f"{kind}.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sft": {"tasks": {"warmup_steps": 1}},
+    "dpo": {"lora": {"rank": 4}},
+    "reward": {},
+}
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
+def test_kill_9_then_the_same_command_ends_in_the_same_bits(
+    sets: Path, tmp_path: Path, kind: str
+) -> None:
+    """The trained model and the last checkpoint are those of an undisturbed run."""
+    (tmp_path / "whole").mkdir()
+    whole = run_file(sets, tmp_path / "whole", kind, **SETTINGS[kind])
+    assert main([kind, str(whole)]) == 0
+    run = run_file(sets, tmp_path, kind, **SETTINGS[kind])
+    command = [sys.executable, "-m", "ms_align", kind, str(run)]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    mark = tmp_path / kind / "checkpoints" / "step-00000003" / "manifest.json"
+    began = time.monotonic()
+    while process.poll() is None and not mark.exists() and time.monotonic() - began < 60:
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert mark.exists()
+    assert not (tmp_path / kind / "model").exists()
+    assert main([kind, str(run)]) == 0
+    assert events(tmp_path / kind, "resume")[-1]["step"] >= 3
+    for name in ("model/model.safetensors", "checkpoints/step-00000006/rank-00000.safetensors"):
+        made, wanted = (load_file(at / kind / name) for at in (tmp_path, tmp_path / "whole"))
+        assert made.keys() == wanted.keys()
+        assert all(torch.equal(made[key], wanted[key]) for key in made)
+    before = load_file(sets / "model" / "model.safetensors")
+    after = load_file(tmp_path / kind / "model" / "model.safetensors")
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+    assert (tmp_path / kind / "model" / "tokenizer.json").is_file()
+    assert load_model(tmp_path / kind / "model") is not None
+
+
+def test_epochs_are_counted_in_rows(sets: Path, tmp_path: Path) -> None:
+    """Two epochs end when every sample came twice; nothing is left for a third launch."""
+    run = run_file(sets, tmp_path, "sft", steps=None, epochs=2)
+    run.write_text(run.read_text().replace("steps = null\n", ""))
+    assert main(["sft", str(run)]) == 0
+    wanted = sum(1 for _ in instructions(sets, sequence_length=64, epochs=2))
+    assert len(events(tmp_path / "sft", "step")) == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (["model=nowhere"], "nowhere has no config.json"),
+        (["data=nowhere"], "nowhere holds no dataset"),
+        (["sequence_length=100000"], "longer than the model's context"),
+        (["sequence_length=4"], "anything to learn"),
+        (["step=5"], "unknown key 'step'; did you mean 'steps'"),
+        (["epochs=2"], "give steps or epochs"),
+        (["lora.targets=['nothing']"], "no linear layer matches"),
+        (["tasks.signal='mood'"], "signal is 'mood'; known: given, loss, progress"),
+        (["batch_size=0"], "at least 1"),
+    ],
+)
+def test_bad_settings_are_one_line_and_exit_2(
+    sets: Path,
+    tmp_path: Path,
+    change: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What, where and the remedy; nothing is written."""
+    run = run_file(sets, tmp_path, "sft")
+    sets_of = [part for one in change for part in ("--set", one)]
+    assert main(["sft", str(run), *sets_of]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "sft" / "checkpoints").exists()
+
+
+def test_a_run_that_has_no_step_left_is_refused(
+    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Instead of ending at once as if it had learned."""
+    run = run_file(sets, tmp_path, "sft")
+    assert main(["sft", str(run)]) == 0
+    assert main(["sft", str(run)]) == 2
+    assert "nothing would be trained; raise steps" in capsys.readouterr().err
+
+
+class Constant:
+    """A stream of one batch."""
+
+    vocabulary_size = 257
+
+    def __init__(self, batch: dict[str, Any], times: int = 10) -> None:
+        self.batch, self.left = batch, times
+
+    def __next__(self) -> dict[str, Any]:
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        return self.batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is left."""
+        return {"left": self.left}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go back."""
+        self.left = state["left"]
+
+
+def test_silent_failures_are_refused(sets: Path, tmp_path: Path) -> None:
+    """An empty mask, a stream that ends, a tokenizer of more tokens than the model has."""
+    empty = {
+        "tokens": np.zeros((2, 8), np.int64),
+        "targets": np.full((2, 8), -100, np.int64),
+    }
+    with pytest.raises(NothingToLearnError, match="no target"):
+        SFTTrainer(decoder(), Constant(empty), options=options(tmp_path / "a")).train(2)
+    pairs = {key: value.repeat(2, axis=0) for key, value in empty.items()}
+    with pytest.raises(NothingToLearnError, match="no pair"):
+        DPOTrainer(decoder(), Constant(pairs), options=options(tmp_path / "b")).train(2)
+    full = {**empty, "targets": np.zeros((2, 8), np.int64)}
+    with pytest.raises(DataError, match="ended before"):
+        SFTTrainer(decoder(), Constant(full, 1), options=options(tmp_path / "c")).train(2)
+    stream = Constant(full)
+    stream.vocabulary_size = 300
+    with pytest.raises(ModelError, match="tokenizer and model disagree"):
+        SFTTrainer(decoder(), stream, options=options(tmp_path / "d"))

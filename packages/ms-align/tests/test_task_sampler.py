@@ -1,0 +1,175 @@
+"""Tasks by difficulty: probabilities, floors, and an expected gradient without bias."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ms_align.errors import CheckpointError, ConfigError
+from ms_align.losses.sft import SFTLoss
+from ms_align.task_sampler import TaskOptions, TaskSampler, systematic
+from ms_align.uncertainty import Uncertainty
+
+CHANCES = st.lists(st.floats(0.01, 1), min_size=1, max_size=6).map(
+    lambda one: [value / sum(one) for value in one]
+)
+
+
+class Table:
+    """An output whose token losses are the logits that a weight picks."""
+
+    def __init__(self, losses: torch.Tensor) -> None:
+        self.losses = losses
+
+    def token_losses(self, targets: torch.Tensor) -> torch.Tensor:
+        """The losses where there is a target."""
+        return self.losses * (targets != -100)
+
+
+@pytest.mark.parametrize("signal", ["loss", "progress", "given"])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+def test_expected_gradient_with_correction_is_that_of_the_base(
+    signal: str, temperature: float
+) -> None:
+    """By enumeration of every start of a systematic draw of 5 rows, rows of 3 tasks.
+
+    The draw changes only where start passes a multiple of the cumulated chances, so the integral
+    over start is a finite sum. Each task has its own gradient; a row's tokens weigh unequally.
+    """
+    base = {"a": 5.0, "b": 3.0, "c": 2.0}
+    options = TaskOptions(
+        signal=signal,  # type: ignore[arg-type]
+        given={"a": 0.1, "b": 1.0, "c": 4.0},
+        base=base,
+        temperature=temperature,
+        correction=1.0,
+        warmup_steps=0,
+    )
+    sampler = TaskSampler(list(base), options)
+    for losses in ([3.0, 1.0, 0.2], [1.0, 0.9, 0.2]):
+        sampler.observe(losses)
+    chances, rows = sampler.probabilities(), 5
+    assert max(abs(q - p) for q, p in zip(chances, sampler.base, strict=True)) > 0.02
+    edges = {0.0, 1.0}
+    for reached in itertools.accumulate(chances):
+        edges |= {reached * rows - row for row in range(rows) if 0 < reached * rows - row < 1}
+    expected = torch.zeros(3, dtype=torch.float64)
+    for low, high in itertools.pairwise(sorted(edges)):
+        tasks = systematic(chances, rows, (low + high) / 2)
+        expected += (high - low) * gradient(tasks, sampler, chances)
+    exact = torch.tensor(sampler.base, dtype=torch.float64) * torch.tensor([1.0, 2.0, 3.0])
+    # Float32 weights: a few roundings of relative size 6e-8.
+    torch.testing.assert_close(expected, exact, rtol=1e-5, atol=0)
+
+
+def gradient(tasks: list[int], sampler: TaskSampler, chances: list[float]) -> torch.Tensor:
+    """Of `SFTLoss(per_row=True)` on rows of these tasks; the loss of task k is (k + 1)·w_k."""
+    weight = torch.ones(3, requires_grad=True)
+    task = torch.tensor(tasks)
+    of_tokens = torch.tensor([[1.0, 1.0, 0.0], [0.5, 2.0, 7.0], [1.0, 0.0, 0.0]])[task]
+    losses = ((task + 1) * weight[task])[:, None].expand(-1, 3)
+    batch = {
+        "tokens": torch.zeros(len(tasks), 3, dtype=torch.int64),
+        "targets": torch.where(of_tokens > 0, 1, -100),
+        "weights": of_tokens,
+        "task": task,
+        "row_weights": torch.tensor([sampler.importance(one, chances) for one in tasks]),
+    }
+    loss = SFTLoss(tasks=3, per_row=True)
+    total, _ = loss(Table(losses), batch)  # type: ignore[arg-type]
+    (total / loss.weight(batch)).backward()
+    assert weight.grad is not None
+    return weight.grad.double()
+
+
+@given(CHANCES, st.integers(1, 20), st.floats(0, 1, exclude_max=True))
+def test_a_draw_gives_each_task_its_share_to_within_one_row(
+    chances: list[float], rows: int, start: float
+) -> None:
+    """The whole number below or above rows · q; a task without chance gets none."""
+    tasks = systematic(chances, rows, start)
+    assert len(tasks) == rows
+    for task, chance in enumerate(chances):
+        # Cumulated sums round: a row may fall to a neighbour at an edge.
+        assert abs(tasks.count(task) - rows * chance) <= 1 + 1e-9
+    assert 0 not in systematic([0.0, *chances], rows, start)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(1e-3, 10), min_size=3, max_size=3),
+    st.floats(0.1, 10),
+    st.floats(0, 0.9),
+)
+def test_probabilities_follow_the_loss_above_a_floor(
+    losses: list[float], temperature: float, floor: float
+) -> None:
+    """Harder is likelier; none is below its floor; all sum to 1; high temperatures level them."""
+    options = TaskOptions(temperature=temperature, floor=floor, warmup_steps=0)
+    sampler = TaskSampler(["a", "b", "c"], options)
+    assert sampler.probabilities() == pytest.approx([1 / 3] * 3)
+    sampler.observe(losses)
+    chances = sampler.probabilities()
+    assert sum(chances) == pytest.approx(1)
+    assert min(chances) >= floor / 3 - 1e-12
+    order = sorted(range(3), key=losses.__getitem__)
+    assert all(chances[a] <= chances[b] + 1e-12 for a, b in itertools.pairwise(order))
+
+
+def test_progress_prefers_what_is_being_learnt() -> None:
+    """A task whose loss falls comes before one that stays high and one that is done."""
+    options = TaskOptions(signal="progress", warmup_steps=0, floor=0.1)
+    sampler = TaskSampler(["stuck", "falling", "done"], options)
+    for step in range(60):
+        sampler.observe([4.0, 4.0 * math.exp(-step / 30), 0.01])
+    stuck, falling, done = sampler.probabilities()
+    assert falling > 0.8
+    assert stuck == pytest.approx(done, abs=1e-3)
+
+
+def test_the_state_goes_through_json_and_goes_on_the_same() -> None:
+    """Probabilities and draws after loading are those of an undisturbed sampler."""
+    sampler = TaskSampler(["a", "b"], TaskOptions(warmup_steps=1), seed=3)
+    for step in range(7):
+        sampler.observe([1.0 + step, None if step < 3 else 0.2])
+    again = TaskSampler(["a", "b"], TaskOptions(warmup_steps=1), seed=3)
+    again.load(json.loads(json.dumps(sampler.state())))
+    assert again.draw(16) == sampler.draw(16)
+    with pytest.raises(CheckpointError, match="of the tasks"):
+        TaskSampler(["a", "c"], TaskOptions()).load(sampler.state())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"base": {"a": 1.0}}, "base is for"),
+        ({"signal": "given", "given": {"a": 1.0, "x": 2.0}}, "given is for"),
+        ({"base": {"a": 0.0, "b": 0.0}}, "at least one must be above 0"),
+        ({"base": {"a": -1.0, "b": 1.0}}, "0 or more"),
+    ],
+)
+def test_options_of_other_tasks_are_refused(options: dict[str, object], says: str) -> None:
+    """One line says which."""
+    with pytest.raises(ConfigError, match=says):
+        TaskSampler(["a", "b"], TaskOptions(**options))  # type: ignore[arg-type]
+
+
+def test_learnt_weights_move_down_the_gradient_of_the_whole_loss() -> None:
+    """Each step is that of autograd on Σ share·(exp(-s)·L + s/2); at rest exp(s) = 2·L."""
+    losses, shares = [3.0, 0.5, 1.0], [0.5, 0.3, 0.2]
+    learnt = Uncertainty(log_variances=[0.3, -0.2, 0.0], rate=0.1)
+    s = torch.tensor(learnt.log_variances, requires_grad=True)
+    whole = (torch.tensor(shares) * (torch.exp(-s) * torch.tensor(losses) + s / 2)).sum()
+    whole.backward()
+    assert s.grad is not None
+    before = list(learnt.log_variances)
+    learnt.observe(losses, shares)
+    moved = [(a - b) / 0.1 for a, b in zip(before, learnt.log_variances, strict=True)]
+    assert moved == pytest.approx(s.grad.tolist(), rel=1e-5)
+    for _ in range(3000):
+        learnt.observe(losses, shares)
+    assert learnt.weights() == pytest.approx([1 / (2 * loss) for loss in losses], rel=1e-3)

@@ -1,0 +1,127 @@
+"""Rewards that are checked, and programs that run within their limits."""
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from ms_align import Sample
+from ms_align.errors import RewardError
+from ms_align.sandbox import Limits, run_python
+from ms_align.verifiable import ExactMatch, Numeric, PythonParses, PythonTests, last_number
+
+QUICK = Limits(wall_s=10.0, cpu_s=1, memory_mib=256)
+
+
+def sample(response: str, answer: str | None = None, **extra: object) -> Sample:
+    """A response to nothing."""
+    return Sample(
+        prompt="",
+        response=response,
+        prompt_tokens=(),
+        response_tokens=(),
+        answer=answer,
+        extra=extra,
+    )
+
+
+def test_exact_match_and_numbers() -> None:
+    """Space and case as asked; the last number, however it is written."""
+    assert ExactMatch()([sample(" 12\n", "12"), sample("12.", "12")]) == [1.0, 0.0]
+    assert ExactMatch(fold_case=True, otherwise=-1.0)([sample("Yes", "yes")]) == [1.0]
+    given = [
+        sample("so 1 + 1 = 2", "2"),
+        sample("it is 1,234.5", "1234.50"),
+        sample("3/4", "0.75"),
+        sample("-2e3", "-2000"),
+        sample("none", "2"),
+        sample("2 or 3", "2"),
+    ]
+    assert Numeric()(given) == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    assert last_number("1/0") is None
+    with pytest.raises(RewardError, match="sample 0 has no answer"):
+        ExactMatch()([sample("x")])
+    with pytest.raises(RewardError, match="holds no number"):
+        Numeric()([sample("1", "one")])
+
+
+def test_python_that_parses() -> None:
+    """Nothing is no program; a fenced block is taken out of its text."""
+    given = [sample("x = 1"), sample(""), sample("def"), sample("Sure:\n```python\ny = 2\n```\nok")]
+    assert PythonParses()(given) == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_python_that_passes_its_tests() -> None:
+    """Run apart, side by side; wrong code, a syntax error and leaving early don't pass."""
+    tests = "assert double(4) == 8"
+    given = [
+        sample("def double(x): return 2 * x", tests=tests),
+        sample("def double(x): return x", tests=tests),
+        sample("def double(x) return", tests=tests),
+        sample("import sys; sys.exit(0)", tests=tests),
+        sample("import os; os._exit(0)", answer=tests),
+    ]
+    assert PythonTests(limits=QUICK)(given) == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("while True: pass", "timeout"),
+        ("import time; time.sleep(60)", "timeout"),
+        ("x = bytearray(1 << 30)", "memory"),
+        ("raise ValueError", "failed"),
+    ],
+)
+def test_time_and_memory_are_limited(program: str, reason: str) -> None:
+    """By the processor's clock, the wall's, and the address space."""
+    began = time.monotonic()
+    outcome = run_python(program, Limits(wall_s=3.0, cpu_s=1, memory_mib=256))
+    assert (outcome.passed, outcome.reason) == (False, reason)
+    assert time.monotonic() - began < 8
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "import socket; socket.socket()",
+        "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
+        "import os; os.fork()",
+        "import subprocess; subprocess.run(['/bin/true'])",
+        "open({path!r}, 'w')",
+        "open({path!r}, 'a').write('x')",
+        "import os; os.open({path!r}, os.O_TRUNC)",
+        "import os; os.unlink({path!r})",
+        "import os; os.rename({path!r}, {path!r} + '2')",
+        "import os; os.mkdir({path!r} + '3')",
+        "import os; os.kill({pid}, 0)",
+        "import resource as r; r.setrlimit(r.RLIMIT_CPU, (99, 99))",
+        "import ctypes; assert ctypes.CDLL(None).syscall(435, 0, 0) == 0",
+    ],
+)
+def test_a_program_reaches_nothing_outside(attempt: str, tmp_path: Path) -> None:
+    """No network, process, file or signal; the file is as it was."""
+    path = tmp_path / "kept"
+    path.write_text("content")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        program = attempt.format(port=port, path=str(path), pid=os.getpid())
+        outcome = run_python(program, QUICK)
+    assert not outcome.passed
+    assert outcome.confined
+    assert "Error" in outcome.told
+    assert path.read_text() == "content"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_threads_and_reading_are_allowed() -> None:
+    """As an honest program may need them."""
+    program = (
+        "import threading, json\n"
+        "seen = []\n"
+        "t = threading.Thread(target=seen.append, args=(1,)); t.start(); t.join()\n"
+        "assert seen == [1] and json.loads('[1]') == [1]\n"
+    )
+    assert run_python(program, QUICK).passed
