@@ -17,6 +17,7 @@ nox.options.sessions = ["lint", "types", "tests", "repository", "alone", "readme
 
 ROOT = Path(__file__).parent
 TORCH = os.environ.get("MS_TORCH", "torch==2.13.0")
+TRITON_ASCEND = "triton-ascend==3.2.0"
 TORCH_NPU = os.environ.get("MS_TORCH_NPU", "torch_npu==2.13.0")
 PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir())
 TORCH_FREE = {"ms-data", "ms-profile"}
@@ -193,16 +194,35 @@ def gpu(session: nox.Session, package: str) -> None:
 
 @nox.session
 def ascend(session: nox.Session) -> None:
-    """Run torch_npu's wheel where there is no NPU: schemas, shapes, gradients, calls, numbers."""
+    """Run torch_npu's wheel where there is no NPU; lower the Triton kernels for its chip."""
     install_torch(session)
     session.install("pyyaml", "-r", "packages/ms-kernels/tests/requirements.txt")
     session.install("./packages/ms-kernels", "./packages/ms-parallel")
     session.install("--no-deps", TORCH_NPU)
-    session.run(
-        *("pytest", "packages/ms-kernels/tests/ascend", *session.posargs),
-        # torch would import torch_npu before the null runtime is there.
-        env={**ONE_THREAD, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-    )
+    # torch would import torch_npu before the null runtime is there.
+    alone = {**ONE_THREAD, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    session.run("pytest", "packages/ms-kernels/tests/ascend", *session.posargs, env=alone)
+    lower_for_ascend(session)
+
+
+def lower_for_ascend(session: nox.Session) -> None:
+    """Lower the Triton kernels in an environment of its own: triton-ascend is named triton too."""
+    found = shutil.which("python3.11")
+    if found is None:
+        session.warn(f"{TRITON_ASCEND} is made for Python 3.9 to 3.11, and no python3.11 is here")
+        return
+    folder = Path(session.create_tmp()).absolute() / "triton-ascend"
+    python = str(folder / "bin" / "python")
+    if not folder.exists():
+        session.run(found, "-m", "venv", str(folder), external=True)
+    install = (python, "-m", "pip", "install", "-q")
+    session.run(*install, TORCH, "numpy", "pybind11", external=True)
+    session.run(*install, "--no-deps", TRITON_ASCEND, external=True)
+    session.run(*install, "./packages/ms-kernels", external=True)
+    tests_folder = Path("packages/ms-kernels/tests/ascend")
+    golden = str(tests_folder / "golden" / "triton_ascend.md")
+    script = str(tests_folder / "lower.py")
+    session.run(python, script, golden, env=ONE_THREAD, external=True)
 
 
 @nox.session

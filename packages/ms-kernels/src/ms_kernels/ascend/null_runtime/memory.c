@@ -194,6 +194,10 @@ EXPORT int aclmdlRICaptureGetInfo(void *s, int *status, void **model) {
     if (model) *model = NULL;
     return 0;
 }
+EXPORT int aclrtDeviceGetUuid(int device, unsigned char *identity) {
+    memset(identity, 0, 16);
+    return 0;
+}
 EXPORT int aclrtCreateStream(void **s) { return handle(s); }
 EXPORT int aclrtCreateStreamWithConfig(void **s, unsigned p, unsigned f) { return handle(s); }
 EXPORT int aclrtDestroyStream(void *s) { return discard(s); }

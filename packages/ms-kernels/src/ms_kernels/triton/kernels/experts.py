@@ -102,25 +102,29 @@ def grouped_rows(
     block = tile // columns
     each = tl.arange(0, EXPERTS)
     ends = tl.load(ENDS + each, mask=each < experts, other=0)
-    starts = tl.load(ENDS + each - 1, mask=(each < experts) & (each > 0), other=0)
+    # triton-ascend takes no address before the first, even where the mask forbids it.
+    before = ENDS + tl.maximum(each - 1, 0)
+    starts = tl.load(before, mask=(each < experts) & (each > 0), other=0)
     blocks = (ends - starts + BM - 1) // BM
     last = tl.cumsum(blocks, 0)
     # The expert whose blocks come to an end after this one.
     expert = tl.sum(tl.where((last <= block) & (each < experts), 1, 0), 0)
     if expert < experts:
         own = each == expert
-        before = tl.sum(tl.where(own, last - blocks, 0), 0)
-        start = tl.sum(tl.where(own, starts, 0), 0) + (block - before) * BM
+        passed = tl.sum(tl.where(own, last - blocks, 0), 0)
+        start = tl.sum(tl.where(own, starts, 0), 0) + (block - passed) * BM
         end = tl.sum(tl.where(own, ends, 0), 0)
         row = start + tl.arange(0, BM)[:, None]
         column = (tile % columns) * BN + tl.arange(0, BN)[None, :]
-        W += expert.to(tl.int64) * w_expert_stride + column.to(tl.int64) * w_out_stride
-        X += row.to(tl.int64) * x_stride
+        # Names of their own: triton-ascend takes no pointer whose shape a branch changes.
+        matrix = W + expert.to(tl.int64) * w_expert_stride + column.to(tl.int64) * w_out_stride
+        values = X + row.to(tl.int64) * x_stride
         total = tl.zeros([BM, BN], tl.float32)
         for offset in range(0, width, BK):
             inner = offset + tl.arange(0, BK)
-            x = tl.load(X + inner[None, :], mask=(row < end) & (inner < width)[None, :], other=0.0)
-            at = W + inner.to(tl.int64)[:, None] * w_stride
+            inside = (row < end) & (inner < width)[None, :]
+            x = tl.load(values + inner[None, :], mask=inside, other=0.0)
+            at = matrix + inner.to(tl.int64)[:, None] * w_stride
             w = tl.load(at, mask=(inner < width)[:, None] & (column < out_width), other=0.0)
             total = tl.dot(x, w, total, input_precision="ieee")
         at = OUT + row.to(tl.int64) * out_width + column

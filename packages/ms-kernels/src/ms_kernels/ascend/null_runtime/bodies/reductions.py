@@ -26,6 +26,11 @@ def amax(given: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
     out.copy_(torch.amax(given, dims, keepdim=bool(keep)))
 
 
+def amin(given: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
+    """Smallest over `dims`."""
+    out.copy_(torch.amin(given, dims, keepdim=bool(keep)))
+
+
 def log_sum_exp(given: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
     """Logarithm of the sum of exponentials over `dims`."""
     out.copy_(torch.logsumexp(_wide(given), dims, keepdim=bool(keep)))
@@ -70,6 +75,7 @@ def _wide(given: Tensor) -> Tensor:
 BODIES: dict[str, Callable[..., None]] = {
     "aclnnAll": all_of,
     "aclnnAmax": amax,
+    "aclnnAmin": amin,
     "aclnnAny": any_of,
     "aclnnCumsum": cumsum,
     "aclnnLogSumExp": log_sum_exp,
