@@ -82,5 +82,6 @@ def write_sets(place: Path) -> Path:
             pairs=name == "pairs",
             hold_out=0.15,
         )
-    save_model(decoder(), place / "model")  # type: ignore[arg-type]
+    # One token more than the tokenizer has, so that two processes can share the vocabulary.
+    save_model(decoder(vocab_size=258), place / "model")  # type: ignore[arg-type]
     return place

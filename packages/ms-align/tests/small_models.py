@@ -21,10 +21,10 @@ SIZES: dict[str, Any] = {
 }
 
 
-def decoder(name: str = "llama", seed: int = 0) -> nn.Module:
+def decoder(name: str = "llama", seed: int = 0, **more: Any) -> nn.Module:
     """A decoder of ms-parallel over bytes."""
     sizes = {key: value for key, value in SIZES.items() if key != "tie_word_embeddings"}
-    model = build_model(architecture(name, {**sizes, "tie_word_embeddings": True}))
+    model = build_model(architecture(name, {**sizes, "tie_word_embeddings": True, **more}))
     initialise(model, seed=seed)
     with torch.no_grad():  # far from uniform, so that an error shows
         for parameter in model.parameters():
