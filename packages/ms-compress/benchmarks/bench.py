@@ -1,0 +1,62 @@
+"""What a prepared training step costs beside a plain one, alternating; medians of several rounds.
+
+python packages/ms-compress/benchmarks/bench.py
+"""
+
+from statistics import median
+from time import process_time
+
+import torch
+from torch.nn import functional as F
+
+from ms_compress import qat
+from ms_compress.scheme import NAMES
+from ms_parallel.models import Decoder, DecoderConfig, initialise
+
+ROUNDS = 9
+SIZES = DecoderConfig(
+    vocab_size=8192,
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=64,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+)
+
+
+def model(scheme: str | None, **settings: bool) -> torch.nn.Module:
+    """Fresh weights, prepared unless `scheme` is None."""
+    made = Decoder(SIZES)
+    initialise(made, 0)
+    return made if scheme is None else qat(made, scheme, **settings)
+
+
+def main() -> None:
+    """Print processor time of one step: forward, backward and AdamW."""
+    torch.set_num_threads(1)
+    models = {"plain": model(None)} | {name: model(name) for name in NAMES}
+    models["ct.int4_g32, learned scales"] = model("ct.int4_g32", learned_scales=True)
+    models["gguf.q4_0, weights alone"] = model("gguf.q4_0", activations=False)
+    optimizers = {
+        name: torch.optim.AdamW(each.parameters(), 1e-4, fused=True)
+        for name, each in models.items()
+    }
+    tokens = torch.randint(0, SIZES.vocab_size, (8, 256))
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(ROUNDS):
+        for name, each in models.items():
+            began = process_time()
+            F.cross_entropy(each(tokens).flatten(0, 1), tokens.flatten()).backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+            times[name].append(process_time() - began)
+    for name, measured in times.items():
+        ratio = median(a / b for a, b in zip(measured, times["plain"], strict=True))
+        print(f"{name:28} {median(measured) * 1e3:7.0f} ms  {ratio:.2f} x plain")
+
+
+if __name__ == "__main__":
+    main()

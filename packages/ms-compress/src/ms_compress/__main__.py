@@ -1,0 +1,7 @@
+"""`python -m ms_compress` is the command `ms-compress`."""
+
+import sys
+
+from ms_compress.cli import main
+
+sys.exit(main())

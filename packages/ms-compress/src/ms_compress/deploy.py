@@ -1,0 +1,142 @@
+"""Export: a prepared model as a folder that its target runs, whole or not at all."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+from ms_compress.durable import publish, sync_folder, writing
+from ms_compress.errors import ConfigError, ExportError, LayerError
+from ms_compress.export import compressed_tensors, gguf, onnx
+from ms_compress.parts import Source
+from ms_compress.scheme import Scheme, scheme
+from ms_compress.verify import verify as verify_folder
+
+__all__ = ["export"]
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+
+def export(
+    model: nn.Module | Sequence[nn.Module],
+    folder: str | Path,
+    *,
+    target: str | Scheme | None = None,
+    verify: bool = False,
+    tokenizer: str | Path | None = None,
+    accuracy_level: int = 1,
+    overwrite: bool = False,
+) -> Path:
+    """Write a prepared model for its scheme's target. Every process of a layout must call it.
+
+    Codes and scales are those that the model computes with. Nothing is gathered but the tensor
+    that is being written; the files are the same, byte for byte, under every layout. The folder
+    appears when all is written, and verified if asked.
+
+    Args:
+        model: whole, or this process's stage or stages; plain, split or sharded.
+        folder: gets `model.safetensors` and `config.json` (ct), `model.gguf` (gguf), or
+            `model.onnx` and `model.onnx.data` (ort).
+        target: refuses a model that is prepared for another scheme.
+        verify: read it back through the target's own runtime and compare logits; needs that
+            runtime, and the whole model in one process.
+        tokenizer: a tokenizer.json, or a folder with one, to go with it.
+        accuracy_level: of MatMulNBits: 1 computes in float32, 4 rounds inputs to 8 bits.
+        overwrite: replace the folder if there is one.
+
+    Returns:
+        The folder.
+
+    Raises:
+        LayerError: a layer that the target does not know, or nothing is prepared.
+        ExportError: the model as a whole is unknown to the target, or the disk refuses.
+        VerifyError: the runtime reads another model than this one; nothing is left.
+    """
+    folder = Path(folder)
+    source = Source(model)
+    how = _scheme_of(source, target)
+    module = {"ct": compressed_tensors, "gguf": gguf, "ort": onnx}[how.target]
+    module.check(source)
+    if verify and not isinstance(model, nn.Module):
+        raise ConfigError("verify needs the whole model in one process; verify the folder there")
+    aside = folder.with_name(folder.name + ".partial")
+    if source.is_first and folder.exists() and not overwrite:
+        raise ExportError(f"{folder} exists; remove it, or ask to overwrite it")
+    tokenizer_path = _tokenizer(tokenizer)
+    try:
+        if source.is_first:
+            with writing(folder):
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+        with writing(folder):
+            _write(how, source, aside, tokenizer_path, accuracy_level)
+        if source.is_first and tokenizer_path is not None:
+            _copy_tokenizer(tokenizer_path, aside)
+        if verify:
+            assert isinstance(model, nn.Module)
+            verify_folder(model, aside, how.target)
+        if source.is_first:
+            with writing(folder):
+                sync_folder(aside)
+                if folder.exists():
+                    shutil.rmtree(folder)
+                publish(aside, folder)
+    except BaseException:
+        if source.is_first:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+    return folder
+
+
+def _write(
+    how: Scheme, source: Source, aside: Path, tokenizer: Path | None, accuracy_level: int
+) -> None:
+    if how.target == "gguf":
+        gguf.write(source, aside, tokenizer)
+    elif how.target == "ort":
+        onnx.write(source, aside, accuracy_level)
+    else:
+        compressed_tensors.write(source, aside)
+
+
+def _scheme_of(source: Source, target: str | Scheme | None) -> Scheme:
+    """The one scheme of a model's layers."""
+    schemes = {entry.scheme for entry in source.entries.values() if entry.scheme is not None}
+    if not schemes:
+        wanted = f"{scheme(target)}" if target is not None else "ct.int4_g32"
+        raise LayerError(
+            f"no layer is prepared; call qat(model, {wanted!r}) or quantize(model, {wanted!r})"
+        )
+    if len(schemes) > 1:
+        raise LayerError(f"layers are of several schemes: {', '.join(sorted(map(str, schemes)))}")
+    (how,) = schemes
+    if target is not None and scheme(target) != how:
+        raise LayerError(f"the model is prepared for {how}, not for {scheme(target)}")
+    return how
+
+
+def _tokenizer(given: str | Path | None) -> Path | None:
+    if given is None:
+        return None
+    path = Path(given)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ExportError(f"{path}: there is no such tokenizer")
+    return path
+
+
+def _copy_tokenizer(path: Path, folder: Path) -> None:
+    shutil.copyfile(path, folder / "tokenizer.json")
+    for name in TOKENIZER_FILES[1:]:
+        if (path.parent / name).is_file():
+            shutil.copyfile(path.parent / name, folder / name)

@@ -1,0 +1,1 @@
+"""One file a target: how a quantised model lies on disk."""

@@ -1,0 +1,266 @@
+"""ONNX files for onnxruntime: MatMulNBits, and the fused operators that its decoders are made of.
+
+Inputs are those that onnxruntime-genai gives a decoder: `input_ids` (B, S), `attention_mask`
+(B, P + S), and `past_key_values.N.key` and `.value` (B, heads, P, D); outputs are `logits` and
+`present.N.key` and `.value`. Sources: onnxruntime's ContribOperators.md.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ms_compress.decoder_config import DecoderConfig, check_names, decoder_config
+from ms_compress.durable import write_synced
+from ms_compress.errors import ConfigError, ExportError
+from ms_compress.parts import Source
+from ms_compress.rounding import Quantised
+
+__all__ = ["check", "pack", "write"]
+
+FILE = "model.onnx"
+OPSET = 21
+IR = 10
+CONTRIB = "com.microsoft"
+
+
+def library() -> Any:
+    """The `onnx` module.
+
+    Raises:
+        ExportError: it is not installed.
+    """
+    try:
+        import onnx
+    except ImportError as error:
+        raise ExportError(
+            "ONNX files need the onnx library: pip install 'ms-compress[ort]'"
+        ) from error
+    return onnx
+
+
+def check(source: Source) -> None:
+    """Refuse what the graph has no operators for.
+
+    Raises:
+        ExportError: the model as a whole.
+        LayerError: one of its tensors.
+    """
+    library()
+    decoder_config(source.config, "ONNX")
+    check_names(source.entries, "ONNX")
+
+
+def write(source: Source, folder: Path, accuracy_level: int = 1) -> None:
+    """Write `model.onnx` and its data in a folder that exists; the first process writes."""
+    if accuracy_level not in (0, 1, 2, 3, 4):
+        raise ConfigError(f"accuracy_level is {accuracy_level}; MatMulNBits knows 0 to 4")
+    config = decoder_config(source.config, "ONNX")
+    if not source.is_first:
+        for name in source.entries:
+            source.read(name)
+        return
+    onnx = library()
+    graph = Graph(onnx, config, source, accuracy_level)
+    model = graph.build()
+    onnx.save_model(
+        model,
+        folder / FILE,
+        save_as_external_data=True,
+        all_tensors_to_one_file=True,
+        location=FILE + ".data",
+        size_threshold=1024,
+    )
+    text = json.dumps(source.config, indent=2, sort_keys=True).encode() + b"\n"
+    write_synced(folder / "config.json", text)
+
+
+def pack(value: Quantised) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """Codes (N, K) as (N, G, group / 2) bytes, plus 8, the even one in the low half."""
+    raised = (value.codes + 8).to(torch.uint8)
+    packed = raised[:, 0::2] | (raised[:, 1::2] << 4)
+    return packed.view(*value.scales.shape, -1).numpy()
+
+
+class Graph:
+    """Builds the decoder's graph node by node.
+
+    Args:
+        onnx: the library.
+        config: the decoder.
+        source: its tensors.
+        accuracy_level: of MatMulNBits.
+    """
+
+    def __init__(
+        self, onnx: Any, config: DecoderConfig, source: Source, accuracy_level: int
+    ) -> None:
+        self.onnx, self.config, self.source = onnx, config, source
+        self.accuracy_level = accuracy_level
+        self.nodes: list[Any] = []
+        self.constants: list[Any] = []
+        self.read: dict[str, Quantised | Tensor] = {}
+
+    def build(self) -> Any:
+        """The whole model."""
+        # All processes read in this order.
+        self.read = {name: self._read(name) for name in self.source.entries}
+        self._positions()
+        hidden = self._embedding()
+        for layer in range(self.config.layers):
+            hidden = self._block(layer, hidden)
+        hidden = self._norm(hidden, "model.norm")
+        head = "model.embed_tokens" if "lm_head.weight" not in self.read else "lm_head"
+        self._linear(hidden, head, out="logits")
+        return self._model()
+
+    def _read(self, name: str) -> Quantised | Tensor:
+        value = self.source.read(name)
+        assert value is not None
+        return value if isinstance(value, Quantised) else value.float()
+
+    def _node(self, kind: str, inputs: list[str], out: str | list[str], **attributes: Any) -> str:
+        outs = [out] if isinstance(out, str) else out
+        domain = CONTRIB if kind in ("MatMulNBits", "GroupQueryAttention") else ""
+        make = self.onnx.helper.make_node
+        self.nodes.append(
+            make(kind, inputs, outs, name=f"{kind}:{outs[0]}", domain=domain, **attributes)
+        )
+        return outs[0]
+
+    def _constant(self, name: str, value: Any) -> str:
+        array = value.contiguous().numpy() if isinstance(value, Tensor) else np.asarray(value)
+        self.constants.append(self.onnx.numpy_helper.from_array(array, name))
+        return name
+
+    def _positions(self) -> None:
+        """Lengths, and the rotary tables."""
+        config, kind = self.config, self.onnx.TensorProto.INT32
+        self._constant("one", np.array([1], dtype=np.int64))
+        self._node("ReduceSum", ["attention_mask", "one"], "length", keepdims=0)
+        self._node("Sub", ["length", "one"], "last")
+        self._node("Cast", ["last"], "seqlens_k", to=kind)
+        self._node("Shape", ["attention_mask"], "mask_shape", start=1, end=2)
+        self._constant("scalar", np.array([], dtype=np.int64))
+        self._node("Reshape", ["mask_shape", "scalar"], "mask_length")
+        self._node("Cast", ["mask_length"], "total_sequence_length", to=kind)
+        half = torch.arange(0, config.head_width, 2, dtype=torch.float32) / config.head_width
+        frequencies = 1.0 / config.theta**half
+        if config.frequency_divisors is not None:
+            frequencies = frequencies / torch.tensor(config.frequency_divisors)
+        if config.linear_factor is not None:
+            frequencies = frequencies / config.linear_factor
+        angles = torch.arange(config.positions, dtype=torch.float32)[:, None] * frequencies
+        self._constant("cos_cache", angles.cos())
+        self._constant("sin_cache", angles.sin())
+
+    def _embedding(self) -> str:
+        value = self.read["model.embed_tokens.weight"]
+        table = value.weight() if isinstance(value, Quantised) else value
+        self._constant("model.embed_tokens.rows", table)
+        return self._node("Gather", ["model.embed_tokens.rows", "input_ids"], "hidden")
+
+    def _norm(self, x: str, module: str) -> str:
+        weight = self._constant(f"{module}.weight", self.read[f"{module}.weight"])
+        return self._node(
+            "SimplifiedLayerNormalization",
+            [x, weight],
+            f"{module}.out",
+            axis=-1,
+            epsilon=self.config.eps,
+            stash_type=1,
+        )
+
+    def _linear(self, x: str, module: str, out: str | None = None) -> str:
+        value = self.read[f"{module}.weight"]
+        out = out or f"{module}.out"
+        bias = self.read.get(f"{module}.bias")
+        product = out if bias is None else f"{module}.product"
+        if isinstance(value, Quantised):
+            rows, features = value.codes.shape
+            group = features // value.scales.shape[1]
+            codes = self._constant(f"{module}.codes", pack(value))
+            scales = self._constant(f"{module}.scales", value.scales.float())
+            self._node(
+                "MatMulNBits",
+                [x, codes, scales],
+                product,
+                K=features,
+                N=rows,
+                bits=4,
+                block_size=group,
+                accuracy_level=self.accuracy_level,
+            )
+        else:
+            weight = self._constant(f"{module}.transposed", value.t())
+            self._node("MatMul", [x, weight], product)
+        if isinstance(bias, Tensor):
+            self._node("Add", [product, self._constant(f"{module}.bias", bias)], out)
+        return out
+
+    def _block(self, layer: int, hidden: str) -> str:
+        prefix = f"model.layers.{layer}"
+        x = self._norm(hidden, f"{prefix}.input_layernorm")
+        attention = self._attention(layer, x)
+        hidden = self._node("Add", [hidden, attention], f"{prefix}.attended")
+        x = self._norm(hidden, f"{prefix}.post_attention_layernorm")
+        gate = self._linear(x, f"{prefix}.mlp.gate_proj")
+        gate_sigmoid = self._node("Sigmoid", [gate], f"{prefix}.mlp.sigmoid")
+        silu = self._node("Mul", [gate, gate_sigmoid], f"{prefix}.mlp.silu")
+        up = self._linear(x, f"{prefix}.mlp.up_proj")
+        inner = self._node("Mul", [silu, up], f"{prefix}.mlp.inner")
+        down = self._linear(inner, f"{prefix}.mlp.down_proj")
+        return self._node("Add", [hidden, down], f"{prefix}.out")
+
+    def _attention(self, layer: int, x: str) -> str:
+        config, prefix = self.config, f"model.layers.{layer}.self_attn"
+        q, k, v = (self._linear(x, f"{prefix}.{each}_proj") for each in "qkv")
+        if f"{prefix}.q_norm.weight" in self.read:
+            q = self._head_norm(q, f"{prefix}.q_norm", config.heads)
+            k = self._head_norm(k, f"{prefix}.k_norm", config.key_heads)
+        past = [f"past_key_values.{layer}.{each}" for each in ("key", "value")]
+        lengths = ["seqlens_k", "total_sequence_length", "cos_cache", "sin_cache"]
+        out = self._node(
+            "GroupQueryAttention",
+            [q, k, v, *past, *lengths],
+            [f"{prefix}.heads", f"present.{layer}.key", f"present.{layer}.value"],
+            num_heads=config.heads,
+            kv_num_heads=config.key_heads,
+            do_rotary=1,
+            rotary_interleaved=0,
+            local_window_size=-1 if config.window is None else config.window,
+        )
+        return self._linear(out, f"{prefix}.o_proj")
+
+    def _head_norm(self, x: str, module: str, heads: int) -> str:
+        shape = np.array([0, 0, heads, self.config.head_width], dtype=np.int64)
+        split = self._node("Reshape", [x, self._constant(f"{module}.split", shape)], f"{module}.in")
+        normed = self._norm(split, module)
+        flat = np.array([0, 0, heads * self.config.head_width], dtype=np.int64)
+        joined = self._constant(f"{module}.join", flat)
+        return self._node("Reshape", [normed, joined], f"{module}.flat")
+
+    def _model(self) -> Any:
+        helper, kinds, config = self.onnx.helper, self.onnx.TensorProto, self.config
+        value = helper.make_tensor_value_info
+        inputs = [
+            value("input_ids", kinds.INT64, ["batch", "sequence"]),
+            value("attention_mask", kinds.INT64, ["batch", "total"]),
+        ]
+        outputs = [value("logits", kinds.FLOAT, ["batch", "sequence", config.vocabulary])]
+        for layer in range(config.layers):
+            for each in ("key", "value"):
+                for place, name, length in (
+                    (inputs, f"past_key_values.{layer}.{each}", "past"),
+                    (outputs, f"present.{layer}.{each}", "total"),
+                ):
+                    shape = ["batch", config.key_heads, length, config.head_width]
+                    place.append(value(name, kinds.FLOAT, shape))
+        graph = helper.make_graph(self.nodes, "decoder", inputs, outputs, self.constants)
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
+        return helper.make_model(
+            graph, opset_imports=opsets, ir_version=IR, producer_name="ms-compress"
+        )

@@ -1,0 +1,281 @@
+"""A model's tensors, one whole tensor at a time, from however many processes hold parts of it.
+
+No process ever holds more than its part of the model; the first one also holds the tensor that is
+being written. Weights are rounded where they lie, so what travels is codes.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ms_compress.errors import ExportError
+from ms_compress.layers import FACTOR, Prepared
+from ms_compress.rounding import Quantised, quantise
+from ms_compress.scheme import Scheme
+
+__all__ = ["Entry", "Source"]
+
+HEAD = "lm_head.weight"
+
+
+@frozen(kw_only=True)
+class Part:
+    """Where a box of a whole tensor lies."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@frozen(kw_only=True)
+class Entry:
+    """One tensor of the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str
+    """The layer's kind: `linear`, `embedding` or `other`."""
+    scheme: Scheme | None
+    """Of a prepared layer's weight."""
+    parts: tuple[Part, ...]
+
+    @property
+    def module(self) -> str:
+        """The layer's name."""
+        return self.name.rpartition(".")[0]
+
+
+class Source:
+    """A whole model to be read tensor by tensor; every process builds it and reads alike.
+
+    Args:
+        model: whole, or this process's stage or stages of it; plain, split or sharded.
+
+    Raises:
+        ExportError: the processes do not hold all of a tensor between them.
+    """
+
+    def __init__(self, model: nn.Module | Sequence[nn.Module]) -> None:
+        stages = [model] if isinstance(model, nn.Module) else list(model)
+        for stage in stages:
+            _drop_gathered(stage)
+        self.config = _config(stages[0])
+        self._layers: dict[str, nn.Module] = {}
+        self._own: dict[str, Tensor] = {}
+        offers: dict[str, Entry] = {}
+        for stage in stages:
+            for name, entry, layer in _offers(stage, tied=self._is_tied()):
+                offers[name] = entry
+                self._layers[name] = layer
+                self._own[name] = layer._parameters[name.rpartition(".")[2]]  # type: ignore[assignment]
+        self.entries: Mapping[str, Entry] = _merge(_exchange(offers))
+        """In an order that does not depend on the layout."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process gets what is read."""
+        return _rank() == 0
+
+    def _is_tied(self) -> bool:
+        return bool(self.config.get("tie_word_embeddings"))
+
+    @torch.no_grad()
+    def read(self, name: str) -> Quantised | Tensor | None:
+        """A whole tensor on the first process, None on others. All processes must call it alike.
+
+        Returns:
+            Codes and scales of a prepared layer's weight, else a plain tensor on the CPU.
+        """
+        entry = self.entries[name]
+        mine = self._local(entry)
+        if entry.scheme is None:
+            return self._assemble(entry, mine, entry.shape, entry.dtype, ratio=1)
+        group = entry.scheme.group_of(entry.shape[1])
+        codes = self._assemble(
+            entry, None if mine is None else mine.codes, entry.shape, torch.int8, ratio=1
+        )
+        shape = (entry.shape[0], entry.shape[1] // group)
+        scales = self._assemble(
+            entry, None if mine is None else mine.scales, shape, entry.scheme.dtype, ratio=group
+        )
+        if codes is None or scales is None:
+            return None
+        return Quantised(codes=codes, scales=scales)
+
+    def _local(self, entry: Entry) -> Any:
+        """This process's part, rounded if its layer is; None if it holds none."""
+        if not any(part.rank == _rank() for part in entry.parts):
+            return None
+        parameter = self._own[entry.name].detach()
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        layer = self._layers[entry.name]
+        if not isinstance(layer, Prepared) or entry.name.rpartition(".")[2] != "weight":
+            return local
+        mask = layer.mask
+        if mask is not None:
+            local = local * _window(mask, _box(parameter), tuple(local.shape))
+        if entry.scheme is None:
+            return local
+        factor = layer.factor
+        if isinstance(factor, DTensor):
+            factor = factor.to_local()
+        return quantise(local, entry.scheme, factor)
+
+    def _assemble(
+        self,
+        entry: Entry,
+        mine: Tensor | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        ratio: int,
+    ) -> Tensor | None:
+        """Put boxes together on the first process; `ratio` features of a box are one of `shape`."""
+        rank = _rank()
+        whole = torch.empty(shape, dtype=dtype) if rank == 0 else None
+        for part in entry.parts:
+            if len(shape) == 2:
+                box = (
+                    slice(part.offsets[0], part.offsets[0] + part.sizes[0]),
+                    slice(part.offsets[1] // ratio, (part.offsets[1] + part.sizes[1]) // ratio),
+                )
+            else:
+                box = tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True))  # type: ignore[assignment]
+            if part.rank == rank:
+                assert mine is not None
+                if whole is not None:
+                    whole[box] = mine.cpu()
+                else:
+                    dist.send(mine.contiguous().view(torch.uint8), 0)
+            elif whole is not None:
+                device = dist.distributed_c10d._get_default_group()._device_types[0]
+                got = torch.empty(whole[box].shape, dtype=dtype, device=device)
+                dist.recv(got.view(torch.uint8), part.rank)
+                whole[box] = got.cpu()
+        return whole
+
+
+def _offers(stage: nn.Module, *, tied: bool) -> list[tuple[str, Entry, nn.Module]]:
+    """Each tensor that a stage holds a part of."""
+    offers: list[tuple[str, Entry, nn.Module]] = []
+    for prefix, layer in stage.named_modules():
+        for key, parameter in layer.named_parameters(recurse=False):
+            name = f"{prefix}.{key}" if prefix else key
+            if key == FACTOR or (tied and name == HEAD):
+                continue
+            scheme = layer.scheme if isinstance(layer, Prepared) and key == "weight" else None
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            part = Part(rank=_rank(), offsets=_box(parameter), sizes=tuple(local.shape))
+            kind = {nn.Linear: "linear", nn.Embedding: "embedding"}
+            found = next((word for each, word in kind.items() if isinstance(layer, each)), "other")
+            offers.append(
+                (
+                    name,
+                    Entry(
+                        name=name,
+                        shape=tuple(parameter.shape),
+                        dtype=parameter.dtype,
+                        kind=found,
+                        scheme=scheme,
+                        parts=(part,),
+                    ),
+                    layer,
+                )
+            )
+    return offers
+
+
+def _merge(offers: list[dict[str, Entry]]) -> dict[str, Entry]:
+    """Entries of the whole model; of boxes that several processes hold, the first's."""
+    names = {name for each in offers for name in each}
+    entries = {}
+    for name in sorted(names, key=_natural):
+        holders = [each[name] for each in offers if name in each]
+        boxes: dict[tuple[int, ...], Part] = {}
+        for holder in holders:
+            (part,) = holder.parts
+            if all(part.sizes) or not part.sizes:
+                boxes.setdefault(part.offsets, part)
+        first = holders[0]
+        covered = sum(torch.Size(part.sizes).numel() for part in boxes.values())
+        if covered != torch.Size(first.shape).numel():
+            raise ExportError(
+                f"{name}: the processes hold {covered} of {torch.Size(first.shape).numel()} values;"
+                " export from every process of the layout"
+            )
+        entries[name] = Entry(
+            name=name,
+            shape=first.shape,
+            dtype=first.dtype,
+            kind=first.kind,
+            scheme=first.scheme,
+            parts=tuple(boxes.values()),
+        )
+    return entries
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Layer 2 before layer 10."""
+    return [
+        (piece.isdigit(), int(piece) if piece.isdigit() else 0, piece)
+        for piece in re.split(r"[._]", name)
+    ]
+
+
+def _box(tensor: Tensor) -> tuple[int, ...]:
+    """Where this process's part of a tensor begins."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return tuple(chunks[0].offsets) if chunks else (0,) * tensor.ndim
+
+
+def _window(mask: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    """The part of a mask, which covers a tensor-parallel part, that an FSDP shard of it covers."""
+    starts = [offset % size for offset, size in zip(offsets, mask.shape, strict=True)]
+    return mask[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))]
+
+
+def _drop_gathered(model: nn.Module) -> None:
+    """Make parameters FSDP's own shards again, where a forward left gathered copies."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _config(model: nn.Module) -> dict[str, Any]:
+    """The model's config.json."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        document: dict[str, Any] = config.to_dict()
+        document["architectures"] = [type(model).__name__]
+        return document
+    if type(config).__module__.startswith("ms_parallel"):
+        from ms_parallel.models.registry import config_document
+
+        return dict(config_document(config, next(model.parameters()).dtype))
+    raise ExportError(
+        f"{type(model).__name__} has no configuration that says how it is built; export a model of"
+        " transformers or of ms_parallel"
+    )
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _exchange(value: dict[str, Entry]) -> list[dict[str, Entry]]:
+    """Everyone's offers, by rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

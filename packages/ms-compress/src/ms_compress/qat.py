@@ -1,0 +1,192 @@
+"""Quantisation-aware training: a model's layers, prepared in place, compute as the target will."""
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from attrs import frozen
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ms_compress.errors import ConfigError, LayerError, OrderError
+from ms_compress.fake_quantiser import fake_input
+from ms_compress.layers import FACTOR, Prepared, check_layer, prepare_layer
+from ms_compress.scheme import Scheme, scheme
+
+__all__ = ["FloatThenQuantised", "prepared_layers", "qat", "set_quantising"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def qat(
+    model: M,
+    scheme_name: str | Scheme,
+    *,
+    exceptions: Sequence[str] = (),
+    embeddings: bool = False,
+    head: bool = False,
+    activations: bool = True,
+    learned_scales: bool = False,
+) -> M:
+    """Make a model compute as a scheme's target will, so that training meets what is deployed.
+
+    Every `nn.Linear` but the head is prepared in place. Parameters keep names, values and
+    gradients; any loop and optimizer trains on. Order under parallelism: tensor-parallel split and
+    this in either order (this last, if scales are learned), then fully_shard.
+
+    Args:
+        model: whole, or one pipeline stage.
+        scheme_name: such as `"gguf.q4_0"`, or a Scheme.
+        exceptions: patterns of module names that stay as they are, such as `"*.down_proj"`.
+        embeddings: prepare `nn.Embedding` too.
+        head: prepare the output head, the module called `lm_head`, or the embedding it is tied to.
+        activations: also round inputs, where the target does.
+        learned_scales: learn a factor for each scale (LSQ); rounded to the target's scale dtype.
+
+    Returns:
+        The same model.
+
+    Raises:
+        SchemeError: there is no such scheme.
+        LayerError: a layer cannot be taken; the message names it and what fits. The model is then
+            as it was.
+        OrderError: the model was sharded or split in an order that cannot be right.
+    """
+    how = scheme(scheme_name)
+    chosen = _chosen(model, exceptions, embeddings=embeddings, head=head)
+    if not chosen:
+        raise LayerError(f"nothing in {type(model).__name__} is left to prepare for {how}")
+    if learned_scales and any(isinstance(each, FSDPModule) for each in model.modules()):
+        raise OrderError(
+            "learned scales are parameters, which fully_shard must see; prepare first, then shard"
+        )
+    _check_ties(model, how, embeddings=embeddings, head=head)
+    for name, layer in chosen:
+        check_layer(layer, name, how)
+    factors: dict[int, nn.Parameter] = {}
+    for name, layer in chosen:
+        rounding = how.activations if activations else None
+        weight = id(layer.weight)
+        shared = factors.get(weight)
+        if shared is not None:  # one weight, one set of scales
+            prepare_layer(layer, name, how, activations=rounding)
+            layer.register_parameter(FACTOR, shared)
+            continue
+        prepare_layer(layer, name, how, activations=rounding, learned_scales=learned_scales)
+        if learned_scales:
+            factors[weight] = layer.get_parameter(FACTOR)
+    if head and _is_staged(model) and getattr(model, "last", True):
+        _round_head_input(model, _head_of(model, dict(chosen)))
+    return model
+
+
+def prepared_layers(model: nn.Module) -> Iterator[tuple[str, Prepared]]:
+    """Names and prepared layers of a model."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, Prepared):
+            yield name, layer
+
+
+def set_quantising(model: nn.Module, on: bool) -> None:
+    """Let prepared layers compute in float, or as the target will."""
+    for _, layer in prepared_layers(model):
+        layer.quantising = on
+
+
+@frozen(kw_only=True)
+class FloatThenQuantised:
+    """A schedule: some steps in float, then as the target will compute."""
+
+    float_steps: int
+    """How many."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.float_steps < 0:
+            raise ConfigError(f"float_steps is {self.float_steps}; give 0 or more")
+
+    def apply(self, model: nn.Module, step: int) -> bool:
+        """Set the model as step number `step`, from 0, wants it; whether it quantises."""
+        on = step >= self.float_steps
+        set_quantising(model, on)
+        return on
+
+
+def _chosen(
+    model: nn.Module, exceptions: Sequence[str], *, embeddings: bool, head: bool
+) -> list[tuple[str, nn.Module]]:
+    unused = set(exceptions)
+    chosen = []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear | nn.Embedding) and not _looks_linear(layer):
+            continue
+        matched = {pattern for pattern in exceptions if fnmatchcase(name, pattern)}
+        unused -= matched
+        is_head, is_embedding = name.endswith("lm_head"), isinstance(layer, nn.Embedding)
+        if matched or (is_head and not head) or (is_embedding and not (embeddings or head)):
+            continue
+        if is_embedding and not embeddings and not _is_tied(model, layer):
+            continue
+        chosen.append((name, layer))
+    whole = getattr(model, "first", True) and getattr(model, "last", True)
+    if unused and whole:  # a pipeline stage has not all layers
+        raise ConfigError(
+            f"the exception {min(unused)!r} matches no layer of {type(model).__name__}; its layers"
+            f" have names such as {chosen[0][0] if chosen else 'none'!r}"
+        )
+    return chosen
+
+
+def _looks_linear(layer: nn.Module) -> bool:
+    """A layer with a matrix of its own that is neither a norm nor a convolution of images."""
+    weight = layer._parameters.get("weight")
+    return isinstance(weight, Tensor) and weight.ndim == 2
+
+
+def _is_tied(model: nn.Module, embedding: nn.Module) -> bool:
+    """Whether the head uses this embedding's weight."""
+    head = next((m for n, m in model.named_modules() if n.endswith("lm_head")), None)
+    if head is not None:
+        return head.weight is embedding.weight
+    config = getattr(model, "config", None)
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
+def _head_of(model: nn.Module, chosen: dict[str, nn.Module]) -> Prepared:
+    """What holds the head's weight; it rounds no input of its own, as it may not be called."""
+    name = "lm_head" if "lm_head" in chosen else "model.embed_tokens"
+    layer = chosen[name]
+    assert isinstance(layer, Prepared)
+    return layer
+
+
+def _check_ties(model: nn.Module, how: Scheme, *, embeddings: bool, head: bool) -> None:
+    """A tied weight is one tensor in the file: both uses are rounded, or neither."""
+    tied = next(
+        (
+            name
+            for name, layer in model.named_modules()
+            if isinstance(layer, nn.Embedding) and _is_tied(model, layer)
+        ),
+        None,
+    )
+    if tied is None or embeddings == head:
+        return
+    raise LayerError(
+        f"{tied} is also the head's weight, which {how} stores once; set embeddings and head alike"
+    )
+
+
+def _round_head_input(model: nn.Module, head: Prepared) -> None:
+    """Round what the final norm gives, where the head is a product with a weight, not a layer."""
+
+    def rounded(norm: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        how = head.rule.activations
+        return output if how is None else fake_input(output, how)
+
+    norm: nn.Module = model.model.norm  # type: ignore[assignment]
+    norm.register_forward_hook(rounded)
+
+
+def _is_staged(model: nn.Module) -> bool:
+    """Whether the head is a weight that the model gives, as ms-parallel's models have it."""
+    return hasattr(type(model), "head_weight")

@@ -1,0 +1,168 @@
+"""The arithmetic of schemes: weights to codes and scales, activations to what a target makes them.
+
+This is the contract between training and deployment: the fake quantiser calls it in every forward,
+and export writes what it returns. Shapes: N rows, K features, G groups of a row, T tokens.
+"""
+
+from collections.abc import Callable
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from ms_compress.scheme import DTYPES, Activations, Rounding, Scheme
+
+__all__ = ["Quantised", "quantise", "round_activations", "round_weight"]
+
+Reduce = Callable[[Tensor], Tensor]
+"""Takes the largest of a tensor over processes that share a row."""
+
+
+@frozen(kw_only=True, eq=False)
+class Quantised:
+    """A weight as a target stores it."""
+
+    codes: Tensor
+    """(N, K) int8."""
+    scales: Tensor
+    """(N, G) in the scheme's scale dtype."""
+
+    def weight(self) -> Tensor:
+        """What the codes stand for, (N, K) float32."""
+        rows, groups = self.scales.shape
+        spread = self.codes.view(rows, groups, -1).float() * self.scales.float().unsqueeze(-1)
+        return spread.view(rows, -1)
+
+
+@torch.no_grad()
+def quantise(weight: Tensor, scheme: Scheme, factor: Tensor | None = None) -> Quantised:
+    """A weight as the scheme's target stores it.
+
+    Args:
+        weight: (N, K) floating.
+        scheme: divides K into groups.
+        factor: (N, G) float32, the logarithm of what each scale is multiplied by.
+    """
+    wide = _grouped(weight.float(), scheme.group)
+    step, scales = _steps(wide, scheme, factor)
+    codes = _round(wide.clone(), step, scheme).to(torch.int8)
+    return Quantised(codes=codes.view(weight.shape), scales=scales.squeeze(-1).to(scheme.dtype))
+
+
+def round_weight(weight: Tensor, scheme: Scheme, factor: Tensor | None = None) -> Tensor:
+    """What the target computes with in a weight's place; `quantise(...).weight()` without codes."""
+    wide = _grouped(weight.float(), scheme.group)
+    step, scales = _steps(wide, scheme, factor)
+    out = wide.clone() if wide.data_ptr() == weight.data_ptr() else wide
+    return _round(out, step, scheme).mul_(scales).view(weight.shape).to(weight.dtype)
+
+
+def scale_gradient(
+    weight: Tensor, gradient: Tensor, scheme: Scheme, factor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a weight and of its scales' factor from that of the rounded weight.
+
+    Learned step sizes (Esser et al. 2020, arXiv:1902.08153, equation 3) of s = s0 · exp(f), where
+    s0 is the scheme's own scale, held constant: d/df = s · d/ds. Differences from the paper:
+    1. the logarithm is learned, so a step of the optimizer is relative and no scale changes sign;
+    2. the gradient is not divided by sqrt(N·high), as AdamW does not see its magnitude.
+
+    Returns:
+        (N, K) and (N, G), float32.
+    """
+    wide = _grouped(weight.float(), scheme.group)
+    step, scales = _steps(wide, scheme, factor)
+    ratio = _divide(wide.clone(), step, scheme)
+    codes = _round(wide.clone(), step, scheme)
+    inside = (ratio >= scheme.low - 0.5) & (ratio <= scheme.high + 0.5)
+    flow = _grouped(gradient.float(), scheme.group)
+    change = codes.sub_(ratio.mul_(inside)).mul_(flow)
+    of_factor = change.sum(-1) * scales.squeeze(-1)
+    return (flow * inside).view(weight.shape), of_factor
+
+
+def round_activations(x: Tensor, how: Activations, largest: Reduce | None = None) -> Tensor:
+    """What a target computes with in an input's place.
+
+    Args:
+        x: (..., K); a group divides K.
+        how: the target's rule.
+        largest: where a token's features lie on several processes, the largest over them.
+    """
+    wide = _grouped(x.float(), how.group)
+    peak = torch.linalg.vector_norm(wide, float("inf"), dim=-1, keepdim=True)
+    if largest is not None and how.group is None:
+        peak = largest(peak)
+    scale = peak / how.divisor
+    if how.by_inverse:
+        # A block of zeros has the inverse 0; max / 127 is not 127 / max, and the target has both.
+        out = wide * torch.where(peak > 0, how.divisor / peak, 0.0)
+        out.round_()
+    else:
+        scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+        out = (wide / scale).clamp_(how.low, how.high).round_()
+    if how.scale_dtype != "float32":
+        scale = scale.to(DTYPES[how.scale_dtype]).float()
+    return out.mul_(scale).view(x.shape).to(x.dtype)
+
+
+def _grouped(tensor: Tensor, group: int | None) -> Tensor:
+    """(N, K) to (N, G, group)."""
+    width = group or tensor.shape[-1]
+    return tensor.reshape(*tensor.shape[:-1], tensor.shape[-1] // width, width)
+
+
+def _steps(wide: Tensor, scheme: Scheme, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What codes are counted in, and what is stored, both (N, G, 1) float32."""
+    step = _peak(wide, scheme).div_(scheme.divisor)
+    if factor is not None:
+        step = step * factor.float().exp().unsqueeze(-1)
+    if scheme.zero_scale:
+        step = torch.where(step == 0, scheme.zero_scale, step)
+    scales = step if scheme.scale_dtype == "float32" else step.to(scheme.dtype).float()
+    # A learned scale has no unrounded twin in the target: its codes are counted in what is stored.
+    return (step if scheme.exact_step and factor is None else scales), scales
+
+
+def _peak(wide: Tensor, scheme: Scheme) -> Tensor:
+    """Each group's value of largest magnitude, (N, G, 1)."""
+    if not scheme.signed_peak:
+        peak: Tensor = torch.linalg.vector_norm(wide, float("inf"), dim=-1, keepdim=True)
+        return peak
+    low, high = torch.aminmax(wide, dim=-1, keepdim=True)
+    tied = high == -low
+    peak = torch.where(high > -low, high, low)
+    # MLAS takes the lower of two that are equally far, ggml the first.
+    if scheme.target == "gguf" and bool((tied & (high > 0)).any()):
+        first = wide.gather(-1, wide.abs().argmax(-1, keepdim=True))
+        peak = torch.where(tied, first, peak)
+    return peak
+
+
+def _divide(wide: Tensor, step: Tensor, scheme: Scheme) -> Tensor:
+    """Weights in units of the step, in place."""
+    if not scheme.by_inverse:
+        return wide.div_(step)
+    return wide.mul_(torch.where(step == 0, 0.0, 1.0 / step))
+
+
+def _round(wide: Tensor, step: Tensor, scheme: Scheme) -> Tensor:
+    """Codes of weights as float32, in place."""
+    ratio = _divide(wide, step, scheme)
+    if scheme.target == "ort":  # MLAS rounds after it has added the zero point
+        ratio.sub_(scheme.low)
+        return _nearest(ratio, "away").clamp_(0, scheme.high - scheme.low).add_(scheme.low)
+    if scheme.rounding == "up":
+        half = 0.5 - scheme.low
+        return ratio.add_(half).floor_().clamp_(0, scheme.high - scheme.low).add_(scheme.low)
+    if scheme.rounding == "even":
+        return ratio.clamp_(scheme.low, scheme.high).round_()
+    return _nearest(ratio, scheme.rounding).clamp_(scheme.low, scheme.high)
+
+
+def _nearest(ratio: Tensor, rounding: Rounding) -> Tensor:
+    if rounding == "even":
+        return ratio.round_()
+    whole = ratio.trunc()
+    # The rest is exact, and so is twice the rest: adding ½ to the ratio itself would not be.
+    return ratio.sub_(whole).mul_(2.0).trunc_().add_(whole)

@@ -1,0 +1,97 @@
+"""Run files: a TOML table whose keys are a trainer's own settings, plus those of its run.
+
+A trainer states what it takes as an attrs class; this room reads the file, changes single
+settings from the command line, and refuses what it does not know with the nearest known key.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from attrs import Attribute, fields
+
+from ms_compress.errors import CompressError, ConfigError
+from ms_compress.settings import nearest
+
+__all__ = ["build", "read_settings"]
+
+T = TypeVar("T")
+NOT_IN_FILES = {"on_event"}
+
+
+def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The settings of a run file. Paths in it are relative to the current folder.
+
+    Args:
+        path: the file.
+        overrides: `key=value` or `table.key=value`, the value as in TOML; text needs no quotes.
+
+    Raises:
+        ConfigError: the file cannot be read, or an override is not one.
+    """
+    try:
+        settings = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    for override in overrides:
+        _override(settings, override)
+    return settings
+
+
+def build(kind: type[T], settings: Mapping[str, Any], *, where: str) -> T:
+    """An attrs class from settings; a table is built into the attrs class of its field.
+
+    Args:
+        kind: the class.
+        settings: values by name.
+        where: the file, for messages.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value cannot be used.
+    """
+    known = {each.alias: each for each in fields(cast(Any, kind)) if each.init}
+    for key in settings:
+        if key not in known or key in NOT_IN_FILES:
+            remedy = nearest(key, known.keys() - NOT_IN_FILES)
+            raise ConfigError(f"{where}: unknown key {key!r}; {remedy}")
+    values = {key: _value_of(known[key], value, where) for key, value in settings.items()}
+    try:
+        return kind(**values)
+    except CompressError as error:
+        raise type(error)(f"{where}: {error}") from error
+    except TypeError as error:
+        raise ConfigError(f"{where}: {_missing(error)}") from error
+
+
+def _value_of(each: "Attribute[Any]", value: Any, where: str) -> Any:
+    nested = each.metadata.get("table")
+    return build(nested, value, where=where) if nested and isinstance(value, dict) else value
+
+
+def _missing(error: TypeError) -> str:
+    text = str(error)
+    names = text.rpartition(":")[2].strip() if "missing" in text else text
+    return f"{names} is missing; add it" if "missing" in text else names
+
+
+def _override(settings: dict[str, Any], text: str) -> None:
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not key:
+        raise ConfigError(f"--set {text!r} is not key=value; write --set learning_rate=1e-5")
+    *tables, last = key.split(".")
+    target: Any = settings
+    for table in tables:
+        target = target.setdefault(table, {})
+        if not isinstance(target, dict):
+            raise ConfigError(f"--set {text!r}: {table!r} is not a table")
+    target[last] = _parse(value)
+
+
+def _parse(text: str) -> object:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

@@ -1,0 +1,109 @@
+"""llama.cpp, through its Python package, with a float32 cache of keys and values."""
+
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ms_compress.errors import ExportError
+
+__all__ = ["LlamaRuntime"]
+
+FLOAT32 = 0
+"""ggml's number of the type."""
+
+
+class LlamaRuntime:
+    """A folder as llama.cpp computes it."""
+
+    name = "llama.cpp"
+
+    def __init__(self, folder: Path, *, threads: int = 1, repack: bool = False) -> None:
+        try:
+            import llama_cpp
+        except ImportError as error:
+            raise ExportError(
+                "running GGUF needs llama-cpp-python: pip install 'ms-compress[llama]'"
+            ) from error
+        self.library: Any = llama_cpp
+        self.threads = threads
+        self.path = folder / "model.gguf"
+        _silence(llama_cpp)
+        llama_cpp.llama_backend_init()
+        parameters = llama_cpp.llama_model_default_params()
+        parameters.n_gpu_layers = 0
+        # Repacked weights are faster where the build's kernels fit the processor, and have crashed
+        # where they do not.
+        parameters.use_extra_bufts = repack
+        self.model = llama_cpp.llama_model_load_from_file(str(self.path).encode(), parameters)
+        if not self.model:
+            raise ExportError(f"{self.path}: llama.cpp cannot read it")
+        vocabulary = llama_cpp.llama_model_get_vocab(self.model)
+        self.vocabulary = llama_cpp.llama_vocab_n_tokens(vocabulary)
+
+    def _context(self, positions: int) -> Any:
+        parameters = self.library.llama_context_default_params()
+        parameters.n_ctx = max(positions, 32)
+        parameters.n_batch = parameters.n_ubatch = max(positions, 32)
+        parameters.n_threads = parameters.n_threads_batch = self.threads
+        parameters.type_k = parameters.type_v = FLOAT32
+        parameters.flash_attn_type = 0
+        parameters.no_perf = True
+        context = self.library.llama_init_from_model(self.model, parameters)
+        if not context:
+            raise ExportError(f"{self.path}: llama.cpp gives no context of {positions} positions")
+        return context
+
+    def _feed(self, context: Any, tokens: list[int], first: int, every: bool) -> Any:
+        """Decode tokens at positions from `first` on; logits of all, or of the last."""
+        batch = self.library.llama_batch_init(len(tokens), 0, 1)
+        try:
+            batch.n_tokens = len(tokens)
+            for i, token in enumerate(tokens):
+                batch.token[i], batch.pos[i] = token, first + i
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+                batch.logits[i] = every or i == len(tokens) - 1
+            if self.library.llama_decode(context, batch):
+                raise ExportError(f"{self.path}: llama.cpp could not decode")
+        finally:
+            self.library.llama_batch_free(batch)
+        rows = len(tokens) if every else 1
+        pointer = self.library.llama_get_logits(context)
+        return np.ctypeslib.as_array(pointer, shape=(rows, self.vocabulary)).copy()
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """(B, S) int64 to (B, S, V) float32."""
+        rows = []
+        for row in tokens.tolist():
+            context = self._context(len(row))
+            rows.append(torch.from_numpy(self._feed(context, row, 0, every=True)))
+            self.library.llama_free(context)
+        return torch.stack(rows)
+
+    def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
+        """Seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
+        context = self._context(len(tokens) + steps)
+        began = perf_counter()
+        logits = self._feed(context, tokens, 0, every=False)
+        prefilled = perf_counter()
+        for step in range(steps):
+            logits = self._feed(context, [int(logits[-1].argmax())], len(tokens) + step, False)
+        ended = perf_counter()
+        self.library.llama_free(context)
+        return prefilled - began, ended - prefilled
+
+    def __del__(self) -> None:
+        if getattr(self, "model", None):
+            self.library.llama_model_free(self.model)
+            self.model = None
+
+
+def _silence(library: Any) -> None:
+    """It writes pages to stderr otherwise. The callback must live as long as the library."""
+    if not hasattr(LlamaRuntime, "quiet"):
+        kind = library.llama_log_callback
+        LlamaRuntime.quiet = kind(lambda level, text, data: None)  # type: ignore[attr-defined]
+        library.llama_log_set(LlamaRuntime.quiet, None)  # type: ignore[attr-defined]

@@ -1,0 +1,75 @@
+"""onnxruntime on the CPU."""
+
+import json
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ms_compress.errors import ExportError
+
+__all__ = ["OnnxRuntime"]
+
+
+class OnnxRuntime:
+    """A folder as onnxruntime computes it."""
+
+    name = "onnxruntime"
+
+    def __init__(self, folder: Path, *, threads: int = 1) -> None:
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise ExportError(
+                "running ONNX needs onnxruntime: pip install 'ms-compress[ort]'"
+            ) from error
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
+        try:
+            self.session: Any = onnxruntime.InferenceSession(
+                folder / "model.onnx", options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # its errors share no base but this
+            raise ExportError(f"{folder}: onnxruntime cannot read it: {error}") from error
+        config = json.loads((folder / "config.json").read_text())
+        heads = config["num_attention_heads"]
+        self.layers = config["num_hidden_layers"]
+        self.key_heads = config.get("num_key_value_heads") or heads
+        self.width = config.get("head_dim") or config["hidden_size"] // heads
+
+    def _run(self, tokens: Any, past: list[Any]) -> list[Any]:
+        """Logits and the keys and values of all positions so far."""
+        total = past[0].shape[2] + tokens.shape[1]
+        names = [
+            f"past_key_values.{layer}.{each}"
+            for layer in range(self.layers)
+            for each in ("key", "value")
+        ]
+        feed = dict(zip(names, past, strict=True))
+        feed["input_ids"] = tokens
+        feed["attention_mask"] = np.ones((len(tokens), total), dtype=np.int64)
+        outs: list[Any] = self.session.run(None, feed)
+        return outs
+
+    def _empty(self, rows: int) -> list[Any]:
+        shape = (rows, self.key_heads, 0, self.width)
+        return [np.zeros(shape, dtype=np.float32) for _ in range(2 * self.layers)]
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """(B, S) int64 to (B, S, V) float32."""
+        out = self._run(tokens.numpy(), self._empty(len(tokens)))
+        return torch.from_numpy(out[0])
+
+    def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
+        """Seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
+        began = perf_counter()
+        logits, *past = self._run(np.array([tokens], dtype=np.int64), self._empty(1))
+        prefilled = perf_counter()
+        for _ in range(steps):
+            token = logits[:, -1:].argmax(-1).astype(np.int64)
+            logits, *past = self._run(token, past)
+        return prefilled - began, perf_counter() - prefilled

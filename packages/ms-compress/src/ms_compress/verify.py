@@ -1,0 +1,105 @@
+"""Is a folder, read by its own runtime, the model that was exported?
+
+Logits of a probe are compared with those that the prepared model computes in training. What may
+differ is the order of sums; where a target rounds activations, a value that lies on the border
+between two codes may fall on either side of it, so there the middle of the differences is held.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from ms_compress.errors import VerifyError
+from ms_compress.runtimes import open_runtime
+
+__all__ = ["Agreement", "compare", "model_logits", "verify"]
+
+PROBE_ROWS = 2
+PROBE_POSITIONS = 48
+
+
+@frozen(kw_only=True)
+class Agreement:
+    """How far a runtime's logits lie from the model's."""
+
+    mean: float
+    """Of absolute differences."""
+    largest: float
+    spread: float
+    """Standard deviation of the model's own logits."""
+    argmax: float
+    """Share of positions at which both find the same token likeliest."""
+
+
+def verify(
+    model: nn.Module, folder: str | Path, target: str, *, tokens: Tensor | None = None
+) -> Agreement:
+    """Compare a folder, as its target's runtime computes it, with the model it came from.
+
+    Args:
+        model: prepared; its evaluation mode is used.
+        folder: exported.
+        target: `"ct"`, `"ort"` or `"gguf"`.
+        tokens: (B, S) int64 to compare on; by default numbers spread over the vocabulary.
+
+    Raises:
+        VerifyError: they are not the same model.
+        ExportError: the runtime is missing or cannot read the folder.
+    """
+    folder = Path(folder)
+    if tokens is None:
+        tokens = probe(_vocabulary(model))
+    expected = model_logits(model, tokens)
+    found = compare(expected, open_runtime(folder, target).logits(tokens))
+    limit = 0.02 if target == "gguf" else 1e-4
+    if not found.mean <= limit * found.spread:
+        raise VerifyError(
+            f"{folder}: its runtime's logits are off by {found.mean:.3g} on average, where the"
+            f" model's own spread is {found.spread:.3g} and {limit * found.spread:.3g} is allowed;"
+            " the file is not this model, export it again"
+        )
+    return found
+
+
+def compare(expected: Tensor, got: Tensor) -> Agreement:
+    """How far logits (B, S, V) lie from those expected."""
+    if expected.shape != got.shape:
+        raise VerifyError(
+            f"the runtime gives logits of shape {tuple(got.shape)}, the model"
+            f" {tuple(expected.shape)}"
+        )
+    apart = (expected - got).abs()
+    return Agreement(
+        mean=float(apart.mean()),
+        largest=float(apart.max()),
+        spread=float(expected.std()),
+        argmax=float((expected.argmax(-1) == got.argmax(-1)).float().mean()),
+    )
+
+
+def probe(vocabulary: int) -> Tensor:
+    """Tokens (2, 48) spread over a vocabulary, always the same."""
+    count = PROBE_ROWS * PROBE_POSITIONS
+    numbers = torch.arange(count, dtype=torch.int64) * 2654435761 % vocabulary
+    return numbers.view(PROBE_ROWS, PROBE_POSITIONS)
+
+
+@torch.no_grad()
+def model_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Logits (B, S, V) float32 on the CPU of a model of transformers or ms-parallel."""
+    training = model.training
+    model.eval()
+    call: Callable[..., Any] = model
+    device = next(model.parameters()).device
+    out = call(tokens.to(device))
+    model.train(training)
+    logits: Tensor = out if isinstance(out, Tensor) else out.logits
+    return logits.float().cpu()
+
+
+def _vocabulary(model: nn.Module) -> int:
+    return int(model.config.vocab_size)  # type: ignore[union-attr,arg-type]

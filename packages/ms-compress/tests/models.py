@@ -1,0 +1,74 @@
+"""Small models that the tests share."""
+
+import torch
+import transformers
+from torch import nn
+
+from ms_parallel.models import Decoder, DecoderConfig, initialise
+
+VOCABULARY = 192
+
+
+def decoder(layers: int = 2, *, tied: bool = True, seed: int = 0) -> Decoder:
+    """ms-parallel's, with weights large enough for logits to differ."""
+    config = DecoderConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+    )
+    model = Decoder(config)
+    initialise(model, seed)
+    return enlarged(model)
+
+
+def llama(layers: int = 2, *, tied: bool = False) -> nn.Module:
+    """Transformers' Llama."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=tied,
+        max_position_embeddings=128,
+    )
+    return enlarged(transformers.LlamaForCausalLM(config))
+
+
+def qwen3(layers: int = 2) -> nn.Module:
+    """Transformers' Qwen 3, whose heads are normed and whose keys are not permuted."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=True,
+        max_position_embeddings=128,
+    )
+    return enlarged(transformers.Qwen3ForCausalLM(config))
+
+
+def enlarged(model: nn.Module) -> nn.Module:
+    """Matrices three times as large: logits with a spread of about 0.7."""
+    with torch.no_grad():
+        for parameter in {id(p): p for p in model.parameters() if p.ndim == 2}.values():
+            parameter.mul_(3)
+    return model
+
+
+def tokens(rows: int = 2, positions: int = 48, seed: int = 0) -> torch.Tensor:
+    """(rows, positions) int64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (rows, positions), generator=generator)

@@ -1,0 +1,93 @@
+"""What an exported folder's own runtime computes is what training computed."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import decoder, llama, qwen3, tokens
+from torch import nn
+
+from ms_compress import ExportError, LayerError, SchemeError, export, qat, verify
+from ms_compress.layers import FACTOR
+from ms_compress.runtimes import open_runtime
+from ms_compress.verify import compare, model_logits
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "ms_parallel": decoder,
+    "llama": llama,
+    "llama tied": lambda: llama(tied=True),
+    "qwen3": qwen3,
+}
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """With learned scales that are no longer the scheme's own."""
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith(FACTOR):
+            parameter.data.normal_(0, 0.05)
+    return model
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", ["ct.int4_g32", "ct.int3_g64", "ct.w8a8"])
+def test_transformers_computes_the_very_logits(name: str, model: str, tmp_path: Path) -> None:
+    """compressed-tensors, packed and read by its own library: the difference is 0.0."""
+    prepared = trained(qat(MODELS[model](), name, learned_scales=True))
+    folder = export(prepared, tmp_path / "out", target=name, verify=True)
+    expected = model_logits(prepared, tokens())
+    assert torch.equal(open_runtime(folder, "ct").logits(tokens()), expected)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_onnxruntime_computes_the_logits(model: str, tmp_path: Path) -> None:
+    """MatMulNBits at accuracy level 1 sums in another order: at most 1e-5 of logits of about 1."""
+    both = model in ("ms_parallel", "llama tied", "qwen3")
+    prepared = qat(MODELS[model](), "ort.matmulnbits", head=True, embeddings=both)
+    folder = export(trained(prepared), tmp_path / "out", verify=True)
+    found = compare(model_logits(prepared, tokens()), open_runtime(folder, "ort").logits(tokens()))
+    assert found.largest <= 1e-5
+    assert found.argmax == 1.0
+
+
+def test_a_cache_of_keys_gives_the_same_tokens(tmp_path: Path) -> None:
+    """Decoding in onnxruntime token by token finds what the model finds over the whole text."""
+    prepared = qat(decoder(), "ort.matmulnbits")
+    runtime = open_runtime(export(prepared, tmp_path / "out"), "ort")
+    text = tokens(1, 8)
+    prefill_s, decode_s = runtime.decode(text[0].tolist(), 4)
+    assert prefill_s > 0
+    assert decode_s > 0
+
+
+def test_an_export_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
+    """Each refusal names what is wrong, and leaves nothing behind."""
+    with pytest.raises(LayerError, match=r"call qat\(model, 'ct\.int4_g32'\)"):
+        export(decoder(), tmp_path / "out")
+    with pytest.raises(SchemeError, match=r"did you mean 'gguf\.q4_0'"):
+        qat(decoder(), "gguf.q4_1")
+    prepared = qat(decoder(), "gguf.q4_0")
+    with pytest.raises(LayerError, match=r"prepared for gguf\.q4_0, not for ct\.w8a8"):
+        export(prepared, tmp_path / "out", target="ct.w8a8")
+    strange = qat(nn.Sequential(nn.Linear(32, 32)), "gguf.q4_0")
+    with pytest.raises(ExportError, match="no configuration"):
+        export(strange, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
+    """It is replaced only when asked, and then as a whole."""
+    prepared = qat(decoder(), "ct.int4_g32")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "mine.txt").write_text("kept")
+    with pytest.raises(ExportError, match="exists"):
+        export(prepared, folder)
+    assert (folder / "mine.txt").read_text() == "kept"
+    export(prepared, folder, overwrite=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    verify(prepared, folder, "ct")
