@@ -5,12 +5,18 @@ import ast
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from rich.console import Console
+from rich.progress import Progress as RichProgress
 
+from ms_kernels.aot import TARGETS, build
+from ms_kernels.aot.building import Progress
+from ms_kernels.aot.manifest import read_manifest
 from ms_kernels.check import Finding, check
 from ms_kernels.contract import FLOATING, Contract, describe
 from ms_kernels.dispatch import (
@@ -53,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Operators, their backends, and the proof that they agree.",
         epilog="example: ms-kernels explain attention --dtype bfloat16 Sq=1 Sk=4096",
     )
-    commands = parser.add_subparsers(required=True, metavar="list | explain | check | bench")
+    commands = parser.add_subparsers(
+        required=True, metavar="list | explain | check | bench | build"
+    )
     listing = commands.add_parser(
         "list",
         help="show every operator and what implements it",
@@ -89,14 +97,59 @@ def _parser() -> argparse.ArgumentParser:
     timing.add_argument("--tune", action="store_true", help="make a tuning table of this chip")
     timing.add_argument("--out", type=Path, help="where to write the table; CHIP.json if left out")
     timing.set_defaults(run=_bench)
+    making = commands.add_parser(
+        "build",
+        help="make the operator library of a chip that need not be here",
+        epilog="example: ms-kernels build --target sm_90 --out lib/    makes lib/sm_90/",
+    )
+    making.add_argument("--target", required=True, help=f"one of: {', '.join(TARGETS)}")
+    making.add_argument("--out", type=Path, required=True, help="where the target's folder goes")
+    making.add_argument(
+        "--only", action="append", default=[], help="kernels or operators whose names begin so"
+    )
+    making.set_defaults(run=_build)
     why.add_argument("--chip", help="whose tuning table counts, such as sm_90; this machine's")
     for command in (why, proof, timing):
         command.add_argument("--backend", action="append", help="only this one; may be repeated")
         command.add_argument("--device", default="cpu", help="such as cpu, cuda or npu")
         command.add_argument("--dtype", default="float32", help="such as bfloat16")
-    for command in (listing, why, proof, timing):
+    for command in (listing, why, proof, timing, making):
         command.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _build(options: argparse.Namespace) -> int:
+    if options.json:
+        place = build(options.target, options.out, only=options.only)
+    else:
+        with _progress() as told:
+            place = build(options.target, options.out, only=options.only, progress=told)
+    manifest = read_manifest(place)
+    if options.json:
+        facts = {"folder": str(place), "manifest": msgspec.to_builtins(manifest)}
+        print(json.dumps(facts, indent=2))
+    else:
+        size = sum(each.size_bytes for each in manifest.files) / 2**20
+        print(f"{place}: {len(manifest.kernels)} for {manifest.target}, {size:.1f} MiB")
+    return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Show a bar on a terminal, and a line for each tenth of the work elsewhere."""
+    if not sys.stderr.isatty():
+        yield _tell_tenths
+        return
+    with RichProgress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("building")
+        yield lambda what, done, count: bar.update(
+            task, description=what, completed=done, total=count
+        )
+
+
+def _tell_tenths(what: str, done: int, count: int) -> None:
+    if done == count or done % max(count // 10, 1) == 0:
+        print(f"{done} of {count}: {what}", file=sys.stderr)
 
 
 def _list(options: argparse.Namespace) -> int:

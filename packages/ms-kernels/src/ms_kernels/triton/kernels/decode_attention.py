@@ -71,7 +71,7 @@ def decode_parts(
             seen = seen & (place >= length - window)
         at = tl.load(TABLE + batch * table_stride + place // page, mask=seen, other=0)
         at = at.to(tl.int64)[:, None]
-        slot = (place % page)[:, None]
+        slot = (place % page).to(tl.int64)[:, None]
         read = seen[:, None] & (feature < width)
         k_at = at * k_page_stride + slot * k_stride + key_head * k_head_stride
         k = tl.load(K + k_at + feature, mask=read, other=0.0)

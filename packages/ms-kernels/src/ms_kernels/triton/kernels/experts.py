@@ -112,13 +112,13 @@ def grouped_rows(
     if expert < experts:
         own = each == expert
         passed = tl.sum(tl.where(own, last - blocks, 0), 0)
-        start = tl.sum(tl.where(own, starts, 0), 0) + (block - passed) * BM
+        start = tl.sum(tl.where(own, starts, 0), 0) + (block.to(tl.int64) - passed) * BM
         end = tl.sum(tl.where(own, ends, 0), 0)
         row = start + tl.arange(0, BM)[:, None]
         column = (tile % columns) * BN + tl.arange(0, BN)[None, :]
         # Names of their own: triton-ascend takes no pointer whose shape a branch changes.
         matrix = W + expert.to(tl.int64) * w_expert_stride + column.to(tl.int64) * w_out_stride
-        values = X + row.to(tl.int64) * x_stride
+        values = X + row * x_stride
         total = tl.zeros([BM, BN], tl.float32)
         for offset in range(0, width, BK):
             inner = offset + tl.arange(0, BK)
@@ -127,7 +127,7 @@ def grouped_rows(
             at = matrix + inner.to(tl.int64)[:, None] * w_stride
             w = tl.load(at, mask=(inner < width)[:, None] & (column < out_width), other=0.0)
             total = tl.dot(x, w, total, input_precision="ieee")
-        at = OUT + row.to(tl.int64) * out_width + column
+        at = OUT + row * out_width + column
         inside = (row < end) & (column < out_width)
         tl.store(at, total.to(OUT.dtype.element_ty), mask=inside)
 

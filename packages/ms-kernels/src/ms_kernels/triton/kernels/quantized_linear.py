@@ -42,9 +42,9 @@ def quantized_forward(
     """Write BM x BN of OUT = X @ weightᵀ; all but X are contiguous."""
     tile = first + tl.program_id(0)
     columns = tl.cdiv(out_width, BN)
-    row = (tile // columns) * BM + tl.arange(0, BM)[:, None]
+    row = (tile // columns).to(tl.int64) * BM + tl.arange(0, BM)[:, None]
     column = (tile % columns) * BN + tl.arange(0, BN)
-    X += row.to(tl.int64) * x_stride
+    X += row * x_stride
     packed_row = column.to(tl.int64)[None, :] * (width * BITS // 8)
     scale_at = column.to(tl.int64) * groups
     total = tl.zeros([BM, BN], tl.float32)
@@ -67,7 +67,7 @@ def quantized_forward(
             middle: tl.constexpr = 128.0 if BITS == 8 else 8.0
             part -= mass[:, None] * (zero.to(tl.float32) - middle)[None, :]
         total += part * scale.to(tl.float32)[None, :]
-    at = OUT + row.to(tl.int64) * out_width + column[None, :]
+    at = OUT + row * out_width + column[None, :]
     inside = (row < rows) & (column < out_width)[None, :]
     tl.store(at, total.to(OUT.dtype.element_ty), mask=inside)
 
@@ -95,10 +95,10 @@ def quantized_backward(
     """Write BM x BK of DX = DY @ weight; all but DY are contiguous."""
     tile = first + tl.program_id(0)
     columns = tl.cdiv(width, BK)
-    row = (tile // columns) * BM + tl.arange(0, BM)[:, None]
+    row = (tile // columns).to(tl.int64) * BM + tl.arange(0, BM)[:, None]
     inner = (tile % columns) * BK + tl.arange(0, BK)[None, :]
     group = inner // group_size
-    DY += row.to(tl.int64) * dy_stride
+    DY += row * dy_stride
     middle: tl.constexpr = 128.0 if BITS == 8 else 8.0
     total = tl.zeros([BM, BK], tl.float32)
     for offset in range(0, out_width, BN):
@@ -119,6 +119,6 @@ def quantized_backward(
         if g.dtype != tl.float32:
             low = (weight - high.to(tl.float32)).to(g.dtype)
             total = tl.dot(g, low, total, input_precision="ieee")
-    at = DX + row.to(tl.int64) * width + inner
+    at = DX + row * width + inner
     inside = (row < rows) & (inner < width)
     tl.store(at, total.to(DX.dtype.element_ty), mask=inside)

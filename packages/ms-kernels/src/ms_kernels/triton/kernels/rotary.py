@@ -20,7 +20,7 @@ def _turn(
     REST: tl.constexpr,
 ):
     """Turn heads `head` (HEADS, 1) of one position, X with its head stride, OUT contiguous."""
-    X += head.to(tl.int64) * head_stride
+    X += head * head_stride
     OUT += head * width
     if INTERLEAVED:
         column = tl.arange(0, 2 * HALF)[None, :]
@@ -91,7 +91,7 @@ def rotary_turn(
     if BACK:
         sin = -sin
     if block < q_blocks:
-        head = block * HEADS + tl.arange(0, HEADS)[:, None]
+        head = (block * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
         source = Q + batch * q_batch_stride + position * q_stride
         out = Q_OUT + place.to(tl.int64) * q_heads * width
         _turn(
@@ -99,7 +99,7 @@ def rotary_turn(
             INTERLEAVED, HALF, REST,
         )  # fmt: skip
     else:
-        head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)[:, None]
+        head = ((block - q_blocks) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
         source = K + batch * k_batch_stride + position * k_stride
         out = K_OUT + place.to(tl.int64) * k_heads * width
         _turn(

@@ -1,0 +1,180 @@
+"""From an entry to a chip's machine code, and the facts that a budget counts, with no chip here."""
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from ms_kernels.aot.catalogue import Entry
+from ms_kernels.aot.targets import Target
+from ms_kernels.errors import BackendError
+from ms_kernels.triton.launching import kernel
+
+__all__ = ["Compiled", "Facts", "compile_entry", "compiler_version", "own_arguments"]
+
+
+@frozen(kw_only=True)
+class Facts:
+    """What one kernel takes of a chip: its budget."""
+
+    registers: int
+    """Of a thread."""
+    spilled_bytes: int
+    """Of a thread's local memory: what did not fit its registers."""
+    shared_bytes: int
+    """Of a multiprocessor's shared memory, for one program."""
+    matrix_instructions: int
+    """Tensor core or MFMA instructions in the code."""
+    vector_bits: int
+    """Of the widest load or store of global memory."""
+
+
+@frozen(kw_only=True)
+class Compiled:
+    """One kernel's machine code."""
+
+    entry: Entry
+    binary: bytes
+    """A cubin or hsaco."""
+    symbol: str
+    """Name of the kernel in it."""
+    parameters: tuple[tuple[str, str], ...]
+    """Name and type of what it takes, in order."""
+    scratch: int
+    """Pointers to scratch memory that follow them; always null."""
+    facts: Facts
+    ttir: str
+    """The kernel before it was lowered to a chip."""
+
+
+def compiler_version() -> str:
+    """Return Triton's version.
+
+    Raises:
+        BackendError: when it is not installed.
+    """
+    try:
+        import triton
+    except ImportError as error:
+        remedy = "pip install 'ms-kernels[cuda]'"
+        raise BackendError(f"building needs triton, which is not installed: {remedy}") from error
+    return str(triton.__version__)
+
+
+def own_arguments(entry: Entry) -> tuple[tuple[str, str], ...]:
+    """Return name and type of the arguments that a kernel takes when it runs."""
+    signature = entry.signature(tuple(kernel(entry.kernel).arg_names))
+    return tuple(pair for pair in signature.items() if pair[1] != "constexpr")
+
+
+def compile_entry(entry: Entry, target: Target) -> Compiled:
+    """Compile one kernel for a chip that need not be here.
+
+    Raises:
+        BackendError: when Triton is not installed or cannot compile it.
+    """
+    compiler_version()
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = kernel(entry.kernel)
+    signature = entry.signature(tuple(function.arg_names))
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(function.arg_names)
+        if signature[name] != "constexpr" and entry.aligned(name)
+    }
+    source = ASTSource(
+        fn=function, signature=signature, constexprs=dict(entry.constants), attrs=aligned
+    )
+    chip = GPUTarget(target.backend, target.architecture, target.lanes)
+    options = {
+        "num_warps": min(entry.warps, 1024 // target.lanes),
+        "num_stages": entry.stages,
+        "enable_fp_fusion": True,
+    }
+    try:
+        made = triton.compile(source, target=chip, options=options)
+    except Exception as error:  # Triton has no base class of its errors
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise BackendError(f"{entry.name} does not compile for {target.name}: {reason}") from error
+    binary = made.asm[target.suffix]
+    return Compiled(
+        entry=entry,
+        binary=binary,
+        symbol=str(made.metadata.name),
+        parameters=own_arguments(entry),
+        scratch=_scratch(made, target),
+        facts=_nvidia_facts(made) if target.backend == "cuda" else _amd_facts(made),
+        ttir=str(made.asm["ttir"]),
+    )
+
+
+def _scratch(made: Any, target: Target) -> int:
+    """Count the pointers that Triton adds to a kernel's parameters; none may be needed."""
+    for name in ("global_scratch_size", "profile_scratch_size"):
+        size = getattr(made.metadata, name, 0)
+        assert not size, f"{made.metadata.name} wants {size} bytes of scratch memory"
+    if target.backend == "cuda":
+        head = str(made.asm["ptx"]).partition(".entry")[2].partition(")")[0]
+        return _taken(head.count(".param"), made)
+    kernels = str(made.asm["amdgcn"]).partition(".args:")[2].partition(".group_segment")[0]
+    return _taken(len(re.findall(r"\.value_kind: +(?:global_buffer|by_value)", kernels)), made)
+
+
+def _taken(count: int, made: Any) -> int:
+    own = sum(1 for kind in made.src.signature.values() if kind != "constexpr")
+    assert count >= own, f"{made.metadata.name} takes {count} parameters of {own}"
+    return count - own
+
+
+def _nvidia_facts(made: Any) -> Facts:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", told.stdout + told.stderr)
+    if found is None:
+        raise BackendError(f"cuobjdump told nothing of {made.metadata.name}: {told.stderr[:200]}")
+    ptx = str(made.asm["ptx"])
+    matrix = len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)", ptx))
+    return Facts(
+        registers=int(found[1]),
+        spilled_bytes=int(found[2]) + int(found[3]),
+        shared_bytes=int(made.metadata.shared),
+        matrix_instructions=matrix,
+        vector_bits=max(
+            [0]
+            + [
+                int(lanes or 1) * int(bits)
+                for lanes, bits in re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
+            ]
+            + [8 * int(size) for size in re.findall(r"cp\.async\.\S+ [^;]*?, 0x(\d+)", ptx)]
+        ),
+    )
+
+
+def _amd_facts(made: Any) -> Facts:
+    code = str(made.asm["amdgcn"])
+
+    def count(name: str) -> int:
+        found = re.search(rf"\.{name}: +(\d+)", code)
+        return int(found[1]) if found else 0
+
+    widths = re.findall(r"(?:global|buffer|flat)_(?:load|store)_(?:dword|b)(x?\d*)\b", code)
+    return Facts(
+        registers=count("vgpr_count") + count("agpr_count"),
+        spilled_bytes=4 * count("vgpr_spill_count"),
+        shared_bytes=int(made.metadata.shared),
+        matrix_instructions=len(re.findall(r"\bv_mfma_", code)),
+        vector_bits=max([0] + [32 * int(each[1:] or 1) for each in widths]),
+    )

@@ -1,0 +1,200 @@
+"""A lint over TTIR: offsets that leave 32 bits, and launch axes that hold 65,535 programs at most.
+
+Every whole number of 32 bits gets the interval that it may lie in. A program's index along the
+first axis is below 2^30 and so is the first tile of a launch (together they stay below 2^31, which
+the launch checks); a kernel's argument is below the limit that its name has in `LIMITS`, or 2^31.
+A result of 32 bits whose interval leaves them is a fault if an address is made of it.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+
+__all__ = ["LIMITS", "lint"]
+
+Interval = tuple[int, int]
+
+WORD: Interval = (-(2**31), 2**31 - 1)
+
+LIMITS: Mapping[str, int] = {
+    "first": 2**30 - 1,
+    "stride": 2**23,
+    "width": 2**20,
+    "out_width": 2**20,
+    "classes": 2**24,
+    "queries": 2**26,
+    "keys": 2**26,
+    "positions": 2**26,
+    "heads": 2**12,
+    "q_heads": 2**12,
+    "k_heads": 2**12,
+    "group": 2**12,
+    "half": 2**12,
+    "page": 2**16,
+    "parts": 2**10,
+    "part_positions": 2**20,
+    "choices": 2**10,
+    "experts": 2**10,
+    "groups": 2**15,
+    "group_size": 2**15,
+    "rows_each": 2**26,
+    "window": 2**26,
+}
+"""Greatest value of an argument, by its name or the end of it: a row of 2^20 features, 2^24
+classes, sequences of 2^26 positions, strides of a row of 2^23 elements. What a kernel indexes by a
+product of more than that must be 64 bits wide."""
+
+PROGRAMS = 2**30 - 1
+
+LOADED: Interval = (-2, 2**26)
+"""What a whole number read from memory may be: a position, a page, a block, an end of rows."""
+
+_RESULT = re.compile(r"^\s*(%[\w:]+)(?:, %\w+)* = (.*)$")
+_NAME = re.compile(r"%[\w]+(?:#\d+)?")
+
+
+def lint(ttir: str, limits: Mapping[str, int] | None = None) -> list[str]:
+    """Return the faults of one kernel's TTIR, each in one line.
+
+    Args:
+        ttir: as Triton prints it, values named as in the source.
+        limits: greatest values of arguments that differ from `LIMITS`.
+    """
+    walk = _Walk({**LIMITS, **(limits or {})})
+    for line in ttir.splitlines():
+        walk.read(line)
+    return walk.faults
+
+
+class _Walk:
+    """Reads a kernel line by line; values are defined before they are used."""
+
+    def __init__(self, limits: Mapping[str, int]) -> None:
+        self.faults: list[str] = []
+        self._limits = limits
+        self._known: dict[str, Interval] = {}
+        self._tainted: dict[str, str] = {}
+        """Values made from one that left 32 bits, with the line that made it."""
+
+    def read(self, line: str) -> None:
+        line = re.sub(r"\s*loc\([^)]*\)\s*$", "", line.strip())
+        if line.startswith("tt.func"):
+            self._arguments(line)
+            return
+        if line.startswith("scf.for") or " = scf.for" in line or " = tt.for" in line:
+            self._loop(line)
+            return
+        found = _RESULT.match(line)
+        if not found:
+            return
+        name, text = found[1].partition(":")[0], found[2]
+        axis = re.search(r"tt\.get_program_id ([xyz])", text)
+        if axis and axis[1] != "x":
+            self.faults.append(
+                f"axis {axis[1]} of the launch, which holds 65,535 programs at most: {line[:90]}"
+            )
+        self._operation(name, text, line)
+
+    def _arguments(self, line: str) -> None:
+        for found in re.finditer(r"%(\w+): (i32|i64)", line):
+            name = found[1]
+            most = self._limits.get(name, self._limits.get(name.rpartition("_")[2], WORD[1]))
+            self._known["%" + name] = (0, most)
+
+    def _loop(self, line: str) -> None:
+        """Bind the variable of a loop between its bounds."""
+        found = re.search(r"scf\.for (?:unsigned )?(%\w+) = (\S+) to (\S+) step", line)
+        if found is None:
+            return
+        low, high = self._of(found[2]), self._of(found[3])
+        self._known[found[1]] = (low[0], max(low[0], high[1]))
+        for carried in re.finditer(r"(%\w+) = (%[\w#]+)", line.partition("iter_args")[2]):
+            if carried[2] in self._known:
+                self._known[carried[1]] = WORD
+
+    def _of(self, name: str) -> Interval:
+        return self._known.get(name.rstrip(","), WORD)
+
+    def _operation(self, name: str, text: str, line: str) -> None:
+        operation = text.split()[0].strip('"')
+        operands = _NAME.findall(text.partition(":")[0] if " : " in text else text)
+        wide = bool(re.search(r"\bi64\b|xi64\b", text.rpartition(" : ")[2]))
+        if operation == "tt.addptr":
+            self._address(operands, line)
+            return
+        interval = self._interval(operation, text, operands)
+        if interval is None:
+            return
+        taint = next((self._tainted[each] for each in operands if each in self._tainted), None)
+        narrow = bool(re.search(r"\bi32\b|xi32\b", text.rpartition(" : ")[2])) and not wide
+        outside = interval[0] < WORD[0] or interval[1] > WORD[1]
+        if operation.startswith("arith.ext") or wide:
+            self._known[name] = interval
+        elif narrow and outside:
+            taint = taint or line
+            interval = WORD
+        if operation.startswith("arith.cmp"):
+            taint = None
+        if taint:
+            self._tainted[name] = taint
+        self._known[name] = interval
+
+    def _address(self, operands: list[str], line: str) -> None:
+        for each in operands[1:]:
+            if each in self._tainted:
+                made = self._tainted[each]
+                self.faults.append(f"an address is made of 32 bits that may overflow: {made[:110]}")
+
+    def _interval(self, operation: str, text: str, operands: list[str]) -> Interval | None:
+        """Return where the result of an operation on whole numbers lies; None if it has none."""
+        if operation == "arith.constant":
+            found = re.search(r"(?:dense<)?(-?\d+)>? : (?:tensor<.*x)?(i\d+)", text)
+            return (int(found[1]), int(found[1])) if found else None
+        if operation == "tt.make_range":
+            found = re.search(r"end = (\d+) : i32, start = (\d+)", text)
+            return (int(found[2]), int(found[1]) - 1) if found else WORD
+        if operation == "tt.get_program_id":
+            return (0, PROGRAMS)
+        if operation in _UNARY:
+            return self._of(operands[0]) if operands else None
+        if operation == "arith.select" and len(operands) == 3:
+            first, second = self._of(operands[1]), self._of(operands[2])
+            return (min(first[0], second[0]), max(first[1], second[1]))
+        if operation == "tt.load":
+            return LOADED if "i32" in text else None
+        if operation in _BINARY and len(operands) >= 2:
+            return _BINARY[operation](self._of(operands[0]), self._of(operands[1]))
+        return None
+
+
+_UNARY = frozenset(
+    {"tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans", "arith.extsi"}
+    | {"arith.extui", "arith.trunci", "ttg.convert_layout"}
+)
+
+
+def _product(one: Interval, two: Interval) -> Interval:
+    ends = [a * b for a in one for b in two]
+    return (min(ends), max(ends))
+
+
+def _quotient(one: Interval, two: Interval) -> Interval:
+    """Divide by what is at least 1: a divisor of 0 is a fault of another kind."""
+    low, high = max(two[0], 1), max(two[1], 1)
+    ends = [int(a / b) for a in one for b in (low, high)]
+    return (min(ends), max(ends))
+
+
+def _rest(one: Interval, two: Interval) -> Interval:
+    most = min(max(two[1] - 1, 0), max(one[1], 0))
+    return (0, most) if one[0] >= 0 else (-max(two[1] - 1, 0), most)
+
+
+_BINARY: Mapping[str, Callable[[Interval, Interval], Interval]] = {
+    "arith.addi": lambda one, two: (one[0] + two[0], one[1] + two[1]),
+    "arith.subi": lambda one, two: (one[0] - two[1], one[1] - two[0]),
+    "arith.muli": _product,
+    "arith.divsi": _quotient,
+    "arith.remsi": _rest,
+    "arith.minsi": lambda one, two: (min(one[0], two[0]), min(one[1], two[1])),
+    "arith.maxsi": lambda one, two: (max(one[0], two[0]), max(one[1], two[1])),
+}

@@ -1,0 +1,97 @@
+"""A built library from Python, without Triton and torch.compile: ctypes and the manifest."""
+
+import ctypes
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from ms_kernels.aot.manifest import Kernel, Manifest, read_manifest
+from ms_kernels.errors import ArgumentError, BackendError
+
+__all__ = ["Library", "load"]
+
+_TYPES = {
+    "pointer": ctypes.c_void_p,
+    "i32": ctypes.c_int64,
+    "i64": ctypes.c_int64,
+    "f32": ctypes.c_float,
+}
+
+
+class Library:
+    """The kernels of one chip.
+
+    Attributes:
+        manifest: what the library holds, and each kernel's arguments.
+    """
+
+    def __init__(self, manifest: Manifest, handle: ctypes.CDLL) -> None:
+        self.manifest = manifest
+        self._handle = handle
+        self._kernels: Mapping[str, Kernel] = {each.name: each for each in manifest.kernels}
+        handle.ms_last_error.restype = ctypes.c_char_p
+        handle.ms_status_text.restype = ctypes.c_char_p
+
+    def launch(self, name: str, *, stream: int = 0, **arguments: int | float) -> None:
+        """Launch one kernel on the current device.
+
+        Args:
+            name: of a kernel in the manifest.
+            stream: address of a stream, such as ``torch.cuda.current_stream().cuda_stream``.
+            **arguments: every parameter of the kernel by name; pointers as addresses, such as
+                ``tensor.data_ptr()``.
+
+        Raises:
+            ArgumentError: when an argument is missing, unknown or no number.
+            BackendError: when the library refuses or the driver fails; gives its reason.
+        """
+        kernel = self._kernels.get(name)
+        if kernel is None:
+            some = ", ".join(list(self._kernels)[:4])
+            raise BackendError(f"the library has no kernel {name!r}; it has {some}, ...")
+        wanted = [each.name for each in kernel.parameters]
+        for given in arguments:
+            if given not in wanted:
+                raise ArgumentError(name, given, "no argument of it", f"one of {wanted}")
+        values = []
+        for each in kernel.parameters:
+            if each.name not in arguments:
+                raise ArgumentError(name, each.name, "missing", f"given: {each.kind}")
+            try:
+                values.append(_TYPES[each.kind](arguments[each.name]))  # type: ignore[arg-type]
+            except TypeError as error:
+                got = repr(arguments[each.name])
+                raise ArgumentError(name, each.name, got, f"a number: {each.kind}") from error
+        status = getattr(self._handle, f"ms_{name}")(ctypes.c_void_p(stream), *values)
+        if status:
+            meaning = self._handle.ms_status_text(status).decode()
+            raise BackendError(f"{meaning}: {self._handle.ms_last_error().decode()}")
+
+
+def load(folder: Path | str) -> Library:
+    """Open a library that `build` made.
+
+    Args:
+        folder: such as ``lib/sm_90``.
+
+    Raises:
+        BackendError: when it is no library, a file differs from its checksum, or it cannot be
+            opened.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    if manifest.kind != "kernels":
+        raise BackendError(
+            f"{folder} holds models for the CPU; open them by torch._inductor.aoti_load_package"
+        )
+    for file in manifest.files:
+        path = folder / file.path
+        if not path.is_file() or path.stat().st_size != file.size_bytes:
+            raise BackendError(f"{path} is missing or not {file.size_bytes} bytes; build it again")
+        if hashlib.sha256(path.read_bytes()).hexdigest() != file.sha256:
+            raise BackendError(f"{path} differs from its checksum; build it again")
+    try:
+        handle = ctypes.CDLL(str((folder / manifest.library).resolve()))
+    except OSError as error:
+        raise BackendError(f"{folder / manifest.library} does not open: {error}") from error
+    return Library(manifest, handle)

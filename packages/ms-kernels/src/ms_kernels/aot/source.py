@@ -1,0 +1,183 @@
+"""The C that a library is made of: its header, and a function for each kernel."""
+
+from collections.abc import Sequence
+
+from ms_kernels.aot.compiling import Compiled
+from ms_kernels.aot.manifest import Kernel, Parameter
+from ms_kernels.aot.targets import Target
+
+__all__ = ["describe", "header", "table"]
+
+STATUSES = (
+    ("MS_OK", "done"),
+    ("MS_BAD_ARGUMENT", "an argument does not fit; nothing was launched"),
+    ("MS_NO_DRIVER", "the driver's library is not on this machine"),
+    ("MS_NO_DEVICE", "no device, or no current context"),
+    ("MS_WRONG_CHIP", "the library was built for another chip"),
+    ("MS_DRIVER_ERROR", "the driver reported an error"),
+)
+
+_DIVISORS = frozenset({"classes", "choices", "group", "group_size", "groups", "heads", "page"})
+_DIVISORS |= {"parts", "positions", "rows_each", "width"}
+"""Sizes that may not be 0."""
+
+_C = {"pointer": "void *", "i32": "int64_t ", "i64": "int64_t ", "f32": "float "}
+_KINDS = {"i32": "i32", "i64": "i64", "fp32": "f32"}
+
+
+def describe(compiled: Compiled) -> Kernel:
+    """Describe one kernel for the manifest."""
+    entry, facts = compiled.entry, compiled.facts
+    extra = [Parameter(name, "i64", taken=False) for name in entry.extra]
+    own = [
+        Parameter(
+            name,
+            "pointer" if kind.startswith("*") else _KINDS[kind],
+            16 if entry.aligned(name) else 1,
+        )
+        for name, kind in compiled.parameters
+        if name != "first"
+    ]
+    return Kernel(
+        name=entry.name,
+        dtype=entry.dtype,
+        parameters=extra + own,
+        tiles=entry.tiles,
+        limits=dict(entry.limits),
+        constants=dict(entry.constants),
+        registers=facts.registers,
+        spilled_bytes=facts.spilled_bytes,
+        shared_bytes=facts.shared_bytes,
+        matrix_instructions=facts.matrix_instructions,
+        vector_bits=facts.vector_bits,
+    )
+
+
+def header(target: Target, kernels: Sequence[Kernel]) -> str:
+    """Write ``ms_kernels.h``."""
+    statuses = "\n".join(f"    {name} = {code}, /* {text} */" for code, (name, text) in _numbered())
+    functions = "\n\n".join(f"{_comment(each)}\n{_prototype(each)};" for each in kernels)
+    return f"""/* The operators of ms-kernels, compiled for {target.name}.
+ *
+ * Every function launches one kernel on a stream of the current device and returns at once.
+ * Pointers are device addresses, multiples of 16; sizes and strides count elements. What a kernel
+ * computes, and which tensors must be contiguous, its source in ms_kernels/triton/kernels says.
+ */
+#ifndef MS_KERNELS_H
+#define MS_KERNELS_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {{
+#endif
+
+#define MS_TARGET "{target.name}"
+
+#if defined(__GNUC__)
+#pragma GCC visibility push(default)
+#endif
+
+typedef void *ms_stream; /* a CUstream or hipStream_t; NULL for the default one */
+
+typedef enum {{
+{statuses}
+}} ms_status;
+
+/* What a status means. */
+const char *ms_status_text(ms_status status);
+
+/* What went wrong last in this thread, in one line. */
+const char *ms_last_error(void);
+
+{functions}
+
+#if defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
+
+#ifdef __cplusplus
+}}
+#endif
+
+#endif
+"""
+
+
+def _numbered() -> enumerate[tuple[str, str]]:
+    return enumerate(STATUSES)
+
+
+def _comment(kernel: Kernel) -> str:
+    limits = [f"{name} <= {most}" for name, most in kernel.limits.items()]
+    multiples = [
+        each.name for each in kernel.parameters if each.kind != "pointer" and each.multiple_of > 1
+    ]
+    if multiples:
+        limits.append(f"{', '.join(multiples)}: multiples of 16")
+    constants = ", ".join(f"{name}={value}" for name, value in kernel.constants.items())
+    return f"/* {constants}{'; ' if limits else ''}{'; '.join(limits)} */"
+
+
+def _prototype(kernel: Kernel) -> str:
+    arguments = ["ms_stream stream", *(f"{_C[each.kind]}{each.name}" for each in kernel.parameters)]
+    return f"ms_status ms_{kernel.name}({', '.join(arguments)})"
+
+
+def table(compiled: Sequence[Compiled], kernels: Sequence[Kernel], target: Target) -> str:
+    """Write the kernels' code and functions, which the launcher includes."""
+    parts = []
+    for made, kernel in zip(compiled, kernels, strict=True):
+        parts.append(_embedded(made, target))
+        parts.append(_function(made, kernel))
+    return "\n".join(parts)
+
+
+def _embedded(made: Compiled, target: Target) -> str:
+    name = made.entry.name
+    threads = min(made.entry.warps, 1024 // target.lanes) * target.lanes
+    return f"""
+__asm__(".section .rodata\\n.balign 64\\ncode_{name}:\\n.incbin \\"{name}.{target.suffix}\\"\\n"
+        ".byte 0\\n.previous\\n");
+extern const unsigned char code_{name}[] __attribute__((visibility("hidden")));
+static ms_kernel kernel_{name} = {{"{name}", "{made.symbol}", code_{name},
+                                  {threads}, {made.facts.shared_bytes}, {{0}}}};"""
+
+
+def _function(made: Compiled, kernel: Kernel) -> str:
+    """Write the function of one kernel: checks, then the launch."""
+    constants = [
+        f"    const int64_t {name} = {int(value)}; (void){name};"
+        for name, value in kernel.constants.items()
+        if not isinstance(value, str)
+    ]
+    checks, narrowed = [], []
+    for each in kernel.parameters:
+        if each.kind == "pointer":
+            checks.append(f'check_pointer("{kernel.name}", "{each.name}", {each.name})')
+        elif each.kind != "f32":
+            most = kernel.limits.get(each.name)
+            most = most or ("INT32_MAX" if each.kind == "i32" else "INT64_MAX")
+            least = "INT64_MIN" if each.name == "ignore_index" else str(int(each.name in _DIVISORS))
+            detail = f'"{each.name}", {each.name}, {least}, {most}, {each.multiple_of}'
+            checks.append(f'check_size("{kernel.name}", {detail})')
+            if each.kind == "i32":
+                narrowed.append(f"    int32_t {each.name}_ = (int32_t){each.name};")
+    taken = [each for each in kernel.parameters if each.taken]
+    pointers = [f"&{each.name}{'_' * (each.kind == 'i32')}" for each in taken]
+    pointers = ["&first", *pointers, *["&nothing"] * made.scratch]
+    checked = " ||\n        ".join(f"(status = {each})" for each in checks)
+    return f"""
+{_prototype(kernel)} {{
+{chr(10).join(constants)}
+    ms_status status;
+    if ({checked})
+        return status;
+{chr(10).join(narrowed)}
+    int32_t first = 0;
+    void *nothing = NULL;
+    void *parameters[] = {{{", ".join(pointers)}}};
+    (void)nothing;
+    return launch(&kernel_{kernel.name}, stream, {kernel.tiles}, &first, parameters);
+}}
+"""
