@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ms_align import DPOTrainer, ParallelEngine, SFTOptions, SFTTrainer, TaskOptions
+from ms_align import (
+    DPOTrainer,
+    LoraOptions,
+    ParallelEngine,
+    SFTOptions,
+    SFTTrainer,
+    TaskOptions,
+    add_lora,
+)
 from ms_align.local import LocalEngine
 from ms_align.options import OptimizerOptions, RunOptions
 from ms_data import InstructionStream, PreferenceStream
@@ -48,21 +56,31 @@ def run(sets: Path, place: Path, layout: dict[str, int] | None) -> dict[str, lis
         ),
         options=options(place / "dpo", found),
     ).train(3)
+    if layout is None or "tensor" not in layout:
+        engine = engine_of(sets, layout, LoraOptions(rank=4))
+        DPOTrainer(
+            engine,
+            PreferenceStream(sets / "pairs", batch_size=4, **sizes),
+            options=options(place / "lora", found),
+        ).train(3)
     return found
 
 
-def engine_of(sets: Path, layout: dict[str, int] | None) -> Any:
-    """The sets' model in one process, or split."""
+def engine_of(sets: Path, layout: dict[str, int] | None, lora: LoraOptions | None = None) -> Any:
+    """The sets' model in one process, or split; with adapters, if there are any."""
     if layout is None:
         from ms_parallel import load_model
 
         model: nn.Module = load_model(sets / "model")
-        return LocalEngine(model, OPTIMIZER, microbatch_size=2)
+        return LocalEngine(add_lora(model, lora) if lora else model, OPTIMIZER, microbatch_size=2)
     from ms_parallel import Layout
 
-    return ParallelEngine.start(
+    engine = ParallelEngine.start(
         sets / "model", Layout(**layout), optimizer=OPTIMIZER, microbatch_size=2, device="cpu"
     )
+    if lora:
+        engine.adapt(lora)
+    return engine
 
 
 def options(place: Path, found: dict[str, list[float]]) -> RunOptions:

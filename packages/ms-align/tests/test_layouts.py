@@ -53,10 +53,12 @@ def alone(sets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
 def test_sft_and_dpo_do_under_a_layout_what_one_process_does(
     sets: Path, tmp_path: Path, alone: dict[str, list[float]], axis: str
 ) -> None:
-    """Losses, norms, tasks' figures and held-out figures at every step, within 1e-5."""
+    """Losses, tasks' and held-out figures at every step within 1e-5; with adapters too."""
     split = run_under({axis: 2}, sets, tmp_path)
-    assert split.keys() == alone.keys()
-    for name, values in alone.items():
+    # Adapters are not split over `tensor`.
+    wanted = {name: v for name, v in alone.items() if axis != "tensor" or "lora" not in name}
+    assert split.keys() == wanted.keys()
+    for name, values in wanted.items():
         # Float32 sums in another order: losses of size 6 agree to 1e-6 of themselves, and Adam's
         # first steps, of ±learning rate, carry on what rounding makes of gradients near 0.
         tolerance = 1e-4 if "grad_norm" in name else 1e-5

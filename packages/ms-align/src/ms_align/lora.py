@@ -7,7 +7,8 @@ Shapes: r rank, I inputs, O outputs of a linear layer.
 
 import math
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +22,7 @@ from ms_align.errors import ConfigError, ModelError
 from ms_align.lora_file import AdapterConfig, read_adapter, write_adapter
 from ms_align.settings import flag, number, whole
 
-__all__ = ["AdaptedModel", "LoraLinear", "LoraOptions", "add_lora", "load_lora"]
+__all__ = ["AdaptedModel", "LoraLinear", "LoraOptions", "add_lora", "load_lora", "save_adapters"]
 
 ALL_LINEAR = "all-linear"
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -62,13 +63,21 @@ class LoraLinear(nn.Module):
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
         super().__init__()
         self.base_layer = base.requires_grad_(False)
-        like = base.weight
-        self.lora_A = nn.Parameter(like.new_empty(rank, base.in_features))
-        self.lora_B = nn.Parameter(like.new_zeros(base.out_features, rank))
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        made: dict[str, Any] = {"device": base.weight.device, "dtype": base.weight.dtype}
+        self.lora_A = nn.Parameter(torch.empty((rank, base.in_features), **made))
+        self.lora_B = nn.Parameter(torch.empty((base.out_features, rank), **made))
+        self.initialise(0)
         self.scale = scale
         self.enabled = True
         self._before: Tensor | None = None
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """A from the uniform distribution within ±1/√I, as peft does; B at 0."""
+        chance = torch.Generator().manual_seed(seed)
+        bound = 1.0 / math.sqrt(self.in_features)
+        self.lora_A.copy_(torch.rand(self.lora_A.shape, generator=chance) * 2 * bound - bound)
+        self.lora_B.zero_()
 
     @property
     def in_features(self) -> int:
@@ -196,18 +205,36 @@ class AdaptedModel(nn.Module):
         Raises:
             CheckpointError: the place cannot be written.
         """
-        options, layers = self.options, self.adapters()
-        config = AdapterConfig(
-            r=options.rank,
-            lora_alpha=options.alpha,
-            target_modules=options.targets
-            if isinstance(options.targets, str)
-            else sorted(options.targets),
-            use_rslora=options.rslora,
-            base_model_name_or_path=self.base_name or None,
-        )
-        weights = {name: (layer.lora_A, layer.lora_B) for name, layer in layers.items()}
-        write_adapter(Path(folder), config, weights)
+        weights = {name: (layer.lora_A, layer.lora_B) for name, layer in self.adapters().items()}
+        save_adapters(Path(folder), self.options, weights, self.base_name)
+
+
+def save_adapters(
+    folder: Path,
+    options: LoraOptions,
+    weights: Mapping[str, tuple[Tensor, Tensor]],
+    base_name: str = "",
+) -> None:
+    """Write peft's two files.
+
+    Args:
+        folder: made if missing.
+        options: that the adapters were made with.
+        weights: A (r, I) and B (O, r) by the layer's name in the model.
+        base_name: the model's name or folder.
+
+    Raises:
+        CheckpointError: the place cannot be written.
+    """
+    targets = options.targets
+    config = AdapterConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        target_modules=targets if isinstance(targets, str) else sorted(targets),
+        use_rslora=options.rslora,
+        base_model_name_or_path=base_name or None,
+    )
+    write_adapter(folder, config, weights)
 
 
 def add_lora(
@@ -227,11 +254,11 @@ def add_lora(
     options = options or LoraOptions()
     names = _matching(model, options.targets)
     model.requires_grad_(False)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for name in names:
-            base = cast(nn.Linear, model.get_submodule(name))
-            _replace(model, name, LoraLinear(base, options.rank, options.scale))
+    for name in names:
+        layer = LoraLinear(cast(nn.Linear, model.get_submodule(name)), options.rank, options.scale)
+        # By its name: the same whether the model is whole or a stage of it.
+        layer.initialise(zlib.crc32(f"{seed} {name}".encode()))
+        _replace(model, name, layer)
     return AdaptedModel(model, options, base_name)
 
 

@@ -19,6 +19,8 @@ from ms_align.logprob import entropies, token_logprobs
 from ms_align.options import OptimizerOptions
 
 if TYPE_CHECKING:
+    from ms_align.lora import LoraOptions
+    from ms_align.parallel_lora import ParallelAdapters
     from ms_parallel import Engine, Layout
 
 __all__ = ["ParallelEngine", "ParallelUpdate"]
@@ -96,6 +98,7 @@ class ParallelEngine:
     def __init__(self, engine: "Engine", optimizer: OptimizerOptions | None = None) -> None:
         self.engine = engine
         self.options = optimizer or OptimizerOptions()
+        self.adapters: ParallelAdapters | None = None
         if engine.groups.layout.context > 1:
             raise ConfigError(
                 "context is above 1 in the layout, and rows are judged whole; use data, tensor or "
@@ -137,6 +140,12 @@ class ParallelEngine:
             max_grad_norm=options.max_grad_norm,
         )
         return cls(Engine(model, layout, optimizer=config, **settings), options)
+
+    def adapt(self, options: "LoraOptions", *, seed: int = 0, base_name: str = "") -> None:
+        """Train adapters alone, over data and pipeline; see `ParallelAdapters`."""
+        from ms_align.parallel_lora import ParallelAdapters
+
+        self.adapters = ParallelAdapters(self.engine, options, seed=seed, base_name=base_name)
 
     @property
     def config(self) -> Any:

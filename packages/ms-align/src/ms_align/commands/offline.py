@@ -51,15 +51,13 @@ class OfflineRun(OptimizerOptions, RunOptions):
     lora: LoraOptions | None = field(default=None, metadata={"table": LoraOptions})
     """Train adapters alone; they are written to `output_dir/adapter`."""
     merge: bool = field(default=True, validator=flag)
-    """With adapters: write the merged model too."""
+    """With adapters, in one process: write the merged model too."""
     layout: dict[str, int] | None = None
     """Ranks of ms-parallel's axes, as `{ data = 2, tensor = 2 }`; None runs in one process."""
 
     def __attrs_post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
             raise ConfigError("give steps or epochs, one of them")
-        if self.lora and self.layout:
-            raise ConfigError("adapters are trained in one process; leave out layout, or lora")
 
     def part(self, kind: type[Any]) -> Any:
         """The settings of one class that this one inherits from."""
@@ -83,18 +81,24 @@ class OfflineRun(OptimizerOptions, RunOptions):
             raise ConfigError(
                 f"layout {self.layout}: {error}; its axes are those of Layout"
             ) from error
-        return ParallelEngine.start(
+        engine = ParallelEngine.start(
             self.model,
             layout,
             optimizer=self.part(OptimizerOptions),
             microbatch_size=self.microbatch_size,
         )
+        if self.lora:
+            engine.adapt(self.lora, seed=self.seed, base_name=self.model)
+        return engine
 
     def save(self, engine: Engine, name: str = "model") -> None:
         """Write what was learnt, and the tokenizer that goes with it."""
         folder = self.output_dir / name
         if isinstance(engine, ParallelEngine):
-            engine.save(folder)
+            if engine.adapters is not None:
+                engine.adapters.save_pretrained(self.output_dir / "adapter")
+            else:
+                engine.save(folder)
         elif isinstance(engine, LocalEngine):
             module = engine.module
             if isinstance(module, AdaptedModel):
@@ -233,6 +237,8 @@ class DPORun(DPOOptions, _PairRun):
     def _reference(self) -> nn.Module | Engine | None:
         if self.reference_free:
             return None
+        if self.layout is not None and self.lora and not self.reference:
+            return None  # the adapters are switched off
         if self.layout is not None:
             return evolve(self, model=self.reference or self.model).engine()
         return load_model(self.reference) if self.reference else None

@@ -157,6 +157,9 @@ class DPOTrainer(_PairTrainer):
     def _reference(self, given: Any, microbatch_size: int | None) -> Reference | None:
         if self.dpo.reference_free:
             return None
+        parts = getattr(self.engine, "adapters", None)
+        if given is None and parts is not None:
+            return Reference(self.engine, parts.disable_adapter)
         adapted = hasattr(getattr(self.engine, "module", None), "disable_adapter")
         wanted = ADAPTER_OFF if given is None and adapted else given
         return reference_of(

@@ -1,0 +1,158 @@
+"""Tasks sampled by difficulty beside uniform sampling: updates to a target, three seeds.
+
+    python packages/ms-align/benchmarks/task_scheduling.py
+
+Two mixtures of five tasks over digits. In the first, four tasks copy or repeat and are learned at
+once, the fifth sorts: uniform sampling spends four fifths of its rows on what is known. In the
+second all five are sorting, so that no schedule can help, and none should hurt. A run counts the
+updates until the worst task's held-out loss is below the target.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from ms_align import SFTOptions, SFTTrainer, TaskOptions
+from ms_align.options import OptimizerOptions, RunOptions
+from ms_parallel.models import architecture, build_model, initialise
+
+ROWS, LENGTH, WORD = 32, 16, 6
+START, ARROW, END = 10, 11, 12
+TARGET, MOST, EVERY = 0.05, 1500, 20
+SEEDS = (0, 1, 2)
+
+Digits = list[int]
+EASY: dict[str, Callable[[Digits], Digits]] = {
+    "copy": lambda digits: digits,
+    "first": lambda digits: digits[:1] * WORD,
+    "last": lambda digits: digits[-1:] * WORD,
+    "zero": lambda digits: [0] * WORD,
+}
+MIXTURES: dict[str, dict[str, Callable[[Digits], Digits]]] = {
+    "four easy, one hard": {**EASY, "sort": sorted},
+    "five alike": {f"sort {number}": sorted for number in range(5)},
+}
+SCHEDULES: dict[str, TaskOptions] = {
+    "uniform": TaskOptions(signal="given", temperature=1e3, warmup_steps=0),
+    "loss": TaskOptions(signal="loss", temperature=0.7, floor=0.1),
+    "loss, corrected": TaskOptions(signal="loss", temperature=0.7, floor=0.1, correction=1.0),
+    "progress": TaskOptions(signal="progress", temperature=0.7, floor=0.1),
+}
+
+
+class Tasks:
+    """Rows of tasks, made as they are asked for; which ones follows from the seed and the count."""
+
+    batch_size = ROWS
+
+    def __init__(self, tasks: Mapping[str, Callable[[Digits], Digits]], seed: int) -> None:
+        self.tasks, self.seed, self.count = tasks, seed, 0
+        self.names = tuple(tasks)
+
+    def of_tasks(self, tasks: Sequence[int]) -> dict[str, Any]:
+        """A batch whose rows are of these tasks."""
+        rows = [self._row(task, self.count + at) for at, task in enumerate(tasks)]
+        self.count += len(tasks)
+        tokens = np.array([row[:LENGTH] for row in rows])
+        targets = np.array([row[1:] for row in rows])
+        targets[:, : WORD + 2] = -100
+        return {"tokens": tokens, "targets": targets, "task": np.array(tasks)}
+
+    def _row(self, task: int, number: int) -> list[int]:
+        chance = random.Random(f"{self.seed} {number}")
+        digits = [chance.randrange(10) for _ in range(WORD)]
+        answer = list(self.tasks[self.names[task]](digits))
+        return [START + 3 + task, START, *digits, ARROW, *answer, END, END][: LENGTH + 1]
+
+    def __next__(self) -> dict[str, Any]:
+        return self.of_tasks([at % len(self.names) for at in range(ROWS)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rows made."""
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back."""
+        self.count = state["count"]
+
+
+def updates_to_target(mixture: str, schedule: str, seed: int) -> tuple[int, str]:
+    """Updates until the worst task is below the target; and the sampling at the end."""
+    tasks = MIXTURES[mixture]
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 24}
+    model = build_model(architecture("llama", {**sizes, **more, "tie_word_embeddings": True}))
+    initialise(model, seed=seed)
+    options = SCHEDULES[schedule]
+    if options.signal == "given":
+        options = TaskOptions(signal="given", given=dict.fromkeys(tasks, 1.0))
+    worst: list[float] = []
+    chances: dict[str, float] = {}
+
+    def on_event(kind: str, fields: Any) -> None:
+        if kind == "evaluate":
+            losses = [v for k, v in fields.items() if k.startswith("held_out_loss.")]
+            worst.append(max(losses))
+        elif kind == "tasks":
+            chances.update({k: v for k, v in fields.items() if k.startswith("probability.")})
+
+    with TemporaryDirectory() as folder:
+        trainer = SFTTrainer(
+            model,
+            Tasks(tasks, seed),
+            held_out=lambda: [next(Tasks(tasks, 1000 + at)) for at in range(5)],
+            sft=SFTOptions(tasks=options),
+            optimizer=OptimizerOptions(learning_rate=2e-3, warmup_steps=20),
+            options=RunOptions(
+                output_dir=Path(folder),
+                seed=seed,
+                progress=False,
+                evaluate_every=EVERY,
+                checkpoint_every=10**6,
+                on_event=on_event,
+            ),
+        )
+        step, reached = 0, MOST
+        tell = _teller(on_event)
+        while step < MOST:
+            trainer.update(tell)
+            step += 1
+            if step % EVERY == 0:
+                on_event("evaluate", trainer.evaluate(tell))
+                if worst[-1] < TARGET:
+                    reached = step
+                    break
+    shown = " ".join(f"{value:.2f}" for value in chances.values())
+    return reached, shown
+
+
+def _teller(on_event: Callable[[str, Any], None]) -> Any:
+    from ms_align.loop import Tell
+
+    return Tell(event=on_event, note=lambda text: None)
+
+
+def main() -> None:
+    """Print updates to the target, each seed, and the median beside uniform's."""
+    torch.set_num_threads(1)
+    for mixture in MIXTURES:
+        uniform = 0.0
+        for schedule in SCHEDULES:
+            found = [updates_to_target(mixture, schedule, seed) for seed in SEEDS]
+            steps = [one[0] for one in found]
+            uniform = uniform or median(steps)
+            print(
+                f"{mixture:20} {schedule:16} updates {steps} median {median(steps):.0f} "
+                f"({median(steps) / uniform:.2f} of uniform)  last chances {found[0][1]}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
