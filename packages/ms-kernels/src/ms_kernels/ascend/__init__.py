@@ -16,6 +16,7 @@ from ms_kernels.ascend import (
     experts,
     gates,
     norms,
+    quantized_linear,
     rotary,
 )
 from ms_kernels.registry import Implementation
@@ -30,6 +31,7 @@ FAMILIES = (
     decode_attention,
     cross_entropy,
     experts,
+    quantized_linear,
     adamw_step,
 )
 

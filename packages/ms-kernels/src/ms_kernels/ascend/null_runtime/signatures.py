@@ -15,12 +15,23 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-__all__ = ["Byte", "DType", "Parameter", "Scalar", "Single", "entry_point", "parameters_of"]
+__all__ = [
+    "Byte",
+    "DType",
+    "Parameter",
+    "Scalar",
+    "Short",
+    "Single",
+    "entry_point",
+    "parameters_of",
+]
 
 Scalar = Annotated[float, "aclScalar"]
 """A number that comes as an aclScalar: int, float, bool or complex."""
 Byte = Annotated[int, "int8_t"]
 """A number passed as one byte."""
+Short = Annotated[int, "int"]
+"""A number passed as C's int."""
 Single = Annotated[float, "float"]
 """A number passed in single precision."""
 DType = Annotated[torch.dtype, "aclDataType"]
@@ -52,6 +63,7 @@ FORMS: dict[Any, tuple[str, str]] = {
     list[bool]: ("B", "void *"),
     int: ("i", "int64_t "),
     Byte: ("i", "int8_t "),
+    Short: ("i", "int "),
     bool: ("i", "_Bool "),
     DType: ("i", "int32_t "),
     float: ("r", "double "),

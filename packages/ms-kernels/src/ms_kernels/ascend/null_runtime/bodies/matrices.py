@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ms_kernels.ascend.null_runtime.signatures import Byte, Scalar
+from ms_kernels.ascend.null_runtime.signatures import Byte, Scalar, Short
 
 __all__ = ["BODIES"]
 
@@ -44,15 +44,13 @@ def weight_quant_matmul(
     quant_scale: Tensor | None,
     quant_offset: Tensor | None,
     bias: Tensor | None,
-    group_size: int,
+    group_size: Short,
     out: Tensor,
 ) -> None:
     """``x @ ((weight + offset) · scale) + bias``; scale and offset a column, or a group of K."""
     if quant_scale is not None or quant_offset is not None:
         raise ValueError("quantised results have no body here")
-    if weight.dtype != torch.int8:
-        raise ValueError(f"weights of {weight.dtype} have no body here, only int8")
-    wide = weight.float()
+    wide = (_nibbles(weight) if weight.dtype == torch.int32 else weight).float()
     repeat = group_size or wide.shape[0]
     if offset is not None:
         wide = wide + _spread(offset, repeat, wide.shape[0])
@@ -69,12 +67,21 @@ def weight_quant_matmul_v3(
     quant_scale: Tensor | None,
     quant_offset: Tensor | None,
     bias: Tensor | None,
-    group_size: int,
-    inner_precise: int,
+    group_size: Short,
+    inner_precise: Short,
     out: Tensor,
 ) -> None:
     """The same; `inner_precise` chooses how sums are kept."""
     weight_quant_matmul(x, weight, scale, offset, quant_scale, quant_offset, bias, group_size, out)
+
+
+def _nibbles(weight: Tensor) -> Tensor:
+    """Signed codes of 4 bits, eight an int32 along the dim that is contiguous, lowest first."""
+    transposed = weight.stride(0) == 1 and weight.shape[1] > 1
+    rows = (weight.T if transposed else weight).contiguous().view(torch.uint8)
+    codes = torch.stack((rows & 15, rows >> 4), -1).flatten(-2)
+    signed = (codes.to(torch.int8) ^ 8) - 8
+    return signed.T if transposed else signed
 
 
 def _spread(table: Tensor, repeat: int, rows: int) -> Tensor:
