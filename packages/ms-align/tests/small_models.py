@@ -5,10 +5,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from ms_align import Sample
-from ms_parallel.models import architecture, build_model, initialise
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -23,6 +21,8 @@ SIZES: dict[str, Any] = {
 
 def decoder(name: str = "llama", seed: int = 0, **more: Any) -> nn.Module:
     """A decoder of ms-parallel over bytes."""
+    from ms_parallel.models import architecture, build_model, initialise
+
     sizes = {key: value for key, value in SIZES.items() if key != "tie_word_embeddings"}
     model = build_model(architecture(name, {**sizes, "tie_word_embeddings": True, **more}))
     initialise(model, seed=seed)
@@ -35,6 +35,8 @@ def decoder(name: str = "llama", seed: int = 0, **more: Any) -> nn.Module:
 
 def llama(seed: int = 0) -> nn.Module:
     """The same family from transformers, with rotary positions."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=128))
     return _sharper(model)
@@ -42,6 +44,8 @@ def llama(seed: int = 0) -> nn.Module:
 
 def gpt2(seed: int = 0) -> nn.Module:
     """A model of transformers with learned positions."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(seed)
     config = GPT2Config(vocab_size=257, n_embd=32, n_layer=2, n_head=4, n_positions=128)
     return _sharper(GPT2LMHeadModel(config))

@@ -1,0 +1,106 @@
+"""Two-digit addition in characters: a task that can be judged exactly and learned in minutes."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ms_align import LocalEngine, Sample
+from ms_align.engine import IGNORED, Batch, Output
+from ms_align.options import OptimizerOptions
+from ms_parallel.models import architecture, build_model, initialise
+
+CHARACTERS = "0123456789+="
+END = len(CHARACTERS)
+HELD_OUT_SHARE = 0.2
+
+
+class Characters:
+    """A token a character, and one that ends a text."""
+
+    vocabulary_size = END + 1
+
+    def encode(self, text: str) -> list[int]:
+        """One token a character."""
+        return [CHARACTERS.index(character) for character in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Characters, without the end."""
+        return "".join(CHARACTERS[token] for token in tokens if token < END)
+
+
+def problems(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """All sums of two numbers from 10 to 99, split into those to learn from and those held out."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed)).tolist()
+    rows = [
+        {"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in (pairs[index] for index in order)
+    ]
+    cut = int(len(rows) * HELD_OUT_SHARE)
+    return rows[cut:], rows[:cut]
+
+
+def exact(samples: Sequence[Sample]) -> list[float]:
+    """1 for the right sum that ends where it should, else 0."""
+    return [float(sample.stopped and sample.response == sample.answer) for sample in samples]
+
+
+class Shuffled:
+    """The same rewards, dealt to other samples: as many, and worth nothing."""
+
+    __name__ = "shuffled"
+
+    def __init__(self, seed: int) -> None:
+        self.chance = torch.Generator().manual_seed(seed)
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        """Rewards of `exact` in another order."""
+        given = exact(samples)
+        order = torch.randperm(len(given), generator=self.chance).tolist()
+        return [given[index] for index in order]
+
+
+def model(seed: int) -> nn.Module:
+    """4 layers of 128."""
+    sizes = {
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 344,
+        "vocab_size": END + 1,
+        "tie_word_embeddings": True,
+    }
+    built = build_model(architecture("llama", sizes))
+    initialise(built, seed=seed)
+    return built
+
+
+class Imitation:
+    """Mean of -log p of the answers' characters."""
+
+    statistics = ()
+
+    def weight(self, batch: Batch) -> float:
+        """How many there are."""
+        return float((batch["targets"] != IGNORED).sum())
+
+    def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Their sum."""
+        return output.token_losses(batch["targets"]).sum(), torch.zeros(0)
+
+
+def imitate(policy: nn.Module, rows: Sequence[dict[str, str]], *, steps: int, seed: int) -> None:
+    """Learn from the right answers for so many updates of 128: the start of what follows."""
+    engine = LocalEngine(policy, OptimizerOptions(learning_rate=1e-3, warmup_steps=20))
+    tokenizer, chance = Characters(), torch.Generator().manual_seed(seed)
+    texts = [[*tokenizer.encode(row["prompt"] + row["answer"]), END] for row in rows]
+    width = max(map(len, texts)) - 1
+    tokens, targets = torch.zeros(len(rows), width).long(), torch.full((len(rows), width), IGNORED)
+    for index, (text, row) in enumerate(zip(texts, rows, strict=True)):
+        tokens[index, : len(text) - 1] = torch.tensor(text[:-1])
+        start = len(row["prompt"]) - 1
+        targets[index, start : len(text) - 1] = torch.tensor(text[start + 1 :])
+    for _ in range(steps):
+        chosen = torch.randint(len(rows), (128,), generator=chance)
+        engine.update({"tokens": tokens[chosen], "targets": targets[chosen]}, Imitation())

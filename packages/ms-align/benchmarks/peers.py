@@ -1,0 +1,80 @@
+"""TRL and transformers beside us: the same work, a process a side, in turn, round after round.
+
+One thread; samples or tokens a second of processor time. GRPO is held against TRL 1.16; PPO, which
+left TRL after 1.12, against 1.12 in an environment of its own, which is made if it is not named.
+
+    python packages/ms-align/benchmarks/peers.py --rounds 3 [--trl-1-12 PYTHON] [--only ppo]
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from statistics import median
+
+HERE = Path(__file__).parent
+COMPARISONS = {
+    "grpo": ("grpo-trl", ["grpo", "grpo-decoder"]),
+    "ppo": ("ppo-trl", ["ppo", "ppo-shared", "ppo-decoder", "ppo-decoder-shared"]),
+    "rollout": ("generate", ["rollout", "rollout-decoder"]),
+    "groups": ("generate-groups", ["rollout-groups"]),
+    "full": ("generate-full", ["rollout-full"]),
+}
+
+
+def main() -> None:
+    """Print medians, their range, and the median of the ratios of neighbours."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--trl-1-12", metavar="PYTHON", help="of an environment that has it")
+    parser.add_argument("--only", choices=COMPARISONS, action="append")
+    options = parser.parse_args()
+    old = options.trl_1_12
+    for name in options.only or COMPARISONS:
+        peer, sides = COMPARISONS[name]
+        if peer == "ppo-trl" and old is None:
+            old = environment()
+        python = old if peer == "ppo-trl" else sys.executable
+        figures: dict[str, list[float]] = {side: [] for side in (peer, *sides)}
+        for _ in range(options.rounds):
+            for side in figures:
+                figures[side].append(measure(python if side == peer else sys.executable, side))
+        for side, found in figures.items():
+            ratios = [a / b for a, b in zip(found, figures[peer], strict=True)]
+            print(
+                f"{name:8} {side:20} {median(found):9.2f} /s ({min(found):.2f} to "
+                f"{max(found):.2f})  {median(ratios):5.2f} x ({min(ratios):.2f} to "
+                f"{max(ratios):.2f})",
+                flush=True,
+            )
+
+
+def measure(python: str, side: str) -> float:
+    """One side's figure, in a process of one thread."""
+    one = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [python, str(HERE / "side.py"), side]
+    run = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **one}, check=False
+    )
+    if run.returncode:
+        sys.exit(f"{side} failed:\n{run.stderr[-2000:]}")
+    return float(json.loads(run.stdout.splitlines()[-1])["figure"])
+
+
+def environment() -> str:
+    """An environment with TRL 1.12, beside the one that runs this."""
+    folder = Path(sys.prefix).with_name("trl-1.12")
+    python = str(folder / "bin" / "python")
+    if not Path(python).exists():
+        venv.create(folder, with_pip=True)
+        torch = os.environ.get("MS_TORCH", "torch==2.13.0")
+        for what in ([torch], ["trl==1.12.0"]):
+            subprocess.run([python, "-m", "pip", "install", "-q", *what], check=True)
+    return python
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Started and killed by test_kill_and_resume: a run that can be ended at a named moment.
+
+    python killed_run.py FOLDER TRAINER [KILL_AT]
+
+KILL_AT counts rewards' calls and events; at that moment the process ends itself with SIGKILL.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_models import decoder, vowels
+
+import ms_align
+from ms_align import Sample
+from ms_align.events import JsonLines
+from ms_align.tokenizer import ByteTokenizer
+
+moments = 0
+
+
+def moment() -> None:
+    """Count, and end the process if this is the one."""
+    global moments
+    moments += 1
+    if len(sys.argv) > 3 and moments == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def reward(samples: Sequence[Sample]) -> list[float]:
+    """Vowels; may end the process in mid-rollout."""
+    moment()
+    return vowels(samples)
+
+
+def main() -> None:
+    """Train for eight updates, three rollouts."""
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    lines = JsonLines(folder / "events.jsonl")
+
+    def on_event(kind: str, fields: Any) -> None:
+        lines(kind, fields)
+        moment()
+
+    settings: dict[str, Any] = {}
+    if sys.argv[2] == "PPOTrainer":
+        settings = {"epochs": 2, "kl_target": 0.5, "kl_horizon": 50}
+    if sys.argv[2] == "PPOTrainer-own-value":
+        settings = {"epochs": 2, "value_model": "copy"}
+    if sys.argv[2] in ("GRPOTrainer", "RLOOTrainer-groups"):
+        settings = {"group_size": 4, "epochs": 2}
+    getattr(ms_align, sys.argv[2].partition("-")[0])(
+        policy_model=decoder(),
+        reward_model=reward,
+        tokenizer=ByteTokenizer(),
+        kl_coeff=0.1,
+        steps=8,
+        batch_size=16,
+        minibatch_size=8,
+        microbatch_size=4,
+        max_new_tokens=6,
+        learning_rate=1e-3,
+        checkpoint_every=1,
+        output_dir=folder,
+        on_event=on_event,
+        progress=False,
+        **settings,
+    ).optimize(["hello", "a", "what is", "xyz", "to be"])
+
+
+if __name__ == "__main__":
+    main()

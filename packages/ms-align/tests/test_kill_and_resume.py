@@ -1,0 +1,66 @@
+"""kill -9 at any moment, then the same command: the weights of an undisturbed run, bit for bit."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ms_align.checkpoint import complete_steps
+
+SCRIPT = Path(__file__).with_name("killed_run.py")
+
+
+def run(folder: Path, trainer: str, kill_at: int | None = None) -> int:
+    """The exit status of one launch."""
+    command = [sys.executable, str(SCRIPT), str(folder), trainer]
+    command += [] if kill_at is None else [str(kill_at)]
+    paths = os.pathsep.join(part for part in sys.path if part)
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    made = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert made.returncode in (0, -signal.SIGKILL), made.stderr[-2000:]
+    return made.returncode
+
+
+def weights(folder: Path) -> bytes:
+    """The trained model's file."""
+    return (folder / "model" / "model.safetensors").read_bytes()
+
+
+def steps_of(folder: Path) -> dict[int, dict[str, float]]:
+    """The last event of each step."""
+    lines = (folder / "events.jsonl").read_bytes().splitlines()
+    events = [msgspec.json.decode(line) for line in lines]
+    keep = ("loss", "grad_norm", "reward", "kl")
+    return {e["step"]: {key: e[key] for key in keep} for e in events if e["kind"] == "step"}
+
+
+def check(tmp_path: Path, trainer: str, moments: list[int]) -> None:
+    """One undisturbed run, and one that is killed at each of the moments in turn."""
+    assert run(tmp_path / "whole", trainer) == 0
+    for kill_at in moments:
+        assert run(tmp_path / "killed", trainer, kill_at) == -signal.SIGKILL
+    assert run(tmp_path / "killed", trainer) == 0
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Killed in mid-buffer: buffer, chance, the KL's coefficient, the place in the data."""
+    check(tmp_path, "PPOTrainer", [9])
+    assert complete_steps(tmp_path / "killed" / "checkpoints")[-1] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "trainer", ["PPOTrainer", "PPOTrainer-own-value", "GRPOTrainer", "RLOOTrainer-groups"]
+)
+@pytest.mark.parametrize("kill_at", range(2, 20, 2))
+def test_a_run_killed_at_any_moment_goes_on_bit_for_bit(
+    tmp_path: Path, trainer: str, kill_at: int
+) -> None:
+    """Each second moment of all trainers: rewards, rollouts, samples, steps and checkpoints."""
+    check(tmp_path, trainer, [kill_at])
