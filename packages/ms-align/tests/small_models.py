@@ -14,7 +14,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 64,
-    "vocab_size": 257,
+    "vocab_size": 258,
     "tie_word_embeddings": True,
 }
 
@@ -47,7 +47,7 @@ def gpt2(seed: int = 0) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
-    config = GPT2Config(vocab_size=257, n_embd=32, n_layer=2, n_head=4, n_positions=128)
+    config = GPT2Config(vocab_size=258, n_embd=32, n_layer=2, n_head=4, n_positions=128)
     return _sharper(GPT2LMHeadModel(config))
 
 

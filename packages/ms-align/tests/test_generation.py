@@ -16,7 +16,7 @@ from ms_align.rollout import logprobs_of, sequences
 from ms_align.tokenizer import ByteTokenizer
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], [20, 21, 22], [30] * 12, [40, 41]]
-SAMPLING = Sampling(max_new_tokens=10, stop_tokens=tuple(range(0, 257, 9)))
+SAMPLING = Sampling(max_new_tokens=10, stop_tokens=tuple(range(0, 258, 9)))
 FLOAT32 = {"rtol": 0.0, "atol": 1e-5}
 """Log-probabilities of a few nats: some hundred roundings of 6e-8 relative in two layers."""
 
@@ -113,7 +113,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
         [[5, 6, 7]], Sampling(max_new_tokens=1), count=4000, seed=0
     )
     expected = alone(model, [5, 6, 7])[-1].exp() * 4000
-    counted = torch.bincount(responses.tokens[:, 0], minlength=257).float()
+    counted = torch.bincount(responses.tokens[:, 0], minlength=258).float()
     often = expected >= 5
     statistic = float(((counted - expected).square() / expected)[often].sum())
     freedom = int(often.sum())
@@ -195,5 +195,5 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
         generator([[1], []], Sampling())
     with pytest.raises(DataError, match="prompt 0 has 100 tokens"):
         generator([[1] * 100], Sampling(max_new_tokens=64))
-    with pytest.raises(DataError, match="token 300 and the model's vocabulary is 257"):
+    with pytest.raises(DataError, match="token 300 and the model's vocabulary is 258"):
         generator([[300]], Sampling())

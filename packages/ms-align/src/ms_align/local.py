@@ -8,7 +8,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from ms_align.engine import IGNORED, Batch, Loss, Output
-from ms_align.errors import AlignError, CheckpointError, ConfigError, ModelError
+from ms_align.errors import AlignError, CheckpointError, ModelError
 from ms_align.language_model import LanguageModel, language_model
 from ms_align.logprob import entropies
 from ms_align.options import OptimizerOptions
@@ -101,7 +101,7 @@ class LocalEngine:
         optimizer: AdamW's settings; weights that need no gradient are left alone.
         heads: width of each extra linear head on the final hidden states, by name; they begin at
             zero, so that nothing is expected before anything was seen.
-        microbatch_size: rows that pass at once; None for all of them.
+        microbatch_size: rows that pass at once, the last time perhaps fewer; None for all.
         on_nonfinite: what a gradient with an infinity or NaN does: `"skip"` the update and say so,
             or `"raise"`. Weights are never touched by it.
 
@@ -292,11 +292,6 @@ class LocalEngine:
         tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
         count = tensors["tokens"].shape[0]
         size = self.microbatch_size or count
-        if count % size:
-            raise ConfigError(
-                f"{count} rows do not divide into microbatches of {size}; choose a "
-                "microbatch_size that divides them"
-            )
         return [
             {
                 name: value[start : start + size].to(self.device, non_blocking=True)

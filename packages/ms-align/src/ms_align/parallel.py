@@ -1,10 +1,10 @@
 """`ms_parallel.Engine` as an engine of ours: any layout, with the figures of our losses.
 
-What differs from an engine that is not split: a model has no extra heads, and temperatures and
-entropies take the whole logits. Learning rates are those of `OptimizerOptions`.
+What differs from an engine that is not split: temperatures and entropies take the whole logits.
+Learning rates are those of `OptimizerOptions`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +43,9 @@ class ParallelUpdate:
 class _Output:
     """Our view of what the last stage gives."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: Any, engine: "Engine") -> None:
         self._output = output
+        self._engine = engine
 
     def logits(self, positions: slice = EVERYWHERE) -> Tensor:
         logits: Tensor = self._output.logits(positions)
@@ -60,17 +61,50 @@ class _Output:
         return entropies(self.logits(), temperature=temperature) * counted
 
     def head(self, name: str) -> Tensor:
-        raise ModelError(
-            f"an engine under a layout has no head {name!r}; run this in one process, or give the "
-            "value or reward a model of its own"
+        norm: Any = self._engine.stages[len(self._engine.placement) - 1].model.norm
+        if not hasattr(norm, f"{name}_matrix"):
+            raise ModelError(
+                f"the engine has no head {name!r}; start it with heads={{{name!r}: 1}}, or give a "
+                "model of its own for it"
+            )
+        parts = self._engine.groups.layout.tensor
+        matrix = _share(getattr(norm, f"{name}_matrix").float(), parts)
+        offset = _share(getattr(norm, f"{name}_offset").float(), parts)
+        return torch.nn.functional.linear(
+            _share(self._output.hidden.float(), parts), matrix, offset
         )
+
+
+def _share(x: Tensor, parts: int) -> Tensor:
+    """`x`, of whose gradient only one part in `parts` flows: each tensor rank has a share of it."""
+    return x if parts == 1 else x.detach() + (x - x.detach()) / parts
+
+
+def _adding(
+    heads: Mapping[str, int], more: Callable[[Any], object] | None
+) -> Callable[[Any], object]:
+    """What adds linear heads beside the final norm, which every layout keeps whole."""
+
+    def prepare(stage: Any) -> None:
+        if more is not None:
+            more(stage)
+        if not stage.last:
+            return
+        norm = stage.model.norm
+        for name, width in heads.items():
+            matrix = torch.empty(width, norm.weight.shape[0], device=norm.weight.device)
+            norm.register_parameter(f"{name}_matrix", torch.nn.Parameter(matrix))
+            norm.register_parameter(f"{name}_offset", torch.nn.Parameter(matrix[:, 0].clone()))
+
+    return prepare
 
 
 class _Told:
     """One of our losses, as ms_parallel calls it; keeps the figures of the microbatches."""
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: Loss, engine: "Engine") -> None:
         self.loss = loss
+        self.engine = engine
         self.figures: list[Tensor] = []
         """Of each microbatch: the loss's figures, and its weight."""
 
@@ -78,7 +112,7 @@ class _Told:
         return self.loss.weight(batch)
 
     def __call__(self, output: Any, batch: Batch) -> Tensor:
-        total, figures = self.loss(_Output(output), batch)
+        total, figures = self.loss(_Output(output, self.engine), batch)
         weight = figures.new_tensor([self.loss.weight(batch)])
         self.figures.append(torch.cat((figures.detach(), weight)))
         return total
@@ -112,6 +146,7 @@ class ParallelEngine:
         layout: "Layout",
         *,
         optimizer: OptimizerOptions | None = None,
+        heads: Mapping[str, int] | None = None,
         **settings: Any,
     ) -> "ParallelEngine":
         """Connects the layout's processes and reads each its part of a model's folder.
@@ -120,6 +155,8 @@ class ParallelEngine:
             model: a folder with config.json and weights.
             layout: how the processes split the work.
             optimizer: AdamW's settings.
+            heads: width of each extra linear head on the final hidden states, by name, such as
+                `{"value": 1}`; they begin at zero.
             settings: further arguments of `ms_parallel.Engine`.
 
         Raises:
@@ -139,6 +176,8 @@ class ParallelEngine:
             weight_decay=options.weight_decay,
             max_grad_norm=options.max_grad_norm,
         )
+        if heads:
+            settings["prepare"] = _adding(heads, settings.get("prepare"))
         return cls(Engine(model, layout, optimizer=config, **settings), options)
 
     def adapt(self, options: "LoraOptions", *, seed: int = 0, base_name: str = "") -> None:
@@ -166,7 +205,7 @@ class ParallelEngine:
         """One step of the optimizer on the global batch, of which `batch` is this rank's rows."""
         rate = self.options.rate(self.engine.step)
         self.engine.optimizer.config = evolve(self.engine.optimizer.config, learning_rate=rate)
-        told = _Told(loss)
+        told = _Told(loss, self.engine)
         update = self.engine.update(batch, told)
         names = loss.statistics
         figures = torch.zeros(len(names) + 1, device=self.engine.device)
@@ -188,7 +227,13 @@ class ParallelEngine:
         self, batch: Mapping[str, Any], function: Callable[[Output, Batch], Tensor]
     ) -> Tensor:
         """`function(output, batch)` of each microbatch, put together, without gradient."""
-        return self.engine.evaluate(batch, lambda output, part: function(_Output(output), part))
+        return self.engine.evaluate(
+            batch, lambda output, part: function(_Output(output, self.engine), part)
+        )
+
+    def generate(self, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:
+        """The new tokens of each of this data rank's prompts; see `ms_parallel.Engine.generate`."""
+        return self.engine.generate(prompts, **settings)
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of all data ranks, in their order."""

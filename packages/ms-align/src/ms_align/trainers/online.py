@@ -159,9 +159,7 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
         loop = Loop(work, steps=self.steps, options=self, identity=self._identity(work, prompts))
         result = loop.run()
         if result.finished:
-            model = _module_of(work.policy)
-            if model is not None:
-                save_model(model, self.output_dir / "model")
+            _save(work.policy, self.output_dir / "model")
         return result
 
     @abstractmethod
@@ -274,6 +272,15 @@ def _module_of(engine: Engine) -> nn.Module | None:
     """The whole model of an engine, where this process holds it."""
     module = getattr(engine, "module", None)
     return module if isinstance(module, nn.Module) else None
+
+
+def _save(engine: Engine, folder: Path) -> None:
+    """Write the trained model, by the engine itself where it is spread over processes."""
+    model, save = _module_of(engine), getattr(engine, "save", None)
+    if model is not None:
+        save_model(model, folder)
+    elif save is not None:
+        save(folder)
 
 
 def _checksum(state: Mapping[str, Tensor]) -> int | None:
