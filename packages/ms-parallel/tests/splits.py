@@ -12,6 +12,7 @@ from ms_parallel.groups import connect
 from ms_parallel.layout import Layout
 from ms_parallel.loss import NextTokenLoss
 from ms_parallel.optimizer import AdamWConfig
+from ms_parallel.schedules import Schedule
 
 PLAIN = AdamWConfig(learning_rate=1e-3, max_grad_norm=None)
 
@@ -41,12 +42,14 @@ def whole_gradients(engine: Engine, rows: int) -> dict[str, list[float]]:
 
 
 def gradients(jobs: list[dict[str, Any]], digits: str) -> list[dict[str, list[float]]]:
-    """Of each job: `layout`, `settings` of the model, `rows` of a data rank's microbatch each."""
+    """Of each job: `layout`, `settings` of the model, `rows`, `options` of the engine, `table`."""
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, digits))
     found = []
     for job in jobs:
         groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=60)
         options = {"microbatch_size": 1, "optimizer": PLAIN, **job.get("options", {})}
+        if "table" in job:
+            options["schedule"] = Schedule.from_csv(job["table"])
         found.append(whole_gradients(build(job["settings"], groups, **options), job["rows"]))
     return found

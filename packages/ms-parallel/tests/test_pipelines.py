@@ -8,6 +8,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 
+from ms_parallel.schedules import GENERATORS
+
 PIPELINES = Path(__file__).parent / "pipelines.py"
 # As in test_layouts.
 TOLERANCE = 1e-5
@@ -39,6 +41,20 @@ def test_several_stages_a_rank_train_and_answer_as_one_process() -> None:
                 assert curve == pytest.approx(expected, rel=TOLERANCE)
             assert found["greedy"] == one[0]["greedy"]
             assert found["sampled"] == one[0]["sampled"]
+
+
+def test_every_schedule_trains_answers_and_generates_with_an_uneven_last_microbatch() -> None:
+    """Curves, losses of each token, logits and generated tokens are one process's."""
+    ((one,),) = run_processes(1, PIPELINES, "under", schedules=["alone"], steps=2)
+    names = list(GENERATORS)
+    for of_rank in run_processes(2, PIPELINES, "under", schedules=names, steps=2):
+        for name, found in zip(names, of_rank, strict=True):
+            for curve, expected in zip(found["curve"], one["curve"], strict=True):
+                assert curve == pytest.approx(expected, rel=TOLERANCE), name
+            assert found["losses"] == [pytest.approx(row, rel=1e-4) for row in one["losses"]], name
+            assert found["from logits"] == pytest.approx(one["from logits"], rel=1e-4), name
+            assert found["greedy"] == one["greedy"], name
+            assert found["sampled"] == one["sampled"], name
 
 
 def test_one_f_one_b_frees_activations_that_gpipe_holds() -> None:

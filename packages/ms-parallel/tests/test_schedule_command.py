@@ -47,7 +47,7 @@ def test_files_hold_the_picture_or_the_table(suffix: str, tmp_path: Path) -> Non
 
 def test_a_search_says_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
     """Two stages a rank when costs are of as many."""
-    sizes = ["--stages", "2", "--microbatches", "3", "--costs", "forward=1:1:1:1.4"]
+    sizes = ["--stages", "2", "--microbatches", "2", "--costs", "forward=1:1:1:1.4"]
     assert main(["schedule", "search", *sizes, "--memory-cap", "4"]) == 0
     said = capsys.readouterr().out
     assert "2 ranks, 4 stages" in said
@@ -87,6 +87,32 @@ def test_bad_input_is_one_line(
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
     assert said in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0F0junk,0B0\n", "line 1, cell 1: '0F0junk' is not an action"),
+        ("0F0,0UNSHARD1,0B0\n", "UNSHARD takes no microbatch"),
+        ("0UNSHARD,0F0,0RESHARD,0B0\n", "0B0 (rank 0, action 3) works on weights that are not"),
+        ("(0F0;0B0)OVERLAP\n", "line 1, cell 1"),
+        ("(0F1;0W0)OVERLAP_F_B,0F0\n", "does not pair a forward with a backward"),
+        ("(0F0;0B0)OVERLAP_F_B\n", "comes before 0F0"),
+        ("0F0,0F1,0B0\n", "0B1 is missing on rank 0"),
+        ("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0\n", "1SEND_B0 is missing on rank 1"),
+        ("", "holds no actions"),
+    ],
+)
+def test_a_table_from_elsewhere_that_is_wrong_is_refused_with_the_place(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Junk, shards and overlaps out of turn, microbatches that never go back: one line each."""
+    table = tmp_path / "elsewhere.csv"
+    table.write_text(text)
+    assert main(["schedule", str(table)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "elsewhere.csv" in line
+    assert said in line
 
 
 def test_a_table_that_deadlocks_is_refused_with_the_place(

@@ -12,7 +12,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 from torch import nn
 
-from ms_parallel.schedules import GENERATORS
+from ms_parallel.schedules import (
+    GENERATORS,
+    Costs,
+    breadth_first,
+    interleaved_one_f_one_b,
+    search,
+)
 from ms_parallel.weight_gradients import Later, putting_off
 
 SPLITS = Path(__file__).parent / "splits.py"
@@ -20,7 +26,7 @@ SPLITS = Path(__file__).parent / "splits.py"
 # (2^-52, 2^-23) of the largest. Measured 3e-16 and 2e-7.
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "head_dim": 4}
-ROWS = {2: (4, 5), 4: (8, 9)}
+ROWS = {1: (4, 5), 2: (4, 5), 4: (8, 9)}
 """Microbatches that divide over the ranks, and that do not; the least that DualPipeV takes."""
 
 
@@ -51,7 +57,8 @@ def check(of_ranks: list[dict[str, list[float]]], one: dict[str, list[float]], m
 
 @pytest.mark.parametrize("digits", ["float64", "float32"])
 @pytest.mark.parametrize(
-    "ranks", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+    "ranks",
+    [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 4, 8))],
 )
 def test_every_generator_gives_the_gradients_of_one_process(ranks: int, digits: str) -> None:
     """Microbatches that divide over the ranks and that do not, tied and untied."""
@@ -76,11 +83,59 @@ def test_every_generator_gives_the_gradients_of_one_process(ranks: int, digits: 
         check([found[index] for found in of_ranks], one, TOLERANCE[digits])
 
 
+LOOPS = [
+    (interleaved_one_f_one_b, 1, 2),
+    (interleaved_one_f_one_b, 1, 4),
+    (interleaved_one_f_one_b, 2, 4),
+    (interleaved_one_f_one_b, 1, 8),
+    (breadth_first, 1, 4),
+    (breadth_first, 2, 4),
+]
+"""Maker, processes and stages of each, beyond the two stages of the generators' names."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("digits", ["float64", "float32"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_four_and_eight_stages_over_fewer_processes(ranks: int, digits: str) -> None:
+    """Loops of two, four and eight stages a process, and what a search makes of unequal costs."""
+    tables = [
+        make(ranks, rows, each)
+        for make, processes, each in LOOPS
+        for rows in ROWS[ranks]
+        if processes == ranks
+    ]
+    costs = Costs(
+        forward=[1] * (2 * ranks - 1) + [1.7], backward_input=[1.3] * (2 * ranks),
+        backward_weight=[0.7] * (2 * ranks), latency=0.1,
+    )  # fmt: skip
+    tables += [
+        search(costs, 2 * ranks, microbatches=rows, ranks=ranks, effort=0.02).schedule
+        for rows in ROWS[ranks]
+    ]
+    cases = [(table, tied) for table in tables for tied in (True, False)]
+    jobs = [
+        {
+            "layout": f"pipeline={ranks}",
+            "settings": model(8, tie_word_embeddings=tied),
+            "rows": table.microbatches,
+            "table": table.to_csv(),
+        }
+        for table, tied in cases
+    ]
+    of_ranks = run_processes(ranks, SPLITS, "gradients", jobs=jobs, digits=digits)
+    for index, (table, tied) in enumerate(cases):
+        one = of_one(8, table.microbatches, digits, (("tie_word_embeddings", tied),))
+        check([found[index] for found in of_ranks], one, TOLERANCE[digits])
+
+
 JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "recomputed": ("pipeline=2", {}, {"recompute": "full"}),
     "biases": ("tensor=2,pipeline=2", {"attention_bias": True, "mlp_bias": True}, {}),
     "both": ("tensor=2,pipeline=2", {}, {"recompute": "full"}),
     "sharded": ("data=2,pipeline=2", {}, {"recompute": "full"}),
+    "uneven": ("tensor=2,pipeline=2", {}, {"microbatch_size": 3}),
+    "uneven shards": ("data=2,pipeline=2", {}, {"microbatch_size": 3}),
     "transformer-xl": ("tensor=2,pipeline=2", {"model_type": "transformer-xl"}, {}),
 }
 """Layout, settings of the model and options of the engine of what else a backward may meet."""

@@ -4,11 +4,15 @@ Two arguments, the larger counts. A rank cannot finish before its work fits betw
 moments at which its inputs can exist and the least time that others need after its outputs: the
 preemptive one-machine schedule with heads and tails (Jackson's rule) is a relaxation solved
 exactly. And a rank's memory times time is at least what its microbatches occupy on their shortest
-way from forward to backward, so a cap forces a length.
+way from forward to backward, so a cap forces a length: the longer as memory fills up at first only
+as fast as forwards run, and is given back at last only as fast as backwards do.
 """
 
 from collections.abc import Sequence
+from fractions import Fraction
 from heapq import heappop, heappush
+from itertools import pairwise
+from typing import NamedTuple
 
 from ms_parallel.schedules.arrange import Problem
 
@@ -82,19 +86,120 @@ class _Ways:
         return jobs
 
     def memory(self, rank: int) -> int:
-        """Earliest end if the rank's memory is full from its first forward on."""
-        ticks, cap = self.problem.ticks, self.problem.caps[rank]
-        area, first = 0, None
-        for stage, home in enumerate(self.problem.placement):
-            if home == rank:
-                step = 2 * ticks.stages - 1 - stage
-                alive = self.starts[step] + self.lengths[step] - self.starts[stage]
-                area += alive * ticks.activation[stage]
-                area += ticks.backward_weight[stage] * ticks.retained[stage]
-                first = self.starts[stage] if first is None else first
+        """Least end at which the rank's cap has room for what its microbatches must hold.
+
+        A microbatch holds its activation from its forward to its backward of inputs (*whole*), and
+        what the backward of weights needs while that runs. The room is the integral of the most
+        that can be held at each moment: the cap; at first, what forwards in a row can have built
+        up; at last, what backwards in a row can still take down before the end.
+        """
+        ticks, cap, count = self.problem.ticks, self.problem.caps[rank], self.problem.microbatches
+        mine = [stage for stage, home in enumerate(self.problem.placement) if home == rank]
+        whole = kept = 0
+        for stage in mine:
+            step = 2 * ticks.stages - 1 - stage
+            alive = self.starts[step] + self.lengths[step] - self.starts[stage]
+            whole += alive * ticks.activation[stage] * count
+            kept += ticks.backward_weight[stage] * ticks.retained[stage] * count
+        first = min(self.starts[stage] for stage in mine)
         if not cap:
             return 0
-        return (first or 0) - (-area * self.problem.microbatches // cap)
+        rest = min(self.rests[2 * ticks.stages - 1 - stage] for stage in mine)
+        step = max(ticks.activation[stage] for stage in mine)
+
+        def rate(ways: Sequence[tuple[int, int]]) -> Fraction | None:
+            """Most memory a tick, of (memory, ticks); None where it takes no time."""
+            if any(size and not length for size, length in ways):
+                return None
+            return max((Fraction(size, length) for size, length in ways if size), default=None)
+
+        size, held = ticks.activation, ticks.retained
+        up = rate([(size[s], ticks.forward[s]) for s in mine])
+        back = rate([(size[s], ticks.backward_input[s]) for s in mine])
+        both = rate([(size[s], ticks.backward_input[s] + ticks.backward_weight[s]) for s in mine])
+        last = rate([(held[s], ticks.backward_weight[s]) for s in mine])
+        any_down = None if both is None or (last is None and any(held)) else max(both, last or both)
+        rise = _Slope(step, up)
+        falls = [_Slope(step, both), _Slope(step, back, rest)]
+        return first + max(
+            _least_room(whole, cap, rise, falls),
+            _least_room(whole + kept, cap, rise, [_Slope(step, any_down)]),
+        )
+
+
+class _Slope(NamedTuple):
+    """Most memory at a distance from the first start, or from the last end.
+
+    `step` at once where the distance is `after`, then `rate` a tick; no limit without a rate.
+    """
+
+    step: int
+    rate: Fraction | None
+    after: int = 0
+
+    def reaches(self, cap: int) -> Fraction:
+        """Distance at which the cap is reached."""
+        if self.rate is None:
+            return Fraction(self.after)
+        return self.after + max(Fraction(0), (cap - self.step) / self.rate)
+
+    def at(self, distance: Fraction) -> Fraction | None:
+        """Most memory at a distance."""
+        if distance < self.after:
+            return Fraction(0)
+        return None if self.rate is None else self.step + self.rate * (distance - self.after)
+
+
+def _least_room(need: int, cap: int, rise: _Slope, falls: Sequence[_Slope]) -> int:
+    """Least whole length whose room is at least `need`: a search in halves, as room only grows."""
+    low, high = 0, 1
+    while _room(high, cap, rise, falls) < need:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _room(middle, cap, rise, falls) < need:
+            low = middle
+        else:
+            high = middle
+    return high if need else 0
+
+
+def _room(length: int, cap: int, rise: _Slope, falls: Sequence[_Slope]) -> Fraction:
+    """Integral from 0 to `length` of the least of the cap, the rise and the falls."""
+    end = Fraction(length)
+    lines = [(rise, False), *((fall, True) for fall in falls)]
+    cuts = {Fraction(0), end}
+    for slope, falling in lines:
+        for point in (Fraction(slope.after), slope.reaches(cap)):
+            cuts.add(end - point if falling else point)
+    for fall in falls:
+        for one, other in ((rise, fall), *((fall, each) for each in falls if each is not fall)):
+            cuts |= _crossings(one, one is not rise, other, end)
+    inside = sorted(cut for cut in cuts if 0 <= cut <= end)
+
+    def most(at: Fraction) -> Fraction:
+        found = Fraction(cap)
+        for slope, falling in lines:
+            limit = slope.at(end - at if falling else at)
+            found = found if limit is None else min(found, limit)
+        return found
+
+    # Between two neighbouring cuts one straight line is the least: its middle is its mean.
+    return sum(
+        ((b - a) * most((a + b) / 2) for a, b in pairwise(inside)),
+        Fraction(0),
+    )
+
+
+def _crossings(one: _Slope, one_falls: bool, other: _Slope, end: Fraction) -> set[Fraction]:
+    """Where a line meets one that falls, as distances from the first start."""
+    if one.rate is None or other.rate is None:
+        return set()
+    # one: a + b·t; other: c - d·t, with t the distance from the first start.
+    a = one.step + one.rate * ((end - one.after) if one_falls else -one.after)
+    b = -one.rate if one_falls else one.rate
+    c, d = other.step + other.rate * (end - other.after), other.rate
+    return set() if b + d == 0 else {(c - a) / (b + d)}
 
 
 def _one_machine(jobs: Sequence[_Job]) -> int:

@@ -5,9 +5,103 @@ from collections.abc import Sequence
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.arrange import Problem
 
-__all__ = ["play_rows"]
+__all__ = ["Player", "play_rows"]
 
 _Op = tuple[int, int, int]
+
+
+class Player:
+    """Plays rows of one problem. An action is a number, so that all facts about it are in lists.
+
+    Args:
+        problem: Costs, placement and size.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        ticks, home, count = problem.ticks, problem.placement, problem.microbatches
+        stages = ticks.stages
+        self.ranks, self.count, self.stages = problem.ranks, count, stages
+        self.ops: list[_Op] = [
+            (kind, stage, number)
+            for kind in range(3)
+            for stage in range(stages)
+            for number in range(count)
+        ]
+        self.length = [problem.lengths[kind][stage] for kind, stage, _ in self.ops]
+        self.rank = [home[stage] for _, stage, _ in self.ops]
+        self.target = [self._target(op) for op in self.ops]
+        """Who uses an action's result next; -1 for nobody."""
+        self.source = [-1] * len(self.ops)
+        """Whose result an action uses; -1 for nobody's."""
+        for op, target in enumerate(self.target):
+            if target >= 0:
+                self.source[target] = op
+        for op in range(stages * count):
+            self.source[op + 2 * stages * count] = op + stages * count
+        self.far = [
+            t >= 0 and self.rank[t] != r for t, r in zip(self.target, self.rank, strict=True)
+        ]
+        self.transfer = [
+            ticks.transfer[stage - kind] if far else 0
+            for (kind, stage, _), far in zip(self.ops, self.far, strict=True)
+        ]
+        self.latency, self.linked = ticks.latency, any(self.transfer)
+        self.ready = [0 if op < count else -1 for op in range(len(self.ops))]
+        self.inputs = range(stages * count, 2 * stages * count)
+
+    def number(self, op: _Op) -> int:
+        """An action's number."""
+        kind, stage, microbatch = op
+        return (kind * self.stages + stage) * self.count + microbatch
+
+    def _target(self, op: _Op) -> int:
+        kind, stage, number = op
+        if kind == 0:
+            return self.number((0, stage + 1, number) if stage + 1 < self.stages else (1, *op[1:]))
+        return self.number((1, stage - 1, number)) if kind == 1 and stage else -1
+
+    def play(self, rows: Sequence[Sequence[int]]) -> tuple[list[int], int] | None:
+        """Start of each action, each as early as it can, and the end; None if rows deadlock."""
+        arrived, starts = self.ready[:], [-1] * len(self.ops)
+        length, target, far, rank_of = self.length, self.target, self.far, self.rank
+        weights, first, after = self.stages * self.count, self.inputs.start, self.inputs.stop
+        free, cursor, stuck = [0] * self.ranks, [0] * self.ranks, [-1] * self.ranks
+        links: dict[tuple[int, int], int] = {}
+        pending = list(range(self.ranks))
+        while pending:
+            rank = pending.pop()
+            row, now, at = rows[rank], free[rank], cursor[rank]
+            stuck[rank] = -1
+            while at < len(row):
+                op = row[at]
+                begin = arrived[op]
+                if begin < 0:
+                    stuck[rank] = op
+                    break
+                at += 1
+                if begin > now:
+                    now = begin
+                starts[op] = now
+                now += length[op]
+                if first <= op < after:
+                    arrived[op + weights] = now
+                to = target[op]
+                if to < 0:
+                    continue
+                if not far[op]:
+                    arrived[to] = now
+                    continue
+                peer, sent = rank_of[to], now
+                if self.linked:
+                    sent = max(now, links.get((rank, peer), 0)) + self.transfer[op]
+                    links[rank, peer] = sent
+                arrived[to] = sent + self.latency
+                if stuck[peer] == to:
+                    pending.append(peer)
+            free[rank], cursor[rank] = now, at
+        if any(at < len(row) for at, row in zip(cursor, rows, strict=True)):
+            return None
+        return starts, max(free)
 
 
 def play_rows(problem: Problem, rows: Sequence[Sequence[_Op]]) -> dict[_Op, int]:
@@ -16,38 +110,8 @@ def play_rows(problem: Problem, rows: Sequence[Sequence[_Op]]) -> dict[_Op, int]
     Raises:
         ScheduleError: the rows wait for one another for ever.
     """
-    ticks, home, stages = problem.ticks, problem.placement, problem.ticks.stages
-    lengths = (ticks.forward, ticks.backward_input, ticks.backward_weight)
-    free, cursor = [0] * len(rows), [0] * len(rows)
-    starts: dict[_Op, int] = {}
-    arrived: dict[_Op, int] = {(0, 0, number): 0 for number in range(problem.microbatches)}
-    link_free: dict[tuple[int, int], int] = {}
-    pending = list(range(len(rows)))
-    while pending:
-        rank = pending.pop()
-        while cursor[rank] < len(rows[rank]):
-            op = rows[rank][cursor[rank]]
-            kind, stage, number = op
-            if op not in arrived:
-                break
-            cursor[rank] += 1
-            start = starts[op] = max(free[rank], arrived[op])
-            end = free[rank] = start + lengths[kind][stage]
-            if kind == 1:
-                arrived[2, stage, number] = end
-            step = (1, -1, 0)[kind]
-            target: _Op = (kind, stage + step, number)
-            if kind == 0 and stage == stages - 1:
-                arrived[1, stage, number] = end
-            elif step and 0 <= stage + step < stages:
-                peer = home[stage + step]
-                if peer != rank:
-                    sent = max(end, link_free.get((rank, peer), 0))
-                    sent += ticks.transfer[min(stage, stage + step)]
-                    link_free[rank, peer] = sent
-                    end = sent + ticks.latency
-                    pending.append(peer)
-                arrived[target] = end
-    if len(starts) < 3 * stages * problem.microbatches:
+    player = Player(problem)
+    played = player.play([[player.number(op) for op in row] for row in rows])
+    if played is None or min(played[0]) < 0:
         raise ScheduleError("the rows wait for one another for ever; verify them first")
-    return starts
+    return dict(zip(player.ops, played[0], strict=True))

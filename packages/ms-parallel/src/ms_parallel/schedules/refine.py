@@ -13,15 +13,13 @@ from attrs import evolve
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.arrange import Arrangement, Problem, arrange
 from ms_parallel.schedules.building_block import Block, building_block
-from ms_parallel.schedules.play import play_rows
+from ms_parallel.schedules.play import Player
 from ms_parallel.schedules.portfolio import follow, keep_order
 
 __all__ = ["anneal_blocks", "anneal_order"]
 
-_Op = tuple[int, int, int]
-_Row = list[_Op]
 _STRETCHES = (100, 104, 110, 118, 130)
-_HEATS = (0.012, 0.008, 0.004)
+_HEATS = (0.012, 0.006, 0.003)
 """First temperatures of the order's walks, in makespans: about what a displaced action costs."""
 _SHORTEST_WALK = 40
 
@@ -99,100 +97,100 @@ def anneal_order(problem: Problem, start: Arrangement, budget: int, seed: int) -
     periodic so.
     """
     steps = budget // (3 * problem.ticks.stages * problem.microbatches * len(_HEATS))
-    best = start
-    for walk, heat in enumerate(_HEATS if steps >= _SHORTEST_WALK else ()):
-        best = _walk_orders(problem, best, steps, heat * start.makespan, Random(seed + walk))
+    if steps < _SHORTEST_WALK:
+        return start
+    best, walker = start, _Walker(problem)
+    for walk, heat in enumerate(_HEATS):
+        best = walker.walk(best, steps, heat * start.makespan, Random(seed + walk))
     return best
 
 
-def _walk_orders(
-    problem: Problem, start: Arrangement, steps: int, hottest: float, random: Random
-) -> Arrangement:
-    rows = [list(row) for row in start.rows]
-    starts = play_rows(problem, rows)
-    length, best, shortest = start.makespan, rows, start.makespan
-    pairs = _critical(problem, rows, starts)
-    for step in range(steps):
-        if not pairs:
-            break
-        heat = hottest * (1 - step / steps)
-        rank, at = random.choice(pairs)
-        row = _swapped(rows[rank], at, random.random())
-        if row is None or not _fits(problem, rank, row):
-            continue
-        tried = [*rows[:rank], row, *rows[rank + 1 :]]
-        with suppress(ScheduleError):
-            moved = play_rows(problem, tried)
-            makespan = _end(problem, moved)
-            worse = makespan - length
+class _Walker:
+    """Walks over orders of one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.player = player = Player(problem)
+        ticks = problem.ticks
+        self.family = [kind * ticks.stages + stage for kind, stage, _ in player.ops]
+        kept = [(a, r) for a, r in zip(ticks.activation, ticks.retained, strict=True)]
+        change = [lambda a, r: a, lambda a, r: r - a, lambda a, r: -r]
+        self.memory = [change[kind](*kept[stage]) for kind, stage, _ in player.ops]
+
+    def walk(self, start: Arrangement, steps: int, hottest: float, random: Random) -> Arrangement:
+        """One walk that cools down over its steps; the best order that it met."""
+        player = self.player
+        rows = [[player.number(op) for op in row] for row in start.rows]
+        played = player.play(rows)
+        assert played is not None  # it was arranged
+        starts, length = played
+        best, shortest = rows, start.makespan
+        pairs = self._critical(rows, starts)
+        for step in range(steps):
+            if not pairs:
+                break
+            heat = hottest * (1 - step / steps)
+            rank, at = random.choice(pairs)
+            row = self._swapped(rows[rank], at, random.random())
+            if row is None or not self._fits(rank, row):
+                continue
+            tried = [*rows[:rank], row, *rows[rank + 1 :]]
+            moved = player.play(tried)
+            if moved is None:
+                continue
+            worse = moved[1] - length
             if worse <= 0 or random.random() < exp(-worse / heat):
-                rows, length, starts = tried, makespan, moved
-                pairs = _critical(problem, rows, starts)
+                rows, (starts, length) = tried, moved
+                pairs = self._critical(rows, starts)
                 if length < shortest:
                     best, shortest = rows, length
-    return Arrangement(rows=tuple(map(tuple, best)), makespan=shortest, peaks=start.peaks)
+        made = tuple(tuple(player.ops[op] for op in row) for row in best)
+        return Arrangement(rows=made, makespan=shortest, peaks=start.peaks)
 
+    def _critical(self, rows: Sequence[list[int]], starts: list[int]) -> list[tuple[int, int]]:
+        """(rank, index) of those on a critical path that start as their left neighbour ends."""
+        player = self.player
+        index = [0] * len(player.ops)
+        for row in rows:
+            for at, op in enumerate(row):
+                index[op] = at
+        ends = [start + length for start, length in zip(starts, player.length, strict=True)]
+        op = ends.index(max(ends))
+        pairs = []
+        while op >= 0:
+            rank, at = player.rank[op], index[op]
+            if at and ends[rows[rank][at - 1]] == starts[op]:
+                pairs.append((rank, at))
+                op = rows[rank][at - 1]
+            else:
+                op = player.source[op]
+        return pairs
 
-def _end(problem: Problem, starts: dict[_Op, int]) -> int:
-    lengths = problem.lengths
-    return max(start + lengths[op[0]][op[1]] for op, start in starts.items())
-
-
-def _critical(
-    problem: Problem, rows: Sequence[_Row], starts: dict[_Op, int]
-) -> list[tuple[int, int]]:
-    """(rank, index) of each action on a critical path that starts when its left neighbour ends."""
-    lengths, last = problem.lengths, problem.ticks.stages - 1
-    index = {op: (rank, at) for rank, row in enumerate(rows) for at, op in enumerate(row)}
-    op = max(starts, key=lambda each: starts[each] + lengths[each[0]][each[1]])
-    pairs = []
-    while True:
-        rank, at = index[op]
-        before = rows[rank][at - 1] if at else None
-        if before and starts[before] + lengths[before[0]][before[1]] == starts[op]:
-            pairs.append((rank, at))
-            op = before
-            continue
-        kind, stage, number = op
-        if kind == 0:
-            source = (0, stage - 1, number)
-        elif kind == 1:
-            source = (1, stage + 1, number) if stage < last else (0, stage, number)
-        else:
-            source = (1, stage, number)
-        if source not in starts:
-            return pairs
-        op = source
-
-
-def _fits(problem: Problem, rank: int, row: _Row) -> bool:
-    ticks, held, cap = problem.ticks, 0, problem.caps[rank]
-    for kind, stage, _ in row:
-        if kind == 0:
-            held += ticks.activation[stage]
+    def _fits(self, rank: int, row: list[int]) -> bool:
+        held, cap, memory = 0, self.problem.caps[rank], self.memory
+        for op in row:
+            held += memory[op]
             if held > cap:
                 return False
-        elif kind == 1:
-            held -= ticks.activation[stage] - ticks.retained[stage]
-        else:
-            held -= ticks.retained[stage]
-    return True
+        return True
 
-
-def _swapped(row: _Row, at: int, way: float) -> _Row | None:
-    first, second = row[at - 1], row[at]
-    if first[:2] == second[:2] or (first[1:] == second[1:]):
-        return None
-    new = list(row)
-    if way < 0.6:
-        new[at - 1 : at + 1] = second, first
-        return new
-    apart = second[2] - first[2]
-    index = at - 1 if way > 0.8 else 0
-    while index + 1 < len(row):
-        one, two = new[index], new[index + 1]
-        if one[:2] == first[:2] and two[:2] == second[:2] and two[2] - one[2] == apart:
-            new[index : index + 2] = two, one
+    def _swapped(self, row: list[int], at: int, way: float) -> list[int] | None:
+        """The row with two neighbours swapped, here or wherever such two meet from here on."""
+        first, second = row[at - 1], row[at]
+        one, two, count = self.family[first], self.family[second], self.player.count
+        stages = self.player.stages
+        apart = second % count - first % count
+        if one == two or (apart == 0 and one % stages == two % stages):
+            return None
+        new = list(row)
+        if way < 0.6:
+            new[at - 1 : at + 1] = second, first
+            return new
+        index, family = at - 1 if way > 0.8 else 0, self.family
+        while index + 1 < len(row):
+            a, b = new[index], new[index + 1]
+            if family[a] == one and family[b] == two and b % count - a % count == apart:
+                new[index : index + 2] = b, a
+                index += 1
             index += 1
-        index += 1
-    return new
+        return new

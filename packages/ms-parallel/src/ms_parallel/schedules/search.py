@@ -28,6 +28,10 @@ __all__ = ["Found", "problem_of", "search"]
 
 _BUDGET = 1_200_000
 """Actions scheduled at effort 1, over all trials; some 3 s on one core."""
+_WALKS = 6
+"""Times the budget that walks over orders take; an action costs them a tenth."""
+_FEW = 4_000
+"""Actions up to which two smaller caps are tried too; beyond, one."""
 _SEEDED = 40_000
 """Actions up to which the hand-made schedules are tried too."""
 
@@ -97,12 +101,14 @@ def search(
             refusals.append(refusal)
     if not problems:
         raise refusals[0]
-    budget = int(_BUDGET * effort)
-    tried = [_constructed(problem, budget // len(problems)) for problem in problems]
-    index = min(range(len(tried)), key=lambda place: tried[place].makespan)
-    problem, lowers = problems[index], [lower_bound(problem) for problem in problems]
-    arrangement = _refined(problem, tried[index], lowers[index], budget, seed)
-    rows = arrangement.rows
+    budget, lowers = int(_BUDGET * effort), [lower_bound(problem) for problem in problems]
+    index, arrangement = _best_at(problems, lowers, budget, seed)
+    for tighter in _tighter(problems):
+        if arrangement.makespan > min(lowers):
+            place, found = _best_at(tighter, lowers, budget, seed)
+            if found.makespan < arrangement.makespan:
+                index, arrangement = place, found
+    problem, rows = problems[index], arrangement.rows
     if exact_search and lowers[index] < arrangement.makespan:
         proof = prove(problem, arrangement, lowers[index], seed=seed, effort=20 * effort)
         rows, lowers[index] = _better(problem, arrangement, proof.rows), proof.lower_bound
@@ -176,30 +182,67 @@ def _whole_backwards(ticks: Ticks) -> Ticks:
     )
 
 
-def _constructed(problem: Problem, budget: int) -> Arrangement:
-    found = best(problem, budget)
-    if 3 * problem.ticks.stages * problem.microbatches <= _SEEDED:
-        # What fits into less may be better arranged: room tempts the list scheduler to run ahead.
-        for share in (Fraction(5, 6), Fraction(1, 2)):
-            caps = [
-                max(problem.least(rank), int(cap * share)) for rank, cap in enumerate(problem.caps)
-            ]
-            tighter = best(evolve(problem, caps=caps), budget)
-            found = min(found, tighter, key=lambda each: each.makespan)
+def _best_at(
+    problems: Sequence[Problem], lowers: Sequence[int], budget: int, seed: int
+) -> tuple[int, Arrangement]:
+    """The best found for these caps, and which of the problems it is of."""
+    tried = [_constructed(problem, budget // len(problems)) for problem in problems]
+    index = min(range(len(tried)), key=lambda place: tried[place][0].makespan)
+    return index, _refined(problems[index], *tried[index], lowers[index], budget, seed)
+
+
+def _tighter(problems: Sequence[Problem]) -> list[list[Problem]]:
+    """The same in less memory, as what fits into less may be better found.
+
+    Room tempts the list scheduler to run ahead. The steps are powers of two of the least that
+    works, whatever the cap, so that a larger cap tries again what a smaller one does.
+    """
+    steps = []
+    for power in range(1, 64):
+        smaller = [
+            evolve(
+                problem,
+                caps=[
+                    min(cap, problem.least(rank) << power) for rank, cap in enumerate(problem.caps)
+                ],
+            )
+            for problem in problems
+        ]
+        if all(one.caps == other.caps for one, other in zip(smaller, problems, strict=True)):
+            break
+        steps.append(smaller)
+    few = 3 * problems[0].ticks.stages * problems[0].microbatches <= _FEW
+    return steps[::-1][: 2 if few else 1]
+
+
+def _constructed(problem: Problem, budget: int) -> tuple[Arrangement, Arrangement]:
+    """The best of all, and the best that keeps a hand-made order, if there is one."""
+    found, seeded = best(problem, budget), None
     for order in _seeds(problem):
         with suppress(ScheduleError):
             kept = arrange(problem, keep_order(problem, order))
-            found = min(found, kept, key=lambda each: each.makespan)
-    return found
+            seeded = min(seeded or kept, kept, key=lambda each: each.makespan)
+    if seeded is None:
+        return found, found
+    return min(found, seeded, key=lambda each: each.makespan), seeded
 
 
 def _refined(
-    problem: Problem, found: Arrangement, lower: int, budget: int, seed: int
+    problem: Problem,
+    found: Arrangement,
+    seeded: Arrangement,
+    lower: int,
+    budget: int,
+    seed: int,
 ) -> Arrangement:
+    """Anneal blocks, then orders, of the best found and of the best hand-made."""
     if found.makespan > lower and 3 * problem.ticks.stages * 100 < budget // 4:
         found = anneal_blocks(problem, found, budget // 4, seed)
-    if found.makespan > lower:
-        found = anneal_order(problem, found, 2 * budget, seed)
+    starts = [found] if seeded.rows == found.rows else [found, seeded]
+    for start in starts:
+        if found.makespan > lower:
+            walked = anneal_order(problem, start, _WALKS * budget // len(starts), seed)
+            found = min(found, walked, key=lambda each: each.makespan)
     return found
 
 

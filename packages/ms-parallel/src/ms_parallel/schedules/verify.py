@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from attrs import frozen
 
 from ms_parallel.errors import ScheduleError
-from ms_parallel.schedules.action import COMPUTE, RECEIVES, SENDS, Action, Kind
+from ms_parallel.schedules.action import RECEIVES, SENDS, Action, Kind
+from ms_parallel.schedules.sharded import check_shards
 from ms_parallel.schedules.table import Schedule
 
 __all__ = ["Report", "verify"]
@@ -31,7 +32,7 @@ class Report:
 
 
 def verify(schedule: Schedule) -> Report:
-    """Check completeness, dependency order, pairing of messages, and freedom from deadlock.
+    """Check completeness, order, pairing of messages and shards, and freedom from deadlock.
 
     Raises:
         ScheduleError: the first failing check, with the failure of the smallest microbatch and
@@ -40,6 +41,8 @@ def verify(schedule: Schedule) -> Report:
     _check_membership(schedule)
     _check_complete(schedule)
     _check_order(schedule)
+    for rank, row in enumerate(schedule.actions):
+        check_shards(rank, row)
     _check_pairing(schedule)
     _check_progress(schedule)
     return Report(
@@ -163,12 +166,9 @@ def _disorder(
 ) -> Iterator[tuple[int, int, str]]:
     """Each dependency that stands the wrong way round, as (microbatch, stage, words)."""
     position: dict[Action, int] = {}
-    last: dict[int, int] = {}
     full: set[tuple[int, int]] = set()
     for index, action in _flat(row):
         position[action] = index
-        if action.kind in COMPUTE:
-            last[action.stage] = index
         if action.kind is _B:
             full.add((action.stage, action.microbatch))
             position[action._replace(kind=_I)] = index
@@ -181,12 +181,6 @@ def _disorder(
                     "swap them"
                 )
                 yield action.microbatch, action.stage, words
-        if action.kind is Kind.REDUCE_GRAD and last.get(action.stage, -1) > index:
-            words = (
-                f"{where} reduces gradients before {row[last[action.stage]]} (action "
-                f"{last[action.stage]}) has added its own; move it behind"
-            )
-            yield schedule.microbatches, action.stage, words
 
 
 def _partner(schedule: Schedule, action: Action) -> tuple[int, Action]:
