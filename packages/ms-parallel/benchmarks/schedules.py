@@ -1,7 +1,7 @@
 """Bubble and peak activations of every schedule and of `search`, beside torch's own schedules.
 
-    python packages/ms-parallel/benchmarks/schedules.py              # the whole table, minutes
-    python packages/ms-parallel/benchmarks/schedules.py --ranks 2 4  # a part of it
+    python packages/ms-parallel/benchmarks/schedules.py              # all, ten minutes
+    python packages/ms-parallel/benchmarks/schedules.py --ranks 2 4  # a part
 
 Every model is given as 2p small stages; schedules of one stage a rank see them in pairs. Memory is
 in microbatches of a whole rank, so 1F1B holds p. "Bubble" is the makespan beyond the busiest rank's
@@ -12,6 +12,7 @@ CSV and played by `simulate` like ours; no process is started.
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -40,6 +41,11 @@ from ms_parallel.schedules.breadth_first import breadth_first
 from ms_parallel.schedules.placements import one_a_rank, vee
 
 HALF = Fraction(1, 2)
+COLUMNS = (
+    "GPipe", "1F1B", "interleaved", "breadth-first", "ZB1P", "ZB2P", "torch interleaved ZB",
+    "ZB-V", "V-Half", "V-Min", "DualPipeV",
+)  # fmt: skip
+"""Of the table of named schedules; torch's others equal ours of the same kind."""
 
 
 def factors(ranks: int, equal: bool) -> list[Fraction]:
@@ -102,7 +108,8 @@ def torch_schedules(ranks: int, microbatches: int) -> dict[str, Schedule]:
         try:
             order = kind(stages(count), microbatches).pipeline_order
         except ValueError as refusal:
-            print(f"  torch {name} refuses p={ranks} m={microbatches}: {refusal}")
+            words = f"torch {name} refuses p={ranks} m={microbatches}: {refusal}"
+            print(words, file=sys.stderr)
             continue
         text = "\n".join(
             ",".join(str(a or "") for a in order[rank]).strip(",") for rank in range(ranks)
@@ -149,25 +156,26 @@ def searched(ranks: int, m: int, cap: Fraction, equal: bool, effort: float) -> t
     return evolve(found, lower_bound=min(each.lower_bound for each, _ in tries)), costs
 
 
-def block(ranks: int, m: int, equal: bool, effort: float) -> list[str]:
-    """Lines of the table for one size and one kind of costs."""
-    lines, fastest = [], {}
+def block(ranks: int, m: int, equal: bool, effort: float) -> tuple[str, str]:
+    """A line of the table of the search, and one of that of named schedules."""
+    fastest: dict[str, tuple[Fraction, str]] = {}
     pair = costs_of(whole(factors(ranks, equal)), equal, Fraction(1))
     caps = {"p/2+1": Fraction(ranks, 2) + 1, "p": Fraction(ranks), "2p": Fraction(2 * ranks)}
-    figures = []
+    figures = {}
     for name, schedule in {**named(ranks, m, pair), **torch_schedules(ranks, m)}.items():
         costs = sized(schedule, ranks, equal)
         verify(schedule)
         line = simulate(schedule, costs)
         share = bubble(line.makespan, costs, ranks, schedule.placement, m)
         peak = max(line.peak_memory)
-        figures.append(f"{name} {share:.4f} ({float(peak):g})")
+        figures[name] = f"{share:.4f} ({float(peak):g})"
         for cap_name, cap in caps.items():
             if peak <= cap:
                 known = fastest.get(cap_name, (line.makespan, name))
                 fastest[cap_name] = min(known, (line.makespan, name))
     kind = "equal" if equal else "unequal"
-    lines.append(f"| {ranks} | {m} | {kind} | " + " · ".join(figures))
+    head = f"| {ranks} | {m} | {kind} |"
+    cells = []
     for cap_name, cap in caps.items():
         begun = time.process_time()
         found, costs = searched(ranks, m, cap, equal, effort)
@@ -182,13 +190,13 @@ def block(ranks: int, m: int, equal: bool, effort: float) -> list[str]:
             versus = f"{other[1]} {float(other[0] / found.makespan):.3f}x"
             if found.makespan > other[0]:
                 versus += " WORSE"
-        lines[-1] += (
-            f" | {share:.4f} ({float(max(found.peak_memory)):g}), "
+        cells.append(
+            f"{share:.4f} ({float(max(found.peak_memory)):g}), "
             f"{where.get(found.schedule.placement, 'loop')}, "
             f"{'optimal' if found.proved else f'≤ {gap:.1f}% off'}; {versus}; {spent:.1f} s"
         )
-    lines[-1] += " |"
-    return lines
+    known = " | ".join(figures.get(name, "—") for name in COLUMNS)
+    return f"{head} {' | '.join(cells)} |", f"{head} {known} |"
 
 
 def main() -> None:
@@ -197,17 +205,16 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--effort", type=float, default=0.5)
     options = parser.parse_args()
-    print(
-        "| p | m | costs | bubble (peak activations) of named schedules | "
-        + " | ".join(f"search, cap {cap}" for cap in ("p/2+1", "p", "2p"))
-        + " |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    print("| p | m | costs | cap p/2 + 1 | cap p | cap 2p |\n|---|---|---|---|---|---|")
+    named_lines = []
     for ranks in options.ranks:
         for m in (ranks, 2 * ranks, 4 * ranks):
             for equal in (True, False):
-                for line in block(ranks, m, equal, options.effort):
-                    print(line, flush=True)
+                found, known = block(ranks, m, equal, options.effort)
+                print(found, flush=True)
+                named_lines.append(known)
+    print(f"\n| p | m | costs | {' | '.join(COLUMNS)} |\n|{'---|' * (3 + len(COLUMNS))}")
+    print("\n".join(named_lines))
 
 
 if __name__ == "__main__":
