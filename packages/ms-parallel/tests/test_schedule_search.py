@@ -171,10 +171,11 @@ def test_bounds_hold_against_the_optimum(microbatches, data):
     assert bound <= best.lower_bound <= best.makespan <= quick.makespan
 
 
+@pytest.mark.slow
 def test_published_annealing_is_beaten_on_sixteen_microbatches():
     """p=4, m=16, 1/1.6/.9/.1: .0564 was published for ZB-V's memory, torch's own has .0620."""
     costs = Costs.uniform(8, forward=0.5, backward_input=0.8, backward_weight=0.45, latency=0.1)
-    found = search(costs, 8, microbatches=16, placement=vee(4), effort=0.5)
+    found = search(costs, 8, microbatches=16, placement=vee(4), effort=1)
     assert round(float(1 - 56 / found.makespan), 4) <= 0.0564
 
 
