@@ -7,13 +7,14 @@ import sys
 from datetime import timedelta
 
 import opaque_operators
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ms_kernels import cross_entropy, explain, rms_norm
+from ms_kernels import ArgumentError, adamw_step, cross_entropy, explain, rms_norm
 from ms_kernels.dispatch import CONTRACTS
 
 
@@ -88,6 +89,20 @@ def compare_opaque(mesh, name, placement, sizes):
     return places
 
 
+def compare_adamw(mesh):
+    """Fail unless a step on split tensors writes what a step on whole ones writes."""
+    drawn = list(CONTRACTS["adamw_step"].draw({}).values())
+    drawn = [each.view(10, 100) for each in drawn]
+    split = [distribute_tensor(each.clone(), mesh, [Shard(0)]) for each in drawn]
+    for tensors in (drawn, split):
+        adamw_step(*tensors, step=3, learning_rate=0.1)
+    for whole, parts in zip(drawn, split, strict=True):
+        torch.testing.assert_close(parts.full_tensor(), whole, rtol=1e-6, atol=1e-7)
+    split[1] = split[1].redistribute(mesh, [Replicate()])
+    with pytest.raises(ArgumentError, match="gradient is placed as"):
+        adamw_step(*split, step=3, learning_rate=0.1)
+
+
 class Block(torch.nn.Module):
     """Attention of normalised rows."""
 
@@ -142,6 +157,7 @@ def main(rank, port):
         places = compare_opaque(mesh, "attention", placement, heads)
         assert placement == Shard(3) or places == [placement], places
     compare_opaque(mesh, "attention", Shard(2), {**heads, "Hq": 3, "Hk": 1})
+    compare_adamw(mesh)
     compare_fully_sharded(rank)
     dist.destroy_process_group()
 

@@ -11,6 +11,7 @@ from ms_kernels import cli, dispatch
 from ms_kernels.cli import main
 from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS
 from ms_kernels.registry import Implementation
+from ms_kernels.tuning import chip_of, read_table
 
 
 def run(capsys, *arguments):
@@ -67,6 +68,44 @@ def test_check_proves_and_tells_how_far_from_the_truth(capsys):
     assert all(each["holds"] and each["backend"] == "cpu" for each in findings)
 
 
+def test_bench_times_every_backend_that_takes_the_call(capsys, monkeypatch):
+    """Forward, with backward where there is a gradient, and the rates of the least work."""
+    monkeypatch.setattr("ms_kernels.tuner.STEPS", (2,))
+    code, text, _ = run(
+        capsys, "bench", "--operator", "geglu", "--operator", "adamw_step", "--json"
+    )
+    rows = json.loads(text)
+    assert code == 0
+    assert {row["operator"] for row in rows} == {"geglu", "adamw_step"}
+    for row in rows:
+        assert row["forward_s"] > 0
+        assert (row["both_s"] is None) == (row["operator"] == "adamw_step")
+        work = dispatch.CONTRACTS[row["operator"]].forward(row["sizes"], 4)
+        assert row["forward_bytes_per_s"] * row["forward_s"] == pytest.approx(work.size_bytes)
+    assert "ms forward" in run(capsys, "bench", "--operator", "geglu", "--backend", "reference")[1]
+
+
+def test_bench_makes_a_table_that_reads_back(capsys, monkeypatch, tmp_path):
+    """An entry for each implementation of the CPU and each dtype, none of the reference."""
+    monkeypatch.setattr("ms_kernels.tuner.STEPS", (1, 4))
+    path = tmp_path / f"{chip_of(torch.device('cpu'))}.json"
+    arguments = ("bench", "--tune", "--operator", "swiglu", "--out", str(path))
+    code, text, told = run(capsys, *arguments)
+    assert (code, text) == (0, f"wrote {path}\n")
+    assert "swiglu cpu float32: pays from" in told
+    entries = read_table(path).entries
+    assert {entry.key for entry in entries} == {
+        ("swiglu", "cpu", dtype) for dtype in ("float32", "bfloat16")
+    }
+
+
+def test_explain_asks_the_table_of_any_chip(capsys):
+    """A chip without a table is said to have none."""
+    code, text, _ = run(capsys, "explain", "rms_norm", "--chip", "sm_999", "--device", "cuda")
+    assert code == 0
+    assert "there is no tuning table of sm_999" in text
+
+
 @pytest.mark.parametrize("fault", ["result", "gradient", "nan"])
 def test_check_finds_a_backend_that_is_wrong(capsys, monkeypatch, fault):
     """A thousandth off in the result, a missing gradient or a NaN: exit code 1."""
@@ -108,6 +147,9 @@ def test_a_check_that_ran_nothing_does_not_hold(capsys):
         (["check", "--operator", "gelu"], "no operator 'gelu'"),
         (["check", "--backend", "fpga"], "no backend 'fpga'"),
         (["check", "--device", "xpu"], "device xpu is not available here"),
+        (["bench", "--operator", "gelu"], "no operator 'gelu'"),
+        (["bench", "--tune", "--device", "xpu"], "device xpu is not available here"),
+        (["bench", "--tune", "--out", "/no/such/folder/t.json"], "there is no such folder"),
     ],
 )
 def test_bad_input_exits_with_two_and_one_line(capsys, arguments, told):

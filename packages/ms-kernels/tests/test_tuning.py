@@ -6,9 +6,9 @@ import msgspec
 import pytest
 import torch
 
-from ms_kernels import TableError, dispatch, tuning
+from ms_kernels import TableError, dispatch, tuner, tuning
 from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS
-from ms_kernels.registry import choose
+from ms_kernels.registry import Implementation, choose
 from ms_kernels.tuning import Configuration, Entry, Table, read_table, write_table
 
 ENTRY = {
@@ -146,6 +146,56 @@ def test_a_configuration_is_the_first_whose_sizes_hold(toy, monkeypatch):
         assert found(H=1, rows=1) == {"block": 7}
     with tuning.trying("swiglu", "cpu", {"block": 7}):
         assert found(H=1, rows=1) == {"block": 1}
+
+
+@pytest.mark.parametrize(
+    ("ratios", "pays_from"),
+    [
+        ([(1, 2.0), (10, 1.5), (100, 0.9), (1000, 0.5)], 100),
+        ([(1, 0.9), (10, 0.8)], 0),
+        ([(1, 0.9), (10, 1.2), (100, 0.8)], 100),
+        ([(1, 0.9), (10, 1.2)], None),
+        ([(10, 0.5), (10, 1.5), (100, 1.0)], 100),
+    ],
+)
+def test_a_backend_pays_from_where_it_is_slower_no_more(ratios, pays_from):
+    """From there on at every size that was tried; the least of all stands for those below."""
+    assert tuner._pays_from(ratios) == pays_from
+
+
+def test_a_tuner_takes_the_fastest_configuration_by_measuring(monkeypatch):
+    """Of two configurations, one of which does the work twice, the other is chosen."""
+
+    def run(gate, up):
+        values = tuning.configuration(
+            "swiglu",
+            "toy",
+            version=1,
+            device=gate.device,
+            dtype=gate.dtype,
+            sizes={"...": gate.shape[0]},
+            default={"times": 40},
+        )
+        for _ in range(values["times"]):
+            result = torch.nn.functional.silu(gate) * up
+        return result
+
+    toy_ = Implementation(
+        operator="swiglu",
+        backend="toy",
+        run=run,
+        merit="",
+        candidates=({"times": 40}, {"times": 1}),
+    )
+    reference = next(
+        each for each in IMPLEMENTATIONS if (each.operator, each.backend) == ("swiglu", "reference")
+    )
+    monkeypatch.setattr(tuner, "IMPLEMENTATIONS", (toy_, reference))
+    monkeypatch.setattr(tuner, "STEPS", (4, 64))
+    table = tuner.tune(torch.device("cpu"), dtypes=(torch.float32,), spend_s=0.01)
+    (entry,) = table.entries
+    assert [each.values for each in entry.configurations] == [{"times": 1}]
+    assert entry.configurations[0].at_most == {"...": 64, "I": 1408}
 
 
 def test_every_committed_table_is_whole_and_of_what_exists():

@@ -14,6 +14,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from ms_kernels.contract import Contract
 from ms_kernels.dispatch import CONTRACTS, implementation
 from ms_kernels.errors import ArgumentError
 
@@ -479,11 +480,29 @@ def adamw_step(
         betas: how much of mean and square stays.
         eps: added to the root of the square.
         weight_decay: share of the weights, times the learning rate, that is taken away.
+
+    DTensors that are split alike are stepped in place, each process its own part.
     """
-    tensors = (weights, gradient, mean, square)
+    tensors = _own_parts("adamw_step", _ADAMW_STEP, (weights, gradient, mean, square))
     options = (step, learning_rate, betas, eps, weight_decay)
     run = implementation(_ADAMW_STEP, tensors, options)
     run(*tensors, *options)
+
+
+def _own_parts(
+    operator: str, contract: Contract, tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Return what this process holds of DTensors that are split alike; others as they are."""
+    first = getattr(tensors[0], "placements", None)
+    if first is None:
+        return tensors
+    for argument, tensor in zip(contract.arguments, tensors, strict=True):
+        placed = getattr(tensor, "placements", None)
+        if placed != first or any(each.is_partial() for each in placed):
+            fits = f"split over processes as {contract.arguments[0].name} is: {first}, no sum"
+            raise ArgumentError(operator, argument.name, f"placed as {placed}", fits)
+    with torch.no_grad():
+        return tuple(tensor.to_local() for tensor in tensors)  # type: ignore[attr-defined]
 
 
 def _check_classes(

@@ -113,10 +113,11 @@ def dequantize(
         ArgumentError: when `bits` is neither 4 nor 8 or `packed` is no uint8 matrix.
     """
     wide = accumulator(scales.dtype)
-    codes = unpack_codes(packed, bits=bits).to(wide)
-    codes = codes.reshape(*scales.shape, group_size)
+    scales = scales.to(wide).unsqueeze(-1)
     middle = 2 ** (bits - 1) if zeros is None else zeros.to(wide).unsqueeze(-1)
-    weight: Tensor = ((codes - middle) * scales.to(wide).unsqueeze(-1)).flatten(1)
+    codes = unpack_codes(packed, bits=bits).to(wide).view(*scales.shape[:2], group_size)
+    # (code - zero) · scale in one pass, with the product of zero and scale made once a group.
+    weight: Tensor = torch.addcmul(-middle * scales, codes, scales).view(len(packed), -1)
     return weight
 
 

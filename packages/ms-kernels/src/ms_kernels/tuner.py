@@ -38,16 +38,23 @@ LADDERS: Mapping[str, tuple[tuple[dict[str, int], tuple[str, ...]], ...]] = {
     "permute_tokens": (({"H": 512, "C": 2}, ("T",)),),
     "unpermute_tokens": (({"H": 512, "C": 1}, ("T", "R")),),
     "grouped_matmul": (({"E": 8, "K": 128, "N": 256}, ("T",)),),
-    "quantized_linear": (({"K": 512, "P": 256, "G": 16, "N": 512}, ("...",)),),
-    "adamw_step": (({}, ("...",)),),
+    "quantized_linear": (
+        ({"K": 512, "P": 256, "G": 16, "N": 512}, ("...",)),
+        ({"K": 2048, "P": 1024, "G": 64, "N": 2048}, ("...",)),
+    ),
+    "adamw_step": (({"...": 1024}, ("...",)),),
 }
-"""For each operator: sizes that stay, and the symbols whose size grows."""
+"""For each operator: sizes that stay, and the symbols whose size grows. A size given for one that
+grows is its unit."""
 
 STEPS = (1, 4, 16, 64, 256, 1024, 4096)
-"""Sizes of what grows."""
+"""How many units of what grows are tried."""
 
-LIMIT_FLOPS = 4e9
+LIMIT_FLOPS = 1e9
 """Work of the largest size on the CPU; an accelerator does a thousandfold."""
+
+LIMIT_BYTES = 1e8
+"""Memory of the largest size on the CPU; an accelerator moves a hundredfold."""
 
 
 def tune(
@@ -114,13 +121,14 @@ def _entry(
 
 def _sizes(contract: Contract, device: torch.device) -> Iterator[dict[str, int]]:
     """Yield the sizes to try, least work first."""
-    limit = LIMIT_FLOPS * (1 if device.type == "cpu" else 1000)
+    more = 1 if device.type == "cpu" else 100
     found = []
     for fixed, growing in LADDERS[contract.name]:
         for step in STEPS:
-            dims = {**contract.example, **fixed, **dict.fromkeys(growing, step)}
+            grown = {name: step * fixed.get(name, 1) for name in growing}
+            dims = {**contract.example, **fixed, **grown}
             work = contract.forward(dims, 4)
-            if work.flops <= limit and work.size_bytes <= limit / 16:
+            if work.flops <= LIMIT_FLOPS * more**1.5 and work.size_bytes <= LIMIT_BYTES * more:
                 found.append((work.flops, dims))
     for _, dims in sorted(found, key=lambda pair: pair[0]):
         yield dims
@@ -217,10 +225,14 @@ def _pays_from(ratios: Sequence[tuple[int, float]]) -> int | None:
 
 
 def _merged(configurations: Sequence[Configuration]) -> Iterator[Configuration]:
-    """Leave out what the next one says as well."""
+    """Leave out what a later one says as well, where none between says otherwise."""
     for place, each in enumerate(configurations):
         following = configurations[place + 1 :]
-        bound = following[0].at_most if following else {}
-        covered = all(size <= bound.get(name, size) for name, size in each.at_most.items())
-        if not (following and covered and following[0].values == each.values):
+        alike = [other.values == each.values for other in following]
+        same = following[: alike.index(False)] if False in alike else following
+        if not any(_covers(other.at_most, each.at_most) for other in same):
             yield each
+
+
+def _covers(larger: Mapping[str, int], smaller: Mapping[str, int]) -> bool:
+    return all(smaller.get(name, most) <= most for name, most in larger.items())

@@ -31,9 +31,36 @@ def quantized_linear(
     group_size: int = 32,
 ) -> Tensor:
     """Return ``x @ weight.T`` of the matrix that the codes stand for, rounded once."""
-    wide = accumulator(x.dtype)
-    weight = dequantize(packed, scales.detach(), zeros, bits=bits, group_size=group_size)
-    return (x.to(wide) @ weight.to(wide).T).to(x.dtype)
+    result: Tensor = _Packed.apply(  # type: ignore[no-untyped-call]
+        x, packed, scales, zeros, bits, group_size
+    )
+    return result
+
+
+class _Packed(torch.autograd.Function):
+    """Widens the weight again in the backward pass: to keep it would undo what packing saves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        packed: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bits: int,
+        group_size: int,
+    ) -> Tensor:
+        ctx.save_for_backward(packed, scales, zeros)
+        ctx.settings = {"bits": bits, "group_size": group_size}
+        wide = accumulator(x.dtype)
+        weight = dequantize(packed, scales, zeros, **ctx.settings).to(wide)
+        return (x.to(wide) @ weight.T).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wide = accumulator(grad.dtype)
+        weight = dequantize(*ctx.saved_tensors, **ctx.settings).to(wide)
+        return (grad.to(wide) @ weight).to(grad.dtype), None, None, None, None, None
 
 
 def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
