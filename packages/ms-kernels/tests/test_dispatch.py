@@ -13,7 +13,8 @@ from ms_kernels.contract import Call, Fact
 from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS
 from ms_kernels.registry import Implementation, choose, first_fit
 
-LARGE = (torch.randn(256, 512), torch.ones(512))
+# On any chip enough for the CPU's own implementation to pay.
+LARGE = (torch.randn(4096, 1024), torch.ones(1024))
 
 
 def stand_in(backend, **settings):
@@ -137,8 +138,8 @@ def test_a_forced_backend_that_cannot_take_the_call_is_an_error():
     with use_backend("cpu"):
         with pytest.raises(BackendError, match=r"rotary.*cpu takes float32, float64, not bfloat16"):
             ms_kernels.rotary(q, q, angles, angles)
-        with pytest.raises(BackendError, match=r"rms_norm.*pays from 65536 elements"):
-            rms_norm(torch.ones(2, 4), torch.ones(4))
+        # What is named is taken where it can, whether or not it pays.
+        assert explain("rms_norm", torch.ones(2, 4), torch.ones(4)).backend == "cpu"
         feature_first = torch.randn(2, 4, 32, 64).permute(0, 3, 1, 2)
         with pytest.raises(BackendError, match=r"attention.*last stride of 1; q has 64"):
             ms_kernels.attention(feature_first, feature_first, feature_first)

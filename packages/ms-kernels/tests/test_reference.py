@@ -53,7 +53,7 @@ def test_gradients_equal_finite_differences(implementation, options):
     drawn = contract.draw(SMALL[contract.name], dtype=torch.float64)
     call = describe_call(contract, tuple(drawn.values()), options)
     obstacle = obstacle_to(implementation, call)
-    if obstacle is not None and not obstacle.startswith("pays from"):
+    if obstacle is not None:
         pytest.skip(obstacle)
     tensors = [
         tensor.requires_grad_(argument.differentiable)

@@ -53,6 +53,8 @@ _kept: dict[Any, Callable[..., Any]] = {}
 def use_backend(*names: str) -> Iterator[None]:
     """Take only the named backends, in this order, for the calls within.
 
+    The first that can take a call gets it, whether or not a tuning table says that it pays.
+
     It holds for the current thread or task. A block that is recomputed in a backward pass runs
     outside, unless the backward pass runs inside as well.
 

@@ -115,9 +115,9 @@ def dequantize(
     wide = accumulator(scales.dtype)
     scales = scales.to(wide).unsqueeze(-1)
     middle = 2 ** (bits - 1) if zeros is None else zeros.to(wide).unsqueeze(-1)
-    codes = unpack_codes(packed, bits=bits).to(wide).view(*scales.shape[:2], group_size)
+    codes = unpack_codes(packed, bits=bits).to(wide).reshape(*scales.shape[:2], group_size)
     # (code - zero) · scale in one pass, with the product of zero and scale made once a group.
-    weight: Tensor = torch.addcmul(-middle * scales, codes, scales).view(len(packed), -1)
+    weight: Tensor = torch.addcmul(-middle * scales, codes, scales).flatten(1)
     return weight
 
 

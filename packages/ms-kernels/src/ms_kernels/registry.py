@@ -41,7 +41,7 @@ class Implementation:
     nothing."""
     pays_from: int = 0
     """Elements, of all arguments together, from which on it is worth while on a chip without a
-    tuning table."""
+    tuning table; 0 where it always is, which no tuner measures."""
     candidates: tuple[Mapping[str, int], ...] = ()
     """Configurations that a tuner tries; the first is the default."""
 
@@ -80,7 +80,7 @@ def first_fit(
     torch.compile traces this one without a graph break.
     """
     for candidate in _candidates(call.operator, implementations, preferred):
-        if obstacle_to(candidate, call) is None:
+        if _objection(candidate, call, preferred) is None:
             return candidate
     return None
 
@@ -107,7 +107,9 @@ def choose(
     ]
     taken = None
     for candidate in candidates:
-        obstacle = f"{taken.backend} comes first" if taken else obstacle_to(candidate, call)
+        obstacle = (
+            f"{taken.backend} comes first" if taken else _objection(candidate, call, preferred)
+        )
         if obstacle is None:
             taken = candidate
         reason = obstacle or candidate.merit
@@ -137,6 +139,14 @@ def _candidates(
     return [each for name in preferred for each in own if each.backend == name]
 
 
+def _objection(
+    candidate: Implementation, call: Call, preferred: Sequence[str] | None
+) -> str | None:
+    """Say why `candidate` is not taken; who names a backend gets it where it can, if slower."""
+    obstacle = obstacle_to(candidate, call)
+    return obstacle if obstacle is not None or preferred else _too_small(candidate, call)
+
+
 def obstacle_to(candidate: Implementation, call: Call) -> str | None:
     """Say why `candidate` cannot take `call`, or None if it can."""
     if candidate.devices is not None and call.device.type not in candidate.devices:
@@ -146,11 +156,11 @@ def obstacle_to(candidate: Implementation, call: Call) -> str | None:
         return f"takes {fits}, not {describe(call.dtype)}"
     if not candidate.subclasses and not all(fact is None or fact.plain for fact in call.facts):
         return "takes plain tensors, not DTensor or another subclass"
-    return candidate.refuses(call) or _too_small(candidate, call)
+    return candidate.refuses(call)
 
 
 def _too_small(candidate: Implementation, call: Call) -> str | None:
-    """Decline what was measured, or is thought, to be too little work to pay."""
+    """Say why `candidate` would be slower than what comes after it, or None if it pays."""
     entry = None
     if candidate.backend != "reference":
         dtype = describe(call.dtype)

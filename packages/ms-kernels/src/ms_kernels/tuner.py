@@ -12,7 +12,7 @@ import torch
 from ms_kernels.contract import Contract, describe
 from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS, describe_call
 from ms_kernels.measure import in_turn, one_pass
-from ms_kernels.registry import Implementation, obstacle_to
+from ms_kernels.registry import Implementation, first_fit, obstacle_to
 from ms_kernels.tuning import Configuration, Entry, Table, chip_of, trying
 
 __all__ = ["EVEN", "LADDERS", "largest", "tune"]
@@ -82,6 +82,8 @@ def tune(
         ):
             continue
         for dtype in dtypes:
+            if not each.pays_from and not each.candidates:
+                continue  # there is nothing to find
             entry = _entry(each, device, dtype, spend_s)
             if entry is None:
                 continue
@@ -114,7 +116,7 @@ def _entry(
         backend=candidate.backend,
         version=candidate.version,
         dtype=describe(dtype),
-        pays_from=_pays_from(ratios),
+        pays_from=_pays_from(ratios) if candidate.pays_from else 0,
         configurations=tuple(_merged(configurations)),
     )
 
@@ -159,7 +161,7 @@ def _compare(
     call = describe_call(contract, inputs, contract.defaults)
     instead = _instead(candidate, inputs, contract)
     obstacle = obstacle_to(candidate, call)
-    if instead is None or (obstacle is not None and not obstacle.startswith("pays from")):
+    if instead is None or obstacle is not None:
         return None
     values: Mapping[str, int] = {}
     if len(candidate.candidates) > 1:
@@ -184,11 +186,7 @@ def _instead(
 ) -> Implementation | None:
     """Return the implementation that would be taken if there were no `candidate`."""
     call = describe_call(contract, inputs, contract.defaults)
-    place = IMPLEMENTATIONS.index(candidate)
-    for each in IMPLEMENTATIONS[place + 1 :]:
-        if each.operator == candidate.operator and obstacle_to(each, call) is None:
-            return each
-    return None
+    return first_fit(call, IMPLEMENTATIONS[IMPLEMENTATIONS.index(candidate) + 1 :])
 
 
 def _fastest(

@@ -73,7 +73,6 @@ IMPLEMENTATIONS = (
         "layer_norm",
         layer_norm.layer_norm,
         "torch's fused kernel, one pass over memory",
-        pays_from=0,
     ),
     _offer(
         "rotary",
@@ -96,7 +95,6 @@ IMPLEMENTATIONS = (
         attention.attention,
         "torch's fused kernel, which never holds the scores",
         refuses=attention.refuses,
-        pays_from=0,
     ),
     _offer(
         "decode_attention",
@@ -113,11 +111,13 @@ IMPLEMENTATIONS = (
         "linear_cross_entropy",
         linear_cross_entropy.linear_cross_entropy,
         "does no work for ignored rows",
+        pays_from=0,
     ),
     _offer(
         "token_log_probs",
         token_log_probs.token_log_probs,
         "does no work for ignored rows",
+        pays_from=0,
     ),
     _offer(
         "grouped_matmul",

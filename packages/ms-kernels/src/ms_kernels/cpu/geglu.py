@@ -45,7 +45,10 @@ class _Geglu(torch.autograd.Function):
         for rows in blocks(*gates.shape):
             opening, slope = gates[rows].to(wide), grads[rows].to(wide)
             torch.mul(F.gelu(opening, approximate=ctx.approximate), slope, out=grad_up[rows])
-            grad_gate[rows] = torch.ops.aten.gelu_backward(
-                slope * ups[rows], opening, approximate=ctx.approximate
+            torch.ops.aten.gelu_backward.grad_input(
+                slope * ups[rows],
+                opening,
+                approximate=ctx.approximate,
+                grad_input=grad_gate[rows],
             )
         return grad_gate.view(gate.shape), grad_up.view(gate.shape), None

@@ -13,11 +13,14 @@ from ms_kernels.reference.grouped_matmul import CONTRACT
 
 __all__ = ["grouped_matmul"]
 
+FEW = 64
+"""Rows up to which it takes longer to start a half-precision product than to widen its factors."""
+
 
 def _forward(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     result = x.new_empty(x.shape[0], weights.shape[-1])
     for expert, rows in _groups(counts, x.shape[0]):
-        torch.mm(x[rows], weights[expert], out=result[rows])
+        _multiply(x[rows], weights[expert], result[rows])
     return result
 
 
@@ -35,10 +38,18 @@ def _backward(
         grad_weights = weights.new_zeros(weights.shape)
     for expert, rows in _groups(counts, x.shape[0]):
         if is_wanted(wanted, 0):
-            torch.mm(grad[rows], weights[expert].T, out=grad_x[rows])
+            _multiply(grad[rows], weights[expert].T, grad_x[rows])
         if is_wanted(wanted, 1):
-            torch.mm(x[rows].T, grad[rows], out=grad_weights[expert])
+            _multiply(x[rows].T, grad[rows], grad_weights[expert])
     return grad_x, grad_weights
+
+
+def _multiply(left: Tensor, right: Tensor, result: Tensor) -> None:
+    """Put a product into `result`, summed in float32."""
+    if left.dtype.itemsize == 2 and min(left.shape) <= FEW:
+        result.copy_(left.float() @ right.float())
+    else:
+        torch.mm(left, right, out=result)
 
 
 def _groups(counts: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
