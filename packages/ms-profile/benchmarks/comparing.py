@@ -3,6 +3,7 @@
 One small training runs again and again under `ms-profile run`, unchanged or with more to compute;
 the kinds alternate. Every two unchanged runs are an A/A pair; every unchanged and every slower one
 a pair in which the regression should be found. Shorter runs are the first steps of longer ones.
+Of six runs in a row the odd ones are also held against the even ones, three to three.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ms_profile.comparison import CHANCE, LEAST_CHANGE, RecordedSteps, compare_steps, recorded_steps
+from ms_profile.comparison import CHANCE, LEAST_CHANGE, RecordedSteps, compare_runs, recorded_steps
 
 SCRIPT = """
 import sys
@@ -35,6 +36,8 @@ for _ in range(int(sys.argv[2])):
     optimizer.zero_grad()
 """
 WORK = 20
+Series = tuple[np.ndarray, np.ndarray]
+Runs = list[Series]
 LENGTHS = (8, 16, 40, 100)
 
 
@@ -56,12 +59,29 @@ def first(steps: RecordedSteps, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 def slower(old: np.ndarray, new: np.ndarray) -> bool:
     change = float(np.median(new) / np.median(old)) - 1
-    return compare_steps(old, new) < CHANCE and change >= LEAST_CHANGE
+    return compare_runs([old], [new]) < CHANCE and change >= LEAST_CHANGE
 
 
 def called(old: tuple[np.ndarray, np.ndarray], new: tuple[np.ndarray, np.ndarray]) -> bool:
     """As `compare` calls a regression: in wall time, and without the waits for a CPU."""
     return all(slower(a, b) for a, b in zip(old, new, strict=True))
+
+
+def in_turns(old: list[Series], new: list[Series], each: int = 3) -> list[tuple[Runs, Runs]]:
+    """Of neighbouring runs, `each` of one kind against as many of the other."""
+    last = min(len(old), len(new)) - each + 1
+    return [(old[at : at + each], new[at : at + each]) for at in range(last)]
+
+
+def called_of_several(old: Runs, new: Runs) -> bool:
+    """As `compare` calls a regression from several runs."""
+    for series in range(2):
+        a, b = [one[series] for one in old], [one[series] for one in new]
+        change = np.exp(np.mean([np.log(np.median(one)) for one in b]))
+        change /= np.exp(np.mean([np.log(np.median(one)) for one in a]))
+        if not (compare_runs(a, b) < CHANCE and change - 1 >= LEAST_CHANGE):
+            return False
+    return True
 
 
 def main() -> None:
@@ -89,9 +109,16 @@ def main() -> None:
             "equal runs called a regression": f"{sum(starmap(called, equal))} of {len(equal)}",
             "equal runs, wall time alone": f"{by_wall} of {len(equal)}",
         }
+        odd, even = short[WORK][::2], short[WORK][1::2]
+        turns = [*in_turns(odd, even), *in_turns(even, odd)]
+        several = sum(starmap(called_of_several, turns))
+        row["equal runs, three to three"] = f"{several} of {len(turns)}"
         for work in (WORK + 2, WORK + 4):
             found = [called(a, b) for a, b in product(short[WORK], short[work])]
             row[f"{work / WORK - 1:+.0%} work found"] = f"{sum(found)} of {len(found)}"
+            turns = in_turns(odd, short[work])
+            several = sum(starmap(called_of_several, turns))
+            row[f"{work / WORK - 1:+.0%} work found, three to three"] = f"{several} of {len(turns)}"
         facts[f"{length} steps"] = row
     print(json.dumps(facts, indent=2))
 

@@ -12,7 +12,7 @@ from ms_profile.comparison import (
     LEAST_CHANGE,
     RecordedSteps,
     compare,
-    compare_steps,
+    compare_runs,
     recorded_steps,
     step_times,
 )
@@ -40,7 +40,7 @@ def test_equal_runs_are_called_a_regression_in_at_most_five_percent(steps: int) 
     for _ in range(400):
         runs = [step_series(random, steps, float(random.normal(1, 0.01))) for _ in range(2)]
         change = float(np.median(runs[1]) / np.median(runs[0])) - 1
-        called += compare_steps(runs[0], runs[1]) < CHANCE and change >= LEAST_CHANGE
+        called += compare_runs([runs[0]], [runs[1]]) < CHANCE and change >= LEAST_CHANGE
     assert called <= 20
 
 
@@ -52,7 +52,7 @@ def test_slower_runs_are_found(steps: int, slower: float) -> None:
     for _ in range(100):
         before, after = step_series(random, steps), step_series(random, steps, slower)
         change = float(np.median(after) / np.median(before)) - 1
-        called += compare_steps(before, after) < CHANCE and change >= LEAST_CHANGE
+        called += compare_runs([before], [after]) < CHANCE and change >= LEAST_CHANGE
     assert called >= 90
 
 
@@ -91,8 +91,10 @@ def test_waiting_for_a_cpu_is_no_regression() -> None:
     analysis = analyse_traces(simulate_run(ranks=2, seed=1).traces)
     usual, again, slower = (step_series(random, 40, scale) for scale in (1, 1, 1.3))
     before = steps_of(usual, usual)
-    assert not compare(analysis, analysis, recorded=(before, steps_of(slower, again))).regression
-    assert compare(analysis, analysis, recorded=(before, steps_of(slower, slower))).regression
+    assert not compare(
+        analysis, analysis, recorded=([before], [steps_of(slower, again)])
+    ).regression
+    assert compare(analysis, analysis, recorded=([before], [steps_of(slower, slower)])).regression
 
 
 def log_run(
@@ -147,12 +149,14 @@ def test_what_is_said_to_be_found_in_nine_of_ten_is(steps: int) -> None:
     called = 0
     for _ in range(100):
         before, again = step_series(random, steps), step_series(random, steps)
-        shift = compare(analysis, analysis, recorded=(steps_of(before), steps_of(again))).detectable
+        shift = compare(
+            analysis, analysis, recorded=([steps_of(before)], [steps_of(again)])
+        ).detectable
         assert shift is not None
         # At the least change itself half of the pairs fall short of it.
         after = step_series(random, steps, 1 + max(shift, 2 * LEAST_CHANGE))
         called += compare(
-            analysis, analysis, recorded=(steps_of(before), steps_of(after))
+            analysis, analysis, recorded=([steps_of(before)], [steps_of(after)])
         ).regression
     assert called >= 85
 
@@ -161,4 +165,62 @@ def test_too_few_steps_promise_nothing() -> None:
     """Four and four steps that differ widely show no slow-down surely: None, not a huge number."""
     analysis = analyse_traces(simulate_run(ranks=2, seed=1).traces)
     wild = np.array([1.0, 2.0, 4.0, 8.0])
-    assert compare(analysis, analysis, recorded=(steps_of(wild), steps_of(wild))).detectable is None
+    assert (
+        compare(analysis, analysis, recorded=([steps_of(wild)], [steps_of(wild)])).detectable
+        is None
+    )
+
+
+def scattered(random: np.random.Generator, runs: int, scale: float, apart: float) -> list:
+    """Step times of several runs, whose pace differs from run to run."""
+    return [step_series(random, 40, scale * float(random.normal(1, apart))) for _ in range(runs)]
+
+
+def is_called(before: list, after: list) -> bool:
+    """As `compare` calls a regression."""
+    pace = [float(np.mean(np.log([np.median(run) for run in runs]))) for runs in (before, after)]
+    change = float(np.expm1(pace[1] - pace[0]))
+    return change >= LEAST_CHANGE and compare_runs(before, after) < CHANCE
+
+
+@pytest.mark.parametrize("runs", [2, 3, 5])
+def test_runs_that_scatter_are_called_a_regression_in_at_most_five_percent(runs: int) -> None:
+    """Equal runs that lie 15% apart, each of steps much alike: at most 5% of 200 are called."""
+    random = np.random.default_rng(runs)
+    called = alone = 0
+    for _ in range(200):
+        before, after = (scattered(random, runs, 1.0, 0.15) for _ in range(2))
+        called += is_called(before, after)
+        alone += is_called(before[:1], after[:1])
+    assert called <= 10
+    assert alone > 20  # one run of each cannot know that runs scatter so
+
+
+def test_several_runs_find_what_their_scatter_lets_them() -> None:
+    """Three runs of each that lie 3% apart: 20% slower is called in at least 90 of 100."""
+    random = np.random.default_rng(0)
+    called = 0
+    for _ in range(100):
+        before, after = (scattered(random, 3, scale, 0.03) for scale in (1.0, 1.2))
+        called += is_called(before, after)
+    assert called >= 90
+
+
+def test_more_runs_are_named_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Several runs of a busy host are compared, a folder that is no run is named."""
+    traces = Path(__file__).parent / "traces" / "ddp"
+    for number in range(4):
+        folder = tmp_path / f"run{number}"
+        log_run(folder, [0.1 + 0.001 * number] * 12, range(0), cpu_wait_share=0.5)
+        (folder / "traces").mkdir()
+        for rank in range(2):
+            there = folder / "traces" / f"rank-0000{rank}.000.json.gz"
+            there.write_bytes((traces / f"rank-0000{rank}.json.gz").read_bytes())
+    first, second, third, fourth = (str(tmp_path / f"run{number}") for number in range(4))
+    more = ["--before", third, "--after", fourth]
+    assert main(["compare", first, second, *more]) == 0
+    assert "20 and 20 steps of 2 and 2 runs" in capsys.readouterr().out  # two warm up in each
+    assert main(["compare", first, second, "--after", str(tmp_path)]) == 2
+    assert "is no run with a log" in capsys.readouterr().err

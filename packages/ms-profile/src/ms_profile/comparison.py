@@ -8,6 +8,9 @@ it is 3% or more: less than that differs between two runs of one program.
 A run's event log has every step, and most of them untraced; where both runs have one, its steps are
 compared, and the traces only say what moved. Steps are also longer where other programs have the
 CPUs; the log knows how long each waited for one. A regression is one with that wait and without it.
+
+One run of each cannot tell how far two runs of one program lie apart. Where there are more of A or
+of B, the runs' medians are compared as they scatter from run to run, whatever the reason.
 """
 
 from collections import defaultdict
@@ -26,11 +29,12 @@ from ms_profile.format import read_run
 from ms_profile.operators import operator_table
 
 __all__ = [
+    "LEAST_STEPS",
     "Change",
     "Comparison",
     "RecordedSteps",
     "compare",
-    "compare_steps",
+    "compare_runs",
     "recorded_steps",
     "step_times",
 ]
@@ -39,9 +43,10 @@ LEAST_STEPS = 4
 CHANCE = 0.02
 LEAST_CHANGE = 0.03
 ALIKE = 3.0
-DRAWS = 100_000
+DRAWS = 20_000
 POWER = 0.9
 Times = NDArray[np.float64]
+Runs = Sequence[Times]
 
 
 @frozen(kw_only=True)
@@ -72,7 +77,9 @@ class Comparison:
     None where so few steps, or so unlike, show not even a tenfold one.
     """
     steps: tuple[int, int]
-    """How many of each run were compared."""
+    """How many of A and of B were compared."""
+    runs: tuple[int, int]
+    """How many runs of A and of B."""
     regression: bool
     improvement: bool
     phases: tuple[Change, ...]
@@ -103,7 +110,7 @@ def compare(
     after: Analysis,
     *,
     least_change: float = LEAST_CHANGE,
-    recorded: tuple[RecordedSteps, RecordedSteps] | None = None,
+    recorded: tuple[Sequence[RecordedSteps], Sequence[RecordedSteps]] | None = None,
 ) -> Comparison:
     """Compare two runs' steps, phases and operators.
 
@@ -111,22 +118,29 @@ def compare(
         before: run A.
         after: run B.
         least_change: relative change that counts.
-        recorded: steps of both runs, as `recorded_steps` reads them; without them, the traces'.
+        recorded: steps of each run of A and of each of B, one or more, as `recorded_steps` reads
+            them; without them, the traces'. With three runs or more in all, their scatter from
+            run to run decides.
 
     Raises:
         TraceError: a run has fewer than 4 named steps.
     """
-    pairs = [(step_times(before), step_times(after))] if recorded is None else _series(*recorded)
+    pairs: list[tuple[Runs, Runs]]
+    if recorded is None:
+        pairs = [([step_times(before)], [step_times(after)])]
+    else:
+        pairs = _series(*recorded)
     old, new = pairs[0]
-    slower = max(compare_steps(a, b) for a, b in pairs)
-    faster = max(compare_steps(b, a) for a, b in pairs)
-    shares = [float(np.median(b) / np.median(a)) - 1 for a, b in pairs]
-    change = Change(name="step", before_ns=float(np.median(old)), after_ns=float(np.median(new)))
+    slower = max(compare_runs(a, b) for a, b in pairs)
+    faster = max(compare_runs(b, a) for a, b in pairs)
+    shares = [_typical(b) / _typical(a) - 1 for a, b in pairs]
+    change = Change(name="step", before_ns=_typical(old), after_ns=_typical(new))
     return Comparison(
         step=change,
         chance=slower,
         detectable=_most([_detectable(a, b, least_change) for a, b in pairs]),
-        steps=(len(old), len(new)),
+        steps=(sum(map(len, old)), sum(map(len, new))),
+        runs=(len(old), len(new)),
         regression=slower < CHANCE and min(shares) >= least_change,
         improvement=faster < CHANCE and max(shares) <= -least_change,
         phases=_phases(before, after),
@@ -134,12 +148,19 @@ def compare(
     )
 
 
-def _series(old: RecordedSteps, new: RecordedSteps) -> list[tuple[Times, Times]]:
+def _series(old: Sequence[RecordedSteps], new: Sequence[RecordedSteps]) -> list[tuple[Runs, Runs]]:
     """What must agree that B is slower: wall times, and those without waits for a CPU."""
-    pairs = [(old.wall_ns, new.wall_ns)]
-    if old.unhindered_ns is not None and new.unhindered_ns is not None:
-        pairs.append((old.unhindered_ns, new.unhindered_ns))
+    pairs: list[tuple[Runs, Runs]] = [([a.wall_ns for a in old], [b.wall_ns for b in new])]
+    left = [[one.unhindered_ns for one in own] for own in (old, new)]
+    counted = [[one for one in own if one is not None] for own in left]
+    if counted == left:
+        pairs.append((counted[0], counted[1]))
     return pairs
+
+
+def _typical(runs: Runs) -> float:
+    """The geometric mean of the runs' median steps, ns."""
+    return float(np.exp(np.mean(np.log([np.median(run) for run in runs]))))
 
 
 def _most(shares: Sequence[float | None]) -> float | None:
@@ -199,17 +220,12 @@ def step_times(analysis: Analysis) -> Times:
     return np.array(full, np.float64)
 
 
-def compare_steps(
-    before: Sequence[float] | NDArray[np.float64],
-    after: Sequence[float] | NDArray[np.float64],
-    *,
-    seed: int = 0,
-) -> float:
-    """How often chance makes the median of `after` as much larger as it is, 0 to 1.
+def compare_runs(before: Runs, after: Runs, *, seed: int = 0) -> float:
+    """How often chance makes the median step of `after` as much larger as it is, 0 to 1.
 
     Args:
-        before: step times of one run, (N,), positive, in order.
-        after: of the other, (M,).
+        before: step times of each run of one kind, each (N,), positive, in order.
+        after: of the other.
         seed: of the draws from Student's distribution.
     """
     difference, error, freedom = _difference(before, after)
@@ -219,11 +235,11 @@ def compare_steps(
     return float(((draws >= difference / error).sum() + 1) / (DRAWS + 1))
 
 
-def _difference(
-    before: Sequence[float] | Times, after: Sequence[float] | Times
-) -> tuple[float, float, float]:
+def _difference(before: Runs, after: Runs) -> tuple[float, float, float]:
     """Difference of the medians' logarithms, its standard error, and the degrees of freedom."""
-    old, new = np.log(np.asarray(before, np.float64)), np.log(np.asarray(after, np.float64))
+    if len(before) + len(after) > 2:
+        return _between_runs(before, after)
+    old, new = np.log(before[0]), np.log(after[0])
     apart = [np.abs(own - np.median(own)) for own in (old, new)]
     # 1.4826 makes the median deviation a standard deviation; medians took 2 of the freedoms.
     freedom = max((len(old) + len(new)) / ALIKE - 2, 1.0)
@@ -233,7 +249,16 @@ def _difference(
     return float(np.median(new) - np.median(old)), error, freedom
 
 
-def _detectable(before: Times, after: Times, least_change: float) -> float | None:
+def _between_runs(before: Runs, after: Runs) -> tuple[float, float, float]:
+    """The same from one median a run and the variance that the runs of a kind share."""
+    old, new = (np.array([np.log(np.median(run)) for run in runs]) for runs in (before, after))
+    freedom = len(old) + len(new) - 2
+    squares = ((old - old.mean()) ** 2).sum() + ((new - new.mean()) ** 2).sum()
+    error = float(squares / freedom * (1 / len(old) + 1 / len(new))) ** 0.5
+    return float(new.mean() - old.mean()), error, float(freedom)
+
+
+def _detectable(before: Runs, after: Runs, least_change: float) -> float | None:
     """The slow-down that comes out beyond chance in 9 of 10 pairs of such runs."""
     _, error, freedom = _difference(before, after)
     draws = np.random.default_rng(0).standard_t(freedom, DRAWS)

@@ -9,13 +9,21 @@ from rich.console import Console
 from rich.table import Table
 
 from ms_profile.analysis import analyse
-from ms_profile.comparison import LEAST_CHANGE, Change, Comparison, compare, recorded_steps
+from ms_profile.comparison import (
+    LEAST_CHANGE,
+    LEAST_STEPS,
+    Change,
+    Comparison,
+    RecordedSteps,
+    compare,
+    recorded_steps,
+)
 from ms_profile.errors import TraceError
 
 __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
 
 HELP: Final = "compare two runs; exit code 1 when the second is significantly slower"
-EXAMPLE: Final = "ms-profile compare ./before ./after --least-change 0.05"
+EXAMPLE: Final = "ms-profile compare ./before ./after --before ./before2 --after ./after2"
 MOST_OPERATORS = 12
 MOST_WAIT = 0.1
 
@@ -24,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument("before", type=Path, help="run A: folder or trace")
     parser.add_argument("after", type=Path, help="run B")
+    more = "with three runs or more their scatter decides, on a busy host too; record in turns"
+    parser.add_argument("--before", type=Path, action="append", default=[], metavar="RUN",
+                        dest="more_before", help=f"another run of A; {more}")  # fmt: skip
+    parser.add_argument("--after", type=Path, action="append", default=[], metavar="RUN",
+                        dest="more_after", help="another run of B")  # fmt: skip
     parser.add_argument("--least-change", type=float, default=LEAST_CHANGE, metavar="SHARE",
                         help="smallest change that counts; 0.03")  # fmt: skip
     parser.add_argument("--most-wait", type=float, default=MOST_WAIT, metavar="SHARE",
@@ -35,24 +48,49 @@ def execute(options: argparse.Namespace) -> int:
     """Compare and print; 1 for a regression, 2 where a busy host hides whether it is one."""
     if not 0 <= options.least_change < 1:
         raise TraceError(f"--least-change is {options.least_change}; give a share, 0 to 1")
-    old, new = recorded_steps(options.before), recorded_steps(options.after)
-    for folder, one in ((options.before, old), (options.after, new)):
-        if one is not None and (one.hindered_share or 0) > options.most_wait:
-            raise TraceError(
-                f"not measurable: {folder} waited for a CPU {one.hindered_share:.0%} of the time, "
-                "its host was busy; compare runs of a quiet host, or raise --most-wait"
-            )
+    recorded = _recorded(options)
     found = compare(
         analyse(options.before),
         analyse(options.after),
         least_change=options.least_change,
-        recorded=(old, new) if old is not None and new is not None else None,
+        recorded=recorded,
     )
     if options.json:
         print(msgspec.json.encode(_facts(found)).decode())
     else:
         _show(found)
     return 1 if found.regression else 0
+
+
+def _recorded(
+    options: argparse.Namespace,
+) -> tuple[list[RecordedSteps], list[RecordedSteps]] | None:
+    """The logged steps of all runs; None for two runs of which one has none.
+
+    Raises:
+        TraceError: of two runs one was hindered too much, or of several one has no log.
+    """
+    folders = [[options.before, *options.more_before], [options.after, *options.more_after]]
+    several = len(options.more_before) + len(options.more_after) > 0
+    kinds: tuple[list[RecordedSteps], list[RecordedSteps]] = ([], [])
+    for own, kind in zip(folders, kinds, strict=True):
+        for folder in own:
+            one = recorded_steps(folder)
+            if one is None and several:
+                raise TraceError(
+                    f"{folder} is no run with a log of {LEAST_STEPS} steps or more; several runs "
+                    "are compared by their logs: record them with ms-profile run"
+                )
+            if one is None:
+                return None
+            if not several and (one.hindered_share or 0) > options.most_wait:
+                raise TraceError(
+                    f"not measurable: {folder} waited for a CPU {one.hindered_share:.0%} of the "
+                    "time, its host was busy; compare several runs of each (--before, --after), "
+                    "runs of a quiet host, or raise --most-wait"
+                )
+            kind.append(one)
+    return kinds
 
 
 def _facts(found: Comparison) -> dict[str, Any]:
@@ -62,7 +100,7 @@ def _facts(found: Comparison) -> dict[str, Any]:
 
     return {
         "regression": found.regression, "improvement": found.improvement, "chance": found.chance,
-        "detectable": found.detectable, "steps": found.steps,
+        "detectable": found.detectable, "steps": found.steps, "runs": found.runs,
         "step": plain(found.step), "phases": [plain(one) for one in found.phases],
         "operators": [plain(one) for one in found.operators],
     }  # fmt: skip
@@ -87,4 +125,5 @@ def _show(found: Comparison) -> None:
     power = f"a slow-down of {found.detectable:.0%} is found in 9 of 10 such pairs of runs"
     if found.detectable is None:
         power = "with so few of them, or so unlike, no slow-down is found surely; record more"
-    print(f"{found.steps[0]} and {found.steps[1]} steps compared: {power}")
+    runs = f" of {found.runs[0]} and {found.runs[1]} runs" if sum(found.runs) > 2 else ""
+    print(f"{found.steps[0]} and {found.steps[1]} steps{runs} compared: {power}")
