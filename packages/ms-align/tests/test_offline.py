@@ -226,6 +226,10 @@ def test_kill_9_then_the_same_command_ends_in_the_same_bits(
     assert not (tmp_path / kind / "model").exists()
     assert main([kind, str(run)]) == 0
     assert events(tmp_path / kind, "resume")[-1]["step"] >= 3
+    if kind != "reward":
+        told = events(tmp_path / kind, "sample")
+        assert told[0]["prompt"].endswith("<assistant>")
+        assert len(told) >= 6
     for name in ("model/model.safetensors", "checkpoints/step-00000006/rank-00000.safetensors"):
         made, wanted = (load_file(at / kind / name) for at in (tmp_path, tmp_path / "whole"))
         assert made.keys() == wanted.keys()

@@ -20,9 +20,11 @@ from ms_align.model_folder import load_model, save_model
 from ms_align.options import OptimizerOptions, RunOptions
 from ms_align.parallel import ParallelEngine
 from ms_align.run_file import build
+from ms_align.sampling import Sampling
 from ms_align.settings import flag, one_of, text, whole
 from ms_align.trainers.preference import DPOOptions, DPOTrainer, RewardOptions, RewardTrainer
 from ms_align.trainers.sft import SFTOptions, SFTTrainer
+from ms_align.trainers.showing import Showing
 
 __all__ = ["COMMANDS", "DPORun", "OfflineRun", "RewardRun", "SFTRun"]
 
@@ -46,6 +48,8 @@ class OfflineRun(OptimizerOptions, RunOptions):
     steps: int | None = field(default=None, validator=whole(optional=True))
     """Updates of the whole run; or give epochs."""
     epochs: int | None = field(default=None, validator=whole(optional=True))
+    evaluate_samples: int = field(default=3, validator=whole(least=0))
+    """Held-out prompts whose answers are shown at each evaluation."""
     held_out_batches: int | None = field(default=None, validator=whole(optional=True))
     """Batches of an evaluation; all of the split `held_out` by default."""
     lora: LoraOptions | None = field(default=None, metadata={"table": LoraOptions})
@@ -90,6 +94,31 @@ class OfflineRun(OptimizerOptions, RunOptions):
         if self.lora:
             engine.adapt(self.lora, seed=self.seed, base_name=self.model)
         return engine
+
+    def showing(self) -> Showing | None:
+        """The first held-out prompts, up to where the assistant speaks."""
+        from ms_data import Tokenizer
+        from ms_data.samples import PairSample, Samples
+
+        folders = list(self.data.values()) if isinstance(self.data, dict) else [self.data]
+        if not self.evaluate_samples or not all(_has_held_out(folder) for folder in folders):
+            return None
+        prompts: list[list[int]] = []
+        for folder in folders:
+            samples = Samples(folder, "held_out")
+            for at in range(min(len(samples), -(-self.evaluate_samples // len(folders)))):
+                one = samples[at]
+                part = one.chosen if isinstance(one, PairSample) else one
+                prompts.append(part.tokens[: int(part.learnt.argmax())].tolist())
+        tokenizer = Tokenizer.load(folders[0])
+        room = max(1, self.sequence_length // 2)
+        return Showing(
+            prompts=[prompt[-room:] for prompt in prompts if prompt][: self.evaluate_samples],
+            decode=tokenizer.decode,
+            sampling=Sampling(
+                max_new_tokens=min(48, room), temperature=0.0, stop_tokens=tokenizer.end_of_text
+            ),
+        )
 
     def save(self, engine: Engine, name: str = "model") -> None:
         """Write what was learnt, and the tokenizer that goes with it."""
@@ -144,6 +173,7 @@ class SFTRun(SFTOptions, OfflineRun):
             engine,
             stream,
             held_out=self._held_out(engine),
+            showing=self.showing(),
             sft=self.part(SFTOptions),
             options=self.part(RunOptions),
         )
@@ -226,6 +256,7 @@ class DPORun(DPOOptions, _PairRun):
             stream,
             reference=self._reference(),
             held_out=self._held_out(engine),
+            showing=self.showing(),
             dpo=self.part(DPOOptions),
             options=self.part(RunOptions),
         )

@@ -20,6 +20,7 @@ from ms_align.reward_model import RewardModel
 from ms_align.settings import flag, number
 from ms_align.streams import Stream, check_fit, endless
 from ms_align.trainers.reference import ADAPTER_OFF, Reference, reference_of
+from ms_align.trainers.showing import Showing
 
 __all__ = ["DPOOptions", "DPOTrainer", "RewardOptions", "RewardTrainer"]
 
@@ -31,6 +32,7 @@ class _PairTrainer(ABC):
 
     algorithm: str
     engine: Engine
+    showing: Showing | None = None
 
     def __init__(
         self, stream: Stream, held_out: HeldOut | None, options: RunOptions | None
@@ -72,7 +74,9 @@ class _PairTrainer(ABC):
         return update
 
     def evaluate(self, tell: Tell) -> Mapping[str, float]:
-        """Held-out loss, how often the chosen answer is ahead, and by how much."""
+        """Held-out loss, how often the chosen answer is ahead, and by how much; samples told."""
+        if self.showing is not None:
+            self.showing.tell(self.engine, tell)
         if self.held_out is None:
             return {}
         totals = torch.zeros(4, dtype=torch.float64)
@@ -125,6 +129,7 @@ class DPOTrainer(_PairTrainer):
         reference: an engine, model or folder. None copies the model as it is, or switches its
             adapter off where it has one.
         held_out: makes an iterator of held-out batches.
+        showing: prompts whose answers are told at each evaluation.
         dpo: its own settings.
         optimizer: AdamW's settings, for a model; an engine has its own.
         microbatch_size: rows that pass at once, for a model; even, so that pairs stay whole.
@@ -144,12 +149,14 @@ class DPOTrainer(_PairTrainer):
         *,
         reference: nn.Module | Engine | str | None = None,
         held_out: HeldOut | None = None,
+        showing: Showing | None = None,
         dpo: DPOOptions | None = None,
         optimizer: OptimizerOptions | None = None,
         microbatch_size: int | None = None,
         options: RunOptions | None = None,
     ) -> None:
         self.dpo = dpo or DPOOptions()
+        self.showing = showing
         self.engine = _engine_of(model, optimizer, microbatch_size)
         self.reference = self._reference(reference, microbatch_size)
         super().__init__(stream, held_out, options)

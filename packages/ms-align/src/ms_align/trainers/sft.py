@@ -18,6 +18,7 @@ from ms_align.options import OptimizerOptions, RunOptions
 from ms_align.settings import flag, number
 from ms_align.streams import Stream, TaskStream, check_fit, endless
 from ms_align.task_sampler import TaskOptions, TaskSampler
+from ms_align.trainers.showing import Showing
 from ms_align.uncertainty import Uncertainty
 
 __all__ = ["SFTOptions", "SFTTrainer"]
@@ -51,6 +52,7 @@ class SFTTrainer:
         stream: training batches; see `ms_data.InstructionStream`.
         held_out: makes an iterator of held-out batches, each process its rows; read to its end at
             each evaluation.
+        showing: prompts whose answers are told at each evaluation.
         sft: weighting and tasks.
         optimizer: AdamW's settings, for a model; an engine has its own.
         microbatch_size: rows that pass at once, for a model.
@@ -67,6 +69,7 @@ class SFTTrainer:
         stream: Stream,
         *,
         held_out: HeldOut | None = None,
+        showing: Showing | None = None,
         sft: SFTOptions | None = None,
         optimizer: OptimizerOptions | None = None,
         microbatch_size: int | None = None,
@@ -79,6 +82,7 @@ class SFTTrainer:
         )
         self.stream = stream
         self.held_out = held_out
+        self.showing = showing
         self.sft = sft or SFTOptions()
         self.options = options or RunOptions()
         self.step = 0
@@ -120,7 +124,9 @@ class SFTTrainer:
         return self._observe(update, chances, tell)
 
     def evaluate(self, tell: Tell) -> Mapping[str, float]:
-        """Mean held-out loss a token, over all and for each task."""
+        """Mean held-out loss a token, over all and for each task; samples are told."""
+        if self.showing is not None:
+            self.showing.tell(self.engine, tell)
         if self.held_out is None:
             return {}
         tasks = max(1, len(self.names))
