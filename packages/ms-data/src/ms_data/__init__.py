@@ -18,6 +18,7 @@ from ms_data.mixture import Mixture, Phase
 from ms_data.packing import Packer, Piece
 from ms_data.preference import Pair, read_pair
 from ms_data.preference_stream import PreferenceBatch, PreferenceStream
+from ms_data.samples import PairSample, Sample, Samples
 from ms_data.stream import Place, TokenStream
 from ms_data.tokenizer import Tokenizer, train_tokenizer
 from ms_data.verify import Fault, Report, verify
@@ -40,12 +41,15 @@ __all__ = [
     "OutputError",
     "Packer",
     "Pair",
+    "PairSample",
     "Phase",
     "Piece",
     "Place",
     "PreferenceBatch",
     "PreferenceStream",
     "Report",
+    "Sample",
+    "Samples",
     "SettingError",
     "StateError",
     "Summary",

@@ -97,8 +97,7 @@ class OfflineRun(OptimizerOptions, RunOptions):
 
     def showing(self) -> Showing | None:
         """The first held-out prompts, up to where the assistant speaks."""
-        from ms_data import Tokenizer
-        from ms_data.samples import PairSample, Samples
+        from ms_data import PairSample, Samples, Tokenizer
 
         folders = list(self.data.values()) if isinstance(self.data, dict) else [self.data]
         if not self.evaluate_samples or not all(_has_held_out(folder) for folder in folders):
