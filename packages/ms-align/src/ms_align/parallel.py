@@ -235,10 +235,6 @@ class ParallelEngine:
         """The new tokens of each of this data rank's prompts; see `ms_parallel.Engine.generate`."""
         return self.engine.generate(prompts, **settings)
 
-    def generate(self, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:
-        """Continue each of this data rank's prompts; see `ms_parallel.Engine.generate`."""
-        return self.engine.generate(prompts, **settings)
-
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of all data ranks, in their order."""
         if self.data_ranks == 1:
