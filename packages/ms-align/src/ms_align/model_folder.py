@@ -1,6 +1,7 @@
 """Models from disk and to disk, by whichever library knows them."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,7 +53,7 @@ def save_model(model: nn.Module, folder: Path) -> None:
         if hasattr(model, "save_pretrained"):
             if processes.rank() == 0:
                 cast(Any, model).save_pretrained(folder)
-        elif hasattr(model, "head_weight") and importlib.util.find_spec("ms_parallel"):
+        elif _is_staged(model):
             import ms_parallel
 
             ms_parallel.save_model(cast(Any, model), folder)
@@ -62,3 +63,9 @@ def save_model(model: nn.Module, folder: Path) -> None:
             for name, tensor in model.state_dict().items():
                 unique[name] = tensor.detach().cpu().contiguous().clone()
             save_file(unique, folder / "model.safetensors")
+
+
+def _is_staged(model: nn.Module) -> bool:
+    """Whether it is a model of ms-parallel, which is not imported to find out."""
+    staged = getattr(sys.modules.get("ms_parallel.models"), "StagedModel", None)
+    return staged is not None and isinstance(model, staged)

@@ -1,0 +1,281 @@
+"""The trainers that learn from their own responses: that they learn, and what they refuse."""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_models import decoder, vowels
+
+import ms_align
+from ms_align import (
+    ConfigError,
+    DataError,
+    GRPOTrainer,
+    LocalEngine,
+    ModelError,
+    NothingToLearnError,
+    PPOTrainer,
+    RewardError,
+    RLOOTrainer,
+    Sample,
+)
+from ms_align.cli import main
+from ms_align.language_model import copy_of
+from ms_align.tokenizer import ByteTokenizer
+
+PROMPTS = ["hello", "a", "what is", "xyz"]
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    """Of a run of a second."""
+    return {
+        "policy_model": decoder(),
+        "reward_model": vowels,
+        "tokenizer": ByteTokenizer(),
+        "steps": 2,
+        "batch_size": 8,
+        "max_new_tokens": 5,
+        "output_dir": folder,
+        "progress": False,
+        **more,
+    }
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """All events of a kind."""
+    lines = (folder / "events.jsonl").read_bytes().splitlines()
+    return [event for event in map(msgspec.json.decode, lines) if event["kind"] == kind]
+
+
+@pytest.mark.parametrize("trainer", [PPOTrainer, GRPOTrainer, RLOOTrainer])
+def test_a_reward_rises(tmp_path: Path, trainer: Any) -> None:
+    """The share of vowels, from a fiftieth to more than a quarter, on held-out prompts too."""
+    groups = {"epochs": 2, "minibatch_size": 32} if trainer is PPOTrainer else {"group_size": 8}
+    more = settings(tmp_path, steps=60, batch_size=64, learning_rate=4e-3, kl_coeff=0.0, **groups)
+    result = trainer(**more, held_out=["to be", "or not", "q"], missing_stop_penalty=0.0).optimize(
+        PROMPTS
+    )
+    assert result.finished
+    rollouts = events(tmp_path, "rollout")
+    assert rollouts[0]["reward"] < 0.06
+    assert rollouts[-1]["reward"] > 0.25
+    assert result.last["reward"] > result.first["reward"]
+
+
+def test_the_first_update_has_a_ratio_of_one_and_no_kl(tmp_path: Path) -> None:
+    """A policy that has not moved is not far from itself or its copy: float32 noise alone."""
+    PPOTrainer(**settings(tmp_path, steps=1, temperature=0.8)).optimize(PROMPTS)
+    (step,) = events(tmp_path, "step")
+    assert step["kl_old"] < 1e-10
+    assert step["clip_fraction"] == 0.0
+    assert abs(step["kl"]) < 1e-4
+
+
+def test_the_reference_stays_while_the_policy_moves(tmp_path: Path) -> None:
+    """KL grows from 0, and the coefficient follows its target."""
+    more = settings(tmp_path, steps=12, batch_size=16, learning_rate=5e-3, epochs=2)
+    PPOTrainer(**more, kl_target=0.01, kl_horizon=100).optimize(PROMPTS)
+    rollouts = events(tmp_path, "rollout")
+    assert rollouts[-1]["kl"] > 0.01 > abs(rollouts[0]["kl"])
+    assert rollouts[-1]["kl_coeff"] > rollouts[0]["kl_coeff"] * 0.9
+
+
+class Adapted(nn.Module):
+    """A policy whose second half of changes can be switched off, as an adapter's can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = decoder()
+        self.config = self.body.config
+        self.on = True
+        self.shift = nn.Parameter(torch.zeros(32))
+        self.body.requires_grad_(False)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """The body's."""
+        return self.body.head_weight  # type: ignore[return-value]
+
+    blocks = True
+
+    @contextlib.contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """As peft's models do."""
+        self.on = False
+        try:
+            yield
+        finally:
+            self.on = True
+
+    def forward(self, tokens: torch.Tensor, **named: Any) -> torch.Tensor:
+        """Hidden states, moved."""
+        hidden: torch.Tensor = self.body(tokens, **named)
+        return hidden + self.shift if self.on else hidden
+
+
+def test_switching_adapters_off_gives_the_reference(tmp_path: Path) -> None:
+    """The same losses as with a frozen copy, and the frozen weights never move."""
+    one, two = Adapted(), Adapted()
+    before = one.body.state_dict()["model.norm.weight"].clone()
+    common = {"steps": 4, "learning_rate": 1e-2, "kl_coeff": 0.5, "value_model": decoder()}
+    PPOTrainer(
+        **settings(tmp_path / "off", policy_model=one, reference_model="adapter_off", **common)
+    ).optimize(PROMPTS)
+    common["value_model"] = decoder()
+    PPOTrainer(**settings(tmp_path / "copy", policy_model=two, **common)).optimize(PROMPTS)
+    off, copy = events(tmp_path / "off", "step"), events(tmp_path / "copy", "step")
+    assert [e["loss"] for e in off] == [e["loss"] for e in copy]
+    assert torch.equal(one.shift, two.shift)
+    assert one.shift.abs().max() > 0
+    assert torch.equal(before, one.body.state_dict()["model.norm.weight"])
+    with pytest.raises(ConfigError, match="disable_adapter"):
+        PPOTrainer(**settings(tmp_path, reference_model="adapter_off")).optimize(PROMPTS)
+
+
+def test_a_sample_that_is_left_out_changes_nothing(tmp_path: Path) -> None:
+    """Its tokens are masked in PPO; in a group it gets the mean, and teaches nothing."""
+
+    def fails(samples: Sequence[Sample]) -> list[float]:
+        return [
+            float("nan") if s.prompt == "a" else v
+            for s, v in zip(samples, vowels(samples), strict=True)
+        ]
+
+    for trainer, group in ((PPOTrainer, 1), (GRPOTrainer, 4)):
+        folder = tmp_path / trainer.__name__
+        more = settings(
+            folder, reward_model=fails, on_reward_failure="skip", group_size=group, batch_size=16
+        )
+        assert trainer(**more).optimize(PROMPTS).finished
+        assert events(folder, "rollout")[0]["left_out"] == 4
+        assert all(torch.isfinite(torch.tensor(e["loss"])) for e in events(folder, "step"))
+    with pytest.raises(RewardError, match="prompt 'a'"):
+        PPOTrainer(**settings(tmp_path / "stop", reward_model=fails)).optimize(PROMPTS)
+
+
+def test_what_would_train_in_vain_is_refused(tmp_path: Path) -> None:
+    """Equal rewards in every group, an empty mask, and a run with no step left."""
+    equal = settings(tmp_path / "equal", reward_model=lambda samples: [1.0] * len(samples))
+    with pytest.raises(NothingToLearnError, match=r"3 rollouts in a row .*the last 1\)"):
+        GRPOTrainer(**{**equal, "steps": 9}, group_size=4, equal_rewards_limit=3).optimize(PROMPTS)
+    nothing = settings(
+        tmp_path / "empty",
+        reward_model=lambda samples: [float("nan")] * len(samples),
+        on_reward_failure="skip",
+    )
+    with pytest.raises(NothingToLearnError, match="no response token is left"):
+        PPOTrainer(**nothing).optimize(PROMPTS)
+    PPOTrainer(**settings(tmp_path / "done")).optimize(PROMPTS)
+    with pytest.raises(ConfigError, match="at step 2 and steps is 2"):
+        PPOTrainer(**settings(tmp_path / "done")).optimize(PROMPTS)
+
+
+def test_bad_input_is_told_before_anything_is_trained(tmp_path: Path) -> None:
+    """Datasets, answers, tokenizers, contexts and settings that do not fit."""
+
+    def refused(
+        error: type[Exception], text: str, prompts: Any = PROMPTS, answers: Any = None, **more: Any
+    ) -> None:
+        with pytest.raises(error, match=text):
+            PPOTrainer(**settings(tmp_path, **more)).optimize(prompts, answers)
+
+    refused(DataError, "prompt_dataset is empty", [])
+    refused(DataError, "3 entries and prompt_dataset 4", answers=["x"] * 3)
+    refused(
+        DataError, "entry 1 is a text and there is no tokenizer|entry 0 is a text", tokenizer=None
+    )
+    refused(DataError, "no 'prompt'", [{"question": "x"}])
+    refused(DataError, "token 999", [[999]], tokenizer=None)
+    refused(ConfigError, "minibatch_size", minibatch_size=3)
+    refused(ConfigError, "kl_estimator is 'k9'", kl_estimator="k9")
+    refused(ConfigError, "int; give a torch.nn.Module", policy_model=3)
+
+    class Other(ByteTokenizer):
+        vocabulary_size = 300
+
+    refused(ModelError, "tokenizer has 300 tokens and the model 258", tokenizer=Other())
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_another_start_is_not_gone_on_with(tmp_path: Path) -> None:
+    """A checkpoint knows the weights it began with, as the reference is made of them."""
+    PPOTrainer(**settings(tmp_path)).optimize(PROMPTS)
+    with pytest.raises(ms_align.CheckpointError, match="policy was"):
+        PPOTrainer(**settings(tmp_path, steps=4, policy_model=decoder(seed=1))).optimize(PROMPTS)
+
+
+def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path) -> None:
+    """One flipped bit: a warning, the one before is taken, and the end is the same."""
+    whole = PPOTrainer(**settings(tmp_path / "whole", steps=4, checkpoint_every=1))
+    whole.optimize(PROMPTS)
+    PPOTrainer(**settings(tmp_path / "hurt", steps=3, checkpoint_every=1)).optimize(PROMPTS)
+    file = tmp_path / "hurt" / "checkpoints" / "step-00000003" / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    PPOTrainer(**settings(tmp_path / "hurt", steps=4, checkpoint_every=1)).optimize(PROMPTS)
+    assert events(tmp_path / "hurt", "damaged_checkpoint")
+    model = Path("model", "model.safetensors")
+    assert (tmp_path / "hurt" / model).read_bytes() == (tmp_path / "whole" / model).read_bytes()
+
+
+def test_an_engine_cut_into_microbatches_learns_the_same(tmp_path: Path) -> None:
+    """Losses of rows one by one, in threes and all at once: float32 sums in another order."""
+    losses = {}
+    for size in (1, 3, None):
+        folder = tmp_path / str(size)
+        PPOTrainer(**settings(folder, microbatch_size=size, learning_rate=1e-3)).optimize(PROMPTS)
+        losses[size] = [event["loss"] for event in events(folder, "step")]
+    assert losses[1] == pytest.approx(losses[None], rel=1e-5, abs=1e-5)
+    assert losses[3] == pytest.approx(losses[None], rel=1e-5, abs=1e-5)
+
+
+def test_a_copy_shares_no_weight_and_gives_the_same() -> None:
+    """Also of a decoder, whose operators are a Python module."""
+    model = decoder()
+    twin = copy_of(model)
+    tokens = torch.tensor([[5, 6, 7]])
+    assert torch.equal(model(tokens), twin(tokens))
+    assert not {p.data_ptr() for p in model.parameters()} & {
+        p.data_ptr() for p in twin.parameters()
+    }
+    assert isinstance(LocalEngine(twin).state_dict(), dict)
+
+
+def test_the_command_trains_goes_on_and_generates(tmp_path: Path, capsys: Any) -> None:
+    """From a folder and a JSON Lines file to a model and responses; mistakes end with 2."""
+    ms_align.model_folder.save_model(decoder(), tmp_path / "start")  # type: ignore[attr-defined]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hello", "answer": "x"}\n{"prompt": "a", "answer": "y"}\n')
+    run = tmp_path / "RUN.toml"
+    run.write_text(
+        f'policy_model = "{tmp_path}/start"\ntokenizer = "bytes"\nprompt_dataset = "{prompts}"\n'
+        f'reward_model = "small_models:vowels"\noutput_dir = "{tmp_path}/out"\n'
+        "steps = 2\nbatch_size = 4\nmax_new_tokens = 4\n"
+    )
+    assert main(["ppo", str(run)]) == 0
+    assert main(["ppo", str(run)]) == 2
+    assert "raise steps" in capsys.readouterr().err
+    assert main(["ppo", str(run), "--set", "steps=3"]) == 0
+    assert main(["ppo", str(run), "--set", "kl_coef=0.1"]) == 2
+    assert "did you mean 'kl_coeff'?" in capsys.readouterr().err
+    assert main(["grpo", str(run), "--set", "reward_model=nowhere:at_all"]) == 2
+    assert "nowhere:at_all" in capsys.readouterr().err
+    generation = tmp_path / "GENERATE.toml"
+    generation.write_text(
+        f'policy_model = "{tmp_path}/out/model"\ntokenizer = "bytes"\n'
+        f'prompt_dataset = "{prompts}"\nout = "{tmp_path}/responses.jsonl"\nmax_new_tokens = 3\n'
+    )
+    assert main(["generate", str(generation), "--set", "group_size=2"]) == 0
+    lines = (tmp_path / "responses.jsonl").read_bytes().splitlines()
+    rows = [msgspec.json.decode(line) for line in lines]
+    assert [row["prompt"] for row in rows] == ["hello", "hello", "a", "a"]
+    assert all(len(row["tokens"]) == len(row["logprobs"]) == 3 for row in rows)

@@ -1,0 +1,164 @@
+"""The losses of PPO, GRPO and RLOO against worked numbers, and gradients against plain ones."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ms_align.engine import Loss
+from ms_align.errors import ConfigError
+from ms_align.losses.grpo import GRPOLoss
+from ms_align.losses.ppo import PPOLoss, ValueLoss, value_loss
+from ms_align.losses.rloo import RLOOLoss
+from ms_align.losses.surrogate import clipped, divisor
+from ms_align.token_statistics import losses_and_entropies
+
+LOG = math.log
+WORKED = 1e-6
+"""The worked numbers are given to so much; float32 sums of few terms."""
+
+
+class Given:
+    """An output of given log-probabilities, entropies and values."""
+
+    def __init__(self, logprobs: Tensor, values: Tensor | None = None) -> None:
+        self.logprobs = logprobs
+        self.values = values
+
+    def logits(self, positions: slice = slice(None)) -> Tensor:
+        """Not asked for."""
+        raise AssertionError
+
+    def token_losses(self, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """-log p where there is a target."""
+        return -self.logprobs * (targets != -100)
+
+    def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """2 nats at each."""
+        return 2.0 * counted
+
+    def head(self, name: str) -> Tensor:
+        """The values."""
+        assert self.values is not None
+        return self.values[..., None]
+
+
+OLD = torch.tensor([[LOG(0.5), LOG(0.2), 0.0], [LOG(0.4), 0.0, 0.0]])
+NEW = torch.tensor([[LOG(0.75), LOG(0.1), 9.0], [LOG(0.44), 9.0, 9.0]])  # ratios 1.5, 0.5; 1.1
+BATCH: dict[str, Tensor] = {
+    "targets": torch.tensor([[7, 8, -100], [9, -100, -100]]),
+    "old_logprobs": OLD,
+    "advantages": torch.tensor([[2.0, -1.0, 0.0], [-3.0, 0.0, 0.0]]),
+    "reference_logprobs": torch.tensor([[LOG(0.5), LOG(0.2), 0.0], [LOG(0.22), 0.0, 0.0]]),
+    "old_values": torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.0]]),
+    "returns": torch.tensor([[1.0, 0.0, 0.0], [0.7, 0.0, 0.0]]),
+}
+VALUES = torch.tensor([[0.5, 0.9, 5.0], [0.9, 5.0, 5.0]])
+
+
+def told(loss: Loss, output: Any) -> dict[str, float]:
+    """The mean loss and the figures, by name."""
+    total, figures = loss(output, BATCH)
+    weight = loss.weight(BATCH)
+    return {
+        "loss": float(total) / weight,
+        **dict(zip(loss.statistics, (figures / weight).tolist(), strict=True)),
+    }
+
+
+def test_ppo_gives_the_worked_numbers() -> None:
+    """Ratios 1.5 (clipped at 1.2), 0.5 (clipped at 0.8) and 1.1: -2.4 + 0.8 + 3.3 over 3 tokens."""
+    found = told(PPOLoss(), Given(NEW))
+    assert found["policy_loss"] == pytest.approx((-2.4 + 0.8 + 3.3) / 3, abs=WORKED)
+    assert found["loss"] == pytest.approx(found["policy_loss"], abs=WORKED)
+    assert found["clip_fraction"] == pytest.approx(2 / 3)
+    assert found["entropy"] == pytest.approx(2.0)
+    k3 = [(r - 1) - LOG(r) for r in (1.5, 0.5, 1.1)]
+    assert found["kl_old"] == pytest.approx(sum(k3) / 3, abs=WORKED)
+
+
+def test_ppo_adds_value_entropy_and_kl() -> None:
+    """Values 0.5 (held at 0.2), 0.9 and 0.9 (held at 0.7); KL by k2 of ratios 1.5, 0.5 and 2."""
+    parts = PPOLoss(
+        value_coeff=0.1, entropy_coeff=0.01, kl_coeff=0.5, kl_estimator="k2", value_clip=0.2
+    )
+    found = told(parts, Given(NEW, VALUES))
+    # (0.5-1)² = 0.25 < (0.2-1)² = 0.64; 0.81 = (0.9-0)²; (0.9-0.7)² = 0.04 > (0.7-0.7)².
+    value = 0.5 * (0.64 + 0.81 + 0.04) / 3
+    assert found["value_loss"] == pytest.approx(value, abs=WORKED)
+    assert found["value_clip_fraction"] == pytest.approx(1 / 3)
+    k2 = sum(0.5 * LOG(r) ** 2 for r in (1.5, 0.5, 2.0)) / 3
+    assert found["kl_loss"] == pytest.approx(k2, abs=WORKED)
+    policy = (-2.4 + 0.8 + 3.3) / 3
+    want = policy + 0.1 * value - 0.01 * 2 + 0.5 * k2
+    assert found["loss"] == pytest.approx(want, abs=WORKED)
+    own = told(ValueLoss(clip=0.2), Given(NEW, VALUES))
+    assert own["loss"] == pytest.approx(value, abs=WORKED)
+
+
+def test_an_unclipped_value_loss_is_half_the_square() -> None:
+    """And nothing counts as clipped."""
+    errors, held = value_loss(torch.tensor([[3.0]]), torch.tensor([[0.0]]), torch.ones(1, 1), None)
+    assert float(errors) == 2.0
+    assert not held.any()
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "want"),
+    [
+        ("token", (-2.4 + 0.8 + 3.3) / 3),
+        ("sequence", ((-2.4 + 0.8) / 2 + 3.3) / 2),
+        ("constant", (-2.4 + 0.8 + 3.3) / (2 * 4)),
+    ],
+)
+def test_grpo_averages_as_it_is_told(aggregation: Any, want: float) -> None:
+    """Over tokens, over responses, or over responses times a fixed length."""
+    found = told(GRPOLoss(aggregation=aggregation, longest=4), Given(NEW))
+    assert found["loss"] == pytest.approx(want, abs=WORKED)
+
+
+def test_grpos_weighted_kl_is_ratio_times_k3() -> None:
+    """Ratios to the old policy 1.5, 0.5, 1.1; to the reference 1.5, 0.5, 2."""
+    found = told(GRPOLoss(kl_coeff=1.0), Given(NEW))
+    pairs = ((1.5, 1.5), (0.5, 0.5), (1.1, 2.0))
+    want = sum(r * (1 / w - 1 + LOG(w)) for r, w in pairs) / 3
+    assert found["kl_loss"] == pytest.approx(want, abs=WORKED)
+
+
+def test_rloo_judges_whole_responses() -> None:
+    """Ratios 0.75 and 1.1 of responses with advantages 0.5 (its mean) and -3; none is clipped."""
+    found = told(RLOOLoss(clip_low=0.3), Given(NEW))
+    assert found["loss"] == pytest.approx((-0.75 * 0.5 + 1.1 * 3) / 2, abs=WORKED)
+
+
+def test_a_clip_takes_the_gradient_away_only_where_it_would_go_on() -> None:
+    """Ratio 1.5: none with a positive advantage, all of it with a negative one."""
+    ratios = torch.tensor([1.5, 1.5, 0.5, 0.5], requires_grad=True)
+    clipped(ratios, torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.2, 0.2).sum().backward()
+    assert ratios.grad is not None
+    assert ratios.grad.tolist() == [0.0, 1.0, -1.0, 0.0]
+    with pytest.raises(ConfigError, match="'row'"):
+        divisor(torch.ones(1, 1), "row", None)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_token_statistics_equal_the_plain_formulas(temperature: float) -> None:
+    """Losses, entropies and the gradient, over several chunks, in float64 terms within 1e-5."""
+    chance = torch.Generator().manual_seed(0)
+    logits = torch.randn(700, 1031, generator=chance).mul_(3).requires_grad_()
+    targets = torch.randint(1031, (700,), generator=chance)
+    scale = torch.randn(700, generator=chance)
+    losses, entropies = losses_and_entropies(logits, targets, temperature)
+    (got,) = torch.autograd.grad((losses * scale).sum(), logits)
+    truth = logits.detach().double().requires_grad_()
+    table = (truth / temperature).log_softmax(-1)
+    want = -table.gather(1, targets[:, None])[:, 0]
+    (slow,) = torch.autograd.grad((want * scale).sum(), truth)
+    # A loss of up to 30 nats in float32 is known to 4e-6 at best.
+    torch.testing.assert_close(losses.double(), want, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(
+        entropies.double(), -(table.exp() * table).sum(1), rtol=1e-6, atol=1e-5
+    )
+    torch.testing.assert_close(got.double(), slow, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,92 @@
+"""Rewards: callables, modules, sums; and what happens where one fails."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from ms_align import ConfigError, RewardError, Sample
+from ms_align.reward import ModuleReward, rewards_of, score
+
+SAMPLES = [
+    Sample(
+        prompt=f"p{index}",
+        response="r" * (index + 1),
+        prompt_tokens=(1, 2),
+        response_tokens=tuple(range(3, 4 + index)),
+    )
+    for index in range(4)
+]
+
+
+def lengths(samples: Sequence[Sample]) -> list[float]:
+    """Characters of the response."""
+    return [float(len(sample.response)) for sample in samples]
+
+
+class LastToken(nn.Module):
+    """Scores each token by its number, (B, S)."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, S) to the same."""
+        return tokens.float()
+
+
+class Classifier(nn.Module):
+    """Has `logits` (B, 1): how many tokens the mask counts."""
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor) -> Any:
+        """An object with logits (B, 1)."""
+        return SimpleNamespace(logits=attention_mask.sum(1, keepdim=True).float())
+
+
+def test_callables_and_modules_are_rewards_and_add_up() -> None:
+    """With names and weights, and each part told apart."""
+    found = score(rewards_of({"long": (lengths, 2.0), "last": LastToken()}), SAMPLES)
+    assert found.parts["long"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert found.parts["last"].tolist() == [3.0, 4.0, 5.0, 6.0]
+    assert found.total.tolist() == [5.0, 8.0, 11.0, 14.0]
+    assert score(rewards_of([lengths, lengths]), SAMPLES).total.tolist() == [2.0, 4.0, 6.0, 8.0]
+
+
+def test_a_classifier_is_given_its_mask() -> None:
+    """Two prompt tokens and one to four of the response; in batches of any size."""
+    assert ModuleReward(Classifier(), batch_size=3)(SAMPLES).tolist() == [3.0, 4.0, 5.0, 6.0]
+
+
+def breaks_on_the_third(samples: Sequence[Sample]) -> list[float]:
+    """Raises where it sees p2."""
+    if any(sample.prompt == "p2" for sample in samples):
+        raise KeyError("no such thing")
+    return lengths(samples)
+
+
+def nan_on_the_third(samples: Sequence[Sample]) -> list[float]:
+    """Gives NaN for p2."""
+    return [float("nan") if s.prompt == "p2" else len(s.response) for s in samples]
+
+
+@pytest.mark.parametrize("reward", [breaks_on_the_third, nan_on_the_third])
+def test_a_failure_names_its_sample_and_stops_skips_or_penalises(reward: Any) -> None:
+    """The other samples keep their rewards."""
+    named = rewards_of(reward)
+    with pytest.raises(RewardError, match=r"on sample 2: prompt 'p2', response 'rrr'"):
+        score(named, SAMPLES)
+    skipped = score(named, SAMPLES, on_failure="skip")
+    assert skipped.total[2].isnan()
+    assert skipped.total[[0, 1, 3]].tolist() == [1.0, 2.0, 4.0]
+    assert len(skipped.failures) == 1
+    penalised = score(named, SAMPLES, on_failure="penalise", penalty=-7.0)
+    assert penalised.total.tolist() == [1.0, 2.0, -7.0, 4.0]
+
+
+def test_too_few_or_too_many_numbers_are_refused() -> None:
+    """Whatever the choice, as no sample can be named."""
+    with pytest.raises(RewardError, match=r"shape \(1,\) for 4 samples"):
+        score(rewards_of(lambda samples: [1.0]), SAMPLES, on_failure="skip")
+    with pytest.raises(ConfigError, match="is int"):
+        rewards_of({"three": 3})
+    with pytest.raises(ConfigError, match="no reward"):
+        rewards_of([])
