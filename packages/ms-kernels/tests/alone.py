@@ -8,6 +8,7 @@ import torch
 
 import ms_kernels
 from ms_kernels import attention, linear_cross_entropy, rms_norm, rotary, swiglu, use_backend
+from ms_kernels.tuning import chips
 
 
 def check(holds: bool, fact: str) -> None:
@@ -36,6 +37,11 @@ def main() -> None:
     check(hidden.grad is not None and bool(hidden.grad.isfinite().all()), "gradients are finite")
     choice = ms_kernels.explain("rms_norm", hidden, torch.ones(16))
     check(len(choice.verdicts) > 0, "explain says why")
+    check("cpu-avx512" in chips(), "tuning tables are in the wheel")
+    tokens, experts = torch.randn(5, 8), torch.randint(3, (5, 2))
+    rows, counts, places = ms_kernels.permute_tokens(tokens, experts, count=3)
+    same = ms_kernels.unpermute_tokens(rows, places, torch.full((5, 2), 0.5))
+    check(torch.allclose(same, tokens), "tokens come back from their experts")
     command = [sys.executable, "-I", "-m", "ms_kernels", "list"]
     check(subprocess.run(command, capture_output=True).returncode == 0, "ms-kernels list works")
     print(f"ms-kernels {ms_kernels.__version__} works alone")
