@@ -39,7 +39,7 @@ def main() -> None:
     check(len(choice.verdicts) > 0, "explain says why")
     check("cpu-avx512" in chips(), "tuning tables are in the wheel")
     tokens, experts = torch.randn(5, 8), torch.randint(3, (5, 2))
-    rows, counts, places = ms_kernels.permute_tokens(tokens, experts, count=3)
+    rows, _, places = ms_kernels.permute_tokens(tokens, experts, count=3)
     same = ms_kernels.unpermute_tokens(rows, places, torch.full((5, 2), 0.5))
     check(torch.allclose(same, tokens), "tokens come back from their experts")
     command = [sys.executable, "-I", "-m", "ms_kernels", "list"]
