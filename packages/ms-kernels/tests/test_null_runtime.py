@@ -13,6 +13,7 @@ import torch
 
 from ms_kernels.ascend.null_runtime import NullRuntimeError, bridge, start
 from ms_kernels.ascend.null_runtime.bodies import BODIES
+from ms_kernels.ascend.null_runtime.cli import main
 from ms_kernels.ascend.null_runtime.signatures import Short, Single, entry_point, parameters_of
 from ms_kernels.ascend.null_runtime.stubs import LIBRARIES, build, source_of
 from ms_kernels.ascend.null_runtime.symbols import Names, defined, looked_up, undefined
@@ -100,6 +101,12 @@ def test_what_is_missing_is_told():
         pytest.skip("torch_npu is here")
     with pytest.raises(NullRuntimeError, match="torch_npu is not installed; pip install"):
         start()
+
+
+def test_a_script_that_is_not_there_is_told(capsys):
+    """One line on stderr and exit code 2."""
+    assert main(["no-such-script.py"]) == 2
+    assert "there is no script no-such-script.py" in capsys.readouterr().err
 
 
 def test_a_compiler_that_is_not_there_is_told(monkeypatch, tmp_path):

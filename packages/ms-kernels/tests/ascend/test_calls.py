@@ -5,6 +5,7 @@ import torch
 
 from ms_kernels import use_backend
 from ms_kernels.ascend import null_runtime
+from ms_kernels.ascend.null_runtime.cli import written
 
 from .blocks import LlamaBlock, MixtureBlock, inputs_of
 
@@ -26,15 +27,6 @@ def run(block, device, dtype, backends):
             result.backward(pull)
     gradients = [given[0].grad, *(each.grad for each in module.parameters())]
     return [each.detach().cpu() for each in (result, *gradients)], forward, backward
-
-
-def written(calls):
-    """Write calls a line each, with the dtypes and shapes of their tensors."""
-    lines = []
-    for call in calls:
-        tensors = [f"{dtype}{list(shape)}".replace(" ", "") for dtype, shape in call.tensors]
-        lines.append(" ".join([call.name, *tensors]))
-    return lines
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -21,7 +21,7 @@ CONFIG = DecoderConfig(
 
 
 def step(device, backends, documents):
-    """Take one step of AdamW; return loss, gradients, new weights and the calls."""
+    """Clip and step; return loss, gradients, new weights and the calls."""
     torch.manual_seed(0)
     model = Decoder(CONFIG, ops=ms_kernels).to(device)
     tokens = torch.randint(CONFIG.vocab_size, (2, 33)).to(device)
@@ -31,6 +31,7 @@ def step(device, backends, documents):
         logits = model(tokens[:, :-1], documents=rows if documents else None)
         loss = ms_kernels.cross_entropy(logits, tokens[:, 1:])
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         gradients = [each.grad.cpu() for each in model.parameters()]
         optimizer.step()
     weights = [each.detach().cpu() for each in model.parameters()]

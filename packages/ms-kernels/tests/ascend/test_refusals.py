@@ -1,6 +1,8 @@
 """What the null runtime does not have is refused by name, where it is called."""
 
 import ctypes
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -51,6 +53,20 @@ def test_a_signature_that_does_not_fit_is_an_error():
     message = library.aclGetRecentErrMsg().decode()
     assert "aclnnExp: argument 0 is no descriptor of kind T" in message
     assert first(ctypes.c_void_p(8), one, ctypes.byref(size), ctypes.byref(executor)) != 0
+
+
+def test_a_script_runs_by_the_command_and_its_calls_are_written(tmp_path):
+    """The script is given its arguments, and every aclnn call stands in the file."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\nprint(sys.argv[1:], (torch.ones(2).npu() * 3).cpu().tolist())\n"
+    )
+    calls = tmp_path / "calls.txt"
+    command = [sys.executable, "-m", "ms_kernels.ascend.null_runtime", "--calls", str(calls)]
+    done = subprocess.run([*command, str(script), "x"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "['x'] [3.0, 3.0]"  # torch_npu prints a line of its own
+    assert calls.read_text() == "aclnnMuls float32[2] float32[2]\n"
 
 
 def test_calls_are_recorded_within_the_block_alone():

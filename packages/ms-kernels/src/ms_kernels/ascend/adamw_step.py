@@ -4,28 +4,31 @@
 and wants the powers of both betas beforehand. Its successor takes the step itself.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ms_kernels.ascend.limits import NPU, empty
 from ms_kernels.contract import Call, describe
+from ms_kernels.library import opaque
+from ms_kernels.reference import CONTRACTS
 from ms_kernels.registry import Implementation
 
 __all__ = ["IMPLEMENTATIONS", "adamw_step"]
 
 
-def adamw_step(
+def _step(
     weights: Tensor,
     gradient: Tensor,
     mean: Tensor,
     square: Tensor,
-    step: int = 1,
-    learning_rate: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
+    step: int,
+    learning_rate: float,
+    betas: Sequence[float],
+    eps: float,
+    weight_decay: float,
 ) -> None:
-    """Write new weights and moments."""
     taken = torch.full((), float(step), dtype=torch.float32, device=weights.device)
     torch._fused_adamw_(
         [weights],
@@ -42,6 +45,10 @@ def adamw_step(
         amsgrad=False,
         maximize=False,
     )
+
+
+adamw_step = opaque(CONTRACTS["adamw_step"], "ascend", forward=_step)
+"""Write new weights and moments. An operator of its own: torch.compile cannot trace torch's."""
 
 
 def refuses(call: Call) -> str | None:

@@ -150,6 +150,16 @@ def pow_scalar_tensor(base: Scalar, exponent: Tensor, out: Tensor) -> None:
     out.copy_(torch.pow(base, exponent))
 
 
+def addcdiv(one: Tensor, above: Tensor, below: Tensor, value: Scalar, out: Tensor) -> None:
+    """``one + value · above / below``."""
+    out.copy_(torch.addcdiv(one, above, below, value=value))
+
+
+def addcmul(one: Tensor, first: Tensor, second: Tensor, value: Scalar, out: Tensor) -> None:
+    """``one + value · first · second``."""
+    out.copy_(torch.addcmul(one, first, second, value=value))
+
+
 def addcdiv_(one: Tensor, above: Tensor, below: Tensor, value: Scalar) -> None:
     """``one + value · above / below``, in place."""
     one.copy_(torch.addcdiv(one, above, below, value=value))
@@ -203,6 +213,8 @@ def masked_fill_(given: Tensor, mask: Tensor, value: Scalar) -> None:
 
 BODIES |= {
     "aclnnAdd": add,
+    "aclnnAddcdiv": addcdiv,
+    "aclnnAddcmul": addcmul,
     "aclnnAdds": adds,
     "aclnnClamp": clamp,
     "aclnnInplaceAdd": add_,

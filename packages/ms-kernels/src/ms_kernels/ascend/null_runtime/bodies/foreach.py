@@ -62,12 +62,26 @@ def sqrt(given: list[Tensor], out: list[Tensor]) -> None:
         result.copy_(one.sqrt())
 
 
+def norm(given: list[Tensor], order: Scalar, out: list[Tensor]) -> None:
+    """The norm of each tensor."""
+    for one, result in zip(given, out, strict=True):
+        result.copy_(torch.linalg.vector_norm(one.float(), order))
+
+
+def mul(given: list[Tensor], other: list[Tensor], out: list[Tensor]) -> None:
+    """Products."""
+    for one, two, result in zip(given, other, out, strict=True):
+        result.copy_(one * two)
+
+
 BODIES: dict[str, Callable[..., None]] = {
     "aclnnForeachAddScalarV2": _with_scalar(torch.add),
     "aclnnForeachAddcdivScalarV2": addcdiv,
     "aclnnForeachAddcmulScalarV2": addcmul,
     "aclnnForeachDivScalarList": _with_list(torch.true_divide),
     "aclnnForeachLerpScalar": lerp,
+    "aclnnForeachMulList": mul,
     "aclnnForeachMulScalarV2": _with_scalar(torch.mul),
+    "aclnnForeachNorm": norm,
     "aclnnForeachSqrt": sqrt,
 }

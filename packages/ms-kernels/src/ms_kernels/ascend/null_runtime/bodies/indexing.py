@@ -69,6 +69,13 @@ def scatter_(given: Tensor, dim: int, index: Tensor, source: Tensor, reduce: int
     given.scatter_(dim, index.long(), source)
 
 
+def index(given: Tensor, indices: list[Tensor], out: Tensor) -> None:
+    """Elements chosen by a list of indices, one a dim; an empty one takes its dim whole."""
+    if out.numel():
+        chosen = [each.long() if each.numel() else slice(None) for each in indices]
+        out.copy_(given[tuple(chosen)])
+
+
 def index_select(given: Tensor, dim: int, index: Tensor, out: Tensor) -> None:
     """Slices chosen along `dim`."""
     out.copy_(torch.index_select(given, dim, index.long()))
@@ -136,6 +143,7 @@ BODIES: dict[str, Callable[..., None]] = {
     "aclnnEmbedding": embedding,
     "aclnnEmbeddingDenseBackward": embedding_backward,
     "aclnnGather": gather,
+    "aclnnIndex": index,
     "aclnnIndexAdd": index_add,
     "aclnnIndexSelect": index_select,
     "aclnnInplaceScatter": scatter_,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ms_kernels.ascend.null_runtime.signatures import DType
+from ms_kernels.ascend.null_runtime.signatures import DType, Scalar
 
 __all__ = ["BODIES"]
 
@@ -34,6 +34,13 @@ def amin(given: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
 def log_sum_exp(given: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
     """Logarithm of the sum of exponentials over `dims`."""
     out.copy_(torch.logsumexp(_wide(given), dims, keepdim=bool(keep)))
+
+
+def vector_norm(
+    given: Tensor, order: Scalar, dims: list[int], keep: bool, dtype: DType, out: Tensor
+) -> None:
+    """The norm over `dims`, over all of them if there are none."""
+    out.copy_(torch.linalg.vector_norm(_wide(given), order, dims or None, keepdim=bool(keep)))
 
 
 def softmax(given: Tensor, dim: int, out: Tensor) -> None:
@@ -78,6 +85,7 @@ BODIES: dict[str, Callable[..., None]] = {
     "aclnnAmin": amin,
     "aclnnAny": any_of,
     "aclnnCumsum": cumsum,
+    "aclnnLinalgVectorNorm": vector_norm,
     "aclnnLogSumExp": log_sum_exp,
     "aclnnMean": mean,
     "aclnnReduceSum": reduce_sum,
