@@ -26,7 +26,7 @@ class Runtime(Protocol):
 
 
 def open_runtime(folder: Path, target: str, *, threads: int = 1) -> Runtime:
-    """The runtime of a target, on a folder that was exported for it.
+    """The runtime of a target, on a folder that was exported for it; `"float"` is plain torch.
 
     Raises:
         ExportError: the runtime is not installed, or cannot read the folder.
@@ -39,6 +39,10 @@ def open_runtime(folder: Path, target: str, *, threads: int = 1) -> Runtime:
         from ms_compress.runtimes.onnxruntime import OnnxRuntime
 
         return OnnxRuntime(folder, threads=threads)
+    if target == "float":
+        from ms_compress.runtimes.torch_float import TorchRuntime
+
+        return TorchRuntime(folder)
     from ms_compress.runtimes.llama_cpp import LlamaRuntime
 
     return LlamaRuntime(folder, threads=threads)

@@ -1,0 +1,69 @@
+"""Tokens to calibrate, train and evaluate on, out of a folder of ms-data's shards."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ms_compress.errors import ConfigError, DataError
+
+__all__ = ["batches", "rows"]
+
+
+def batches(
+    folder: str | Path,
+    *,
+    split: str,
+    sequence_length: int,
+    batch_size: int,
+    seed: int = 0,
+) -> Iterator[dict[str, Tensor]]:
+    """Batches without end, each with `tokens` and `targets`, (B, S) int64.
+
+    Documents follow one another as plain text, as every runtime reads them.
+
+    Raises:
+        ConfigError: ms-data is not installed.
+        DataError: the folder holds no shards, not this split, or too little of it.
+    """
+    stream = _stream(folder, split, sequence_length, batch_size, seed)
+    for batch in stream:
+        yield {name: torch.as_tensor(batch[name]).long() for name in ("tokens", "targets")}
+
+
+def rows(
+    folder: str | Path, *, split: str, sequence_length: int, count: int, seed: int = 0
+) -> dict[str, Tensor]:
+    """The first so many rows of a split in the order of a seed, fewer if there are no more.
+
+    Raises:
+        DataError: as of `batches`.
+    """
+    stream = _stream(folder, split, sequence_length, 1, seed)
+    taken = [next(stream) for _ in range(min(count, stream.samples_per_epoch))]
+    return {
+        name: torch.cat([torch.as_tensor(each[name]).long() for each in taken])
+        for name in ("tokens", "targets")
+    }
+
+
+def _stream(folder: str | Path, split: str, length: int, batch_size: int, seed: int) -> Any:
+    try:
+        import ms_data
+    except ImportError as error:
+        raise ConfigError(
+            "reading shards needs ms-data; install it: pip install 'ms-compress[data]'"
+        ) from error
+    if not (Path(folder) / "index.json").is_file():
+        raise DataError(f"{folder}: no shards are in it; build them with ms-data build")
+    known = ms_data.inspect(folder).splits
+    if split not in known:
+        raise DataError(
+            f"{folder}: it has no split {split!r} but {', '.join(sorted(known))}; build it with"
+            " --hold-out"
+        )
+    return ms_data.TokenStream(
+        folder, sequence_length=length, batch_size=batch_size, split=split, seed=seed
+    )

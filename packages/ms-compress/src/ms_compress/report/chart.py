@@ -1,0 +1,144 @@
+"""Charts as SVG that is drawn here, coloured by the page's style: no script, no network.
+
+A runtime has one class, `r0`, `r1`, ..., and so one colour, in every chart.
+"""
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from attrs import frozen
+
+__all__ = ["Bar", "Point", "bars", "scatter"]
+
+WIDTH = 720
+ROW = 26
+LEFT = 250
+RIGHT = 96
+LABEL_GAP = 14
+LABEL_WIDTH = 14
+
+
+@frozen(kw_only=True)
+class Bar:
+    """One row of a bar chart."""
+
+    label: str
+    value: float
+    text: str
+    """Stands at the bar's end."""
+    group: int
+    """Number of its runtime."""
+
+
+@frozen(kw_only=True)
+class Point:
+    """One point of a scatter chart."""
+
+    x: float
+    y: float
+    label: str
+    """Stands beside it."""
+    tip: str
+    group: int
+
+
+def bars(title: str, rows: Sequence[Bar], *, reference: float | None = None) -> str:
+    """A bar a row from zero on, and a dashed line at the reference."""
+    most = max([row.value for row in rows] + [reference or 0.0]) or 1.0
+    height = ROW * len(rows) + 8
+    room = WIDTH - LEFT - RIGHT
+    parts = []
+    if reference is not None:
+        x = LEFT + room * reference / most
+        parts.append(f'<line class="reference" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}"/>')
+    for i, row in enumerate(rows):
+        middle = 4 + ROW * i + ROW / 2
+        width = max(room * row.value / most, 1.0)
+        parts.append(
+            f'<text class="label" x="{LEFT - 8}" y="{middle + 4:.1f}">{_short(row.label)}</text>'
+            f'<rect class="r{row.group}" x="{LEFT}" y="{middle - 8:.1f}" width="{width:.1f}"'
+            f' height="16" rx="3"><title>{escape(row.label)}: {escape(row.text)}</title></rect>'
+            f'<text class="value" x="{LEFT + width + 6:.1f}" y="{middle + 4:.1f}">'
+            f"{escape(row.text)}</text>"
+        )
+    return _figure(title, height, "".join(parts))
+
+
+def scatter(title: str, points: Sequence[Point], *, x_name: str, y_name: str) -> str:
+    """Points over axes with round ticks; labels are moved apart where they would overlap."""
+    left, bottom, top, right, height = 64, 44, 14, 30, 340
+    xs, ys = _ticks([p.x for p in points]), _ticks([p.y for p in points])
+
+    def at_x(value: float) -> float:
+        return left + (WIDTH - left - right) * (value - xs[0]) / (xs[-1] - xs[0])
+
+    def at_y(value: float) -> float:
+        return height - bottom - (height - bottom - top) * (value - ys[0]) / (ys[-1] - ys[0])
+
+    parts = []
+    for tick in ys:
+        y = at_y(tick)
+        parts.append(
+            f'<line class="grid" x1="{left}" x2="{WIDTH - right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text class="tick end" x="{left - 8}" y="{y + 4:.1f}">{tick:g}</text>'
+        )
+    parts += [
+        f'<text class="tick middle" x="{at_x(tick):.1f}" y="{height - bottom + 18}">{tick:g}</text>'
+        for tick in xs
+    ]
+    spots = [(at_x(p.x), at_y(p.y)) for p in points]
+    for point, (x, y), (label_x, label_y) in zip(points, spots, _apart(spots), strict=True):
+        parts.append(
+            f'<circle class="r{point.group}" cx="{x:.1f}" cy="{y:.1f}" r="6">'
+            f"<title>{escape(point.tip)}</title></circle>"
+            f'<text class="mark" x="{label_x:.1f}" y="{label_y + 4:.1f}">'
+            f"{escape(point.label)}</text>"
+        )
+    parts.append(
+        f'<text class="axis middle" x="{(left + WIDTH - right) / 2}" y="{height - 6}">'
+        f"{escape(x_name)}</text>"
+        f'<text class="axis middle" transform="translate(14 {(height - bottom) / 2}) rotate(-90)">'
+        f"{escape(y_name)}</text>"
+    )
+    return _figure(title, height, "".join(parts))
+
+
+def _figure(title: str, height: float, content: str) -> str:
+    return (
+        f"<figure><figcaption>{escape(title)}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
+        f"{content}</svg></figure>"
+    )
+
+
+def _short(label: str) -> str:
+    return escape(label if len(label) <= 36 else label[:35] + "…")
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
+    """About five round numbers that enclose the values."""
+    low, high = min(values), max(values)
+    span = high - low or abs(high) or 1.0
+    raw = span / 4
+    base = 10.0 ** math.floor(math.log10(raw))
+    step = base * next((m for m in (1, 2, 5) if m * base >= raw), 10)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    if first == last:
+        last += 1
+    return [i * step for i in range(first, last + 1)]
+
+
+def _apart(spots: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Where labels begin: right of their points, or wherever near them nothing stands yet."""
+    placed: list[tuple[float, float]] = []
+    for i, (x, y) in enumerate(spots):
+        others = [(a - 6, b) for j, (a, b) in enumerate(spots) if j != i] + placed
+        choices = [(x + dx, y + dy) for dy in (0, -LABEL_GAP, LABEL_GAP) for dx in (9, -20, -5)]
+        free = [at for at in choices[:2] + choices[3:] if _is_free(at, others)]
+        placed.append(free[0] if free else choices[0])
+    return placed
+
+
+def _is_free(at: tuple[float, float], others: Sequence[tuple[float, float]]) -> bool:
+    return all(abs(at[0] - x) >= LABEL_WIDTH or abs(at[1] - y) >= LABEL_GAP - 2 for x, y in others)

@@ -1,0 +1,83 @@
+"""The facts of a report: one result for each folder in its runtime."""
+
+import math
+
+import msgspec
+
+__all__ = ["Report", "Result"]
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One exported folder, as its runtime computes it."""
+
+    model: str
+    """How it was made, such as `QAT int4`."""
+    runtime: str
+    scheme: str
+    """Such as `4-bit g32`; `float32` of a plain model."""
+    perplexity: float
+    """exp of the mean loss of a held-out token, as the runtime computes it."""
+    size_bytes: int
+    """Of the files that hold weights."""
+    bits_a_weight: float
+    """All those bytes, in bits, over the number of the model's weights."""
+    prefill_tokens_per_s: float
+    """Median over the rounds, one row."""
+    decode_tokens_per_s: float
+    """Median over the rounds, one row, one token after another."""
+    prefill_ratio: float
+    """Speed over the baseline's in the same round, median; above 1 is faster."""
+    decode_ratio: float
+
+    def __post_init__(self) -> None:
+        for name in ("perplexity", "bits_a_weight", "prefill_ratio", "decode_ratio"):
+            if math.isnan(getattr(self, name)):
+                raise ValueError(f"{self.model}: {name} is NaN")
+
+    @property
+    def slower(self) -> tuple[str, ...]:
+        """What is slower than the baseline: `prefill`, `decode`, both or nothing."""
+        ratios = {"prefill": self.prefill_ratio, "decode": self.decode_ratio}
+        return tuple(name for name, ratio in ratios.items() if ratio < 1)
+
+
+class Report(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag="ms-compress-report-1",
+):
+    """All results of one evaluation, the baseline's first."""
+
+    title: str
+    held_out_tokens: int
+    """Tokens that the perplexity is taken over."""
+    sequence_length: int
+    prefill_tokens: int
+    decode_tokens: int
+    rounds: int
+    threads: int
+    results: tuple[Result, ...]
+
+    def __post_init__(self) -> None:
+        if not self.results:
+            raise ValueError("a report has at least the baseline's result")
+
+    @property
+    def baseline(self) -> Result:
+        """What speeds and perplexities are compared with."""
+        return self.results[0]
+
+    def warnings(self) -> list[str]:
+        """One line for each result that is slower than the baseline."""
+        base = self.baseline
+        lines = []
+        for one in self.results[1:]:
+            if one.slower:
+                parts = [f"{name} {getattr(one, name + '_ratio'):.2f}x" for name in one.slower]
+                lines.append(
+                    f"{one.model} in {one.runtime} is slower than {base.model} in {base.runtime}:"
+                    f" {' and '.join(parts)} its speed"
+                )
+        return lines

@@ -1,0 +1,152 @@
+"""The page: facts as tiles, notes, charts and a table, in one file that needs no network."""
+
+import os
+from html import escape
+from importlib import resources
+from pathlib import Path
+
+from ms_compress.durable import publish, write_synced, writing
+from ms_compress.report.chart import Bar, Point, bars, scatter
+from ms_compress.report.facts import Report, Result
+from ms_compress.report.table import HEADINGS, TEXTS, cells
+
+__all__ = ["render", "write_report"]
+
+COLOURS = 5
+
+
+def write_report(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write the page; it appears whole or not at all.
+
+    Raises:
+        ExportError: the disk refuses.
+    """
+    path = Path(path)
+    aside = path.with_name(path.name + ".partial")
+    with writing(path):
+        aside.unlink(missing_ok=True)
+        write_synced(aside, render(report).encode())
+        publish(aside, path)
+
+
+def render(report: Report) -> str:
+    """The page's text."""
+    style = resources.files("ms_compress.report").joinpath("style.css").read_text("utf-8")
+    title = escape(report.title)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{style}</style></head><body>\n<header><h1>{title}</h1>{_subtitle(report)}</header>"
+        f"\n<main>{_tiles(report)}{_notes(report)}{_legend(report)}"
+        f'<div class="charts">{_charts(report)}</div>{_table(report)}</main></body></html>\n'
+    )
+
+
+def _subtitle(report: Report) -> str:
+    threads = "1 thread" if report.threads == 1 else f"{report.threads} threads"
+    return (
+        f"<p>Perplexity over {report.held_out_tokens:,} held-out tokens in sequences of"
+        f" {report.sequence_length}, computed by each runtime. Speeds: one row,"
+        f" {report.prefill_tokens} tokens of prefill, then {report.decode_tokens} one by one;"
+        f" medians of {report.rounds} alternating rounds on {threads}."
+        f" Ratios are to {escape(report.baseline.model)} in {escape(report.baseline.runtime)}.</p>"
+    )
+
+
+def _tiles(report: Report) -> str:
+    base, rest = report.baseline, report.results[1:]
+    tiles = [(f"{base.perplexity:.2f}", f"perplexity of {base.model}")]
+    if rest:
+        best = min(rest, key=lambda one: one.perplexity)
+        small = min(rest, key=lambda one: one.size_bytes)
+        fast = max(rest, key=lambda one: one.decode_ratio)
+        tiles += [
+            (f"{best.perplexity:.2f}", f"best compressed perplexity: {best.model}"),
+            (f"{base.size_bytes / small.size_bytes:.1f}x", f"smaller at most: {small.model}"),
+            (
+                f"{fast.decode_ratio:.2f}x",
+                f"the baseline's decode speed at most: {fast.model} in {fast.runtime}",
+            ),
+        ]
+    inner = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>'
+        for value, what in tiles
+    )
+    return f'<div class="tiles">{inner}</div>'
+
+
+def _notes(report: Report) -> str:
+    return "".join(f'<p class="warning">{escape(line)}</p>' for line in report.warnings())
+
+
+def _runtimes(report: Report) -> list[str]:
+    """In the order in which they first come."""
+    return list(dict.fromkeys(one.runtime for one in report.results))
+
+
+def _legend(report: Report) -> str:
+    inner = "".join(
+        f'<span><i class="r{i % COLOURS}"></i>{escape(name)}</span>'
+        for i, name in enumerate(_runtimes(report))
+    )
+    return f'<p class="legend">{inner}</p>'
+
+
+def _charts(report: Report) -> str:
+    groups = {name: i % COLOURS for i, name in enumerate(_runtimes(report))}
+    base = report.baseline
+
+    def chart(title: str, field: str, form: str, reference: float) -> str:
+        rows = [
+            Bar(
+                label=f"{i}  {one.model} · {one.runtime}",
+                value=getattr(one, field),
+                text=form.format(getattr(one, field)),
+                group=groups[one.runtime],
+            )
+            for i, one in enumerate(report.results)
+        ]
+        return bars(title, rows, reference=reference)
+
+    points = [
+        Point(
+            x=one.size_bytes / 1e6,
+            y=one.perplexity,
+            label=str(i),
+            tip=f"{one.model} in {one.runtime}: {one.perplexity:.3f}",
+            group=groups[one.runtime],
+        )
+        for i, one in enumerate(report.results)
+    ]
+    return (
+        scatter("Perplexity and size", points, x_name="megabytes on disk", y_name="perplexity")
+        + chart("Perplexity, lower is better", "perplexity", "{:.3f}", base.perplexity)
+        + chart("Decode, tokens/s", "decode_tokens_per_s", "{:,.1f}", base.decode_tokens_per_s)
+        + chart("Prefill, tokens/s", "prefill_tokens_per_s", "{:,.0f}", base.prefill_tokens_per_s)
+        + chart("Bits a weight", "bits_a_weight", "{:.2f}", base.bits_a_weight)
+    )
+
+
+def _table(report: Report) -> str:
+    head = "".join(f'<th class="{_kind(i)}">{escape(text)}</th>' for i, text in enumerate(HEADINGS))
+    rows = "".join(_row(i, one) for i, one in enumerate(report.results))
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+        "</div>"
+    )
+
+
+def _row(number: int, one: Result) -> str:
+    slow = {f"{name} x" for name in one.slower} if number else set()
+    return (
+        "<tr>"
+        + "".join(
+            f'<td class="{_kind(i)}{" slow" if heading in slow else ""}">{escape(text)}</td>'
+            for i, (heading, text) in enumerate(zip(HEADINGS, cells(number, one), strict=True))
+        )
+        + "</tr>"
+    )
+
+
+def _kind(column: int) -> str:
+    return "t" if 0 < column < TEXTS else "n"

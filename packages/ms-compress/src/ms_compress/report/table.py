@@ -1,0 +1,59 @@
+"""The report as a table of plain text."""
+
+from ms_compress.report.facts import Report, Result
+
+__all__ = ["HEADINGS", "cells", "megabytes", "table"]
+
+HEADINGS = (
+    "#",
+    "model",
+    "runtime",
+    "scheme",
+    "perplexity",
+    "MB",
+    "bits a weight",
+    "prefill tokens/s",
+    "decode tokens/s",
+    "prefill x",
+    "decode x",
+)
+TEXTS = 4
+"""So many columns hold words, or numbers that name a row."""
+
+
+def table(report: Report) -> str:
+    """Columns as wide as their widest cell; below it, what is slower than the baseline."""
+    rows = [HEADINGS, *(cells(i, one) for i, one in enumerate(report.results))]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if 0 < i < TEXTS else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    notes = report.warnings() or ["nothing is slower than the baseline"]
+    return "\n".join([*lines, "", *notes]) + "\n"
+
+
+def cells(number: int, one: Result) -> tuple[str, ...]:
+    """One result's row, a text for each heading."""
+    return (
+        str(number),
+        one.model,
+        one.runtime,
+        one.scheme,
+        f"{one.perplexity:.3f}",
+        megabytes(one.size_bytes),
+        f"{one.bits_a_weight:.2f}",
+        f"{one.prefill_tokens_per_s:,.0f}",
+        f"{one.decode_tokens_per_s:,.1f}",
+        f"{one.prefill_ratio:.2f}",
+        f"{one.decode_ratio:.2f}",
+    )
+
+
+def megabytes(size_bytes: int) -> str:
+    """Millions of bytes."""
+    return f"{size_bytes / 1e6:,.2f}"

@@ -1,0 +1,45 @@
+"""A small plain model and a small text, as folders that commands read."""
+
+from pathlib import Path
+
+import ms_data
+from ms_parallel.models import Decoder, DecoderConfig, initialise, save_model
+
+VOCABULARY = 288
+
+
+def model(seed: int = 0, *, layers: int = 2) -> Decoder:
+    """Of ms-parallel, with a vocabulary for any bytes."""
+    config = DecoderConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    made = Decoder(config)
+    initialise(made, seed)
+    return made
+
+
+def write_model(folder: Path, seed: int = 0, *, layers: int = 2) -> Path:
+    """A plain folder with config.json and safetensors."""
+    save_model(model(seed, layers=layers), folder)
+    return folder
+
+
+def write_shards(folder: Path) -> Path:
+    """Shards of counting sentences, a fifth of the documents held out."""
+    texts = folder / "texts"
+    texts.mkdir(parents=True)
+    for i in range(40):
+        line = f"the number {i} comes after {i - 1} and before {i + 1}. "
+        (texts / f"{i}.txt").write_text(line * 20)
+    tokenizer = folder / "tokenizer.json"
+    ms_data.train_tokenizer(texts, vocab_size=VOCABULARY, out=tokenizer)
+    ms_data.build(texts, tokenizer=tokenizer, out=folder / "shards", hold_out=0.2)
+    return folder / "shards"

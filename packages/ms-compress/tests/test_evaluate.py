@@ -1,0 +1,246 @@
+"""Perplexity, sizes and speeds as runtimes have them, and what the report makes of them."""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))
+from folders import VOCABULARY, model, write_model, write_shards
+
+from ms_compress import ConfigError, DataError, ExportError, export, qat
+from ms_compress.cli import main
+from ms_compress.corpus import rows
+from ms_compress.evaluate import Evaluation, evaluate, perplexity
+from ms_compress.footprint import footprint
+from ms_compress.report import Report, Result, render, table
+from ms_compress.runtimes import open_runtime
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain model, its exports for two runtimes, and a text."""
+    folder = tmp_path_factory.mktemp("work")
+    write_model(folder / "base")
+    write_shards(folder)
+    export(qat(model(), "ct.int4_g32"), folder / "ct")
+    export(qat(model(), "ort.matmulnbits"), folder / "ort")
+    return folder
+
+
+def test_perplexity_is_exp_of_the_mean_loss_of_a_token(work: Path) -> None:
+    """Against one cross entropy over all logits at once; ignored targets do not count."""
+    held_out = rows(work / "shards", split="held_out", sequence_length=32, count=7)
+    held_out["targets"][:, ::3] = -100
+    runtime = open_runtime(work / "base", "float")
+    logits, targets = runtime.logits(held_out["tokens"]), held_out["targets"]
+    truth = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten()).exp()
+    assert math.isclose(perplexity(runtime, held_out), float(truth), rel_tol=1e-5)
+
+
+def test_a_model_that_knows_nothing_is_as_perplexed_as_its_vocabulary_is_large() -> None:
+    """Equal logits: the perplexity is the number of tokens."""
+
+    class Even:
+        name = "even"
+
+        def logits(self, tokens: Tensor) -> Tensor:
+            return torch.zeros(*tokens.shape, 50)
+
+        def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
+            return 1.0, 1.0
+
+    text = {name: torch.randint(0, 50, (3, 9)) for name in ("tokens", "targets")}
+    assert math.isclose(perplexity(Even(), text), 50.0, rel_tol=1e-5)
+    text["tokens"][0, 0] = 50
+    with pytest.raises(DataError, match="has token 50, and the model in even a vocabulary of 50"):
+        perplexity(Even(), text)
+
+
+def test_the_baseline_decodes_what_it_computes_over_the_whole_text(work: Path) -> None:
+    """Token by token with a cache, torch finds the tokens of one whole forward."""
+    runtime = open_runtime(work / "base", "float")
+    text = [1, 2, 3, 4, 5]
+    seen: list[int] = []
+    take = runtime._next  # type: ignore[attr-defined]
+
+    def watched(tokens: Tensor, cache: object) -> Tensor:
+        out: Tensor = take(tokens, cache)
+        seen.append(int(out))
+        return out
+
+    runtime._next = watched  # type: ignore[attr-defined]
+    runtime.decode(text, 4)
+    whole = list(text)
+    for token in seen:
+        assert token == int(runtime.logits(torch.tensor([whole]))[0, -1].argmax())
+        whole.append(token)
+    assert len(seen) == 5
+
+
+def test_a_folders_weights_are_counted_whatever_packs_them(work: Path, tmp_path: Path) -> None:
+    """Each target's files hold the model's own number of weights; bytes are those on disk."""
+    weights = sum(parameter.numel() for parameter in model().parameters())
+    gguf = export(qat(model(), "gguf.q4_0"), tmp_path / "gguf")
+    expected = {
+        work / "base": ("float", "float32"),
+        work / "ct": ("ct", "4-bit g32"),
+        work / "ort": ("ort", "4-bit g32"),
+        gguf: ("gguf", "Q4_0"),
+    }
+    for folder, facts in expected.items():
+        found = footprint(folder)
+        assert found.weights == weights
+        assert (found.target, found.scheme) == facts
+        assert 0 < found.size_bytes <= sum(path.stat().st_size for path in folder.iterdir())
+    # Four bits and a float32 scale of 32 weights are 5; the embedding stays in float32.
+    inside = weights - VOCABULARY * 64 - 5 * 64
+    bits = 5 * inside + 32 * (weights - inside)
+    assert 8 * footprint(work / "ct").size_bytes == pytest.approx(bits, rel=0.06)
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model.onnx", "model.safetensors"])
+def test_a_damaged_folder_is_named(name: str, work: Path, tmp_path: Path) -> None:
+    """Bytes that are no such file give one line with the path."""
+    (tmp_path / "config.json").write_text((work / "base" / "config.json").read_text())
+    (tmp_path / name).write_bytes(b"\x00" * 64)
+    with pytest.raises(ExportError, match=re.escape(str(tmp_path))):
+        footprint(tmp_path)
+
+
+def test_evaluate_writes_a_table_a_page_and_its_facts(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through the command: every folder in its own runtime, the baseline first."""
+    run = tmp_path / "run.toml"
+    run.write_text(
+        f'baseline = "{work}/base"\ndata = "{work}/shards"\nout = "{tmp_path}/report"\n'
+        "sequence_length = 32\nsequences = 4\n"
+        "prefill_tokens = 16\ndecode_tokens = 4\nrounds = 3\n"
+        f'[models]\n"RTN int4" = ["{work}/ct", "{work}/ort"]\n'
+    )
+    assert main(["evaluate", str(run)]) == 0
+    written = (tmp_path / "report" / "report.json").read_bytes()
+    report = msgspec.json.decode(written, type=Report)
+    assert [one.runtime for one in report.results] == ["torch", "transformers", "onnxruntime"]
+    held_out = rows(work / "shards", split="held_out", sequence_length=32, count=4)
+    assert report.held_out_tokens == int((held_out["targets"] >= 0).sum()) > 100
+    base = report.baseline
+    assert base.prefill_ratio == base.decode_ratio == 1.0
+    assert all(abs(one.perplexity / base.perplexity - 1) < 0.05 for one in report.results)
+    assert table(report) == (tmp_path / "report" / "report.txt").read_text()
+    assert "RTN int4" in capsys.readouterr().out
+    assert not list(tmp_path.glob("report/*.partial"))
+
+
+def test_bad_input_is_one_line(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, what is wrong, and the nearest that is known."""
+    run = tmp_path / "run.toml"
+    good = {"baseline": f"{work}/base", "data": f"{work}/shards", "out": f"{tmp_path}/r"}
+
+    def lines(**changes: object) -> str:
+        settings = {**good, "models": {"x": f"{work}/ct"}, **changes}
+        run.write_text("".join(f"{k} = {_toml(v)}\n" for k, v in settings.items()))
+        assert main(["evaluate", str(run)]) == 2
+        text = capsys.readouterr().err
+        assert text.count("\n") == 1
+        return text
+
+    assert "did you mean 'rounds'" in lines(round=3)
+    assert "no model is in it" in lines(models={"x": f"{tmp_path}/nothing"})
+    assert "is a ct model; give a plain one" in lines(baseline=f"{work}/ct")
+    assert "no shards are in it" in lines(data=str(tmp_path))
+    assert "give folders" in lines(models={"x": 3})
+    assert not (tmp_path / "r").exists()
+
+
+def test_the_report_says_what_is_slower() -> None:
+    """In the table's last lines, in the page's notes, and in the cells."""
+    report = made([(1.0, 1.0), (0.5, 2.0), (1.5, 1.2)])
+    assert report.warnings() == [
+        "QAT <1> in r1 is slower than float in r0: prefill 0.50x its speed"
+    ]
+    assert table(report).rstrip().endswith("prefill 0.50x its speed")
+    page = render(report)
+    assert page.count('class="warning"') == 1
+    assert page.count(' slow"') == 1
+    assert "nothing is slower" in table(made([(1.0, 1.0), (1.1, 2.0)]))
+
+
+def test_the_page_needs_no_network_and_its_drawings_are_sound() -> None:
+    """No address but SVG's own rules, no script, names escaped, every chart well-formed XML."""
+    report = made([(1.0, 1.0), (0.5, 2.0), (1.5, 1.2)])
+    page = render(report)
+    assert not re.search(r"https?:|<script|@import|url\(", page)
+    assert "QAT <1>" not in page
+    drawings = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+    assert len(drawings) == 5
+    for drawing in drawings:
+        root = ElementTree.fromstring(drawing)
+        for mark in root.iter("rect"):
+            assert 0 < float(mark.attrib["width"]) <= 720 - 250 - 96
+    assert len(ElementTree.fromstring(drawings[0]).findall("circle")) == 3
+
+
+def test_facts_that_contradict_themselves_are_refused() -> None:
+    """No result, or a number that is none."""
+    report = made([(1.0, 1.0)])
+    document = json.loads(msgspec.json.encode(report))
+    document["results"] = []
+    with pytest.raises(msgspec.ValidationError, match="at least the baseline"):
+        msgspec.json.decode(json.dumps(document).encode(), type=Report)
+    with pytest.raises(ValueError, match="perplexity is NaN"):
+        msgspec.structs.replace(report.baseline, perplexity=math.nan)
+
+
+def test_an_evaluation_needs_folders_by_name() -> None:
+    """A list of folders has no names for the report."""
+    with pytest.raises(ConfigError, match="give a table of folders by name"):
+        Evaluation(baseline="a", models=["b"], data="c")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="no shards"):
+        evaluate(Evaluation(baseline="a", models={}, data="c"))
+
+
+def made(ratios: list[tuple[float, float]]) -> Report:
+    """A report with one result for each pair of ratios."""
+    results = tuple(
+        Result(
+            model=f"QAT <{i}>" if i else "float",
+            runtime=f"r{i}",
+            scheme="4-bit g32",
+            perplexity=10.0 + i,
+            size_bytes=10**6 * (9 - i),
+            bits_a_weight=32 - i,
+            prefill_tokens_per_s=1000 * prefill,
+            decode_tokens_per_s=100 * decode,
+            prefill_ratio=prefill,
+            decode_ratio=decode,
+        )
+        for i, (prefill, decode) in enumerate(ratios)
+    )
+    return Report(
+        title="A & B",
+        held_out_tokens=1,
+        sequence_length=1,
+        prefill_tokens=1,
+        decode_tokens=1,
+        rounds=1,
+        threads=1,
+        results=results,
+    )
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f'"{k}" = {_toml(v)}' for k, v in value.items()) + "}"
+    return json.dumps(value)
