@@ -150,7 +150,10 @@ def test_a_forced_backend_that_cannot_take_the_call_is_an_error():
 @pytest.mark.parametrize("names", [("cuda13",), ("cpu", "trition"), ()])
 def test_an_absent_backend_is_told_with_those_that_exist(names):
     """The error names the backend that is absent and lists what there is."""
-    with pytest.raises(BackendError, match="ascend, cpu, triton, reference"), use_backend(*names):
+    with (
+        pytest.raises(BackendError, match="ascend, cpu, sdpa, triton, reference"),
+        use_backend(*names),
+    ):
         pass
 
 

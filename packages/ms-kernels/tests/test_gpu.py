@@ -6,6 +6,7 @@ import torch
 from ms_kernels import cross_entropy, explain, linear_cross_entropy
 from ms_kernels.check import check
 from ms_kernels.dispatch import CONTRACTS
+from ms_kernels.measure import one_pass
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,23 +29,36 @@ def test_every_backend_holds_on_the_accelerator(device, operator, dtype):
     assert [each for each in findings if not each.holds] == []
 
 
-def test_the_same_call_is_refused_or_taken_there_as_the_pure_choice_says(device):
-    """A choice made from a description equals the one made from tensors."""
+def test_kernels_are_chosen_there(device):
+    """A call on the accelerator gets kernels of ours or its vendor's, not the reference."""
     for operator, contract in CONTRACTS.items():
-        tensors = contract.draw({}, device=device)
-        from_tensors = explain(operator, **tensors)
-        assert from_tensors.backend == "reference"
+        tensors = contract.draw({}, device=device, dtype=torch.bfloat16)
+        assert explain(operator, **tensors).backend != "reference"
 
 
 def test_linear_cross_entropy_never_holds_all_logits_there(device):
-    """8,192 rows of 65,536 classes would be 2 GiB; the peak stays below an eighth of it."""
-    hidden = torch.randn(8192, 64, device=device, requires_grad=True)
+    """32,768 rows of 65,536 classes would be 8 GiB; the peak stays below 2.5 GiB."""
+    hidden = torch.randn(32768, 64, device=device, requires_grad=True)
     weight = torch.randn(65536, 64, device=device, requires_grad=True)
-    targets = torch.randint(65536, (8192,), device=device)
+    targets = torch.randint(65536, (32768,), device=device)
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
     linear_cross_entropy(hidden, weight, targets).backward()
-    assert torch.accelerator.max_memory_allocated() - before < 2**28
+    assert torch.accelerator.max_memory_allocated() - before < 5 * 2**29
+
+
+def test_gradients_are_the_same_in_every_run(device):
+    """No addition depends on which program comes first."""
+    for operator, contract in CONTRACTS.items():
+        if contract.mutates or not any(each.differentiable for each in contract.arguments):
+            continue
+        drawn = list(contract.draw({}, device=device, dtype=torch.bfloat16).values())
+        run = explain(operator, *drawn).implementation.run
+        first, second = (
+            one_pass(contract, run, tuple(drawn), contract.defaults, backward=True)()
+            for _ in range(2)
+        )
+        assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True)), operator
 
 
 def test_losses_agree_with_the_cpu(device):

@@ -48,11 +48,36 @@ def test_the_kernels_equal_the_reference_on_many_calls(operator):
 def test_a_gpu_gets_the_kernels_and_says_why(operator):
     """The choice is made from a description, on a machine that has no GPU."""
     contract = CONTRACTS[operator]
-    call = contract.call({}, dtype=torch.bfloat16, device="cuda")
+    call = contract.call({}, dtype=torch.float32, device="cuda")
     assert choose(call, IMPLEMENTATIONS).backend == "triton"
     wide = contract.call({}, dtype=torch.float64, device="cuda")
     assert choose(wide, IMPLEMENTATIONS).backend == "reference"
     assert choose(contract.call({}), IMPLEMENTATIONS).backend != "triton"
+
+
+def test_plain_attention_on_cuda_goes_to_torchs_own_kernels_and_says_so():
+    """In half precision without window, documents or cache; everything else is ours."""
+    contract = CONTRACTS["attention"]
+
+    def chosen(dims=(), without=("documents",), dtype=torch.bfloat16, **options):
+        call = contract.call(
+            dict(dims), device="cuda", dtype=dtype, without=without, options=options
+        )
+        return choose(call, IMPLEMENTATIONS)
+
+    plain = chosen()
+    assert plain.backend == "sdpa"
+    assert "cuDNN" in plain.implementation.merit
+    assert chosen(causal=False).backend == "sdpa"
+    for other in (
+        chosen(window=8),
+        chosen(without=()),
+        chosen({"Sq": 1}),
+        chosen({"D": 20}),
+        chosen(dtype=torch.float32),
+    ):
+        assert other.backend == "triton"
+        assert [each.backend for each in other.verdicts].index("sdpa") >= 0
 
 
 def test_what_no_kernel_holds_goes_to_the_reference():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ms_kernels import ascend, cpu, reference, triton
+from ms_kernels import ascend, cpu, reference, sdpa, triton
 from ms_kernels.contract import Call, Contract, Fact
 from ms_kernels.errors import ArgumentError, BackendError
 from ms_kernels.registry import Choice, Implementation, choose, first_fit
@@ -34,6 +34,7 @@ CONTRACTS = reference.CONTRACTS
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *ascend.IMPLEMENTATIONS,
     *cpu.IMPLEMENTATIONS,
+    *sdpa.IMPLEMENTATIONS,
     *triton.IMPLEMENTATIONS,
     *reference.IMPLEMENTATIONS,
 )

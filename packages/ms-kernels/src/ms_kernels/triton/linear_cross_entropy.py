@@ -17,7 +17,7 @@ from ms_kernels.library import is_wanted, opaque, unwanted
 from ms_kernels.reference import CONTRACTS
 from ms_kernels.reference.cross_entropy import reduce
 from ms_kernels.triton.cross_entropy import differentiate, loss_like, row_losses, slopes_of
-from ms_kernels.triton.logit_chunks import Sums, chunks, lift_of, lifted, scaled
+from ms_kernels.triton.logit_chunks import Sums, chunks, lift_of, lifted, room_for_gradient, scaled
 from ms_kernels.triton.rows import as_rows, empty
 
 __all__ = ["linear_cross_entropy"]
@@ -63,7 +63,7 @@ def _holding(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., An
         losses = hidden.new_empty(len(rows), dtype=torch.float32)
         options = ignore_index, label_smoothing, z_loss
         for part, logits in chunks(rows, weight):
-            gradient = torch.empty_like(logits, dtype=hidden.dtype)
+            gradient = room_for_gradient(logits, hidden)
             lift = lift_of(hidden.dtype)
             losses[part], _ = row_losses(logits, places[part], *options, gradient, lift)
             sums.add(gradient, rows, weight, part)
@@ -172,7 +172,7 @@ def _backward(
     options = ignore_index, label_smoothing, z_loss
     for part, logits in chunks(rows, weight):
         _, totals = row_losses(logits, places[part], *options)
-        gradient = torch.empty_like(logits, dtype=hidden.dtype)
+        gradient = room_for_gradient(logits, hidden)
         differentiate(logits, places[part], totals, slopes[part], gradient, *options)
         sums.add(gradient, rows, weight, part)
     return (

@@ -8,11 +8,20 @@ from torch import Tensor
 from ms_kernels.triton.launching import blocks, launch
 from ms_kernels.triton.products import add_product, product
 
-__all__ = ["CHUNK_BYTES", "LIFT", "Sums", "chunks", "lift_of", "lifted", "scaled"]
+__all__ = [
+    "CHUNK_BYTES",
+    "LIFT",
+    "Sums",
+    "chunks",
+    "lift_of",
+    "lifted",
+    "room_for_gradient",
+    "scaled",
+]
 
-CHUNK_BYTES = 2**30
-"""Size of a chunk's float32 logits. Each chunk reads and writes the weight's whole gradient, so
-that small ones cost more time than they save memory."""
+CHUNK_BYTES = 2**31
+"""Size of a chunk's float32 logits. Each chunk reads and writes the weight's whole gradient, which
+costs 240 / R of a chunk of R rows on an H200 (4.3 TB/s, 780 TFLOP/s): 6% at 4,096 rows."""
 
 LIFT = {torch.float16: 2.0**13}
 """Factor of a chunk's gradient by dtype: a probability of 1e-5 would be subnormal in float16."""
@@ -26,6 +35,11 @@ def chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
     for start in range(0, len(hidden), step):
         rows = slice(start, start + step)
         yield rows, product(hidden[rows], weight.T)
+
+
+def room_for_gradient(logits: Tensor, hidden: Tensor) -> Tensor:
+    """Return where the gradient of a chunk's logits goes, in the inputs' dtype: in their place."""
+    return logits if hidden.dtype == logits.dtype else torch.empty_like(logits, dtype=hidden.dtype)
 
 
 def lift_of(dtype: torch.dtype) -> float:

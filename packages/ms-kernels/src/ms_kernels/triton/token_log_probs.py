@@ -10,7 +10,7 @@ from ms_kernels.library import is_wanted, opaque, unwanted
 from ms_kernels.reference import CONTRACTS
 from ms_kernels.triton import configuration
 from ms_kernels.triton.launching import blocks, launch
-from ms_kernels.triton.logit_chunks import Sums, chunks, lifted, scaled
+from ms_kernels.triton.logit_chunks import Sums, chunks, lifted, room_for_gradient, scaled
 from ms_kernels.triton.rows import as_rows, empty
 
 __all__ = ["token_log_probs"]
@@ -89,7 +89,7 @@ def _backward(
     constants = configuration.row_blocks(weight.shape[0])
     totals, spread = totals.view(-1), entropies.view(-1)
     for part, logits in chunks(rows, weight):
-        gradient = torch.empty_like(logits, dtype=hidden.dtype)
+        gradient = room_for_gradient(logits, hidden)
         count, classes = logits.shape
         launch(
             "token_log_probs.chosen_backward",

@@ -47,6 +47,9 @@ def cross_entropy_forward(
                 zero = tl.zeros([BLOCK], GRADIENT.dtype.element_ty)
                 tl.store(GRADIENT + column, zero, mask=column < classes)
     else:
+        # Read before the sums, which all threads wait for: GRADIENT may take its place later.
+        fits = (target >= 0) & (target < classes)
+        picked = tl.load(LOGITS + target, mask=fits, other=float("nan")).to(tl.float32)
         top = -float("inf")
         norm = 0.0
         mean = 0.0
@@ -61,8 +64,6 @@ def cross_entropy_forward(
             top = higher
             mean += tl.sum(tl.where(column < classes, x, 0.0), 0)
         total = tl.where(top == -float("inf"), top, top + tl.log(norm))
-        fits = (target >= 0) & (target < classes)
-        picked = tl.load(LOGITS + target, mask=fits, other=float("nan")).to(tl.float32)
         loss = total - (1 - smoothing) * picked + z_loss * total * total
         # 0 · -inf is NaN: an excluded class may not reach a loss that is not smoothed.
         loss = tl.where(smoothing > 0, loss - smoothing * (mean / classes), loss)
