@@ -5,10 +5,16 @@ The consumer owns the Protocol; a line here is one producer handed to one consum
 
 from collections.abc import Mapping
 
+import ms_align.engine
+import ms_align.events
 import ms_data
 import ms_kernels
 import ms_parallel.ops
 import ms_profile
+from ms_align.generation import Generator
+from ms_align.generation.engine_generator import EngineGenerator, GeneratingEngine
+from ms_align.local import LocalEngine
+from ms_align.parallel import ParallelEngine
 from ms_data import TokenStream
 from ms_parallel import Engine, Layout
 from ms_parallel.events import OnEvent
@@ -38,3 +44,19 @@ def on_event(kind: str, fields: Mapping[str, int | float | str]) -> None:
 def engine_takes_either_operators() -> tuple[Engine, Engine]:
     """The model's operators are a module."""
     return Engine("llama", Layout(), ops=ms_parallel.ops), Engine("llama", ops=ms_kernels)
+
+
+def align_takes_either_engine(
+    local: LocalEngine, parallel: ParallelEngine
+) -> tuple[ms_align.engine.Engine, ms_align.engine.Engine]:
+    """Its own of one process, and ms-parallel's under any layout."""
+    return local, parallel
+
+
+def align_draws_from_an_engine(engine: Engine) -> Generator:
+    """What ms-parallel's engine offers of generation is enough."""
+    generating: GeneratingEngine = engine
+    return EngineGenerator(generating)
+
+
+align_events: ms_align.events.OnEvent = ms_profile.EventLog("events")

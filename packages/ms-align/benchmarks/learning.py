@@ -43,9 +43,9 @@ def main() -> None:
     """Print a line a seed, then the means with their intervals."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--imitate", type=int, default=700, help="updates before PPO")
-    parser.add_argument("--steps", type=int, default=400, help="updates of PPO")
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--imitate", type=int, default=300, help="updates before PPO")
+    parser.add_argument("--steps", type=int, default=150, help="updates of PPO")
+    parser.add_argument("--learning-rate", type=float, default=1.5e-4)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -5,9 +5,12 @@ import subprocess
 import sys
 
 import torch
+from torch import nn
 
 import ms_align
-from ms_align import gae
+from ms_align import LocalEngine, gae
+from ms_align.losses.grpo import GRPOLoss
+from ms_align.options import OptimizerOptions
 
 
 def check(holds: bool, fact: str) -> None:
@@ -23,6 +26,20 @@ def main() -> None:
     rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.25, 0.5]])
     advantages = gae(rewards, values, torch.ones(1, 2), lam=1.0)
     check(advantages.tolist() == [[0.75, 0.5]], "with λ = 1 an advantage is return minus value")
+    engine = LocalEngine(
+        nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7)), OptimizerOptions(learning_rate=0.1)
+    )
+    rows = {"tokens": torch.tensor([[1, 2, 3]]), "targets": torch.tensor([[2, 3, -100]])}
+    rows |= {"advantages": torch.ones(1, 3), "old_logprobs": torch.zeros(1, 3)}
+
+    def logprob() -> float:
+        """Of the targets."""
+        return -float(engine.evaluate(rows, lambda o, b: o.token_losses(b["targets"])).sum())
+
+    rows["old_logprobs"] = torch.full((1, 3), logprob() / 2)
+    before = logprob()
+    engine.update(rows, GRPOLoss(clip_high=9.0))
+    check(logprob() > before, "a rewarded response becomes likelier")
     command = [sys.executable, "-I", "-m", "ms_align", "--help"]
     check(subprocess.run(command, capture_output=True).returncode == 0, "the command answers")
     print(f"ms-align {ms_align.__version__} works alone")
