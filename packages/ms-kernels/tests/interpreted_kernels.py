@@ -54,3 +54,28 @@ def test_the_interpreter_rounds_to_the_nearest_bfloat16():
     truth = contract.reference(gate.double(), up.double())
     got = OPERATORS["swiglu"].run(gate, up)
     torch.testing.assert_close(got.double(), truth, rtol=2**-8 + 1e-6, atol=1e-30)
+
+
+SMALL = {"...": 3, "H": 8, "V": 12, "I": 8, "B": 1, "S": 3, "Sq": 5, "Sk": 5, "T": 4, "K": 32}
+SMALL |= {"P": 16, "G": 1, "N": 6, "E": 4}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_torch_is_told_the_truth_about_each_operator(operator):
+    """Fake results have the real shapes, dtypes and strides, and nothing is written unannounced."""
+    contract = CONTRACTS[operator]
+    dims = {} if operator in ("decode_attention", "unpermute_tokens") else dict(SMALL)
+    if operator == "permute_tokens":
+        dims = {"T": 4, "H": 8}
+    drawn = contract.draw({name: size for name, size in dims.items() if name in contract.example})
+    tensors = [
+        each.requires_grad_(argument.differentiable and not contract.mutates)
+        for argument, each in zip(contract.arguments, drawn.values(), strict=True)
+    ]
+    name = f"{operator}_triton"
+    utilities = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(
+        getattr(torch.ops.ms_kernels, name).default,
+        (*tensors, *contract.defaults),
+        test_utils=utilities,
+    )

@@ -31,7 +31,7 @@ def interpret(*arguments, examples):
 
 
 def test_the_kernels_equal_the_reference_in_the_interpreter():
-    """Every operator's kernels, on a few calls each drawn at random."""
+    """Every operator, on a few calls drawn at random; torch is told the truth about each."""
     ended = interpret(examples=4)
     assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-2000:]
 
