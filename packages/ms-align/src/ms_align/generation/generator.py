@@ -92,7 +92,8 @@ class LocalGenerator:
                 self._admit(reader, new, prompts, count, live, written)
             else:
                 logits = reader.step(live.tokens, live.positions, live.columns)
-                live.positions = live.positions + 1
+                # A row that is over may wait for others to go, but not beyond the context.
+                live.positions = live.positions + (~written.over[live.rows]).long()
                 self._take(written.draw(logits, live.rows), live, written)
             self._dismiss(live, written, few=not waiting)
         self.model.module.train(training)
