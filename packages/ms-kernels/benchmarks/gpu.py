@@ -655,7 +655,7 @@ int main(void) {
 def launch_library(report: Report) -> None:
     """Build the library of this chip, run a kernel of it from Python and from a C program."""
     from ms_kernels.aot import TARGETS, build, load
-    from ms_kernels.triton.launching import chip_of
+    from ms_kernels.tuning import chip_of
 
     chip = "sm_90" if report.small else chip_of(report.device)
     if chip not in TARGETS or importlib.util.find_spec("triton") is None:

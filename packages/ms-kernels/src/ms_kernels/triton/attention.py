@@ -8,8 +8,9 @@ from torch import Tensor
 from ms_kernels.library import opaque
 from ms_kernels.reference import CONTRACTS
 from ms_kernels.triton import configuration
-from ms_kernels.triton.launching import blocks, chip_of, launch
+from ms_kernels.triton.launching import blocks, launch
 from ms_kernels.triton.rows import empty, wanted_of, with_unit_stride
+from ms_kernels.tuning import chip_of
 
 __all__ = ["attention", "document_ranges"]
 

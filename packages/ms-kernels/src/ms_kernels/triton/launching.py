@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["blocks", "chip_of", "kernel", "launch", "power_of_two"]
+__all__ = ["blocks", "kernel", "launch", "power_of_two"]
 
 MOST_PROGRAMS = {"npu": 65_520}
 """Programs of one launch by device type; a multiple of 16, so that no kernel is specialised anew.
@@ -64,17 +64,3 @@ def blocks(count: int, size: int) -> int:
 def power_of_two(size: int) -> int:
     """Return the least power of two that is no less than `size`."""
     return 1 << max(size - 1, 0).bit_length()
-
-
-@cache
-def chip_of(device: torch.device) -> str:
-    """Name the chip as the tables do: ``sm_90``, ``gfx942``, or the device's type."""
-    if device.type == "cpu":
-        return "cpu"
-    properties = torch.get_device_module(device).get_device_properties(device)
-    architecture = getattr(properties, "gcnArchName", "")
-    if architecture:
-        return str(architecture).split(":")[0]
-    if hasattr(properties, "major"):
-        return f"sm_{properties.major}{properties.minor}"
-    return device.type

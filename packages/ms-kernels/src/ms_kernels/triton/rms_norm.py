@@ -10,8 +10,9 @@ from torch import Tensor
 from ms_kernels.library import opaque
 from ms_kernels.reference import CONTRACTS
 from ms_kernels.triton import configuration
-from ms_kernels.triton.launching import blocks, chip_of, launch
+from ms_kernels.triton.launching import blocks, launch
 from ms_kernels.triton.rows import as_rows, empty, wanted_of
+from ms_kernels.tuning import chip_of
 
 __all__ = ["add_rms_norm", "rms_norm"]
 
