@@ -197,4 +197,3 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
         generator([[1] * 100], Sampling(max_new_tokens=64))
     with pytest.raises(DataError, match="token 300 and the model's vocabulary is 258"):
         generator([[300]], Sampling())
-
