@@ -6,6 +6,7 @@ parallelism its weight is a DTensor, and it computes on its own part: a group ne
 boundary between processes, which is checked when the layer is prepared or its weight is split.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,18 +21,16 @@ from ms_compress.scheme import Activations, Scheme
 
 __all__ = [
     "FACTOR",
-    "MASK",
     "Prepared",
     "PreparedEmbedding",
     "PreparedLinear",
     "check_layer",
     "prepare_layer",
+    "prepared_layers",
 ]
 
 FACTOR = "scale_factor"
 """Name of the parameter (N, G) whose exponential multiplies the scales, where they are learned."""
-MASK = "kept"
-"""Name of the buffer (N, K) bool of a pruned layer."""
 
 
 class Prepared(nn.Module):
@@ -43,6 +42,9 @@ class Prepared(nn.Module):
     quantising: bool
     """False in the float part of a float-then-quantised schedule."""
     layer_name: str
+    kept: Tensor | None
+    """The mask, on whatever device it was last used. No buffer: it outlives `to_empty`, and what
+    is stored are the zeros themselves."""
 
     @property
     def rule(self) -> Rule:
@@ -59,8 +61,18 @@ class Prepared(nn.Module):
 
     @property
     def mask(self) -> Tensor | None:
-        """(N, K) bool, or None."""
-        return self._buffers.get(MASK)
+        """(N, K) bool of this process's tensor-parallel part, or None."""
+        if self.kept is not None and self.kept.device != self.weight.device:
+            self.kept = self.kept.to(self.weight.device)
+        return self.kept
+
+    def set_mask(self, kept: Tensor) -> None:
+        """Mask the layer.
+
+        Args:
+            kept: (N, K) bool of the whole weight, True for weights that stay.
+        """
+        self.kept = _part(kept, self.weight)
 
     def effective_weight(self) -> Tensor:
         """What is computed with, (N, K), laid out as the weight is."""
@@ -81,6 +93,8 @@ class Prepared(nn.Module):
     def _check_split(self, name: str, param: Any) -> None:
         if name == "weight" and self.scheme is not None:
             check_groups(self.layer_name, param, self.scheme)
+        if name == "weight" and self.kept is not None and self.kept.shape == param.shape:
+            self.kept = _part(self.kept, param)
         weight: Any = self.weight
         if name == FACTOR and isinstance(weight, DTensor) and param.placements != weight.placements:
             raise OrderError(
@@ -138,7 +152,7 @@ def prepare_layer(
     if not isinstance(layer, Prepared):
         # The same object under a subclass, as fully_shard does: hooks, ties and names stay.
         layer.__class__ = KINDS[type(layer)]
-        layer.scheme = layer.activations = None  # type: ignore[assignment]
+        layer.scheme = layer.activations = layer.kept = None  # type: ignore[assignment]
     assert isinstance(layer, Prepared)
     layer.quantising, layer.layer_name = True, name
     if scheme is not None:
@@ -146,6 +160,13 @@ def prepare_layer(
         if learned_scales and layer.factor is None:
             layer.register_parameter(FACTOR, _factor(weight, scheme))
     return layer
+
+
+def prepared_layers(model: nn.Module) -> Iterator[tuple[str, Prepared]]:
+    """Names and prepared layers of a model."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, Prepared):
+            yield name, layer
 
 
 def check_layer(layer: nn.Module, name: str, scheme: Scheme | None) -> None:
@@ -220,6 +241,15 @@ def _factor(weight: Tensor, scheme: Scheme) -> nn.Parameter:
             stride=(groups, 1),
         )
     )
+
+
+def _part(mask: Tensor, weight: Tensor) -> Tensor:
+    """This process's part of a whole mask, as its weight is split."""
+    if not isinstance(weight, DTensor):
+        return mask
+    (chunk,) = weight.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    box = zip(chunk.offsets, chunk.sizes, strict=True)
+    return mask[tuple(slice(start, start + size) for start, size in box)].clone()
 
 
 def _laid_out(local: Tensor, like: DTensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Quantisation-aware training: a model's layers, prepared in place, compute as the target will."""
 
-from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 from typing import TypeVar
 
 from attrs import frozen
@@ -10,10 +9,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from ms_compress.errors import ConfigError, LayerError, OrderError
 from ms_compress.fake_quantiser import fake_input
-from ms_compress.layers import FACTOR, Prepared, check_layer, prepare_layer
+from ms_compress.layers import FACTOR, Prepared, check_layer, prepare_layer, prepared_layers
 from ms_compress.scheme import Scheme, scheme
+from ms_compress.selection import is_tied, select
 
-__all__ = ["FloatThenQuantised", "prepared_layers", "qat", "set_quantising"]
+__all__ = ["FloatThenQuantised", "qat", "set_quantising"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -53,14 +53,14 @@ def qat(
         OrderError: the model was sharded or split in an order that cannot be right.
     """
     how = scheme(scheme_name)
-    chosen = _chosen(model, exceptions, embeddings=embeddings, head=head)
+    chosen = select(model, exceptions, embeddings=embeddings, head=head)
     if not chosen:
         raise LayerError(f"nothing in {type(model).__name__} is left to prepare for {how}")
     if learned_scales and any(isinstance(each, FSDPModule) for each in model.modules()):
         raise OrderError(
             "learned scales are parameters, which fully_shard must see; prepare first, then shard"
         )
-    _check_ties(model, how, embeddings=embeddings, head=head)
+    _check_embeddings(model, how, embeddings=embeddings, head=head)
     for name, layer in chosen:
         check_layer(layer, name, how)
     factors: dict[int, nn.Parameter] = {}
@@ -78,13 +78,6 @@ def qat(
     if head and _is_staged(model) and getattr(model, "last", True):
         _round_head_input(model, _head_of(model, dict(chosen)))
     return model
-
-
-def prepared_layers(model: nn.Module) -> Iterator[tuple[str, Prepared]]:
-    """Names and prepared layers of a model."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, Prepared):
-            yield name, layer
 
 
 def set_quantising(model: nn.Module, on: bool) -> None:
@@ -111,46 +104,6 @@ class FloatThenQuantised:
         return on
 
 
-def _chosen(
-    model: nn.Module, exceptions: Sequence[str], *, embeddings: bool, head: bool
-) -> list[tuple[str, nn.Module]]:
-    unused = set(exceptions)
-    chosen = []
-    for name, layer in model.named_modules():
-        if not isinstance(layer, nn.Linear | nn.Embedding) and not _looks_linear(layer):
-            continue
-        matched = {pattern for pattern in exceptions if fnmatchcase(name, pattern)}
-        unused -= matched
-        is_head, is_embedding = name.endswith("lm_head"), isinstance(layer, nn.Embedding)
-        if matched or (is_head and not head) or (is_embedding and not (embeddings or head)):
-            continue
-        if is_embedding and not embeddings and not _is_tied(model, layer):
-            continue
-        chosen.append((name, layer))
-    whole = getattr(model, "first", True) and getattr(model, "last", True)
-    if unused and whole:  # a pipeline stage has not all layers
-        raise ConfigError(
-            f"the exception {min(unused)!r} matches no layer of {type(model).__name__}; its layers"
-            f" have names such as {chosen[0][0] if chosen else 'none'!r}"
-        )
-    return chosen
-
-
-def _looks_linear(layer: nn.Module) -> bool:
-    """A layer with a matrix of its own that is neither a norm nor a convolution of images."""
-    weight = layer._parameters.get("weight")
-    return isinstance(weight, Tensor) and weight.ndim == 2
-
-
-def _is_tied(model: nn.Module, embedding: nn.Module) -> bool:
-    """Whether the head uses this embedding's weight."""
-    head = next((m for n, m in model.named_modules() if n.endswith("lm_head")), None)
-    if head is not None:
-        return head.weight is embedding.weight
-    config = getattr(model, "config", None)
-    return bool(getattr(config, "tie_word_embeddings", False))
-
-
 def _head_of(model: nn.Module, chosen: dict[str, nn.Module]) -> Prepared:
     """What holds the head's weight; it rounds no input of its own, as it may not be called."""
     name = "lm_head" if "lm_head" in chosen else "model.embed_tokens"
@@ -159,13 +112,18 @@ def _head_of(model: nn.Module, chosen: dict[str, nn.Module]) -> Prepared:
     return layer
 
 
-def _check_ties(model: nn.Module, how: Scheme, *, embeddings: bool, head: bool) -> None:
+def _check_embeddings(model: nn.Module, how: Scheme, *, embeddings: bool, head: bool) -> None:
     """A tied weight is one tensor in the file: both uses are rounded, or neither."""
+    if embeddings and how.target == "ct":
+        raise LayerError(
+            f"{how} holds no quantised embedding that transformers reads; gguf.q4_0, gguf.q8_0 and"
+            " ort.matmulnbits do"
+        )
     tied = next(
         (
             name
             for name, layer in model.named_modules()
-            if isinstance(layer, nn.Embedding) and _is_tied(model, layer)
+            if isinstance(layer, nn.Embedding) and is_tied(model, layer)
         ),
         None,
     )

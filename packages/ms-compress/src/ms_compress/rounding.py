@@ -6,13 +6,23 @@ and export writes what it returns. Shapes: N rows, K features, G groups of a row
 
 from collections.abc import Callable
 
+import attrs
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from ms_compress.scheme import DTYPES, Activations, Rounding, Scheme
 
-__all__ = ["Quantised", "quantise", "round_activations", "round_weight"]
+__all__ = [
+    "Quantised",
+    "Reduce",
+    "quantise",
+    "round_activations",
+    "round_at",
+    "round_weight",
+    "scale_gradient",
+    "scales_of",
+]
 
 Reduce = Callable[[Tensor], Tensor]
 """Takes the largest of a tensor over processes that share a row."""
@@ -55,6 +65,25 @@ def round_weight(weight: Tensor, scheme: Scheme, factor: Tensor | None = None) -
     step, scales = _steps(wide, scheme, factor)
     out = wide.clone() if wide.data_ptr() == weight.data_ptr() else wide
     return _round(out, step, scheme).mul_(scales).view(weight.shape).to(weight.dtype)
+
+
+@torch.no_grad()
+def scales_of(weight: Tensor, scheme: Scheme, *, stored: bool = True) -> Tensor:
+    """The scheme's own scales of a weight, (N, G) float32.
+
+    Args:
+        weight: (N, K) floating.
+        scheme: divides K into groups.
+        stored: rounded to the scheme's scale dtype.
+    """
+    raw = attrs.evolve(scheme, scale_dtype="float32") if not stored else scheme
+    return _steps(_grouped(weight.float(), scheme.group), raw, None)[1].squeeze(-1)
+
+
+@torch.no_grad()
+def round_at(weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
+    """Weights (N, C) rounded at given scales (N, 1), float32."""
+    return _round(weight.float().clone(), scales, scheme).mul_(scales)
 
 
 def scale_gradient(

@@ -1,0 +1,149 @@
+"""Calibration, one decoder layer at a time: what each linear layer's inputs are like.
+
+Held at once are the hidden states of the calibration tokens, at one place of the model, and the
+statistics of one decoder layer. A layer sees inputs that the layers before it make once they have
+been changed, as in GPTQ (Frantar et al. 2022, arXiv:2210.17323) and Wanda.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from ms_compress.errors import CalibrationError
+from ms_compress.selection import blocks_of
+
+__all__ = ["Statistic", "walk"]
+
+Statistic = Callable[[Tensor | None, Tensor], Tensor]
+"""Adds inputs (T, K) float32 to what was held of a layer, None at first."""
+
+
+class _Reached(Exception):  # noqa: N818 - no error: it ends a forward that has served
+    """The first decoder layer has been called."""
+
+
+@frozen(kw_only=True, eq=False)
+class _Call:
+    """A decoder layer's arguments beside the hidden states."""
+
+    rest: tuple[Any, ...]
+    named: dict[str, Any]
+
+
+@torch.no_grad()
+def walk(
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    statistic: Statistic,
+    visit: Callable[[str, nn.Linear, Tensor], None],
+    wanted: set[str],
+) -> None:
+    """Visit each wanted linear layer with the statistic of its inputs; it may change its weight.
+
+    Args:
+        model: a whole decoder of ms-parallel or transformers.
+        batches: tokens, (B, S) int64 each.
+        statistic: what is gathered.
+        visit: gets the layer's name, the layer and its statistic.
+        wanted: names of layers to visit.
+
+    Raises:
+        CalibrationError: there are no tokens, or a layer's input is not finite.
+    """
+    if not batches or not all(batch.numel() for batch in batches):
+        raise CalibrationError("there are no calibration tokens; give at least one batch")
+    training = model.training
+    model.eval()
+    try:
+        hidden, calls = _first_inputs(model, batches)
+        for prefix, block in blocks_of(model):
+            layers = {
+                f"{prefix}.{name}": layer
+                for name, layer in block.named_modules()
+                if isinstance(layer, nn.Linear) and f"{prefix}.{name}" in wanted
+            }
+            held = _gather(block, layers, hidden, calls, statistic)
+            for name, layer in layers.items():
+                visit(name, layer, held.pop(name))
+            hidden = [_run(block, x, call) for x, call in zip(hidden, calls, strict=True)]
+    finally:
+        model.train(training)
+
+
+def _first_inputs(model: nn.Module, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[_Call]]:
+    """What the first decoder layer is called with, a batch at a time."""
+    hidden: list[Tensor] = []
+    calls: list[_Call] = []
+
+    def catch(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        named = dict(named)
+        first = inputs[0] if inputs else named.pop("hidden_states")
+        hidden.append(first)
+        calls.append(_Call(rest=tuple(inputs[1:]), named=named))
+        raise _Reached
+
+    handle = blocks_of(model)[0][1].register_forward_pre_hook(catch, with_kwargs=True)
+    keyless = {"use_cache": False} if hasattr(model.config, "to_dict") else {}
+    device = next(model.parameters()).device
+    try:
+        for batch in batches:
+            try:
+                model(batch.to(device), **keyless)
+            except _Reached:
+                continue
+    finally:
+        handle.remove()
+    return hidden, calls
+
+
+def _run(block: nn.Module, hidden: Tensor, call: _Call) -> Tensor:
+    out = block(hidden, *call.rest, **call.named)
+    result: Tensor = out[0] if isinstance(out, tuple) else out
+    return result
+
+
+def _gather(
+    block: nn.Module,
+    layers: dict[str, nn.Linear],
+    hidden: Sequence[Tensor],
+    calls: Sequence[_Call],
+    statistic: Statistic,
+) -> dict[str, Tensor]:
+    """The statistic of each layer's inputs over all batches."""
+    held: dict[str, Tensor] = {}
+    with _watching(layers, held, statistic):
+        for x, call in zip(hidden, calls, strict=True):
+            _run(block, x, call)
+    for name in layers:
+        if name not in held:
+            raise CalibrationError(f"{name} was never called with the calibration tokens")
+    return held
+
+
+@contextmanager
+def _watching(
+    layers: dict[str, nn.Linear], held: dict[str, Tensor], statistic: Statistic
+) -> Iterator[None]:
+    def watch(name: str) -> Callable[..., None]:
+        def see(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            flat = inputs[0].detach().flatten(0, -2).float()
+            if not bool(torch.isfinite(flat).all()):
+                bad = int((~torch.isfinite(flat)).sum())
+                raise CalibrationError(
+                    f"{name}: {bad} of {flat.numel()} values of its calibration input are NaN or"
+                    " infinite; look at the weights before it and at the tokens"
+                )
+            held[name] = statistic(held.get(name), flat)
+
+        return see
+
+    handles = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

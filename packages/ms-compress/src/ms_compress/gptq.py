@@ -1,0 +1,160 @@
+"""GPTQ: weights rounded one column after another, the error of each made up for by the rest.
+
+Frantar et al. 2022, arXiv:2210.17323, algorithm 1. Differences from the paper:
+1. Scales of a group are those of the target's own rule, taken when the group is reached.
+2. Scales are chosen among shrunken ones by the squared error of the group, if asked.
+Shapes: N rows, K features.
+"""
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from ms_compress.calibration import walk
+from ms_compress.errors import CalibrationError, ConfigError
+from ms_compress.layers import FACTOR, Prepared
+from ms_compress.qat import qat
+from ms_compress.rounding import round_at, scales_of
+from ms_compress.scheme import Scheme
+
+__all__ = ["gptq", "gptq_weight"]
+
+BLOCK = 128
+"""Columns whose errors are gathered before the rest is updated."""
+
+
+def gptq(
+    model: nn.Module,
+    scheme_name: str | Scheme,
+    batches: Sequence[Tensor],
+    *,
+    exceptions: Sequence[str] = (),
+    activations: bool = True,
+    damping: float = 0.01,
+) -> None:
+    """Prepare a model for a scheme and round its weights by GPTQ, in place.
+
+    Args:
+        model: a whole decoder of ms-parallel or transformers; masks are kept.
+        scheme_name: such as `"ct.int4_g32"`.
+        batches: calibration tokens, (B, S) int64 each.
+        exceptions: patterns of names of layers that stay as they are.
+        activations: also round inputs, where the target does.
+        damping: share of the mean of the Hessian's diagonal that is added to it.
+
+    Raises:
+        ConfigError: damping is not above 0.
+        CalibrationError: a layer's input is not finite; layers before it are rounded already.
+    """
+    if not damping > 0:
+        raise ConfigError(f"damping is {damping}; give a share above 0, such as 0.01")
+    qat(
+        model,
+        scheme_name,
+        exceptions=exceptions,
+        activations=activations,
+        learned_scales=True,
+    )
+
+    def visit(name: str, layer: nn.Linear, hessian: Tensor) -> None:
+        assert isinstance(layer, Prepared)
+        assert layer.scheme is not None
+        weight, scales = gptq_weight(
+            name, layer.weight.detach(), hessian, layer.scheme, mask=layer.mask, damping=damping
+        )
+        layer.weight.copy_(weight)
+        layer.get_parameter(FACTOR).copy_(_factor(layer.weight.detach(), scales, layer.scheme))
+
+    wanted = {
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, Prepared) and layer.scheme is not None
+    }
+    walk(model, batches, _add_square, visit, wanted)
+
+
+def _add_square(held: Tensor | None, inputs: Tensor) -> Tensor:
+    """Xᵀ X, (K, K)."""
+    return inputs.t() @ inputs if held is None else held.addmm_(inputs.t(), inputs)
+
+
+@torch.no_grad()
+def gptq_weight(
+    name: str,
+    weight: Tensor,
+    hessian: Tensor,
+    scheme: Scheme,
+    *,
+    mask: Tensor | None = None,
+    damping: float = 0.01,
+) -> tuple[Tensor, Tensor]:
+    """A weight whose values are all on the scheme's grid, and the scales (N, G) of that grid.
+
+    Args:
+        name: of the layer, for messages.
+        weight: (N, K).
+        hessian: (K, K), Xᵀ X of its inputs.
+        scheme: the target's.
+        mask: (N, K) bool; pruned weights stay zero.
+        damping: share of the mean of the diagonal that is added to it.
+
+    Raises:
+        CalibrationError: the Hessian cannot be inverted.
+    """
+    left = weight.float().clone()
+    inverse = _inverse_root(name, hessian, damping)
+    features = left.shape[1]
+    group = scheme.group_of(features)
+    rounded, scales = torch.zeros_like(left), []
+    for first in range(0, features, BLOCK):
+        last = min(first + BLOCK, features)
+        errors = torch.zeros_like(left[:, first:last])
+        for column in range(first, last):
+            if mask is not None:
+                left[:, column] *= mask[:, column]
+            if column % group == 0:
+                # The group may go on beyond this block, where errors are not yet made up for.
+                ahead = left[:, column : column + group]
+                kept = ahead if mask is None else ahead * mask[:, column : column + group]
+                scales.append(scales_of(kept, _one_group(scheme)))
+            value = left[:, column : column + 1]
+            rounded[:, column : column + 1] = round_at(value, scales[-1], scheme)
+            error = (value - rounded[:, column : column + 1]) / inverse[column, column]
+            left[:, column:last] -= error * inverse[column, column:last]
+            errors[:, column - first] = error.squeeze(1)
+        left[:, last:] -= errors @ inverse[first:last, last:]
+    return rounded.to(weight.dtype), torch.cat(scales, dim=1)
+
+
+def _one_group(scheme: Scheme) -> Scheme:
+    return attrs.evolve(scheme, group=None)
+
+
+def _inverse_root(name: str, hessian: Tensor, damping: float) -> Tensor:
+    """Upper Cholesky factor of the damped Hessian's inverse."""
+    damped = hessian.clone()
+    diagonal = damped.diagonal()
+    diagonal[diagonal == 0] = 1.0  # a feature that is never used
+    diagonal += damping * diagonal.mean()
+    lower, failed = torch.linalg.cholesky_ex(damped)
+    if int(failed) == 0:
+        root, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    if int(failed):
+        raise CalibrationError(
+            f"{name}: the Hessian of its inputs cannot be inverted at damping {damping}; use more"
+            " calibration tokens or more damping"
+        )
+    whole: Tensor = root
+    return whole
+
+
+def _factor(rounded: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
+    """The factor that makes the scheme's own scales of a rounded weight those it was rounded at.
+
+    Where the sign of a signed scale differs, no code is -2^(bits-1), so codes merely change sign.
+    """
+    own = scales_of(rounded, scheme, stored=False)
+    ratio = torch.where(own == 0, 1.0, (scales / own).abs())
+    return torch.where((ratio > 0) & ratio.isfinite(), ratio, 1.0).log()

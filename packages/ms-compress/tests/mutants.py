@@ -1,0 +1,89 @@
+"""Exported files with one thing wrong, as a faulty writer would leave them."""
+
+from collections.abc import Callable
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from ms_compress.export.gguf import permuted
+
+__all__ = ["GGUF", "mutate_gguf", "mutate_onnx", "mutate_safetensors"]
+
+HEADS, KEY_HEADS = 4, 2
+Mutant = Callable[[str, np.ndarray], np.ndarray]
+
+
+def swapped_nibbles(name: str, raw: np.ndarray) -> np.ndarray:
+    """Low and high halves of each byte of codes exchanged; raw (N, G, 18)."""
+    raw[..., 2:] = (raw[..., 2:] >> 4) | (raw[..., 2:] << 4)
+    return raw
+
+
+def shifted_scales(name: str, raw: np.ndarray) -> np.ndarray:
+    """Each group has its neighbour's scale."""
+    raw[..., :2] = np.roll(raw[..., :2], 1, axis=1)
+    return raw
+
+
+def dropped_scales(name: str, raw: np.ndarray) -> np.ndarray:
+    """All scales are 1."""
+    raw[..., :2] = np.array([1.0], dtype=np.float16).view(np.uint8)
+    return raw
+
+
+def unpermuted(name: str, raw: np.ndarray) -> np.ndarray:
+    """Rows of q and k in Hugging Face's order, by permuting until they come round."""
+    heads = {"attn_q": HEADS, "attn_k": KEY_HEADS}.get(name.split(".")[-2])
+    if heads is None:
+        return raw
+    rows = torch.from_numpy(raw)
+    half = rows.shape[0] // heads // 2
+    split = rows.reshape(heads, half, 2, *rows.shape[1:])
+    return split.transpose(1, 2).reshape(rows.shape).numpy()
+
+
+def permuted_twice(name: str, raw: np.ndarray) -> np.ndarray:
+    """Rows of q and k permuted once more."""
+    heads = {"attn_q": HEADS, "attn_k": KEY_HEADS}.get(name.split(".")[-2])
+    return raw if heads is None else permuted(torch.from_numpy(raw), heads).numpy()
+
+
+GGUF: dict[str, Mutant] = {
+    "swapped nibbles": swapped_nibbles,
+    "shifted scales": shifted_scales,
+    "dropped scales": dropped_scales,
+    "unpermuted": unpermuted,
+    "permuted twice": permuted_twice,
+}
+
+
+def mutate_gguf(path: str, mutant: Mutant, only: str = "") -> None:
+    """Change the Q4_0 tensors of a file in place, those whose name holds `only`."""
+    reader = gguf.GGUFReader(path, "r+")
+    for tensor in reader.tensors:
+        if tensor.tensor_type == gguf.GGMLQuantizationType.Q4_0 and only in tensor.name:
+            raw = tensor.data.reshape(tensor.data.shape[0], -1, 18)
+            tensor.data[:] = mutant(tensor.name, raw.copy()).reshape(tensor.data.shape)
+    reader.data.flush()
+
+
+def mutate_safetensors(path: str, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Rewrite a file with `change(name, tensor)` in each tensor's place."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name: change(name, tensor) for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def mutate_onnx(path: str, change: Callable[[str, np.ndarray], np.ndarray]) -> None:
+    """Rewrite a model with `change(name, array)` in each constant's place."""
+    import onnx
+
+    model = onnx.load(path)
+    for constant in model.graph.initializer:
+        array = onnx.numpy_helper.to_array(constant).copy()
+        new = np.ascontiguousarray(change(constant.name, array))
+        constant.CopyFrom(onnx.numpy_helper.from_array(new, constant.name))
+    onnx.save(model, path)

@@ -1,0 +1,102 @@
+"""Divergences from a teacher, and students that are cut from one."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Categorical, kl_divergence
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import decoder, llama, tokens
+
+from ms_compress import ConfigError, LayerError
+from ms_compress.distil import distillation_loss
+from ms_compress.student import cut_student, kept_layers
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "skewed"])
+def test_divergences_are_those_of_their_definitions(kind: str) -> None:
+    """Against torch.distributions, with a temperature and positions that do not count."""
+    torch.manual_seed(0)
+    student, teacher = torch.randn(2, 5, 11), torch.randn(2, 5, 11)
+    targets = torch.zeros(2, 5, dtype=torch.int64)
+    targets[0, 2:] = -100
+    p, q = Categorical(logits=teacher / 2), Categorical(logits=student / 2)
+    mixed = Categorical(probs=0.1 * p.probs + 0.9 * q.probs)
+    each = {
+        "forward": kl_divergence(p, q),
+        "reverse": kl_divergence(q, p),
+        "skewed": kl_divergence(p, mixed),
+    }[kind]
+    expected = 4 * each[targets != -100].mean()
+    found = distillation_loss(student, teacher, kind=kind, temperature=2.0, targets=targets)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "skewed"])
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(kind: str) -> None:
+    """Loss and gradient are zero at equality; the teacher gets no gradient."""
+    student = torch.randn(3, 7, requires_grad=True)
+    teacher = student.detach().clone().requires_grad_()
+    loss = distillation_loss(student, teacher, kind=kind)  # type: ignore[arg-type]
+    loss.backward()
+    assert abs(loss.item()) < 1e-6
+    assert student.grad is not None
+    assert float(student.grad.abs().max()) < 1e-6
+    assert teacher.grad is None
+
+
+def test_other_vocabularies_are_refused() -> None:
+    """With both sizes."""
+    with pytest.raises(ConfigError, match=r"student's logits are \(1, 5\), teacher's \(1, 6\)"):
+        distillation_loss(torch.zeros(1, 5), torch.zeros(1, 6))
+
+
+@pytest.mark.parametrize("build", [decoder, llama])
+def test_a_student_of_full_size_is_its_teacher(build: type[nn.Module]) -> None:
+    """Nothing is lost where nothing is cut."""
+    teacher = build()
+    student = cut_student(teacher)
+    difference = logits(student) - logits(teacher)
+    assert float(difference.abs().max()) == 0.0
+
+
+@pytest.mark.parametrize("build", [decoder, llama])
+def test_neurons_of_no_effect_are_cut_without_loss(build: type[nn.Module]) -> None:
+    """Neurons whose output weights are zero go first, and the student computes the same."""
+    teacher = build()
+    with torch.no_grad():
+        for name, layer in teacher.named_modules():
+            if name.endswith("down_proj"):
+                layer.weight[:, ::2] = 0
+    student = cut_student(teacher, inner=128)
+    torch.testing.assert_close(logits(student), logits(teacher), rtol=1e-4, atol=1e-5)
+    assert sum(p.numel() for p in student.parameters()) < sum(
+        p.numel() for p in teacher.parameters()
+    )
+
+
+def test_layers_stay_at_even_distances() -> None:
+    """First and last always; a student of half the depth takes every other block."""
+    assert kept_layers(12, 6) == [0, 2, 4, 7, 9, 11]
+    assert kept_layers(6, 2) == [0, 5]
+    teacher = decoder(4)
+    student = cut_student(teacher, layers=2)
+    last = "mlp.up_proj.weight"
+    assert torch.equal(
+        student.get_parameter(f"model.layers.1.{last}"),
+        teacher.get_parameter(f"model.layers.3.{last}"),
+    )
+    with pytest.raises(ConfigError, match="9 layers of 4"):
+        cut_student(teacher, layers=9)
+    with pytest.raises(LayerError, match="no decoder"):
+        cut_student(nn.Linear(2, 2))
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    """Of the tests' tokens."""
+    out = model.eval()(tokens())
+    found: torch.Tensor = out if isinstance(out, torch.Tensor) else out.logits
+    return found.detach()

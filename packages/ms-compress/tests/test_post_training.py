@@ -1,0 +1,175 @@
+"""Rounding and pruning after training: what calibration buys, and what it refuses."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import decoder, llama, tokens
+
+from ms_compress import CalibrationError, ConfigError, LayerError, export, qat
+from ms_compress.gptq import gptq, gptq_weight
+from ms_compress.layers import prepared_layers
+from ms_compress.pattern import NOfM
+from ms_compress.prune import GradualPruning, keep_zeros, mask_zeros, masks, prune, sparsity
+from ms_compress.rounding import quantise, round_weight
+from ms_compress.runtimes import open_runtime
+from ms_compress.scheme import NAMES, scheme
+from ms_compress.verify import model_logits
+from ms_compress.wanda import wanda
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gptq_loses_less_of_the_output_than_rounding(name: str) -> None:
+    """On inputs whose features hang together, the error of X Wᵀ is smaller than RTN's."""
+    torch.manual_seed(0)
+    inputs = torch.randn(512, 16) @ torch.randn(16, 128) + 0.1 * torch.randn(512, 128)
+    weight, how = torch.randn(64, 128), scheme(name)
+    found, scales = gptq_weight("layer", weight, inputs.t() @ inputs, how)
+    assert scales.shape == (64, 128 // how.group_of(128))
+    theirs = (inputs @ (weight - found).t()).square().mean()
+    plain = (inputs @ (weight - round_weight(weight, how)).t()).square().mean()
+    assert theirs < 0.7 * plain
+
+
+@pytest.mark.parametrize("name", ["gguf.q4_0", "ort.matmulnbits", "ct.int3_g32", "ct.w8a8"])
+def test_what_gptq_has_rounded_is_on_the_grid_that_is_exported(name: str) -> None:
+    """Rounding the layer's weight again changes nothing beyond a scale's last bit."""
+    model = decoder(1)
+    gptq(model, name, [tokens(4)])
+    for _, layer in prepared_layers(model):
+        assert layer.scheme is not None
+        stored = quantise(layer.weight, layer.scheme, layer.factor).weight()
+        torch.testing.assert_close(stored, layer.weight.detach(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("build", [decoder, llama])
+def test_gptq_brings_logits_nearer_than_rounding(build: type[nn.Module]) -> None:
+    """Three bits, on tokens that were not used for calibration."""
+    plain, rounded, better = build(), build(), build()
+    qat(rounded, "ct.int3_g32")
+    gptq(better, "ct.int3_g32", [tokens(8, seed=seed) for seed in range(4)])
+    unseen = tokens(4, seed=99)
+    truth = model_logits(plain, unseen)
+    of_rounding = (model_logits(rounded, unseen) - truth).square().mean()
+    of_gptq = (model_logits(better, unseen) - truth).square().mean()
+    assert of_gptq < 0.9 * of_rounding
+
+
+def test_calibration_names_the_layer_that_meets_nan() -> None:
+    """A weight gone bad shows where its output is first an input."""
+    model = decoder(2)
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.post_attention_layernorm.weight")[3] = float("nan")
+    with pytest.raises(CalibrationError, match=r"model\.layers\.1\.mlp\.gate_proj: 96 of"):
+        gptq(model, "ct.int4_g32", [tokens(2)])
+    with pytest.raises(CalibrationError, match="no calibration tokens"):
+        wanda(decoder(), "2:4", [])
+
+
+def groups_of_four(mask: Tensor) -> Tensor:
+    """How many of each four neighbours stay."""
+    return mask.view(-1, 4).sum(1)
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+def test_two_of_four_is_two_of_every_four(method: str) -> None:
+    """In each layer but the head, and in the stored weights too."""
+    model = decoder()
+    if method == "wanda":
+        wanda(model, "2:4", [tokens(4)])
+    else:
+        prune(model, "2:4")
+    kept = masks(model)
+    assert len(kept) == 2 * 7
+    for name, mask in kept.items():
+        assert bool((groups_of_four(mask) == 2).all())
+        assert torch.equal(model.get_submodule(name).weight != 0, mask)
+
+
+def test_wanda_keeps_weights_that_meet_large_inputs() -> None:
+    """A feature whose norm is a million times as large loses none of its weights."""
+    model = decoder(1)
+    with torch.no_grad():
+        model.get_parameter("model.layers.0.input_layernorm.weight")[5] = 1e6
+    wanda(model, 0.5, [tokens(4)])
+    mask = masks(model)["model.layers.0.self_attn.q_proj"]
+    assert bool(mask[:, 5].all())
+    assert bool((mask.sum(1) == 64).all())
+
+
+def test_masks_hold_through_training_quantisation_and_export(tmp_path: Path) -> None:
+    """Momentum from before, weight decay and learned scales bring no pruned weight back."""
+    model = decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    text = tokens(4, 33)
+
+    def step() -> None:
+        logits = model(text[:, :-1]).flatten(0, 1)
+        nn.functional.cross_entropy(logits, text[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    prune(model, NOfM(2, 4))
+    qat(model, "ct.int4_g32", learned_scales=True)
+    before = {name: mask.clone() for name, mask in masks(model).items()}
+    for _ in range(3):
+        step()
+    for name, layer in prepared_layers(model):
+        assert torch.equal(
+            layer.effective_weight()[~before[name]], torch.zeros(int((~before[name]).sum()))
+        )
+    folder = export(model, tmp_path / "out", verify=True)
+    runtime = open_runtime(folder, "ct")
+    runtime.logits(tokens())  # codes become weights at the first forward
+    there = dict(runtime.model.named_modules())  # type: ignore[attr-defined]
+    for name, mask in before.items():
+        assert not bool(there[name].weight[~mask].any())
+    keep_zeros(model)
+    assert sparsity(model) == 0.5
+
+
+def test_gradual_pruning_rises_and_never_returns() -> None:
+    """The cubic from 0 to the pattern's share; a weight once pruned stays so."""
+    model = decoder(1)
+    schedule = GradualPruning(how=0.8, begin=2, end=12, every=5)
+    shares, last = [], None
+    for step in range(15):
+        changed = schedule.apply(model, step)
+        assert changed == (step in (2, 7, 12))
+        if changed:
+            now = masks(model)
+            if last is not None:
+                assert all(not bool((now[n] & ~last[n]).any()) for n in now)
+            last = {name: mask.clone() for name, mask in now.items()}
+            shares.append(round(sparsity(model), 3))
+    assert shares == [0.0, 0.7, 0.8]  # 0.8 · (1 - ½³) = 0.7
+
+
+def test_masks_are_found_again_in_zeros() -> None:
+    """A model that was saved and read needs nothing but its weights."""
+    model = decoder()
+    prune(model, 0.6)
+    again = decoder(seed=1)
+    again.load_state_dict(model.state_dict())
+    mask_zeros(again)
+    assert all(torch.equal(mask, masks(model)[name]) for name, mask in masks(again).items())
+
+
+def test_patterns_refuse_what_they_cannot_do() -> None:
+    """With what fits, and before anything is masked."""
+    layers = nn.Sequential(nn.Linear(8, 4), nn.Linear(6, 4))
+    with pytest.raises(
+        LayerError, match="1: 2:4 needs rows of a multiple of 4, and these are of 6"
+    ):
+        prune(layers, "2:4")
+    assert masks(layers) == {}
+    for wrong in ("4:2", "half", 1.5):
+        with pytest.raises(ConfigError):
+            prune(layers, wrong)
+    with pytest.raises(ConfigError, match="'down' matches no layer"):
+        prune(layers, 0.5, exceptions=["down"])

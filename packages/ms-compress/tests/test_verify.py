@@ -1,0 +1,98 @@
+"""`verify` refuses files that a faulty writer would leave, and says why."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import decoder
+from mutants import mutate_onnx, mutate_safetensors
+
+from ms_compress import VerifyError, export, qat, verify
+from ms_compress.verify import probe
+
+
+def nibbles(name: str, tensor: Tensor) -> Tensor:
+    """The halves of each byte of packed codes exchanged."""
+    if not name.endswith("weight_packed"):
+        return tensor
+    raw = tensor.view(torch.uint8)
+    return ((raw >> 4) | (raw << 4)).view(torch.int32)
+
+
+def shifted(name: str, tensor: Tensor) -> Tensor:
+    """Each group has its neighbour's scale."""
+    return tensor.roll(1, dims=1).contiguous() if name.endswith("weight_scale") else tensor
+
+
+def dropped(name: str, tensor: Tensor) -> Tensor:
+    """All scales are 1."""
+    return torch.ones_like(tensor) if name.endswith("weight_scale") else tensor
+
+
+def turned(name: str, tensor: Tensor) -> Tensor:
+    """Rows of q in llama.cpp's order, which transformers does not expect."""
+    if ".q_proj." not in name or tensor.shape[0] == 2:
+        return tensor
+    return tensor.reshape(4, 2, 16, -1).transpose(1, 2).reshape(tensor.shape).contiguous()
+
+
+@pytest.mark.parametrize("change", [nibbles, shifted, dropped, turned])
+def test_a_wrong_compressed_tensors_folder_is_refused(
+    change: Callable[[str, Tensor], Tensor], tmp_path: Path
+) -> None:
+    """Transformers reads each of these without complaint."""
+    model = qat(decoder(), "ct.int4_g32")
+    folder = export(model, tmp_path / "out")
+    verify(model, folder, "ct")
+    mutate_safetensors(str(folder / "model.safetensors"), change)
+    with pytest.raises(VerifyError, match="is not this model"):
+        verify(model, folder, "ct")
+
+
+@pytest.mark.parametrize("change", ["nibbles", "shifted", "dropped", "turned"])
+def test_a_wrong_onnx_file_is_refused(change: str, tmp_path: Path) -> None:
+    """So does onnxruntime."""
+    model = qat(decoder(), "ort.matmulnbits")
+    folder = export(model, tmp_path / "out")
+    verify(model, folder, "ort")
+
+    def apply(name: str, array: np.ndarray) -> np.ndarray:
+        if change == "nibbles" and name.endswith(".codes"):
+            return (array >> 4) | (array << 4)
+        if change == "shifted" and name.endswith(".scales"):
+            return np.roll(array, 1, axis=1)
+        if change == "dropped" and name.endswith(".scales"):
+            return np.ones_like(array)
+        if change == "turned" and "q_proj" in name:
+            return array.reshape(4, 2, 16, -1).swapaxes(1, 2).reshape(array.shape)
+        return array
+
+    mutate_onnx(str(folder / "model.onnx"), apply)
+    with pytest.raises(VerifyError, match="is not this model"):
+        verify(model, folder, "ort")
+
+
+def test_an_export_that_fails_its_check_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer packs wrongly; the folder never appears."""
+    from ms_compress.export import compressed_tensors
+
+    good = compressed_tensors.pack
+    monkeypatch.setattr(compressed_tensors, "pack", lambda codes, bits: good(-codes - 1, bits))
+    with pytest.raises(VerifyError):
+        export(qat(decoder(), "ct.int4_g32"), tmp_path / "out", verify=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_probe_is_spread_over_the_vocabulary() -> None:
+    """Numbers of a probe are valid tokens, and differ."""
+    found = probe(5000)
+    assert int(found.max()) < 5000
+    assert found.unique().numel() > 90
