@@ -181,6 +181,16 @@ def peers(session: nox.Session, package: str) -> None:
 
 
 @nox.session
+def deploy(session: nox.Session) -> None:
+    """Build llama.cpp's Python package from source, about 12 minutes, and run the GGUF proof."""
+    install_torch(session)
+    session.install("./packages/ms-compress", "-r", "packages/ms-compress/tests/requirements.txt")
+    session.install("llama-cpp-python>=0.3.9", "--no-binary", "llama-cpp-python")
+    proof = "packages/ms-compress/tests/test_llama_cpp.py"
+    session.run("pytest", proof, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 @every_package
 def gpu(session: nox.Session, package: str) -> None:
     """Run the tests and figures that need an accelerator."""

@@ -1,6 +1,7 @@
 """Quantisation-aware training, sparsity, distillation and export: what was trained is deployed."""
 
 from ms_compress.deploy import export
+from ms_compress.distil import distillation_loss
 from ms_compress.errors import (
     CalibrationError,
     CompressError,
@@ -12,9 +13,22 @@ from ms_compress.errors import (
     SchemeError,
     VerifyError,
 )
+from ms_compress.gptq import gptq
+from ms_compress.prune import (
+    GradualPruning,
+    keep_zeros,
+    mask_zeros,
+    masks,
+    prune,
+    set_masks,
+    sparsity,
+)
 from ms_compress.qat import FloatThenQuantised, qat
 from ms_compress.scheme import Scheme, scheme
+from ms_compress.student import cut_student
+from ms_compress.tuning import Tuning, perplexity, tune
 from ms_compress.verify import Agreement, verify
+from ms_compress.wanda import wanda
 
 __version__ = "0.1.0"
 
@@ -26,14 +40,28 @@ __all__ = [
     "DataError",
     "ExportError",
     "FloatThenQuantised",
+    "GradualPruning",
     "LayerError",
     "OrderError",
     "Scheme",
     "SchemeError",
+    "Tuning",
     "VerifyError",
     "__version__",
+    "cut_student",
+    "distillation_loss",
     "export",
+    "gptq",
+    "keep_zeros",
+    "mask_zeros",
+    "masks",
+    "perplexity",
+    "prune",
     "qat",
     "scheme",
+    "set_masks",
+    "sparsity",
+    "tune",
     "verify",
+    "wanda",
 ]

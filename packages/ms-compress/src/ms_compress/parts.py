@@ -68,6 +68,7 @@ class Source:
         for stage in stages:
             _drop_gathered(stage)
         self.config = _config(stages[0])
+        self._device = next(stages[0].parameters()).device
         self._layers: dict[str, nn.Module] = {}
         self._own: dict[str, Tensor] = {}
         offers: dict[str, Entry] = {}
@@ -156,8 +157,7 @@ class Source:
                 else:
                     dist.send(mine.contiguous().view(torch.uint8), 0)
             elif whole is not None:
-                device = dist.distributed_c10d._get_default_group()._device_types[0]
-                got = torch.empty(whole[box].shape, dtype=dtype, device=device)
+                got = torch.empty(whole[box].shape, dtype=dtype, device=self._device)
                 dist.recv(got.view(torch.uint8), part.rank)
                 whole[box] = got.cpu()
         return whole

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ms_compress.errors import ConfigError, LayerError, OrderError
 from ms_compress.fake_quantiser import fake_input
-from ms_compress.layers import FACTOR, Prepared, check_layer, prepare_layer, prepared_layers
+from ms_compress.layers import Prepared, check_layer, prepare_layer, prepared_layers
 from ms_compress.scheme import Scheme, scheme
 from ms_compress.selection import is_tied, select
 
@@ -41,7 +41,8 @@ def qat(
         embeddings: prepare `nn.Embedding` too.
         head: prepare the output head, the module called `lm_head`, or the embedding it is tied to.
         activations: also round inputs, where the target does.
-        learned_scales: learn a factor for each scale (LSQ); rounded to the target's scale dtype.
+        learned_scales: learn a factor for each scale (LSQ), rounded to the target's scale dtype;
+            a weight that embedding and head share keeps the scheme's own scales.
 
     Returns:
         The same model.
@@ -63,18 +64,17 @@ def qat(
     _check_embeddings(model, how, embeddings=embeddings, head=head)
     for name, layer in chosen:
         check_layer(layer, name, how)
-    factors: dict[int, nn.Parameter] = {}
+    tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
     for name, layer in chosen:
-        rounding = how.activations if activations else None
-        weight = id(layer.weight)
-        shared = factors.get(weight)
-        if shared is not None:  # one weight, one set of scales
-            prepare_layer(layer, name, how, activations=rounding)
-            layer.register_parameter(FACTOR, shared)
-            continue
-        prepare_layer(layer, name, how, activations=rounding, learned_scales=learned_scales)
-        if learned_scales:
-            factors[weight] = layer.get_parameter(FACTOR)
+        # The two uses of a tied weight may lie on two stages: it keeps the scheme's own scales.
+        shared = tied and (isinstance(layer, nn.Embedding) or name.endswith("lm_head"))
+        prepare_layer(
+            layer,
+            name,
+            how,
+            activations=how.activations if activations else None,
+            learned_scales=learned_scales and not shared,
+        )
     if head and _is_staged(model) and getattr(model, "last", True):
         _round_head_input(model, _head_of(model, dict(chosen)))
     return model

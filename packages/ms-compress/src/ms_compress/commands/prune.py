@@ -1,0 +1,66 @@
+"""`ms-compress prune`: prune a model by magnitude or Wanda, train on, and save it."""
+
+from typing import Any
+
+import torch
+from attrs import field, frozen
+
+from ms_compress.commands.command import Command
+from ms_compress.commands.finish import tokens_of
+from ms_compress.commands.loading import load, save
+from ms_compress.commands.run_options import ModelRun
+from ms_compress.pattern import Pattern, pattern
+from ms_compress.prune import GradualPruning, keep_zeros, prune, sparsity
+from ms_compress.run_file import build
+from ms_compress.settings import flag, one_of
+from ms_compress.tuning import tune
+from ms_compress.wanda import wanda
+
+__all__ = ["PRUNE"]
+
+
+@frozen(kw_only=True)
+class PruneRun(ModelRun):
+    """Settings of the command."""
+
+    pattern: Pattern = field(converter=pattern)
+    """`"2:4"`, or a share such as 0.5."""
+    method: str = field(default="magnitude", validator=one_of("magnitude", "wanda", "gradual"))
+    """At once by magnitude or Wanda, or gradually over the first half of the training."""
+    retrain: bool = field(default=True, validator=flag)
+
+
+def run(settings: dict[str, Any], where: str) -> int:
+    """Prune, train on, save; prints the folder."""
+    options = build(PruneRun, settings, where=where)
+    model = load(options.model)
+    schedule = None
+    if options.method == "wanda":
+        batches = torch.split(tokens_of(options), options.tuning.batch_size)
+        wanda(model, options.pattern, batches, exceptions=options.exceptions)
+    elif options.method == "magnitude":
+        prune(model, options.pattern, exceptions=options.exceptions)
+    else:
+        half = max(1, options.tuning.steps // 2)
+        schedule = GradualPruning(how=options.pattern, end=half, exceptions=options.exceptions)
+    if options.retrain or schedule is not None:
+        losses = tune(
+            model,
+            tokens_of(options),
+            options.tuning,
+            before_step=None if schedule is None else lambda step: schedule.apply(model, step),
+            after_step=lambda step: keep_zeros(model),
+        )
+        print(f"trained {len(losses)} steps: loss {losses[0]:.4f} to {losses[-1]:.4f}")
+    keep_zeros(model)
+    save(model, options.output_dir)
+    print(f"{options.output_dir}: {sparsity(model):.1%} of the pruned layers' weights are zero")
+    return 0
+
+
+PRUNE = Command(
+    name="prune",
+    help="prune a model by magnitude or Wanda, train on, and save it",
+    example="ms-compress prune RUN.toml --set pattern=2:4 --set method=wanda",
+    run=run,
+)

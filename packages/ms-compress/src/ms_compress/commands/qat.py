@@ -1,0 +1,68 @@
+"""`ms-compress qat`: train a model as its target will compute, and export it."""
+
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+from ms_compress.commands.command import Command
+from ms_compress.commands.finish import finish, tokens_of
+from ms_compress.commands.loading import load
+from ms_compress.commands.run_options import SchemeRun, optional_path
+from ms_compress.prune import keep_zeros, mask_zeros, masks
+from ms_compress.qat import FloatThenQuantised, qat
+from ms_compress.run_file import build
+from ms_compress.settings import flag, whole
+from ms_compress.tuning import tune
+
+__all__ = ["QAT"]
+
+
+@frozen(kw_only=True)
+class QatRun(SchemeRun):
+    """Settings of the command."""
+
+    learned_scales: bool = field(default=True, validator=flag)
+    float_steps: int = field(default=0, validator=whole(least=0))
+    """Steps before anything is rounded."""
+    sparse: bool = field(default=False, validator=flag)
+    """Keep the model's zeros as a mask."""
+    teacher: Path | None = field(default=None, converter=optional_path)
+    """A model folder whose logits are distilled."""
+
+
+def run(settings: dict[str, Any], where: str) -> int:
+    """Prepare, train, export; prints the folder."""
+    options = build(QatRun, settings, where=where)
+    model = load(options.model)
+    if options.sparse:
+        mask_zeros(model, options.exceptions)
+    qat(
+        model,
+        options.scheme,
+        exceptions=options.exceptions,
+        embeddings=options.embeddings,
+        head=options.head,
+        activations=options.activations,
+        learned_scales=options.learned_scales,
+    )
+    schedule = FloatThenQuantised(float_steps=options.float_steps)
+    losses = tune(
+        model,
+        tokens_of(options),
+        options.tuning,
+        teacher=None if options.teacher is None else load(options.teacher),
+        before_step=lambda step: schedule.apply(model, step),
+        after_step=lambda step: keep_zeros(model) if masks(model) else None,
+    )
+    print(f"trained {len(losses)} steps: loss {losses[0]:.4f} to {losses[-1]:.4f}")
+    schedule.apply(model, options.float_steps)
+    return finish(model, options)
+
+
+QAT = Command(
+    name="qat",
+    help="train a model as its target will compute, and export it",
+    example="ms-compress qat RUN.toml --set scheme=gguf.q4_0 --set tuning.steps=200",
+    run=run,
+)

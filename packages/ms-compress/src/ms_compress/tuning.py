@@ -1,0 +1,149 @@
+"""A plain training loop on one process: what compression needs of one, and no more.
+
+Larger models train under any loop or engine; a prepared model is an ordinary one.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from attrs import field, frozen
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ms_compress.distil import Divergence, distillation_loss
+from ms_compress.errors import ConfigError
+from ms_compress.settings import number, one_of, whole
+
+__all__ = ["Tuning", "perplexity", "tune"]
+
+logger = logging.getLogger(__name__)
+
+
+@frozen(kw_only=True)
+class Tuning:
+    """How a model is trained on after it was compressed."""
+
+    steps: int = field(default=100, validator=whole())
+    batch_size: int = field(default=8, validator=whole())
+    sequence_length: int = field(default=256, validator=whole(least=2))
+    learning_rate: float = field(default=1e-4, validator=number())
+    """The highest; a straight warm-up over a tenth of the steps, then a cosine to a tenth."""
+    weight_decay: float = field(default=0.0, validator=number())
+    max_grad_norm: float = field(default=1.0, validator=number(least=1e-12))
+    seed: int = field(default=0, validator=whole(least=0))
+    divergence: Divergence = field(
+        default="forward", validator=one_of("forward", "reverse", "skewed")
+    )
+    """From the teacher, where there is one."""
+    distil_weight: float = field(default=1.0, validator=number(most=1.0))
+    """Share of the divergence in the loss; the rest is that of the text."""
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, from 0."""
+        warmup = max(1, self.steps // 10)
+        if step < warmup:
+            return self.learning_rate * (step + 1) / warmup
+        passed = (step - warmup) / max(1, self.steps - warmup)
+        return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * passed)))
+
+
+def tune(
+    model: nn.Module,
+    tokens: Tensor,
+    how: Tuning,
+    *,
+    teacher: nn.Module | None = None,
+    before_step: Callable[[int], object] | None = None,
+    after_step: Callable[[int], object] | None = None,
+) -> list[float]:
+    """Train a model on rows of tokens, in a shuffled order that the seed fixes.
+
+    Args:
+        model: of ms-parallel or transformers; changed in place.
+        tokens: (R, L) int64, L more than `sequence_length`: targets are the next tokens.
+        how: the settings.
+        teacher: gives the logits to distil; it is left in evaluation mode.
+        before_step: called with the step's number, such as a schedule of pruning.
+        after_step: likewise, such as `keep_zeros`.
+
+    Returns:
+        The loss of each step.
+
+    Raises:
+        ConfigError: there are no rows, or a loss is not finite.
+    """
+    if not len(tokens) or tokens.shape[1] <= how.sequence_length:
+        raise ConfigError(
+            f"tokens are of shape {tuple(tokens.shape)}; give rows of more than"
+            f" sequence_length={how.sequence_length}"
+        )
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=how.learning_rate, weight_decay=how.weight_decay
+    )
+    model.train()
+    losses = []
+    for step, rows in zip(range(how.steps), _batches(len(tokens), how), strict=False):
+        if before_step is not None:
+            before_step(step)
+        text = tokens[rows, : how.sequence_length + 1]
+        loss = _loss(model, text, how, teacher)
+        if not bool(torch.isfinite(loss)):
+            raise ConfigError(f"step {step}: the loss is {loss.item()}; lower learning_rate")
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), how.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = how.rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if after_step is not None:
+            after_step(step)
+        losses.append(loss.item())
+        logger.info("step %d of %d: loss %.4f", step + 1, how.steps, losses[-1])
+    model.eval()
+    return losses
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, tokens: Tensor, *, batch_size: int = 8) -> float:
+    """Exp of the mean of -log p of each next token of rows (R, L) int64."""
+    training = model.training
+    model.eval()
+    total = 0.0
+    for rows in torch.split(tokens, batch_size):
+        logits = _logits(model, rows[:, :-1]).float()
+        total += float(
+            F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+        )
+    model.train(training)
+    return math.exp(total / (tokens.shape[0] * (tokens.shape[1] - 1)))
+
+
+def _loss(model: nn.Module, text: Tensor, how: Tuning, teacher: nn.Module | None) -> Tensor:
+    logits = _logits(model, text[:, :-1])
+    targets = text[:, 1:]
+    plain = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    if teacher is None or how.distil_weight == 0:
+        return plain
+    with torch.no_grad():
+        aim = _logits(teacher.eval(), text[:, :-1])
+    apart = distillation_loss(logits, aim, kind=how.divergence)
+    return how.distil_weight * apart + (1 - how.distil_weight) * plain
+
+
+def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    out = model(tokens)
+    logits: Tensor = out if isinstance(out, Tensor) else out.logits
+    return logits
+
+
+def _batches(rows: int, how: Tuning) -> Iterator[Tensor]:
+    """Row numbers of each batch; every row once before any comes again."""
+    generator = torch.Generator().manual_seed(how.seed)
+    waiting = torch.empty(0, dtype=torch.int64)
+    while True:
+        while len(waiting) < how.batch_size:
+            waiting = torch.cat((waiting, torch.randperm(rows, generator=generator)))
+        yield waiting[: how.batch_size]
+        waiting = waiting[how.batch_size :]

@@ -1,0 +1,157 @@
+"""Small QAT runs that every layout must repeat; functions that `run_processes` calls."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from ms_compress import CompressError, export, qat
+from ms_compress.pattern import pattern
+from ms_compress.prune import prune, set_masks
+from ms_parallel import AdamWConfig, Engine, Layout, NextTokenLoss
+from ms_parallel.groups import connect
+from ms_parallel.models import DecoderConfig, StagedModel
+
+VOCABULARY = 64
+CONFIG = DecoderConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    initializer_range=0.1,
+)
+TARGETS = {
+    "ct.int4_g32": {"learned_scales": True},
+    "ct.w8a8": {},
+    # Inputs are left alone: with norms of one they lie on borders between codes.
+    "gguf.q4_0": {
+        "learned_scales": True,
+        "embeddings": True,
+        "head": True,
+        "activations": False,
+    },
+    "ort.matmulnbits": {},
+}
+STEPS = 3
+
+
+def train(layout: dict[str, int], scheme: str, folder: str, sparse: bool = False) -> dict[str, Any]:
+    """Losses of some steps, and the digest of each exported file."""
+    groups = connect(Layout(**layout), device="cpu")
+    masks = {}
+    if sparse:
+        for layer in range(CONFIG.num_hidden_layers):
+            for name, shape in (("mlp.up_proj", (256, 128)), ("mlp.down_proj", (128, 256))):
+                generator = torch.Generator().manual_seed(layer)
+                scores = torch.rand(shape, generator=generator)
+                masks[f"model.layers.{layer}.{name}"] = pattern("2:4").keep(scores)
+
+    def prepare(stage: StagedModel) -> None:
+        set_masks(stage, masks)
+        qat(stage, scheme, **TARGETS[scheme])
+
+    engine = Engine(
+        CONFIG,
+        optimizer=AdamWConfig(learning_rate=2e-3, warmup_steps=0, weight_decay=0.1),
+        groups=groups,
+        microbatch_size=1 if layout.get("pipeline", 1) > 1 else None,
+        prepare=prepare,
+    )
+    losses = []
+    rows = 4 // groups.layout.data
+    mine = slice(groups.place.data * rows, groups.place.data * rows + rows)
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        text = torch.randint(0, VOCABULARY, (4, 17), generator=generator)[mine]
+        batch = {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+        losses.append(engine.update(batch, NextTokenLoss()).loss)
+    out = export(list(engine.stages.values()), Path(folder))
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.iterdir()}
+    return {"losses": losses, "files": files}
+
+
+def export_same_weights(layout: dict[str, int], scheme: str, folder: str) -> dict[str, str]:
+    """Digests of the files of a model whose weights no step has changed."""
+    groups = connect(Layout(**layout), device="cpu")
+    engine = Engine(CONFIG, groups=groups, prepare=lambda s: qat(s, scheme, **TARGETS[scheme]))
+    with torch.no_grad():
+        for name, parameter in engine.parameters.items():
+            if name.endswith("scale_factor"):
+                parameter.fill_(0.05)
+    out = export(list(engine.stages.values()), Path(folder))
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.iterdir()}
+
+
+def orders(split: bool) -> dict[str, str]:
+    """What torch's own wrappers and `qat` say of each order, on two processes."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(2, 128, generator=torch.Generator().manual_seed(0))
+
+    def fresh() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 128))
+
+    def parallel(model: nn.Module) -> nn.Module:
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+
+    def outcome(*steps: Any) -> str:
+        model: Any = fresh()
+        try:
+            for step in steps:
+                model = step(model) or model
+        except CompressError as error:
+            return f"{type(error).__name__}: {error}"
+        expected = qat(fresh(), "ct.int4_g32")(x)
+        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+        model(x).sum().backward()
+        return "equal"
+
+    def plain(model: nn.Module) -> nn.Module:
+        return qat(model, "ct.int4_g32")
+
+    def learned(model: nn.Module) -> nn.Module:
+        return qat(model, "ct.int4_g32", learned_scales=True)
+
+    def wide(model: nn.Module) -> nn.Module:
+        return qat(model, "ct.int4_g64")
+
+    def whole_rows(model: nn.Module) -> nn.Module:
+        return qat(model, "ct.w8a8")
+
+    def shard(model: nn.Module) -> nn.Module:
+        return fully_shard(model, mesh=mesh)
+
+    def two_of_four(model: nn.Module) -> None:
+        prune(model, "2:4")
+
+    return {
+        "qat, split": outcome(plain, parallel),
+        "split, qat": outcome(parallel, plain),
+        "split, learned": outcome(parallel, learned),
+        "learned, split": outcome(learned, parallel),
+        "qat, shard": outcome(plain, shard),
+        "shard, qat": outcome(shard, plain),
+        "learned, shard": outcome(learned, shard),
+        "shard, learned": outcome(shard, learned),
+        "split, wide": outcome(parallel, wide),
+        "wide, split": outcome(wide, parallel),
+        "split, whole rows": outcome(parallel, whole_rows),
+        "shard, prune": outcome(shard, two_of_four),
+    }

@@ -1,0 +1,89 @@
+"""The command: real folders in, real folders out; bad input is one line and exit code 2."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import decoder, tokens
+
+from ms_compress.cli import main
+from ms_parallel import load_model, save_model
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """A saved model, tokens, and a run file for both."""
+    save_model(decoder(), tmp_path / "model")
+    (tmp_path / "tokens.json").write_text(json.dumps(tokens(16, 33).tolist()))
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'model = "{tmp_path}/model"\noutput_dir = "{tmp_path}/out"\n'
+        f'dataset = "{tmp_path}/tokens.json"\nrows = 16\n'
+        "[tuning]\nsteps = 3\nbatch_size = 4\nsequence_length = 32\n"
+    )
+    return file
+
+
+def test_qat_trains_exports_and_verifies(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One command from a float model to a folder that onnxruntime agrees with."""
+    arguments = ["--set", "scheme=ort.matmulnbits", "--set", "verify=true"]
+    assert main(["qat", str(run_file), *arguments]) == 0
+    assert "verified in its runtime" in capsys.readouterr().out
+    assert (run_file.parent / "out" / "model.onnx").is_file()
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_quantize_exports(method: str, run_file: Path) -> None:
+    """Without training."""
+    arguments = ["--set", "scheme=ct.int4_g32", "--set", f"method={method}"]
+    assert main(["quantize", str(run_file), *arguments]) == 0
+    assert (run_file.parent / "out" / "model.safetensors").is_file()
+
+
+def test_prune_then_sparse_qat_keeps_zeros(run_file: Path) -> None:
+    """What `prune` saved is what `qat` with sparse=true keeps."""
+    arguments = ["--set", "pattern=2:4", "--set", "method=wanda"]
+    assert main(["prune", str(run_file), *arguments]) == 0
+    pruned = load_model(run_file.parent / "out")
+    weight = pruned.get_parameter("model.layers.0.mlp.up_proj.weight")
+    assert bool(((weight.view(-1, 4) != 0).sum(1) == 2).all())
+    more = ["--set", "scheme=ct.int4_g32", "--set", "sparse=true"]
+    more += ["--set", f"model={run_file.parent}/out", "--set", f"output_dir={run_file.parent}/q"]
+    assert main(["qat", str(run_file), *more]) == 0
+
+
+def test_distill_saves_a_smaller_student(run_file: Path) -> None:
+    """Half the layers and neurons, readable as any model."""
+    assert main(["distill", str(run_file), "--set", "layers=1", "--set", "inner=128"]) == 0
+    student = load_model(run_file.parent / "out")
+    assert student.config.num_hidden_layers == 1
+    assert torch.isfinite(student(tokens())).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["scheme=gguf.q4_1"], "did you mean 'gguf.q4_0'"),
+        (["scheme=ct.int4_g96"], "groups that fit"),
+        (["scheme=ct.int4_g32", "tuning.setps=3"], "did you mean 'steps'"),
+        (["scheme=ct.int4_g32", "model=nowhere"], "no config.json"),
+        (["scheme=ct.int4_g32", "rows=400"], "tokens, where 400 rows"),
+        (["scheme=ct.int4_g32", 'exceptions=["down"]'], "matches no layer"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], message: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What, where and the remedy; exit code 2; nothing is written."""
+    settings = [part for each in arguments for part in ("--set", each)]
+    assert main(["qat", str(run_file), *settings]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(run_file.parent.glob("out*"))

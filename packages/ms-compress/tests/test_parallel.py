@@ -1,0 +1,90 @@
+"""QAT under data, tensor and pipeline parallelism is QAT in one process; so are its files."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import run_processes
+from runs import export_same_weights, train
+
+RUNS = Path(__file__).parent / "runs.py"
+ONE: dict[tuple[str, bool], list[float]] = {}
+LAYOUTS = [
+    {"data": 2},
+    {"tensor": 2},
+    {"pipeline": 2},
+    {"data": 2, "tensor": 2},
+    pytest.param({"data": 2, "pipeline": 2}, marks=pytest.mark.slow),
+    pytest.param({"tensor": 2, "pipeline": 2}, marks=pytest.mark.slow),
+]
+
+
+def of_one_process(scheme: str, sparse: bool, folder: Path) -> list[float]:
+    """Losses of the plain run, run once."""
+    if (scheme, sparse) not in ONE:
+        ONE[scheme, sparse] = train({}, scheme, str(folder), sparse)["losses"]
+    return ONE[scheme, sparse]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: ",".join(layout))
+def test_losses_equal_those_of_one_process(layout: dict[str, int], tmp_path: Path) -> None:
+    """Of three updates with learned scales and 2:4 masks, within 1e-5."""
+    count = 2 ** len(layout)
+    expected = of_one_process("ct.int4_g32", True, tmp_path / "one")
+    runs = run_processes(
+        count,
+        RUNS,
+        "train",
+        layout=layout,
+        scheme="ct.int4_g32",
+        folder=str(tmp_path / "out"),
+        sparse=True,
+    )
+    for run in runs:
+        assert run["losses"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"data": 2, "pipeline": 2}], ids=str)
+def test_tied_heads_train_alike(layout: dict[str, int], tmp_path: Path) -> None:
+    """Embedding and head of one weight, on one stage or two, within 1e-5."""
+    count = 2 ** len(layout)
+    expected = of_one_process("gguf.q4_0", False, tmp_path / "one")
+    runs = run_processes(
+        count, RUNS, "train", layout=layout, scheme="gguf.q4_0", folder=str(tmp_path / "out")
+    )
+    for run in runs:
+        assert run["losses"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["ct.int4_g32", "ct.w8a8", "gguf.q4_0", "ort.matmulnbits"])
+def test_files_from_shards_are_those_of_one_process(scheme: str, tmp_path: Path) -> None:
+    """Byte for byte, under every layout that takes the scheme."""
+    expected = export_same_weights({}, scheme, str(tmp_path / "one"))
+    layouts = [{"data": 2, "pipeline": 2}]
+    if scheme != "ct.w8a8":  # one scale a row, so rows may not be split
+        layouts.append({"data": 2, "tensor": 2})
+    for number, layout in enumerate(layouts):
+        runs = run_processes(
+            4,
+            RUNS,
+            "export_same_weights",
+            layout=layout,
+            scheme=scheme,
+            folder=str(tmp_path / str(number)),
+        )
+        assert all(run == expected for run in runs)
+
+
+def test_orders_of_wrapping_are_right_or_refused() -> None:
+    """Each order computes what one process does, or raises when the model is prepared."""
+    for found in run_processes(2, RUNS, "orders", split=True):
+        fine = ["qat, split", "split, qat", "split, learned", "qat, shard", "shard, qat"]
+        assert {found[name] for name in [*fine, "learned, shard"]} == {"equal"}
+        assert "split the model first, then prepare it" in found["learned, split"]
+        assert "prepare first, then shard" in found["shard, learned"]
+        for order in ("split, wide", "wide, split"):
+            assert "rows of 64 split over 2 processes cut groups of 64" in found[order]
+        assert "one scale a row" in found["split, whole rows"]
+        assert "prune it before it is sharded" in found["shard, prune"]
