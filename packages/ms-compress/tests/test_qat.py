@@ -1,0 +1,105 @@
+"""Gradients of the fake quantiser, its schedule, and layers that it refuses."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import decoder, tokens
+
+from ms_compress import FloatThenQuantised, LayerError, qat
+from ms_compress.layers import FACTOR, PreparedLinear
+from ms_compress.rounding import quantise, round_weight
+from ms_compress.scheme import NAMES, scheme
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_pass_straight_through(name: str) -> None:
+    """With the scheme's own scales, those of a product with the rounded weight and input."""
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(64, 8))
+    x = torch.randn(2, 3, 64, requires_grad=True)
+    weight = layer[0].weight
+    qat(layer, name, activations=False)
+    out = layer(x)
+    flow = torch.randn_like(out)
+    out.backward(flow)
+    rounded = round_weight(weight.detach(), scheme(name))
+    assert x.grad is not None
+    assert weight.grad is not None
+    torch.testing.assert_close(x.grad, flow @ rounded)
+    product = flow.flatten(0, 1).t() @ x.detach().flatten(0, 1)
+    torch.testing.assert_close(weight.grad, product)
+    torch.testing.assert_close(layer[0].bias.grad, flow.sum((0, 1)))
+
+
+@pytest.mark.parametrize("name", ["ct.int4_g32", "ort.matmulnbits"])
+def test_a_scale_learns_by_lsq(name: str) -> None:
+    """Where codes do not change with the scale, its gradient is codes less ratio, times scale."""
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(32, 4, bias=False))
+    qat(layer, name, learned_scales=True)
+    factor = layer[0].get_parameter(FACTOR)
+    factor.data.fill_(-0.7)  # half the range, so that many weights are clipped
+    weight = layer[0].weight.detach()
+    layer(torch.eye(32)).sum().backward()
+    found = quantise(weight, scheme(name), factor.detach())
+    codes, scales = found.codes.float(), found.scales.float()
+    ratio = weight / scales
+    inside = (ratio >= -8.5) & (ratio <= 7.5)
+    expected = ((codes - ratio * inside) * scales).sum(1, keepdim=True)
+    torch.testing.assert_close(factor.grad, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(layer[0].weight.grad != 0, inside)
+    assert not bool(inside.all())
+
+
+def test_a_model_is_float_until_its_schedule_says_otherwise() -> None:
+    """The float part computes what the plain model does, to the bit."""
+    schedule = FloatThenQuantised(float_steps=2)
+    plain, prepared = decoder(), qat(decoder(), "gguf.q4_0")
+    text = tokens()
+    assert not schedule.apply(prepared, 1)
+    torch.testing.assert_close(prepared(text), plain(text), rtol=0, atol=1e-5)
+    assert schedule.apply(prepared, 2)
+    assert float((prepared(text) - plain(text)).abs().max()) > 0.01
+
+
+def test_layers_are_prepared_in_place_and_exceptions_left() -> None:
+    """Names and parameters stay; the head and what is excepted are plain."""
+    model = decoder(tied=False)
+    before = dict(model.named_parameters())
+    qat(model, "ct.int4_g32", exceptions=["*.down_proj"])
+    after = dict(model.named_parameters())
+    assert all(after[name] is before[name] for name in before)
+    kinds = {name: type(layer) for name, layer in model.named_modules()}
+    assert kinds["model.layers.0.mlp.up_proj"] is PreparedLinear
+    assert kinds["model.layers.0.mlp.down_proj"] is nn.Linear
+    assert kinds["lm_head"] is nn.Linear
+
+
+class Strange(nn.Module):
+    """A matrix that is no linear layer of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32, 32))
+
+
+def test_what_cannot_be_prepared_is_named_and_nothing_is_changed() -> None:
+    """With what fits."""
+    model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64))
+    with pytest.raises(LayerError, match=r"1: ct\.int4_g32 groups 32 weights.*groups that fit: 16"):
+        qat(model, "ct.int4_g32")
+    assert type(model[0]) is nn.Linear
+    with pytest.raises(LayerError, match="1 is a Strange, which cannot be prepared"):
+        qat(nn.Sequential(nn.Linear(32, 32), Strange()), "ct.int4_g32")
+    with pytest.raises(LayerError, match="holds no quantised embedding"):
+        qat(decoder(), "ct.int4_g32", embeddings=True, head=True)
+    with pytest.raises(LayerError, match="set embeddings and head alike"):
+        qat(decoder(), "gguf.q4_0", head=True)
+    twice = qat(decoder(), "gguf.q4_0")
+    with pytest.raises(LayerError, match=r"already prepared for gguf\.q4_0"):
+        qat(twice, "ct.int4_g32")
