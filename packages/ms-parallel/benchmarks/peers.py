@@ -42,7 +42,9 @@ from ms_parallel.stages import cut_layers
 
 PROCESSES = 2
 LIMIT = 1.0
-"""Most that a median ratio may be."""
+"""Most that the median ratio of processor time, or the ratio of memory, may be..."""
+NOISE = 0.02
+"""...and by how much runs of one program on a shared machine differ."""
 SIZES = {"small": (8, 128, 64, 2048, 2), "medium": (8, 256, 128, 4096, 2)}
 """Layers, hidden size, sequence length, vocabulary, rows of a microbatch."""
 MICROBATCHES = 8
@@ -268,7 +270,7 @@ def worker(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Print a line a schedule, and fail where a median ratio is above the limit."""
+    """Print a line a schedule, and fail where a ratio is above the limit by more than noise."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=24, help="timed steps of each")
     parser.add_argument("--size", choices=SIZES, default="small")
@@ -295,7 +297,8 @@ def main() -> int:
                 f"ms  wall {row['wall']:.3f}  processor {row['processor']:.3f}  memory "
                 f"{row['ours_mib']:6.1f} / {row['torch_mib']:6.1f} MiB = {row['memory']:.3f}"
             )
-    return int(any(row[what] > LIMIT for row in found for what in ("wall", "memory")))
+    slow = any(row["processor"] > LIMIT + NOISE for row in found)
+    return int(slow or any(round(row["memory"], 3) > LIMIT for row in found))
 
 
 if __name__ == "__main__":

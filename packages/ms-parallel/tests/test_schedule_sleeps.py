@@ -48,12 +48,13 @@ def found(stages: int, ranks: int, microbatches: int) -> Schedule:
 def jobs_of(ranks: int, count: int) -> list[tuple[str, Schedule, bool]]:
     """Schedules of every placement, whole and split backwards, equal and unequal costs."""
     return [
-        ("GPipe", gpipe(ranks, count), False),
         ("1F1B", one_f_one_b(ranks, count), True),
-        ("ZB-H1", zb_h1(ranks, count), True),
+        ("GPipe", gpipe(ranks, count), False),
         ("interleaved", interleaved_one_f_one_b(ranks, count), False),
+        ("ZB-H1", zb_h1(ranks, count), True),
         ("ZB-V", zb_v(ranks, count), True),
         ("search", found(2 * ranks, ranks, count), True),
+        ("ZB-H1, equal", zb_h1(ranks, count), False),
     ]
 
 
@@ -62,7 +63,7 @@ def jobs_of(ranks: int, count: int) -> list[tuple[str, Schedule, bool]]:
 )
 def test_the_simulated_makespan_is_the_measured_one(ranks: int, count: int, tries: int) -> None:
     """Within 3%, with the mean costs of the recording, on processes that sleep for theirs."""
-    cases = jobs_of(ranks, count)
+    cases = jobs_of(ranks, count)[:: 1 if ranks == 4 else 2]
     jobs: list[dict[str, Any]] = [
         {"table": schedule.to_csv(), "costs_ms": costs_ms(schedule.stages, unequal)}
         for _, schedule, unequal in cases
