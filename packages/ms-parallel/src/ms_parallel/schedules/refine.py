@@ -16,11 +16,12 @@ from ms_parallel.schedules.building_block import Block, building_block
 from ms_parallel.schedules.play import Player
 from ms_parallel.schedules.portfolio import follow, keep_order
 
-__all__ = ["anneal_blocks", "anneal_order"]
+__all__ = ["COOL", "WARM", "anneal_blocks", "anneal_order"]
 
 _STRETCHES = (100, 104, 110, 118, 130)
-_HEATS = (0.012, 0.006, 0.003)
-"""First temperatures of the order's walks, in makespans: about what a displaced action costs."""
+WARM, COOL = (0.012, 0.008, 0.004), (0.006, 0.003, 0.0015)
+"""First temperatures of walks over orders, in makespans: about what a displaced action costs in a
+short step, and in a long one."""
 _SHORTEST_WALK = 40
 
 
@@ -90,17 +91,19 @@ def _weigh(problem: Problem, interval: int, delays: Sequence[int]) -> tuple[Bloc
     return block, over / max(problem.ticks.activation) + 0.01 * block.backward[0]
 
 
-def anneal_order(problem: Problem, start: Arrangement, budget: int, seed: int) -> Arrangement:
+def anneal_order(
+    problem: Problem, start: Arrangement, budget: int, seed: int, heats: Sequence[float]
+) -> Arrangement:
     """Swap neighbours of one rank that both lie on a critical path; only such can shorten it.
 
     A swap is made once, or wherever in the row the same two meet again, which keeps what is
     periodic so.
     """
-    steps = budget // (3 * problem.ticks.stages * problem.microbatches * len(_HEATS))
+    steps = budget // (3 * problem.ticks.stages * problem.microbatches * len(heats))
     if steps < _SHORTEST_WALK:
         return start
     best, walker = start, _Walker(problem)
-    for walk, heat in enumerate(_HEATS):
+    for walk, heat in enumerate(heats):
         best = walker.walk(best, steps, heat * start.makespan, Random(seed + walk))
     return best
 

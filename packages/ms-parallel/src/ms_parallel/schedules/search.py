@@ -17,7 +17,7 @@ from ms_parallel.schedules.one_f_one_b import one_f_one_b
 from ms_parallel.schedules.placements import looped, one_a_rank, ranks_of, vee
 from ms_parallel.schedules.play import play_rows
 from ms_parallel.schedules.portfolio import best, keep_order
-from ms_parallel.schedules.refine import anneal_blocks, anneal_order
+from ms_parallel.schedules.refine import COOL, WARM, anneal_blocks, anneal_order
 from ms_parallel.schedules.simulate import simulate
 from ms_parallel.schedules.table import Schedule, check_size
 from ms_parallel.schedules.zb_h1 import zb_h1
@@ -28,8 +28,8 @@ __all__ = ["Found", "problem_of", "search"]
 
 _BUDGET = 1_200_000
 """Actions scheduled at effort 1, over all trials; some 3 s on one core."""
-_WALKS = 6
-"""Times the budget that walks over orders take; an action costs them a tenth."""
+_WALK = 2
+"""Times the budget that a walk over orders takes; an action costs it a tenth."""
 _FEW = 4_000
 """Actions up to which two smaller caps are tried too; beyond, one."""
 _SEEDED = 40_000
@@ -218,6 +218,13 @@ def _tighter(problems: Sequence[Problem]) -> list[list[Problem]]:
 def _constructed(problem: Problem, budget: int) -> tuple[Arrangement, Arrangement]:
     """The best of all, and the best that keeps a hand-made order, if there is one."""
     found, seeded = best(problem, budget), None
+    if 3 * problem.ticks.stages * problem.microbatches <= _FEW:
+        for share in (Fraction(5, 6), Fraction(1, 2)):
+            caps = [
+                max(problem.least(rank), int(cap * share)) for rank, cap in enumerate(problem.caps)
+            ]
+            tighter = best(evolve(problem, caps=caps), budget)
+            found = min(found, tighter, key=lambda each: each.makespan)
     for order in _seeds(problem):
         with suppress(ScheduleError):
             kept = arrange(problem, keep_order(problem, order))
@@ -238,10 +245,9 @@ def _refined(
     """Anneal blocks, then orders, of the best found and of the best hand-made."""
     if found.makespan > lower and 3 * problem.ticks.stages * 100 < budget // 4:
         found = anneal_blocks(problem, found, budget // 4, seed)
-    starts = [found] if seeded.rows == found.rows else [found, seeded]
-    for start in starts:
+    for start, heats in ((found, WARM), (found, COOL), (seeded, COOL)):
         if found.makespan > lower:
-            walked = anneal_order(problem, start, _WALKS * budget // len(starts), seed)
+            walked = anneal_order(problem, start, _WALK * budget, seed, heats)
             found = min(found, walked, key=lambda each: each.makespan)
     return found
 
