@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import ms_align.engine
 import ms_align.events
+import ms_align.streams
 import ms_data
 import ms_kernels
 import ms_parallel.ops
@@ -15,7 +16,7 @@ from ms_align.generation import Generator
 from ms_align.generation.engine_generator import EngineGenerator, GeneratingEngine
 from ms_align.local import LocalEngine
 from ms_align.parallel import ParallelEngine
-from ms_data import TokenStream
+from ms_data import InstructionStream, PreferenceStream, TokenStream
 from ms_parallel import Engine, Layout
 from ms_parallel.events import OnEvent
 from ms_parallel.ops import Ops
@@ -25,6 +26,11 @@ default_operators: Ops = ms_parallel.ops
 fused_operators: Ops = ms_kernels
 stream: Stream = TokenStream("shards", sequence_length=1, batch_size=1)
 events: OnEvent = ms_profile.EventLog("events")
+tuning_data: ms_align.streams.TaskStream = InstructionStream(
+    "shards", sequence_length=1, batch_size=1
+)
+instructions: ms_align.streams.Stream = InstructionStream("shards", sequence_length=1, batch_size=1)
+pairs: ms_align.streams.Stream = PreferenceStream("pairs", sequence_length=2, batch_size=1)
 
 
 class Reader:
