@@ -1,0 +1,236 @@
+"""Calibrated rounding and pruning, divergences and masks, each against the slow truth."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from folders import model, write_model
+
+from ms_compress import export, qat
+from ms_compress.distil import Divergence, distillation_loss
+from ms_compress.gptq import gptq_weight
+from ms_compress.layers import prepared_layers
+from ms_compress.prune import masks, prune, set_masks
+from ms_compress.rounding import quantise
+from ms_compress.runtimes import open_runtime
+from ms_compress.scheme import Scheme, scheme
+from ms_compress.teaching import DistillationLoss, engine_teacher
+from ms_compress.wanda import wanda
+from ms_parallel import Engine
+from ms_parallel.optimizer import AdamWConfig
+
+
+def naive_gptq(weight: Tensor, hessian: Tensor, how: Scheme, damping: float) -> Tensor:
+    """Optimal brain quantisation in order, equation 2 of the paper: the inverse anew each column.
+
+    No Cholesky factor, no blocks: after a column is fixed, the Hessian of those that are left is
+    inverted from its own entries, in float64.
+    """
+    from ms_compress.rounding import round_at, scales_of
+
+    left = weight.double().clone()
+    damped = hessian.double() + damping * hessian.double().diagonal().mean() * torch.eye(
+        len(hessian), dtype=torch.float64
+    )
+    group = how.group_of(left.shape[1])
+    out = torch.zeros_like(left)
+    for column in range(left.shape[1]):
+        if column % group == 0:
+            peers = left[:, column : column + group].float()
+            scale = scales_of(peers, how)
+        out[:, column] = round_at(left[:, column : column + 1].float(), scale, how)[:, 0].double()
+        inverse = torch.linalg.inv(damped[column:, column:])
+        error = (left[:, column] - out[:, column]) / inverse[0, 0]
+        left[:, column:] -= error[:, None] * inverse[0]
+    return out
+
+
+@pytest.mark.parametrize("name", ["ct.int4_g32", "ct.int3_g32", "ort.matmulnbits"])
+def test_gptq_is_optimal_brain_quantisation(name: str) -> None:
+    """Across a boundary of its blocks too: 160 columns are more than one block of 128.
+
+    Float32 may round a weight that lies on the border of two codes the other way, and what follows
+    in its row then differs: rows that never met a border are equal, and they are nearly all.
+    """
+    torch.manual_seed(0)
+    inputs = torch.randn(700, 160) @ torch.randn(160, 160)
+    weight, how = torch.randn(48, 160), scheme(name)
+    hessian = inputs.t() @ inputs
+    found, _ = gptq_weight("layer", weight, hessian, how, damping=0.01)
+    truth = naive_gptq(weight, hessian, how, 0.01).float()
+    same = torch.isclose(found, truth, rtol=1e-3, atol=1e-5).all(1)
+    assert float(same.float().mean()) >= 0.9
+    plain = quantise(weight, how).weight()
+    assert not torch.isclose(plain, truth, rtol=1e-3, atol=1e-5).all(1).any()
+
+
+def test_a_feature_that_is_never_used_does_not_spoil_the_others() -> None:
+    """A dead column leaves a Hessian without inverse; the rest is rounded as without it."""
+    torch.manual_seed(0)
+    inputs = torch.randn(300, 64)
+    inputs[:, 40] = 0
+    weight, how = torch.randn(8, 64), scheme("ct.int4_g32")
+    found, _ = gptq_weight("layer", weight, inputs.t() @ inputs, how)
+    assert bool(found.isfinite().all())
+    error = (inputs @ (weight - found).t()).square().mean()
+    assert error < (inputs @ (weight - quantise(weight, how).weight()).t()).square().mean()
+
+
+@pytest.mark.parametrize("wanted", [0.5, "2:4", "1:4"])
+def test_wanda_is_its_definition_in_loops(wanted: float | str) -> None:
+    """|W| times the norm of its input, compared in a row or in each group of a row."""
+    made = model(layers=1)
+    text = torch.randint(0, 256, (4, 24))
+    layer = made.get_submodule("model.layers.0.self_attn.q_proj")
+    seen: list[Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda m, args: seen.append(args[0].flatten(0, 1)))
+    with torch.no_grad():
+        made(text)
+    handle.remove()
+    weight = layer.get_parameter("weight").detach().clone()
+    norms = [float(torch.linalg.vector_norm(seen[0][:, k].double())) for k in range(64)]
+    wanda(made, wanted, list(text.split(2)))
+    kept = masks(made)["model.layers.0.self_attn.q_proj"]
+    width, stay = {0.5: (64, 32), "2:4": (4, 2), "1:4": (4, 1)}[wanted]
+    for row in range(len(weight)):
+        for first in range(0, 64, width):
+            scores = [
+                (abs(float(weight[row, k])) * norms[k], k) for k in range(first, first + width)
+            ]
+            best = {k for _, k in sorted(scores)[-stay:]}
+            assert best == {k for k in range(first, first + width) if kept[row, k]}
+
+
+def definition(student: Tensor, teacher: Tensor, kind: Divergence, heat: float) -> Tensor:
+    """Divergence by probabilities, in the dtype that it is given."""
+    p, q = (teacher / heat).softmax(-1), (student / heat).softmax(-1)
+    if kind == "reverse":
+        each = q * (q.log() - p.log())
+    else:
+        other = 0.1 * p + 0.9 * q if kind == "skewed" else q
+        each = p * (p.log() - other.log())
+    return each.sum(-1).mean() * heat**2
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "skewed"])
+def test_gradients_of_divergences_are_those_of_finite_differences(kind: Divergence) -> None:
+    """The definition passes gradcheck in float64; the loss has its gradient, to float32."""
+    torch.manual_seed(0)
+    teacher = torch.randn(3, 7, dtype=torch.float64)
+    student = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda s: definition(s, teacher, kind, 1.7), (student,))
+    (truth,) = torch.autograd.grad(definition(student, teacher, kind, 1.7), student)
+    single = student.detach().float().requires_grad_()
+    distillation_loss(single, teacher.float(), kind=kind, temperature=1.7).backward()
+    assert single.grad is not None
+    torch.testing.assert_close(single.grad.double(), truth, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "skewed"])
+def test_chunks_of_positions_give_the_loss_and_gradient_of_the_whole(kind: Divergence) -> None:
+    """And no call of the student's head ever sees more than a chunk."""
+    student, teacher = model(1), model(2)
+    batch = some_batch(3, 20)
+    batch["targets"][0, 5:9] = -100
+    asked: list[int] = []
+
+    class Last:
+        def __init__(self) -> None:
+            self.hidden = student.finish(student.blocks(student.embed(batch["tokens"])))
+
+        def logits(self, positions: slice) -> Tensor:
+            part = self.hidden[:, positions]
+            asked.append(part.shape[1])
+            return student.head(part)
+
+    loss = DistillationLoss(teacher=engine_teacher(teacher), kind=kind, chunk=7)
+    value = loss(Last(), batch) / loss.weight(batch)
+    value.backward()  # type: ignore[no-untyped-call]
+    found = {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
+    assert max(asked) == 7
+    assert len(asked) == 2 * 3  # each of three chunks, forward and again backward
+    student.zero_grad()
+    with torch.no_grad():
+        aim = teacher(batch["tokens"])
+    whole = distillation_loss(student(batch["tokens"]), aim, kind=kind, targets=batch["targets"])
+    whole.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(value, whole, rtol=1e-5, atol=1e-6)
+    for name, parameter in student.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6)
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_an_engine_learns_its_teacher(tmp_path: Path) -> None:
+    """The divergence falls to a fraction; the first loss is that of one plain forward."""
+    teacher = model(3)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4)
+    engine = Engine(
+        write_model(tmp_path / "student"),
+        optimizer=AdamWConfig(learning_rate=5e-3, warmup_steps=1, decay_steps=60),
+    )
+    batch = some_batch(4, 16)
+    loss: Any = DistillationLoss(teacher=engine_teacher(teacher), chunk=5)
+    with torch.no_grad():
+        first = distillation_loss(model()(batch["tokens"]), teacher(batch["tokens"]))
+    losses = [engine.update(batch, loss).loss for _ in range(60)]
+    assert losses[0] == pytest.approx(float(first), rel=1e-4)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def some_batch(rows: int, positions: int) -> dict[str, Tensor]:
+    """Any tokens."""
+    text = torch.randint(0, 256, (rows, positions + 1), generator=torch.Generator().manual_seed(5))
+    return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+
+
+@pytest.mark.parametrize("optimizer", ["torch", "ms_parallel"])
+def test_masks_are_exact_after_fifty_steps_and_in_the_runtime(
+    optimizer: str, tmp_path: Path
+) -> None:
+    """2:4 and four bits together: with decay and momentum, what was pruned stays exactly zero."""
+    plain = model(4)
+    prune(plain, "2:4")
+    wanted = {name: mask.clone() for name, mask in masks(plain).items()}
+    batch = some_batch(2, 16)
+    if optimizer == "torch":
+        trained: nn.Module = qat(plain, "ct.int4_g32", learned_scales=True)
+        steps = torch.optim.AdamW(trained.parameters(), lr=3e-3, weight_decay=0.1)
+        for _ in range(50):
+            logits = trained(batch["tokens"]).flatten(0, 1)
+            nn.functional.cross_entropy(logits, batch["targets"].flatten()).backward()
+            steps.step()
+            steps.zero_grad()
+    else:
+        trained = with_the_engine(write_model(tmp_path / "plain", seed=4), wanted, batch)
+    layers = dict(prepared_layers(trained))
+    for name, mask in wanted.items():
+        assert not bool(layers[name].effective_weight()[~mask].any())
+        assert bool(layers[name].effective_weight()[mask].any())
+    runtime: Any = open_runtime(export(trained, tmp_path / "out", verify=True), "ct")
+    runtime.logits(batch["tokens"])  # codes become weights at the first forward
+    there = dict(runtime.model.named_modules())
+    for name, mask in wanted.items():
+        assert not bool(there[name].weight[~mask].any())
+
+
+def with_the_engine(folder: Path, wanted: dict[str, Tensor], batch: dict[str, Tensor]) -> nn.Module:
+    """Fifty updates of ms-parallel's engine and its own AdamW."""
+    from ms_parallel.loss import NextTokenLoss
+
+    def prepare(stage: nn.Module) -> None:
+        set_masks(stage, wanted)
+        qat(stage, "ct.int4_g32", learned_scales=True)
+
+    settings = AdamWConfig(learning_rate=3e-3, weight_decay=0.1, warmup_steps=1, decay_steps=50)
+    engine = Engine(folder, optimizer=settings, prepare=prepare)
+    for _ in range(50):
+        engine.update(batch, NextTokenLoss())
+    return engine.stages[0]
