@@ -69,6 +69,24 @@ def test_gptq_is_optimal_brain_quantisation(name: str) -> None:
     assert not torch.isclose(plain, truth, rtol=1e-3, atol=1e-5).all(1).any()
 
 
+@pytest.mark.parametrize("name", ["ct.int4_g32", "gguf.q4_0", "ct.w8a8"])
+def test_gptq_by_use_rounds_on_the_scales_that_the_weight_had(name: str) -> None:
+    """Each weight is a code times its own group's scale, whatever the order it was met in."""
+    torch.manual_seed(0)
+    inputs = torch.randn(500, 160) * torch.linspace(0.1, 3, 160)[torch.randperm(160)]
+    inputs = inputs @ (torch.eye(160) + 0.2 * torch.randn(160, 160))
+    weight, how = torch.randn(24, 160), scheme(name)
+    found, scales = gptq_weight("layer", weight, inputs.t() @ inputs, how, by_use=True)
+    plain = quantise(weight, how)
+    assert torch.equal(scales.to(how.dtype), plain.scales)
+    codes = found / scales.repeat_interleave(how.group_of(160), 1)
+    torch.testing.assert_close(codes, codes.round(), rtol=0, atol=1e-4)
+    assert float(codes.round().min()) >= how.low
+    assert float(codes.round().max()) <= how.high
+    error = (inputs @ (weight - found).t()).square().mean()
+    assert error < 0.8 * (inputs @ (weight - plain.weight()).t()).square().mean()
+
+
 def test_a_feature_that_is_never_used_does_not_spoil_the_others() -> None:
     """A dead column leaves a Hessian without inverse; the rest is rounded as without it."""
     torch.manual_seed(0)

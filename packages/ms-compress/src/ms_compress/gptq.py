@@ -2,7 +2,8 @@
 
 Frantar et al. 2022, arXiv:2210.17323, algorithm 1. Differences from the paper:
 1. Scales of a group are those of the target's own rule, taken when the group is reached.
-2. Scales are chosen among shrunken ones by the squared error of the group, if asked.
+2. In the order of use (act-order) a group's columns are met far apart, so its scale is that of
+   the weight as it was.
 Shapes: N rows, K features.
 """
 
@@ -33,6 +34,7 @@ def gptq(
     exceptions: Sequence[str] = (),
     activations: bool = True,
     damping: float = 0.01,
+    by_use: bool = False,
 ) -> None:
     """Prepare a model for a scheme and round its weights by GPTQ, in place.
 
@@ -43,6 +45,8 @@ def gptq(
         exceptions: patterns of names of layers that stay as they are.
         activations: also round inputs, where the target does.
         damping: share of the mean of the Hessian's diagonal that is added to it.
+        by_use: round columns of the largest inputs first, known as act-order; each keeps its place
+            and its group's scale, so the file is as without.
 
     Raises:
         ConfigError: damping is not above 0.
@@ -62,7 +66,13 @@ def gptq(
         assert isinstance(layer, Prepared)
         assert layer.scheme is not None
         weight, scales = gptq_weight(
-            name, layer.weight.detach(), hessian, layer.scheme, mask=layer.mask, damping=damping
+            name,
+            layer.weight.detach(),
+            hessian,
+            layer.scheme,
+            mask=layer.mask,
+            damping=damping,
+            by_use=by_use,
         )
         layer.weight.copy_(weight)
         layer.get_parameter(FACTOR).copy_(_factor(layer.weight.detach(), scales, layer.scheme))
@@ -89,6 +99,7 @@ def gptq_weight(
     *,
     mask: Tensor | None = None,
     damping: float = 0.01,
+    by_use: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """A weight whose values are all on the scheme's grid, and the scales (N, G) of that grid.
 
@@ -99,33 +110,41 @@ def gptq_weight(
         scheme: the target's.
         mask: (N, K) bool; pruned weights stay zero.
         damping: share of the mean of the diagonal that is added to it.
+        by_use: columns of the largest inputs first, on scales of the weight as it was.
 
     Raises:
         CalibrationError: the Hessian cannot be inverted.
     """
-    left = weight.float().clone()
-    inverse = _inverse_root(name, hessian, damping)
-    features = left.shape[1]
+    kept = weight.float() if mask is None else weight.float() * mask
+    features = kept.shape[1]
     group = scheme.group_of(features)
+    fixed = scales_of(kept, scheme) if by_use else None
+    order = hessian.diagonal().argsort(descending=True) if by_use else torch.arange(features)
+    left = weight.float()[:, order]
+    inverse = _inverse_root(name, hessian[order][:, order], damping)
+    stays = None if mask is None else mask[:, order]
     rounded, scales = torch.zeros_like(left), []
     for first in range(0, features, BLOCK):
         last = min(first + BLOCK, features)
         errors = torch.zeros_like(left[:, first:last])
         for column in range(first, last):
-            if mask is not None:
-                left[:, column] *= mask[:, column]
-            if column % group == 0:
+            if stays is not None:
+                left[:, column] *= stays[:, column]
+            if fixed is None and column % group == 0:
                 # The group may go on beyond this block, where errors are not yet made up for.
-                ahead = left[:, column : column + group]
-                kept = ahead if mask is None else ahead * mask[:, column : column + group]
-                scales.append(scales_of(kept, _one_group(scheme)))
+                part = slice(column, column + group)
+                ahead = left[:, part] if stays is None else left[:, part] * stays[:, part]
+                scales.append(scales_of(ahead, _one_group(scheme)))
+            of_group = int(order[column]) // group
+            scale = scales[-1] if fixed is None else fixed[:, of_group : of_group + 1]
             value = left[:, column : column + 1]
-            rounded[:, column : column + 1] = round_at(value, scales[-1], scheme)
+            rounded[:, column : column + 1] = round_at(value, scale, scheme)
             error = (value - rounded[:, column : column + 1]) / inverse[column, column]
             left[:, column:last] -= error * inverse[column, column:last]
             errors[:, column - first] = error.squeeze(1)
         left[:, last:] -= errors @ inverse[first:last, last:]
-    return rounded.to(weight.dtype), torch.cat(scales, dim=1)
+    placed = torch.empty_like(rounded).index_copy_(1, order, rounded)
+    return placed.to(weight.dtype), torch.cat(scales, dim=1) if fixed is None else fixed
 
 
 def _one_group(scheme: Scheme) -> Scheme:
