@@ -56,11 +56,20 @@ def _absent() -> str | None:
     return None
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@cache
+def _foreign() -> str | None:
+    """Say that the Triton that is installed makes nothing for Ascend, or None."""
+    if find_spec("triton.backends.ascend") is None:
+        return "needs triton-ascend on an NPU; the triton that is installed is for other chips"
+    return None
+
+
 def _refuses(limit: Callable[[Call], str | None]) -> Callable[[Call], str | None]:
     """Return why a call is declined."""
 
     def refuses(call: Call) -> str | None:
-        return _absent() or limit(call)
+        return _absent() or (_foreign() if call.device.type == "npu" else None) or limit(call)
 
     return refuses
 
