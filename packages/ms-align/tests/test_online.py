@@ -24,6 +24,7 @@ from ms_align import (
     NothingToLearnError,
     PPOTrainer,
     RewardError,
+    RewardModel,
     RLOOTrainer,
     Sample,
 )
@@ -269,6 +270,13 @@ def test_the_command_trains_goes_on_and_generates(tmp_path: Path, capsys: Any) -
     assert "did you mean 'kl_coeff'?" in capsys.readouterr().err
     assert main(["grpo", str(run), "--set", "reward_model=nowhere:at_all"]) == 2
     assert "nowhere:at_all" in capsys.readouterr().err
+    judge = RewardModel(decoder())
+    torch.nn.init.normal_(judge.head.weight)
+    judge.save(tmp_path / "judge")
+    judged = ["--set", f"output_dir={tmp_path}/judged", "--set", f"reward_model={tmp_path}/judge"]
+    assert main(["ppo", str(run), *judged]) == 0
+    assert main(["ppo", str(run), *judged, "--set", f"reward_model={tmp_path}/start"]) == 2
+    assert "holds no reward model" in capsys.readouterr().err
     generation = tmp_path / "GENERATE.toml"
     generation.write_text(
         f'policy_model = "{tmp_path}/out/model"\ntokenizer = "bytes"\n'

@@ -6,7 +6,7 @@ from typing import Any
 
 from ms_align.commands.command import Command
 from ms_align.errors import ConfigError
-from ms_align.model_folder import load_model
+from ms_align.reward_model import RewardModel
 from ms_align.run_file import build
 from ms_align.trainers.grpo import GRPOTrainer
 from ms_align.trainers.online import OnlineTrainer
@@ -22,12 +22,13 @@ def reward_named(name: Any, where: str) -> Any:
     """The reward that a run file's setting stands for.
 
     Args:
-        name: `package.module:function`, the folder of a model that scores, or a table of names to
-            these.
+        name: `package.module:function`, a folder that `ms-align reward` wrote, or a table of names
+            to these.
         where: the file, for messages.
 
     Raises:
         ConfigError: it names nothing that can be imported.
+        ModelError: the folder holds no reward model.
     """
     if isinstance(name, dict):
         return {key: reward_named(value, where) for key, value in name.items()}
@@ -37,7 +38,7 @@ def reward_named(name: Any, where: str) -> Any:
         raise ConfigError(f"{where}: reward_model is {name!r}; give 'package.module:function'")
     module, colon, attribute = name.partition(":")
     if not colon:
-        return load_model(name)
+        return RewardModel.load(name)
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
