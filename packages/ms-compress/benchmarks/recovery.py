@@ -213,10 +213,16 @@ def sparse(work: Recovery) -> None:
 
 
 def share(figures: dict[str, float], bits: int) -> None:
-    """Of the perplexity that RTN loses, what came back."""
-    plain, lost = figures["float"], figures[f"RTN int{bits}"]
+    """Of the perplexity that RTN loses, what came back; and of the way to float trained as long."""
+    plain, longer, lost = (
+        figures[name] for name in ("float", "float, as many more steps", f"RTN int{bits}")
+    )
     for name in (f"GPTQ int{bits}", f"QAT int{bits}", f"QAT int{bits} with distillation"):
-        print(f"{name}: {(lost - figures[name]) / (lost - plain):.0%} of RTN's loss recovered")
+        gained = lost - figures[name]
+        print(
+            f"{name}: {gained / (lost - plain):.0%} of RTN's loss recovered,"
+            f" {gained / (lost - longer):.0%} of the way to float after as many steps"
+        )
 
 
 if __name__ == "__main__":

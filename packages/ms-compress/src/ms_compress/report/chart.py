@@ -67,7 +67,7 @@ def bars(title: str, rows: Sequence[Bar], *, reference: float | None = None) -> 
 
 def scatter(title: str, points: Sequence[Point], *, x_name: str, y_name: str) -> str:
     """Points over axes with round ticks; labels are moved apart where they would overlap."""
-    left, bottom, top, right, height = 64, 44, 14, 30, 340
+    left, bottom, top, right, height = 80, 44, 14, 30, 340
     xs, ys = _ticks([p.x for p in points]), _ticks([p.y for p in points])
 
     def at_x(value: float) -> float:
