@@ -55,7 +55,8 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types with mypy --strict: packages, and the file that proves that the seams fit."""
-    install_all(session, "-r", "tests/requirements.txt", "mypy>=1.18")
+    # A class of ms-align's extends one of transformers, whose types are then needed.
+    install_all(session, "-r", "tests/requirements.txt", "mypy>=1.18", "./packages/ms-align[hf]")
     for package in PACKAGES:
         session.run("mypy", "--strict", f"packages/{package}/src", env=SOURCES)
     session.run("mypy", "--strict", "tests/seams.py", "examples", env=SOURCES)
