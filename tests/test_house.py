@@ -65,11 +65,26 @@ def test_no_module_has_a_name_that_says_nothing() -> None:
     assert found == []
 
 
+def paths_of_the_tree(page: str) -> list[str]:
+    """The paths that the captioned tree of a page names, in order."""
+    tree = re.search(r"```text\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+    assert tree, f"{page} shows the tree in a ```text block"
+    return [line.split()[0] for line in tree[1].splitlines() if line.strip()]
+
+
 def test_the_tree_in_the_readme_names_only_what_exists() -> None:
     """Each path of the captioned tree in README.md stands in the repository."""
-    text = (ROOT / "README.md").read_text()
-    tree = re.search(r"```text\n(.*?)```", text, flags=re.DOTALL)
-    assert tree, "README.md shows the tree in a ```text block"
-    paths = [line.split()[0] for line in tree[1].splitlines() if line.strip()]
+    paths = paths_of_the_tree("README.md")
     assert len(paths) > 10
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_chinese_page_says_what_the_english_one_does() -> None:
+    """Commands and code are the same, the trees name the same, the tables have as many rows."""
+    pages = ("README.md", "README.zh-CN.md")
+    assert paths_of_the_tree(pages[0]) == paths_of_the_tree(pages[1])
+    texts = [(ROOT / page).read_text() for page in pages]
+    code = [re.findall(r"```(?:bash|python)\n.*?```", text, flags=re.DOTALL) for text in texts]
+    assert code[0] == code[1]
+    rows = [re.findall(r"^\| ([\w -]*)", text, flags=re.MULTILINE) for text in texts]
+    assert len(rows[0]) == len(rows[1])
