@@ -174,11 +174,13 @@ def bench(session: nox.Session, package: str) -> None:
 @every_package
 def peers(session: nox.Session, package: str) -> None:
     """Measure the peers beside us: the same work in one run, alternating."""
-    script = ROOT / "packages" / package / "benchmarks" / "peers.py"
-    if not script.exists():
+    folder = ROOT / "packages" / package / "benchmarks"
+    scripts = sorted(folder.glob("peers*.py"))
+    if not scripts:
         session.skip(f"{package} has no peers to measure yet")
-    install_all(session, "-r", str(script.with_name("requirements-peers.txt")))
-    session.run("python", str(script), *session.posargs)
+    install_all(session, "-r", str(folder / "requirements-peers.txt"))
+    for script in scripts:
+        session.run("python", str(script), *session.posargs)
 
 
 @nox.session
