@@ -9,8 +9,8 @@ A run's event log has every step, and most of them untraced; where both runs hav
 compared, and the traces only say what moved. Steps are also longer where other programs have the
 CPUs; the log knows how long each waited for one. A regression is one with that wait and without it.
 
-One run of each cannot tell how far two runs of one program lie apart. Where there are more of A or
-of B, the runs' medians are compared as they scatter from run to run, whatever the reason.
+One run of each cannot tell how far two runs of one program lie apart, so 2.5% is taken for it.
+Where there are more of A or of B, the runs' medians are compared as they scatter from run to run.
 """
 
 from collections import defaultdict
@@ -43,6 +43,9 @@ LEAST_STEPS = 4
 CHANCE = 0.02
 LEAST_CHANGE = 0.03
 ALIKE = 3.0
+RUNS_APART = 0.025
+"""Standard deviation of the pace of one program's runs, as `benchmarks/comparing.py` found it on a
+quiet host; more steps of a run do not lessen it."""
 DRAWS = 20_000
 POWER = 0.9
 Times = NDArray[np.float64]
@@ -246,6 +249,7 @@ def _difference(before: Runs, after: Runs) -> tuple[float, float, float]:
     spread = 1.4826 * float(np.median(np.concatenate(apart))) * (1 + 1 / freedom)
     # 1.25 is how much less sure a median is than a mean.
     error = 1.25 * spread * (ALIKE / len(old) + ALIKE / len(new)) ** 0.5
+    error = (error**2 + 2 * RUNS_APART**2) ** 0.5
     return float(np.median(new) - np.median(old)), error, freedom
 
 
