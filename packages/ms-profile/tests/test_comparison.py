@@ -44,7 +44,7 @@ def test_equal_runs_are_called_a_regression_in_at_most_five_percent(steps: int) 
     assert called <= 20
 
 
-@pytest.mark.parametrize(("steps", "slower"), [(8, 1.4), (16, 1.25), (40, 1.15)])
+@pytest.mark.parametrize(("steps", "slower"), [(8, 1.4), (16, 1.2), (40, 1.15)])
 def test_slower_runs_are_found(steps: int, slower: float) -> None:
     """A slow-down well above the noise is called in at least 90% of pairs."""
     random = np.random.default_rng(steps)
@@ -204,6 +204,21 @@ def test_several_runs_find_what_their_scatter_lets_them() -> None:
         before, after = (scattered(random, 3, scale, 0.03) for scale in (1.0, 1.2))
         called += is_called(before, after)
     assert called >= 90
+
+
+def test_three_runs_find_a_tenth_that_one_cannot_tell_from_a_slower_run() -> None:
+    """Runs of one pace, 40 steps, 10% slower: 90 of 100 by three of each; one of each finds fewer.
+
+    One run of each allows for 2.5% from run to run, and pays for it in power.
+    """
+    random = np.random.default_rng(40)
+    several = alone = 0
+    for _ in range(100):
+        before, after = (scattered(random, 3, scale, 0.0) for scale in (1.0, 1.1))
+        several += is_called(before, after)
+        alone += is_called(before[:1], after[:1])
+    assert several >= 90
+    assert alone < several
 
 
 def test_more_runs_are_named_on_the_command_line(
