@@ -19,8 +19,9 @@ from folders import VOCABULARY, model, write_model, write_shards
 from ms_compress import ConfigError, DataError, ExportError, export, qat
 from ms_compress.cli import main
 from ms_compress.corpus import rows
-from ms_compress.evaluate import Evaluation, evaluate, perplexity
+from ms_compress.evaluate import Evaluation, evaluate
 from ms_compress.footprint import footprint
+from ms_compress.perplexity import perplexity
 from ms_compress.report import Report, Result, render, table
 from ms_compress.runtimes import open_runtime
 

@@ -13,8 +13,9 @@ from torch import nn
 
 from ms_compress import ExportError, LayerError, SchemeError, export, qat, verify
 from ms_compress.layers import FACTOR
+from ms_compress.logits import model_logits
 from ms_compress.runtimes import open_runtime
-from ms_compress.verify import compare, model_logits
+from ms_compress.verify import compare
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "ms_parallel": decoder,

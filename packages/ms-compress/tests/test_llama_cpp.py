@@ -13,8 +13,9 @@ from models import decoder, llama, qwen3, tokens
 from mutants import GGUF, mutate_gguf
 
 from ms_compress import VerifyError, export, qat, verify
+from ms_compress.logits import model_logits
 from ms_compress.runtimes import open_runtime
-from ms_compress.verify import compare, model_logits
+from ms_compress.verify import compare
 
 SCHEMES = ["gguf.q8_0", "gguf.q4_0"]
 MODELS: dict[str, Callable[[int], nn.Module]] = {

@@ -13,12 +13,12 @@ from models import decoder, llama, tokens
 from ms_compress import CalibrationError, ConfigError, LayerError, export, qat
 from ms_compress.gptq import gptq, gptq_weight
 from ms_compress.layers import prepared_layers
+from ms_compress.logits import model_logits
 from ms_compress.pattern import NOfM
 from ms_compress.prune import GradualPruning, keep_zeros, mask_zeros, masks, prune, sparsity
 from ms_compress.rounding import quantise, round_weight
 from ms_compress.runtimes import open_runtime
 from ms_compress.scheme import NAMES, scheme
-from ms_compress.verify import model_logits
 from ms_compress.wanda import wanda
 
 

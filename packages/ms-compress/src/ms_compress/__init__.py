@@ -14,6 +14,7 @@ from ms_compress.errors import (
     VerifyError,
 )
 from ms_compress.gptq import gptq
+from ms_compress.perplexity import perplexity
 from ms_compress.prune import (
     GradualPruning,
     keep_zeros,
@@ -26,7 +27,7 @@ from ms_compress.prune import (
 from ms_compress.qat import FloatThenQuantised, qat
 from ms_compress.scheme import Scheme, scheme
 from ms_compress.student import cut_student
-from ms_compress.tuning import Tuning, perplexity, tune
+from ms_compress.tuning import Tuning, tune
 from ms_compress.verify import Agreement, verify
 from ms_compress.wanda import wanda
 

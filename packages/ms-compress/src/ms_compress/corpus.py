@@ -1,5 +1,6 @@
 """Tokens to calibrate, train and evaluate on, out of a folder of ms-data's shards."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ms_compress.errors import ConfigError, DataError
 
-__all__ = ["batches", "rows"]
+__all__ = ["batches", "read_tokens", "rows"]
 
 
 def batches(
@@ -47,6 +48,37 @@ def rows(
         name: torch.cat([torch.as_tensor(each[name]).long() for each in taken])
         for name in ("tokens", "targets")
     }
+
+
+def read_tokens(dataset: str | Path, *, count: int, length: int) -> Tensor:
+    """Rows of tokens (count, length) int64 to train on.
+
+    Args:
+        dataset: a folder of ms-data's shards with a split `train`, or a JSON list of lists of
+            token numbers.
+        count: how many rows.
+        length: tokens of each.
+
+    Raises:
+        DataError: there is too little, or it is no dataset.
+    """
+    path = Path(dataset)
+    if path.is_file():
+        flat = _from_json(path)
+    else:
+        taken = rows(path, split="train", sequence_length=length, count=count)
+        flat = taken["tokens"].flatten()
+    if len(flat) < count * length:
+        raise DataError(f"{path}: {len(flat)} tokens, where {count} rows of {length} are asked for")
+    return flat[: count * length].view(count, length)
+
+
+def _from_json(path: Path) -> Tensor:
+    try:
+        document: Any = json.loads(path.read_text())
+        return torch.tensor([int(token) for row in document for token in row], dtype=torch.int64)
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
+        raise DataError(f"{path}: not a JSON list of lists of tokens: {error}") from error
 
 
 def _stream(folder: str | Path, split: str, length: int, batch_size: int, seed: int) -> Any:

@@ -5,7 +5,6 @@ alternate over all runtimes; a ratio is taken within a round, so a slow moment o
 both of its sides.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,18 +13,17 @@ from statistics import median
 import torch
 from attrs import Attribute, Factory, field, frozen
 from torch import Tensor
-from torch.nn import functional as F
 
 from ms_compress.corpus import rows
 from ms_compress.errors import ConfigError, DataError
 from ms_compress.footprint import Footprint, footprint
+from ms_compress.perplexity import perplexity
 from ms_compress.report import Report, Result
 from ms_compress.runtimes import Runtime, open_runtime
 from ms_compress.settings import text, whole
 
-__all__ = ["Evaluation", "evaluate", "perplexity"]
+__all__ = ["Evaluation", "evaluate"]
 
-ROWS_AT_ONCE = 4
 Folders = str | Sequence[str]
 
 
@@ -96,32 +94,6 @@ def evaluate(evaluation: Evaluation) -> Report:
             for one, value in zip(opened, values, strict=True)
         ),
     )
-
-
-def perplexity(runtime: Runtime, held_out: Mapping[str, Tensor]) -> float:
-    """Perplexity in a runtime: exp of the mean loss of a token.
-
-    Args:
-        runtime: gives logits.
-        held_out: `tokens` and `targets`, (N, S) int64; targets of -100 do not count.
-
-    Raises:
-        DataError: the runtime's vocabulary does not hold the text's tokens, or no target counts.
-    """
-    total, count = 0.0, 0
-    for first in range(0, len(held_out["tokens"]), ROWS_AT_ONCE):
-        part = slice(first, first + ROWS_AT_ONCE)
-        logits, targets = runtime.logits(held_out["tokens"][part]), held_out["targets"][part]
-        if int(held_out["tokens"][part].max()) >= logits.shape[-1]:
-            raise DataError(
-                f"the text has token {int(held_out['tokens'].max())}, and the model in"
-                f" {runtime.name} a vocabulary of {logits.shape[-1]}; use the model's own tokenizer"
-            )
-        total += float(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
-        count += int((targets >= 0).sum())
-    if not count:
-        raise DataError("no held-out token has a target; use longer sequences")
-    return math.exp(min(total / count, 700.0))
 
 
 def _open(evaluation: Evaluation) -> list[_Opened]:

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from ms_compress.distil import Divergence, distillation_loss
 from ms_compress.errors import ConfigError
+from ms_compress.logits import next_token_logits
 from ms_compress.settings import number, one_of, whole
 
-__all__ = ["Tuning", "perplexity", "tune"]
+__all__ = ["Tuning", "tune"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Tuning:
     batch_size: int = field(default=8, validator=whole())
     sequence_length: int = field(default=256, validator=whole(least=2))
     learning_rate: float = field(default=1e-4, validator=number())
-    """The highest; a straight warm-up over a tenth of the steps, then a cosine to a tenth."""
+    """The highest; a straight warm-up over a tenth of the steps, then a cosine to zero."""
     weight_decay: float = field(default=0.0, validator=number())
     max_grad_norm: float = field(default=1.0, validator=number(least=1e-12))
     seed: int = field(default=0, validator=whole(least=0))
@@ -46,7 +47,7 @@ class Tuning:
         if step < warmup:
             return self.learning_rate * (step + 1) / warmup
         passed = (step - warmup) / max(1, self.steps - warmup)
-        return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * passed)))
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * passed))
 
 
 def tune(
@@ -105,37 +106,16 @@ def tune(
     return losses
 
 
-@torch.no_grad()
-def perplexity(model: nn.Module, tokens: Tensor, *, batch_size: int = 8) -> float:
-    """Exp of the mean of -log p of each next token of rows (R, L) int64."""
-    training = model.training
-    model.eval()
-    total = 0.0
-    for rows in torch.split(tokens, batch_size):
-        logits = _logits(model, rows[:, :-1]).float()
-        total += float(
-            F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
-        )
-    model.train(training)
-    return math.exp(total / (tokens.shape[0] * (tokens.shape[1] - 1)))
-
-
 def _loss(model: nn.Module, text: Tensor, how: Tuning, teacher: nn.Module | None) -> Tensor:
-    logits = _logits(model, text[:, :-1])
+    logits = next_token_logits(model, text[:, :-1])
     targets = text[:, 1:]
     plain = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
     if teacher is None or how.distil_weight == 0:
         return plain
     with torch.no_grad():
-        aim = _logits(teacher.eval(), text[:, :-1])
+        aim = next_token_logits(teacher.eval(), text[:, :-1])
     apart = distillation_loss(logits, aim, kind=how.divergence)
     return how.distil_weight * apart + (1 - how.distil_weight) * plain
-
-
-def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    out = model(tokens)
-    logits: Tensor = out if isinstance(out, Tensor) else out.logits
-    return logits
 
 
 def _batches(rows: int, how: Tuning) -> Iterator[Tensor]:

@@ -5,18 +5,17 @@ differ is the order of sums; where a target rounds activations, a value that lie
 between two codes may fall on either side of it, so there the middle of the differences is held.
 """
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor, nn
 
 from ms_compress.errors import VerifyError
+from ms_compress.logits import model_logits
 from ms_compress.runtimes import open_runtime
 
-__all__ = ["Agreement", "compare", "model_logits", "verify"]
+__all__ = ["Agreement", "compare", "verify"]
 
 PROBE_ROWS = 2
 PROBE_POSITIONS = 48
@@ -86,19 +85,6 @@ def probe(vocabulary: int) -> Tensor:
     count = PROBE_ROWS * PROBE_POSITIONS
     numbers = torch.arange(count, dtype=torch.int64) * 2654435761 % vocabulary
     return numbers.view(PROBE_ROWS, PROBE_POSITIONS)
-
-
-@torch.no_grad()
-def model_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Logits (B, S, V) float32 on the CPU of a model of transformers or ms-parallel."""
-    training = model.training
-    model.eval()
-    call: Callable[..., Any] = model
-    device = next(model.parameters()).device
-    out = call(tokens.to(device))
-    model.train(training)
-    logits: Tensor = out if isinstance(out, Tensor) else out.logits
-    return logits.float().cpu()
 
 
 def _vocabulary(model: nn.Module) -> int:

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from ms_compress.commands.loading import read_tokens
 from ms_compress.commands.run_options import ModelRun, SchemeRun
+from ms_compress.corpus import read_tokens
 from ms_compress.deploy import export
 from ms_compress.errors import ConfigError
 
@@ -19,7 +19,7 @@ def tokens_of(options: ModelRun) -> Tensor:
     if options.dataset is None:
         raise ConfigError("dataset is missing; give a folder of shards or a JSON list of tokens")
     length = options.tuning.sequence_length + 1
-    return read_tokens(options.dataset, rows=options.rows, length=length)
+    return read_tokens(options.dataset, count=options.rows, length=length)
 
 
 def finish(model: nn.Module, options: SchemeRun) -> int:

@@ -1,0 +1,52 @@
+"""Perplexity of a text, in this process or in a runtime."""
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ms_compress.errors import DataError
+from ms_compress.logits import model_logits
+from ms_compress.runtimes import Runtime
+
+__all__ = ["perplexity"]
+
+
+def perplexity(
+    model: nn.Module | Runtime, text: Tensor | Mapping[str, Tensor], *, batch_size: int = 4
+) -> float:
+    """Exp of the mean loss of a token.
+
+    Args:
+        model: of transformers or ms-parallel, in evaluation mode; or whatever gives logits.
+        text: rows of tokens (N, L) int64, the targets being the next ones; or `tokens` and
+            `targets`, (N, S) int64, where targets of -100 do not count.
+        batch_size: rows at once.
+
+    Raises:
+        DataError: the vocabulary does not hold the text's tokens, or no target counts.
+    """
+    if isinstance(text, Tensor):
+        text = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+    total, count = 0.0, 0
+    for first in range(0, len(text["tokens"]), batch_size):
+        part = slice(first, first + batch_size)
+        tokens, targets = text["tokens"][part], text["targets"][part]
+        logits, name = _logits(model, tokens)
+        if int(tokens.max()) >= logits.shape[-1]:
+            raise DataError(
+                f"the text has token {int(tokens.max())}, and the model in {name} a vocabulary of"
+                f" {logits.shape[-1]}; use the model's own tokenizer"
+            )
+        total += float(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
+        count += int((targets >= 0).sum())
+    if not count:
+        raise DataError("no held-out token has a target; use longer sequences")
+    return math.exp(min(total / count, 700.0))
+
+
+def _logits(model: nn.Module | Runtime, tokens: Tensor) -> tuple[Tensor, str]:
+    if isinstance(model, nn.Module):
+        return model_logits(model, tokens), type(model).__name__
+    return model.logits(tokens), model.name
