@@ -37,9 +37,10 @@ KINDS = {
 }
 
 
-def small(kind: str) -> StagedModel:
-    """A model of four layers with weights that are not tiny."""
-    settings = {k: v for k, v in {**SMALL, **KINDS[kind]}.items() if v is not None}
+def small(kind: str, layers: int = 4) -> StagedModel:
+    """A model of a few layers with weights that are not tiny."""
+    given = {**SMALL, **KINDS[kind], "num_hidden_layers": layers}
+    settings = {k: v for k, v in given.items() if v is not None}
     model = build_model(architecture(kind, settings))
     initialise(model, 3)
     return model
@@ -246,3 +247,20 @@ def test_operators_are_taken_from_the_namespace_given() -> None:
     for model in (plain, loud):
         initialise(model, 0)
     assert not torch.allclose(plain(tokens(1, 4)), loud(tokens(1, 4)))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "transformer-xl"])
+def test_a_whole_model_is_one_graph(kind: str) -> None:
+    """Under torch.compile no graph breaks, and the traced model's loss and gradients are equal."""
+    model, batch = small(kind, layers=2), tokens(2, 12)
+    documents = torch.arange(12).ge(5).int().expand(2, -1).contiguous()
+    plain = model(batch, documents=documents)
+    plain.square().mean().backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    torch.compiler.reset()
+    traced = torch.compile(model, backend="aot_eager", fullgraph=True)(batch, documents=documents)
+    traced.square().mean().backward()
+    torch.testing.assert_close(traced, plain, rtol=0, atol=TOLERANCE)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=TOLERANCE)

@@ -193,6 +193,8 @@ class _DocumentMasks:
         self, documents: Tensor, queries: int, causal: bool, window: int | None
     ) -> Tensor | None:
         """True where a query may look, (B, 1, Sq, Sk); None where plain causality says the same."""
+        if torch.compiler.is_compiling():  # One graph shares what it computes twice by itself.
+            return self._build(documents, queries, causal, window)
         if self._documents is None or self._documents() is not documents:
             self._masks = {}
             self._documents = weakref.ref(documents, self._forget)
@@ -210,8 +212,9 @@ class _DocumentMasks:
     def _build(documents: Tensor, queries: int, causal: bool, window: int | None) -> Tensor | None:
         keys = documents.shape[1]
         order_is_plain = window is None and (not causal or queries in (1, keys))
-        # On a GPU looking would stall the queue; there the mask is always built.
-        can_look = order_is_plain and documents.device.type == "cpu"
+        # On a GPU looking would stall the queue, in a graph break it; there the mask is built.
+        on_cpu = documents.device.type == "cpu"
+        can_look = order_is_plain and on_cpu and not torch.compiler.is_compiling()
         if can_look and bool((documents == documents[:, :1]).all()):
             return None
         of_query = documents[:, None, keys - queries :, None]

@@ -6,9 +6,9 @@ Shapes: B rows, S positions, H hidden, V vocabulary, D width of one head.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
-from attrs import frozen
 from torch import Tensor, nn
 
 from ms_parallel import ops as plain_ops
@@ -21,7 +21,7 @@ from ms_parallel.plan import ModelPlan, Style
 __all__ = ["Block", "Decoder", "plan"]
 
 
-@frozen(kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RotaryContext(Context):
     """The angles of one forward's positions."""
 

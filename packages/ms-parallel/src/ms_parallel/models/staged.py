@@ -5,11 +5,11 @@ Shapes: B rows, S positions, H hidden, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from attrs import frozen
 from torch import Tensor, nn
 
 from ms_parallel.errors import ModelError
@@ -19,9 +19,12 @@ from ms_parallel.models.config import ModelConfig
 __all__ = ["Context", "StagedModel"]
 
 
-@frozen(kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Context:
-    """What all blocks of one forward share."""
+    """What all blocks of one forward share.
+
+    A dataclass, as torch.compile follows how one is built, and breaks its graph at an attrs class.
+    """
 
     documents: Tensor | None
     """(B, positions held and new) int32."""

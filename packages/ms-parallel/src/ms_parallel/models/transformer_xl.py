@@ -16,6 +16,7 @@ head. Distances count positions within the row; inside a document they equal tho
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from attrs import field, frozen
@@ -77,7 +78,7 @@ class TransformerXLConfig:
         )
 
 
-@frozen(kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
     """Positions [start, end) of a row, counted from the cache's first, that attend together."""
 
@@ -89,7 +90,7 @@ class Segment:
     """(B or 1, 1, N, M) bool: which of the positions [memory, end) each of them sees."""
 
 
-@frozen(kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SegmentContext(Context):
     """How one forward falls into segments."""
 
