@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from ms_profile.errors import TraceError
 from ms_profile.operators import kernel_table, operator_table
 from ms_profile.trace import Category, Trace, read_trace
-from ms_profile.trace.builder import TraceBuilder
+from ms_profile.trace.builder import TraceBuilder, in_order
 from ms_profile.trace.chunks import TraceText
 
 Writer = Callable[[list[dict[str, Any]]], str]
@@ -229,3 +230,37 @@ def test_the_rank_is_taken_from_the_name_where_the_trace_does_not_say(
     """`trace_rank3.json` is rank 3."""
     (tmp_path / "trace_rank3.json").write_text(kineto_text(sample(3)))
     assert read_trace(tmp_path / "trace_rank3.json").rank == 3
+
+
+def test_notes_of_collectives_do_not_keep_the_text_that_they_stood_in(tmp_path: Path) -> None:
+    """A collective in every chunk of a long trace leaves its columns in memory, not the file."""
+    padding = "1, " * 20_000
+    events = [
+        {
+            "ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllReduce_Sum_f32",
+            "pid": 0, "tid": 7, "ts": float(number), "dur": 0.5,
+            "args": {"Collective name": "allreduce", "Process Group Ranks": [0, 1],
+                     "Concrete Inputs": padding},
+        }
+        for number in range(200)
+    ]  # fmt: skip
+    path = tmp_path / "rank-0.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    tracemalloc.start()
+    trace = read_trace(path)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [note.ranks for note in trace.notes.values()] == [(0, 1)] * 200
+    # Some chunks of half a megabyte at once: read, joined, and held by raw fields.
+    assert peak_bytes < 4 << 20 < path.stat().st_size / 2
+
+
+def test_rows_are_ordered_by_thread_then_start_then_longest_first() -> None:
+    """Also where many starts are equal, as in a clock of microseconds."""
+    random = np.random.default_rng(7)
+    for count in (0, 1, 2, 5, 300):
+        thread = random.integers(0, 3, count).astype(np.int32)
+        start = random.integers(0, count // 3 + 1, count)
+        duration = random.integers(0, 4, count)
+        expected = np.lexsort((-duration, start, thread))
+        assert in_order(thread, start, duration).tolist() == expected.tolist()

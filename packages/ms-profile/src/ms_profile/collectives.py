@@ -9,8 +9,8 @@ import numpy as np
 from attrs import evolve, frozen
 
 from ms_profile.steps import Step
-from ms_profile.trace.builder import element_bytes
 from ms_profile.trace.columns import Category, Trace
+from ms_profile.trace.messages import element_bytes
 
 __all__ = ["Collective", "Meeting", "find_collectives", "match_collectives"]
 

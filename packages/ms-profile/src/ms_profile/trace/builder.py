@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ms_profile.trace.categories import categorise
 from ms_profile.trace.columns import Category, CollectiveNote, Memory, Thread, Trace
 from ms_profile.trace.groups import name_groups
-from ms_profile.trace.records import Arguments, Record
+from ms_profile.trace.messages import first_message, note_of
+from ms_profile.trace.records import Record
 
 __all__ = ["TraceBuilder"]
 
@@ -18,12 +18,6 @@ Array = NDArray[Any]
 COLUMNS: Final = ("start", "duration", "name", "label", "thread", "external", "correlation",
                   "shape", "moved")  # fmt: skip
 MEMORY_COLUMNS: Final = ("at", "change", "allocated", "reserved", "device", "thread")
-ELEMENT_BYTES: Final = {
-    **dict.fromkeys(("double", "long", "long int", "float64", "int64"), 8),
-    **dict.fromkeys(("float", "int", "float32", "int32"), 4),
-    **dict.fromkeys(("half", "c10::half", "c10::bfloat16", "bfloat16", "float16", "short"), 2),
-    **dict.fromkeys(("bool", "byte", "char", "unsigned char", "uint8", "int8"), 1),
-}
 
 
 class _Numbers(dict[Any, int]):
@@ -46,36 +40,49 @@ class TraceBuilder:
         self._thread_names: dict[tuple[int | str, int | str], str] = {}
         self._parts: dict[str, list[Array]] = {name: [] for name in COLUMNS}
         self._memory: dict[str, list[Array]] = {name: [] for name in MEMORY_COLUMNS}
-        self._notes: dict[int, Arguments] = {}
+        self._notes: dict[int, CollectiveNote] = {}
         self._messages: dict[int, tuple[bytes, bytes]] = {}
         self._count = 0
 
     def add(self, records: Sequence[Record]) -> None:
         """Take up the records of one chunk."""
-        spans = [record for record in records if record.ph == "X" and record.cat != "Trace"]
-        if len(spans) < len(records):
+        spans = records
+        if [record.ph for record in records].count("X") < len(records):
+            spans = [record for record in records if record.ph == "X"]
             self._add_others(records)
+        labels = [record.cat for record in spans]
+        if "Trace" in labels:  # the profiler's own frame around everything
+            spans = [record for record in spans if record.cat != "Trace"]
+            labels = [record.cat for record in spans]
         if not spans:
             return
         arguments = [record.args for record in spans]
-        shapes = self._shapes
+        # One join and one split make texts of raw JSON, which holds no zero byte, at half the cost.
+        shapes = b"\0".join([each.dims for each in arguments]).split(b"\0")
+        count = len(spans)
         part = {
             "start": _nanoseconds([record.ts for record in spans]),
             "duration": _nanoseconds([record.dur for record in spans]),
-            "name": _column(map(self._names.__getitem__, [r.name for r in spans]), np.int32),
-            "label": _column(map(self._labels.__getitem__, [r.cat for r in spans]), np.int16),
-            "thread": _column(
-                map(self._threads.__getitem__, [(r.pid, r.tid) for r in spans]), np.int32
-            ),
-            "external": np.array([a.external for a in arguments], np.int64),
-            "correlation": np.array([a.correlation for a in arguments], np.int64),
-            "shape": _column((shapes[bytes(a.dims)] for a in arguments), np.int32),
-            "moved": np.array([a.bytes_moved for a in arguments], np.int64),
+            "name": _numbered(self._names, [record.name for record in spans], np.int32, count),
+            "label": _numbered(self._labels, labels, np.int16, count),
+            "thread": self._number_threads(spans),
+            "external": np.fromiter([each.external for each in arguments], np.int64, count),
+            "correlation": np.fromiter([each.correlation for each in arguments], np.int64, count),
+            "shape": _numbered(self._shapes, shapes, np.int32, count),
+            "moved": np.fromiter([each.bytes_moved for each in arguments], np.int64, count),
         }
         for name, column in part.items():
             self._parts[name].append(column)
         self._note_collectives(spans, part["label"])
-        self._count += len(spans)
+        self._count += count
+
+    def _number_threads(self, spans: Sequence[Record]) -> Array:
+        processes = [record.pid for record in spans]
+        threads = [record.tid for record in spans]
+        first = processes[0], threads[0]
+        if processes.count(first[0]) == threads.count(first[1]) == len(spans):
+            return np.full(len(spans), self._threads[first], np.int32)
+        return _numbered(self._threads, zip(processes, threads, strict=True), np.int32, len(spans))
 
     def _note_collectives(self, spans: Sequence[Record], labels: Array) -> None:
         """Keep the messages of the few spans that are collectives."""
@@ -84,7 +91,7 @@ class TraceBuilder:
         for place in np.flatnonzero((labels == kernel) | (labels == scope)).tolist():
             record = spans[place]
             if record.args.collective:
-                self._notes[self._count + place] = record.args
+                self._notes[self._count + place] = note_of(record.args)
             elif ":" in record.name and labels[place] == scope:
                 self._messages[self._count + place] = (
                     bytes(record.args.dims), bytes(record.args.types),
@@ -93,7 +100,7 @@ class TraceBuilder:
         names = self._parts["name"][-1]
         for place in np.flatnonzero((labels == operator) & (names == wanted)).tolist():
             if spans[place].args.collective:
-                self._notes[self._count + place] = spans[place].args
+                self._notes[self._count + place] = note_of(spans[place].args)
 
     def _add_others(self, records: Sequence[Record]) -> None:
         """Take up metadata and allocations."""
@@ -135,7 +142,7 @@ class TraceBuilder:
         base_ns = header.get("baseTimeNanoseconds", 0)
         base_ns = base_ns if isinstance(base_ns, int) else 0
         start = columns.pop("start") + base_ns
-        order = _order(columns["thread"], start, columns["duration"])
+        order = in_order(columns["thread"], start, columns["duration"])
         names = tuple(self._names)
         place = header.get("distributedInfo")
         place = place if isinstance(place, dict) else {}
@@ -195,17 +202,10 @@ class TraceBuilder:
     def _finish_notes(self, order: Array, category: Array) -> dict[int, CollectiveNote]:
         position = np.empty(len(order), np.int64)
         position[order] = np.arange(len(order))
-        notes = {}
-        for row, arguments in self._notes.items():
-            notes[int(position[row])] = CollectiveNote(
-                kind=arguments.collective, sent_elements=arguments.sent_elements,
-                received_elements=arguments.received_elements, dtype=arguments.dtype,
-                group=arguments.group, group_size=arguments.group_size,
-                ranks=_numbers(bytes(arguments.group_ranks)),
-            )  # fmt: skip
+        notes = {int(position[row]): note for row, note in self._notes.items()}
         for row, (dims, types) in self._messages.items():
             if category[row] == Category.COLLECTIVE:
-                elements, dtype = _message(dims, types)
+                elements, dtype = first_message(dims, types)
                 notes[int(position[row])] = CollectiveNote(
                     kind="", sent_elements=elements, received_elements=elements, dtype=dtype,
                     group="", group_size=0, ranks=(),
@@ -213,15 +213,17 @@ class TraceBuilder:
         return notes
 
 
-def _column(values: Iterable[int], dtype: type[np.integer[Any]]) -> Array:
-    return np.array(list(values), dtype)
+def _numbered(
+    numbers: _Numbers, keys: Iterable[Any], dtype: type[np.integer[Any]], count: int
+) -> Array:
+    return np.fromiter(map(numbers.__getitem__, keys), dtype, count)
 
 
 def _nanoseconds(values: list[float | str]) -> Array:
     """Microseconds, as numbers or as the Ascend profiler's exact text, to whole nanoseconds."""
     if values and isinstance(values[0], str):
         return np.array([_exact(value) for value in values], np.int64)
-    times = np.array(values, np.float64)
+    times = np.fromiter(values, np.float64, len(values))
     whole = np.floor(times)
     # Apart, so that microseconds since 1970 keep what digits they have.
     return whole.astype(np.int64) * 1000 + np.rint((times - whole) * 1000).astype(np.int64)
@@ -234,39 +236,20 @@ def _exact(value: float | str) -> int:
     return int(whole or 0) * 1000 + int((fraction + "000")[:3])
 
 
-def _order(thread: Array, start: Array, duration: Array) -> Array:
-    """Rows by thread, then start, then longest first."""
-    if not len(start):
-        return np.zeros(0, np.int64)
-    return np.lexsort((-duration, start, thread))
+def in_order(thread: Array, start: Array, duration: Array) -> Array:
+    """Rows by thread, then start, then longest first.
+
+    Profilers write nearly in order of time, which a stable sort takes in one pass; so the
+    durations, which have no order, are looked at only where starts are equal.
+    """
+    order = np.argsort(start, kind="stable")
+    order = order[np.argsort(thread[order], kind="stable")]
+    equal = (np.diff(start[order]) == 0) & (np.diff(thread[order]) == 0)
+    tied = np.flatnonzero(np.append(equal, False) | np.append(False, equal))
+    rows = order[tied]
+    order[tied] = rows[np.lexsort((-duration[rows], start[rows], thread[rows]))]
+    return order
 
 
 def _whole(value: object) -> int | None:
     return value if isinstance(value, int) else None
-
-
-def _numbers(text: bytes) -> tuple[int, ...]:
-    """The whole numbers in a list that Kineto may have written as text, or cut with an ellipsis."""
-    if b"..." in text:
-        return ()
-    pieces = text.decode(errors="replace").strip('"[] ').split(",")
-    return tuple(int(piece) for piece in pieces if piece.strip().lstrip("-").isdigit())
-
-
-def _message(dims: bytes, types: bytes) -> tuple[int, str]:
-    """Elements and dtype of gloo's first input; (0, "") where shapes were not recorded."""
-    try:
-        shapes = msgspec.json.decode(dims) if dims else []
-        kinds = msgspec.json.decode(types) if types else []
-    except msgspec.DecodeError:
-        return 0, ""
-    total = 0
-    for shape in shapes:
-        if isinstance(shape, list) and shape and all(isinstance(side, int) for side in shape):
-            total += int(np.prod(shape))
-    return total, str(kinds[0]) if kinds and total else ""
-
-
-def element_bytes(dtype: str) -> int | None:
-    """Bytes of one element of a dtype as profilers name it; None where unknown."""
-    return ELEMENT_BYTES.get(dtype.lower())

@@ -27,6 +27,7 @@ HEADER_BYTES = 64 << 20
 EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 KINETO_BOUNDARY = b"\n  },\n  {"
 ANY_BOUNDARY = re.compile(rb"\}\s*,\s*\{")
+CLOSING = ord("]")
 TRIES = 32
 MOST_CHUNKS = 64
 END = re.compile(rb'\}\s*\]\s*(,\s*"[^"]*"\s*:[^{}\[\]]*)*\}?\s*\Z')
@@ -97,11 +98,12 @@ class TraceText:
     def _chunks(self, read: Callable[[], bytes]) -> Iterator[list[Record]]:
         rest = self._begin(read)
         while block := read():
-            text = rest + block
+            text = bytearray().join((b"[", rest, block))
             records, used = self._decode_part(text)
-            rest = text[used:]
+            rest = bytes(memoryview(text)[used:])
             if records:
                 yield records
+            del records  # decoding reuses their memory while the cache still holds it
         yield self._decode_tail(rest)
 
     def _begin(self, read: Callable[[], bytes]) -> bytes:
@@ -133,35 +135,46 @@ class TraceText:
         if isinstance(facts, dict):
             self.header.update(facts)
 
-    def _decode_part(self, text: bytes) -> tuple[list[Record], int]:
-        """Decode as many whole events as the text has; also how many bytes they take."""
+    def _decode_part(self, text: bytearray) -> tuple[list[Record], int]:
+        """Decode as many whole events as there are after the bracket; also where the next begins.
+
+        The bracket that closes the list is put over the separator: nothing is copied.
+        """
         cut = text.rfind(KINETO_BOUNDARY)
         if cut >= 0:
             end = cut + len(b"\n  }")
-            return self._decode_list(text[:end]), end + 1
+            return self._decode_list(text, end), end + 1
         matches = [found.start() + 1 for found in ANY_BOUNDARY.finditer(text)]
         for end in matches[: -TRIES - 1 : -1]:
-            try:
-                records = decode_records(b"".join((b"[", text[:end], b"]")))
-            except msgspec.ValidationError:
-                if self._is_list(text[:end]):
-                    return self._decode_list(text[:end]), text.index(b",", end) + 1
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
-            else:
-                return records, text.index(b",", end) + 1
+            following = text.index(b",", end) + 1
+            if (records := self._decode_whole(text, end)) is not None:
+                return records, following
         if len(text) < MOST_CHUNKS * self._chunk_bytes:
-            return [], 0
+            return [], 1
         if not matches:
             raise TraceError(f"{self.path} has an event of over {len(text)} bytes; it is no trace")
         end = matches[-1]
-        return self._decode_each(text[:end]), text.index(b",", end) + 1
+        return self._decode_each(bytes(text[1:end])), text.index(b",", end) + 1
 
-    def _decode_list(self, text: bytes) -> list[Record]:
+    def _decode_whole(self, text: bytearray, end: int) -> list[Record] | None:
+        """Decode the list up to `end`; None, and `text` as it was, where it is no whole list."""
+        stood, text[end] = text[end], CLOSING
         try:
-            return decode_records(b"".join((b"[", text, b"]")))
+            return decode_records(memoryview(text)[: end + 1])
+        except msgspec.ValidationError:
+            if self._is_list(bytes(text[1:end])):
+                return self._decode_each(bytes(text[1:end]))
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return self._decode_each(text)
+            pass
+        text[end] = stood
+        return None
+
+    def _decode_list(self, text: bytearray, end: int) -> list[Record]:
+        text[end] = CLOSING
+        try:
+            return decode_records(memoryview(text)[: end + 1])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return self._decode_each(bytes(text[1:end]))
 
     def _is_list(self, text: bytes) -> bool:
         try:
@@ -198,7 +211,7 @@ class TraceText:
                 break
             if self._is_list(text[:end]):
                 self._take_header(b"{" + text[end + 1 :].strip().lstrip(b",") or b"}")
-                return self._decode_list(text[:end])
+                return self._decode_list(bytearray(b"[" + text[: end + 1]), end + 1)
         closed = END.search(text, max(0, len(text) - 4096))
         if closed and self._ends_whole(text[: closed.start() + 1]):
             return self._decode_each(text[: closed.start() + 1])
@@ -214,9 +227,9 @@ class TraceText:
 
     def _decode_broken(self, text: bytes) -> list[Record]:
         """Decode the whole events at the start of a text that breaks off inside one."""
-        records, used = self._decode_part(text) if b"}" in text else ([], 0)
-        closing = text.rfind(b"}", used)
-        last = text[used : closing + 1]
+        opened = bytearray(b"[" + text)
+        records, used = self._decode_part(opened) if b"}" in text else ([], 1)
+        last = bytes(opened[used : opened.rfind(b"}", used) + 1])
         with suppress(msgspec.DecodeError, UnicodeDecodeError):
             records.append(decode_record(last))
         return records

@@ -34,6 +34,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     with _without_collection():
         for records in text.records():
             builder.add(records)
+            del records
     trace = builder.finish(text.header, text.warnings, source.stat().st_size)
     if not len(trace) and not len(trace.memory.at_ns):
         raise TraceError(f"{source} has no spans; was the profiler stopped before a step ended?")

@@ -11,12 +11,11 @@ class Arguments(Struct, frozen=True, gc=False):
     """What an event says beyond its time; absent fields keep their defaults."""
 
     external: int = field(name="External id", default=-1)
-    correlation: int = -1
-    dims: Raw = field(name="Input Dims", default=EMPTY)
     types: Raw = field(name="Input type", default=EMPTY)
-    name: str = ""
-    labels: str = ""
+    dims: Raw = field(name="Input Dims", default=EMPTY)
+    correlation: int = -1
     bytes_moved: int = field(name="bytes", default=0)
+    name: str = ""
     size_bytes: int = field(name="Bytes", default=0)
     allocated_bytes: int = field(name="Total Allocated", default=0)
     reserved_bytes: int = field(name="Total Reserved", default=0)
@@ -38,10 +37,10 @@ class Record(Struct, frozen=True, gc=False):
     """One member of `traceEvents`; times in microseconds, the Ascend profiler's as text."""
 
     ph: str
-    name: str = ""
     cat: str = ""
-    ts: float | str = 0.0
-    dur: float | str = 0.0
+    name: str = ""
     pid: int | str = 0
     tid: int | str = 0
+    ts: float | str = 0.0
+    dur: float | str = 0.0
     args: Arguments = NO_ARGUMENTS

@@ -1,0 +1,55 @@
+"""What a profiler noted of a collective's message: elements, dtype, group."""
+
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from ms_profile.trace.columns import CollectiveNote
+from ms_profile.trace.records import Arguments
+
+__all__ = ["element_bytes", "first_message", "note_of"]
+
+ELEMENT_BYTES: Final = {
+    **dict.fromkeys(("double", "long", "long int", "float64", "int64"), 8),
+    **dict.fromkeys(("float", "int", "float32", "int32"), 4),
+    **dict.fromkeys(("half", "c10::half", "c10::bfloat16", "bfloat16", "float16", "short"), 2),
+    **dict.fromkeys(("bool", "byte", "char", "unsigned char", "uint8", "int8"), 1),
+}
+
+
+def note_of(arguments: Arguments) -> CollectiveNote:
+    """A note of its own: `arguments` would keep the text of its whole chunk in memory."""
+    return CollectiveNote(
+        kind=arguments.collective, sent_elements=arguments.sent_elements,
+        received_elements=arguments.received_elements, dtype=arguments.dtype,
+        group=arguments.group, group_size=arguments.group_size,
+        ranks=_numbers(bytes(arguments.group_ranks)),
+    )  # fmt: skip
+
+
+def element_bytes(dtype: str) -> int | None:
+    """Bytes of one element of a dtype as profilers name it; None where unknown."""
+    return ELEMENT_BYTES.get(dtype.lower())
+
+
+def first_message(dims: bytes, types: bytes) -> tuple[int, str]:
+    """Elements and dtype of gloo's first input; (0, "") where shapes were not recorded."""
+    try:
+        shapes = msgspec.json.decode(dims) if dims else []
+        kinds = msgspec.json.decode(types) if types else []
+    except msgspec.DecodeError:
+        return 0, ""
+    total = 0
+    for shape in shapes:
+        if isinstance(shape, list) and shape and all(isinstance(side, int) for side in shape):
+            total += int(np.prod(shape))
+    return total, str(kinds[0]) if kinds and total else ""
+
+
+def _numbers(text: bytes) -> tuple[int, ...]:
+    """The whole numbers in a list that Kineto may have written as text, or cut with an ellipsis."""
+    if b"..." in text:
+        return ()
+    pieces = text.decode(errors="replace").strip('"[] ').split(",")
+    return tuple(int(piece) for piece in pieces if piece.strip().lstrip("-").isdigit())
