@@ -9,13 +9,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import decoder, llama, qwen3, tokens
+from safetensors.torch import load_file
 from torch import nn
 
 from ms_compress import ExportError, LayerError, SchemeError, export, qat, verify
+from ms_compress.export.compressed_tensors import pack
 from ms_compress.layers import FACTOR
 from ms_compress.logits import model_logits
+from ms_compress.rounding import quantise
 from ms_compress.runtimes import open_runtime
+from ms_compress.scheme import scheme
 from ms_compress.verify import compare
+from ms_parallel import AdamWConfig, Engine, NextTokenLoss
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "ms_parallel": decoder,
@@ -92,3 +97,37 @@ def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
     export(prepared, folder, overwrite=True)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     verify(prepared, folder, "ct")
+
+
+@pytest.mark.parametrize("name", ["ct.int4_g32", "ct.w8a8", "ort.matmulnbits"])
+def test_bfloat16_weights_are_deployed_as_float32_has_them(name: str, tmp_path: Path) -> None:
+    """Codes and scales are those of the bfloat16 weights; runtimes compute in float32 with them."""
+    prepared = trained(qat(decoder().bfloat16(), name, learned_scales=True))
+    folder = export(prepared, tmp_path / "out", verify=True)
+    there = open_runtime(folder, scheme(name).target).logits(tokens())
+    narrow = compare(model_logits(prepared, tokens()), there)
+    assert 1e-3 < narrow.mean < 0.05 * narrow.spread  # seven bits of each product
+    wide = compare(model_logits(prepared.float(), tokens()), there)
+    assert wide.largest <= 1e-5
+
+
+def test_mixed_precision_is_deployed_with_the_codes_it_trained(tmp_path: Path) -> None:
+    """Forwards have weights rounded to bfloat16; so has the file, though float32 is kept."""
+    engine = Engine(
+        decoder().config,
+        optimizer=AdamWConfig(learning_rate=1e-2, warmup_steps=0),
+        mixed_precision=True,
+        prepare=lambda stage: qat(stage, "ct.int4_g32"),
+    )
+    text = tokens()
+    engine.update({"tokens": text[:, :-1], "targets": text[:, 1:]}, NextTokenLoss())
+    engine.update({"tokens": text[:, :-1], "targets": text[:, 1:]}, NextTokenLoss())
+    folder = export(list(engine.stages.values()), tmp_path / "out")
+    stored = load_file(folder / "model.safetensors")
+    name, how = "model.layers.1.mlp.up_proj", scheme("ct.int4_g32")
+    kept = engine.parameters[f"{name}.weight"].full_tensor()  # type: ignore[attr-defined]
+    assert kept.dtype == torch.float32
+    computed, unrounded = quantise(kept.bfloat16(), how), quantise(kept, how)
+    assert torch.equal(stored[f"{name}.weight_packed"], pack(computed.codes, 4))
+    assert torch.equal(stored[f"{name}.weight_scale"], computed.scales)
+    assert not torch.equal(stored[f"{name}.weight_packed"], pack(unrounded.codes, 4))

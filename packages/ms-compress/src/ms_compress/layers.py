@@ -45,6 +45,9 @@ class Prepared(nn.Module):
     kept: Tensor | None
     """The mask, on whatever device it was last used. No buffer: it outlives `to_empty`, and what
     is stored are the zeros themselves."""
+    computed_in: torch.dtype | None
+    """What the last forward had the weight in. Under mixed precision that is not what is kept, and
+    codes are those of the rounded weight: export rounds likewise."""
 
     @property
     def rule(self) -> Rule:
@@ -74,9 +77,19 @@ class Prepared(nn.Module):
         """
         self.kept = _part(kept, self.weight)
 
+    @property
+    def is_narrowed(self) -> bool:
+        """Whether forwards have float32 parameters in a narrower dtype."""
+        return self.weight.dtype == torch.float32 and self.computed_in not in (None, torch.float32)
+
+    def as_computed(self, kept: Tensor) -> Tensor:
+        """Part of a parameter of this layer, as it is kept, in the dtype that forwards have."""
+        return kept.to(self.computed_in) if self.is_narrowed else kept
+
     def effective_weight(self) -> Tensor:
         """What is computed with, (N, K), laid out as the weight is."""
         weight = self.weight
+        self.computed_in = weight.dtype
         if not isinstance(weight, DTensor):
             return fake_weight(weight, self.rule, self.factor, self.mask)
         factor = self.factor
@@ -110,6 +123,7 @@ class PreparedLinear(Prepared, nn.Linear):
         """(..., K) to (..., N)."""
         if isinstance(self.weight, DTensor):
             return _split_linear(self, x)
+        self.computed_in = self.weight.dtype
         return fake_linear(
             x, self.weight, self.rule, factor=self.factor, mask=self.mask, bias=self.bias
         )
@@ -122,6 +136,7 @@ class PreparedEmbedding(Prepared, nn.Embedding):
         """(...) int64 to (..., K)."""
         if isinstance(self.weight, DTensor) or self.factor is not None or self.mask is not None:
             return F.embedding(tokens, self.effective_weight(), self.padding_idx)
+        self.computed_in = self.weight.dtype
         # Rows are rounded one by one, so those that are looked up are all that need it.
         rows = super().forward(tokens)
         return fake_weight(rows.flatten(0, -2), self.rule).view(rows.shape)
@@ -153,6 +168,7 @@ def prepare_layer(
         # The same object under a subclass, as fully_shard does: hooks, ties and names stay.
         layer.__class__ = KINDS[type(layer)]
         layer.scheme = layer.activations = layer.kept = None  # type: ignore[assignment]
+        layer.computed_in = None  # type: ignore[assignment]
     assert isinstance(layer, Prepared)
     layer.quantising, layer.layer_name = True, name
     if scheme is not None:
@@ -280,6 +296,7 @@ def _split_linear(layer: PreparedLinear, x: Tensor) -> Tensor:
         )
     by_columns = weight.placements[0].is_shard(1)
     by_rows = weight.placements[0].is_shard(0)
+    layer.computed_in = weight.dtype
     wanted = Shard(x.ndim - 1) if by_columns else Replicate()
     flow = Shard(x.ndim - 1) if by_columns else (Partial() if by_rows else Replicate())
     local_x = x.redistribute(placements=[wanted]).to_local(grad_placements=[flow])

@@ -128,7 +128,9 @@ class Source:
         factor = layer.factor
         if isinstance(factor, DTensor):
             factor = factor.to_local()
-        return quantise(local, entry.scheme, factor)
+        if factor is not None:
+            factor = layer.as_computed(factor)
+        return quantise(layer.as_computed(local), entry.scheme, factor)
 
     def _assemble(
         self,

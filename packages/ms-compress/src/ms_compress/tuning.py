@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from ms_compress.distil import Divergence, distillation_loss
 from ms_compress.errors import ConfigError
+from ms_compress.layers import FACTOR
 from ms_compress.logits import next_token_logits
 from ms_compress.settings import number, one_of, whole
 
@@ -31,6 +32,9 @@ class Tuning:
     sequence_length: int = field(default=256, validator=whole(least=2))
     learning_rate: float = field(default=1e-4, validator=number())
     """The highest; a straight warm-up over a tenth of the steps, then a cosine to zero."""
+    scale_rate: float = field(default=10.0, validator=number())
+    """Learned scales take so many times the learning rate: it is their logarithm that is learned,
+    of order one, where a weight is of order 1/√K."""
     weight_decay: float = field(default=0.0, validator=number())
     max_grad_norm: float = field(default=1.0, validator=number(least=1e-12))
     seed: int = field(default=0, validator=whole(least=0))
@@ -80,9 +84,7 @@ def tune(
             f"tokens are of shape {tuple(tokens.shape)}; give rows of more than"
             f" sequence_length={how.sequence_length}"
         )
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=how.learning_rate, weight_decay=how.weight_decay
-    )
+    optimizer = _optimizer(model, how)
     model.train()
     losses = []
     for step, rows in zip(range(how.steps), _batches(len(tokens), how), strict=False):
@@ -95,7 +97,7 @@ def tune(
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), how.max_grad_norm)
         for group in optimizer.param_groups:
-            group["lr"] = how.rate(step)
+            group["lr"] = how.rate(step) * group["ratio"]
         optimizer.step()
         optimizer.zero_grad()
         if after_step is not None:
@@ -104,6 +106,21 @@ def tune(
         logger.info("step %d of %d: loss %.4f", step + 1, how.steps, losses[-1])
     model.eval()
     return losses
+
+
+def _optimizer(model: nn.Module, how: Tuning) -> torch.optim.Optimizer:
+    """AdamW, with `ratio` in each group: what its learning rate is multiplied by."""
+    scales = [p for name, p in model.named_parameters() if name.endswith(FACTOR)]
+    known = {id(p) for p in scales}
+    groups = [
+        {
+            "params": [p for p in model.parameters() if id(p) not in known],
+            "weight_decay": how.weight_decay,
+            "ratio": 1.0,
+        },
+        {"params": scales, "weight_decay": 0.0, "ratio": how.scale_rate},
+    ]
+    return torch.optim.AdamW(groups, lr=how.learning_rate)
 
 
 def _loss(model: nn.Module, text: Tensor, how: Tuning, teacher: nn.Module | None) -> Tensor:

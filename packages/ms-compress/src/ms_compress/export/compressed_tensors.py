@@ -55,7 +55,10 @@ def write(source: Source, folder: Path) -> None:
             tensors = _tensors(entry, value)
             for name in places:
                 file.write(name, tensors[name])
-    config = {**source.config, "quantization_config": _quantization(source.entries)}
+    # In a narrower dtype transformers would round the scales, which are float32, to it.
+    named = "torch_dtype" if "torch_dtype" in source.config else "dtype"
+    quantization = _quantization(source.entries)
+    config = {**source.config, named: "float32", "quantization_config": quantization}
     text = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
     write_synced(folder / "config.json", text)
     sync_folder(folder)
