@@ -131,3 +131,16 @@ def test_mixed_precision_is_deployed_with_the_codes_it_trained(tmp_path: Path) -
     assert torch.equal(stored[f"{name}.weight_packed"], pack(computed.codes, 4))
     assert torch.equal(stored[f"{name}.weight_scale"], computed.scales)
     assert not torch.equal(stored[f"{name}.weight_packed"], pack(unrounded.codes, 4))
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_onnx_stores_a_tied_weight_once(quantised: bool, tmp_path: Path) -> None:
+    """Embedding and head read the same constant, of float32 or of four bits."""
+    onnx = pytest.importorskip("onnx")
+    model = qat(decoder(), "ort.matmulnbits", head=quantised, embeddings=quantised)
+    graph = onnx.load(export(model, tmp_path / "out", verify=True) / "model.onnx").graph
+    sizes = {each.name: len(each.raw_data) for each in graph.initializer}
+    table = 192 * 128 * (0.5 if quantised else 4)
+    assert sizes["model.embed_tokens.rows"] == table
+    assert not any(size >= table for name, size in sizes.items() if "head" in name)
+    assert sum("embed_tokens" in name for name, size in sizes.items() if size >= table) == 1

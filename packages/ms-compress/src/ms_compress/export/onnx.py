@@ -25,6 +25,7 @@ FILE = "model.onnx"
 OPSET = 21
 IR = 10
 CONTRIB = "com.microsoft"
+CONTRIBUTED = ("GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits")
 
 
 def library() -> Any:
@@ -124,7 +125,7 @@ class Graph:
 
     def _node(self, kind: str, inputs: list[str], out: str | list[str], **attributes: Any) -> str:
         outs = [out] if isinstance(out, str) else out
-        domain = CONTRIB if kind in ("MatMulNBits", "GroupQueryAttention") else ""
+        domain = CONTRIB if kind in CONTRIBUTED else ""
         make = self.onnx.helper.make_node
         self.nodes.append(
             make(kind, inputs, outs, name=f"{kind}:{outs[0]}", domain=domain, **attributes)
@@ -158,10 +159,18 @@ class Graph:
         self._constant("sin_cache", angles.sin())
 
     def _embedding(self) -> str:
-        value = self.read["model.embed_tokens.weight"]
-        table = value.weight() if isinstance(value, Quantised) else value
-        self._constant("model.embed_tokens.rows", table)
-        return self._node("Gather", ["model.embed_tokens.rows", "input_ids"], "hidden")
+        """Rows by token; a weight that the head shares is stored once, and laid out for it anew."""
+        module = "model.embed_tokens"
+        value = self.read[f"{module}.weight"]
+        if isinstance(value, Tensor):
+            self._constant(f"{module}.rows", value)
+            return self._node("Gather", [f"{module}.rows", "input_ids"], "hidden")
+        width = value.codes.shape[1] // value.scales.shape[1]
+        codes = self._constant(f"{module}.rows", pack(value).reshape(len(value.codes), -1))
+        scales = self._constant(f"{module}.scales", value.scales.float())
+        inputs = [codes, "input_ids", scales]
+        settings = {"bits": 4, "block_size": width, "gather_axis": 0, "quantize_axis": 1}
+        return self._node("GatherBlockQuantized", inputs, "hidden", **settings)
 
     def _norm(self, x: str, module: str) -> str:
         weight = self._constant(f"{module}.weight", self.read[f"{module}.weight"])
@@ -182,8 +191,7 @@ class Graph:
         if isinstance(value, Quantised):
             rows, features = value.codes.shape
             group = features // value.scales.shape[1]
-            codes = self._constant(f"{module}.codes", pack(value))
-            scales = self._constant(f"{module}.scales", value.scales.float())
+            codes, scales = self._codes(module, value)
             self._node(
                 "MatMulNBits",
                 [x, codes, scales],
@@ -195,11 +203,28 @@ class Graph:
                 accuracy_level=self.accuracy_level,
             )
         else:
-            weight = self._constant(f"{module}.transposed", value.t())
+            weight = f"{module}.transposed"
+            if self._is_stored(f"{module}.rows"):
+                self._node("Transpose", [f"{module}.rows"], weight, perm=[1, 0])
+            else:
+                self._constant(weight, value.t())
             self._node("MatMul", [x, weight], product)
         if isinstance(bias, Tensor):
             self._node("Add", [product, self._constant(f"{module}.bias", bias)], out)
         return out
+
+    def _codes(self, module: str, value: Quantised) -> tuple[str, str]:
+        """Codes as MatMulNBits wants them, (N, G, group / 2), and scales; stored once."""
+        codes, scales = f"{module}.codes", f"{module}.scales"
+        if not self._is_stored(f"{module}.rows"):
+            self._constant(codes, pack(value))
+            return codes, self._constant(scales, value.scales.float())
+        shape = np.array([*value.scales.shape, -1], dtype=np.int64)
+        self._node("Reshape", [f"{module}.rows", self._constant(f"{module}.shape", shape)], codes)
+        return codes, scales
+
+    def _is_stored(self, name: str) -> bool:
+        return any(constant.name == name for constant in self.constants)
 
     def _block(self, layer: int, hidden: str) -> str:
         prefix = f"model.layers.{layer}"
