@@ -19,6 +19,7 @@ def run_file(tmp_path: Path) -> Path:
     """A saved model, tokens, and a run file for both."""
     save_model(decoder(), tmp_path / "model")
     (tmp_path / "tokens.json").write_text(json.dumps(tokens(16, 33).tolist()))
+    (tmp_path / "strange.json").write_text(json.dumps([[0, 9999] * 264]))
     file = tmp_path / "run.toml"
     file.write_text(
         f'model = "{tmp_path}/model"\noutput_dir = "{tmp_path}/out"\n'
@@ -75,14 +76,50 @@ def test_distill_saves_a_smaller_student(run_file: Path) -> None:
         (["scheme=ct.int4_g32", "model=nowhere"], "no config.json"),
         (["scheme=ct.int4_g32", "rows=400"], "tokens, where 400 rows"),
         (["scheme=ct.int4_g32", 'exceptions=["down"]'], "matches no layer"),
+        (["scheme=ct.int4_g32", "dataset=strange.json"], "tokens are 0 to 9999, and"),
     ],
 )
 def test_bad_input_is_one_line(
-    arguments: list[str], message: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    run_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What, where and the remedy; exit code 2; nothing is written."""
+    monkeypatch.chdir(run_file.parent)
     settings = [part for each in arguments for part in ("--set", each)]
     assert main(["qat", str(run_file), *settings]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(run_file.parent.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        ("quantize", ["scheme=ct.int4_g32", "method=gptq"], "are NaN or infinite"),
+        ("prune", ["pattern=2:4", "method=wanda"], "are NaN or infinite"),
+        ("quantize", ["scheme=ct.int4_g32"], "model.layers.1.mlp.up_proj.weight: 1 of its values"),
+        ("export", ["scheme=gguf.q4_0"], "model.layers.1.mlp.up_proj.weight: 1 of its values"),
+        ("qat", ["scheme=gguf.q4_0"], "step 0: the loss is nan; look at the model's weights"),
+    ],
+)
+def test_a_model_with_a_nan_is_refused(
+    command: str,
+    arguments: list[str],
+    message: str,
+    run_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where it is met: in calibration, in training, or in what is written."""
+    broken = load_model(run_file.parent / "model")
+    with torch.no_grad():
+        broken.get_parameter("model.layers.1.mlp.up_proj.weight")[0, 0] = torch.nan
+    save_model(broken, run_file.parent / "broken")
+    settings = [*arguments, f"model={run_file.parent}/broken"]
+    assert main([command, str(run_file), *(p for each in settings for p in ("--set", each))]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

@@ -32,6 +32,8 @@ class Part:
     rank: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    strange: int
+    """How many of its values are NaN or infinite."""
 
 
 @frozen(kw_only=True)
@@ -60,7 +62,8 @@ class Source:
         model: whole, or this process's stage or stages of it; plain, split or sharded.
 
     Raises:
-        ExportError: the processes do not hold all of a tensor between them.
+        ExportError: the processes do not hold all of a tensor between them, or a value is NaN or
+            infinite.
     """
 
     def __init__(self, model: nn.Module | Sequence[nn.Module]) -> None:
@@ -175,7 +178,12 @@ def _offers(stage: nn.Module, *, tied: bool) -> list[tuple[str, Entry, nn.Module
                 continue
             scheme = layer.scheme if isinstance(layer, Prepared) and key == "weight" else None
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            part = Part(rank=_rank(), offsets=_box(parameter), sizes=tuple(local.shape))
+            part = Part(
+                rank=_rank(),
+                offsets=_box(parameter),
+                sizes=tuple(local.shape),
+                strange=int((~local.detach().isfinite()).sum()),
+            )
             kind = {nn.Linear: "linear", nn.Embedding: "embedding"}
             found = next((word for each, word in kind.items() if isinstance(layer, each)), "other")
             offers.append(
@@ -207,6 +215,11 @@ def _merge(offers: list[dict[str, Entry]]) -> dict[str, Entry]:
             if all(part.sizes) or not part.sizes:
                 boxes.setdefault(part.offsets, part)
         first = holders[0]
+        if strange := sum(part.strange for part in boxes.values()):
+            raise ExportError(
+                f"{name}: {strange} of its values are NaN or infinite; no code stands for them:"
+                " look at the training, or at the folder that it was read from"
+            )
         covered = sum(torch.Size(part.sizes).numel() for part in boxes.values())
         if covered != torch.Size(first.shape).numel():
             raise ExportError(

@@ -93,7 +93,8 @@ def tune(
         text = tokens[rows, : how.sequence_length + 1]
         loss = _loss(model, text, how, teacher)
         if not bool(torch.isfinite(loss)):
-            raise ConfigError(f"step {step}: the loss is {loss.item()}; lower learning_rate")
+            remedy = "lower learning_rate" if step else "look at the model's weights"
+            raise ConfigError(f"step {step}: the loss is {loss.item()}; {remedy}")
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), how.max_grad_norm)
         for group in optimizer.param_groups:

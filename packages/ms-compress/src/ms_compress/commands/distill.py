@@ -31,7 +31,7 @@ def run(settings: dict[str, Any], where: str) -> int:
     options = build(DistillRun, settings, where=where)
     teacher = load(options.model)
     student = cut_student(teacher, layers=options.layers, inner=options.inner)
-    losses = tune(student, tokens_of(options), options.tuning, teacher=teacher)
+    losses = tune(student, tokens_of(options, teacher), options.tuning, teacher=teacher)
     save(student, options.output_dir)
     counts = [sum(p.numel() for p in m.parameters()) for m in (student, teacher)]
     print(f"trained {len(losses)} steps: loss {losses[0]:.4f} to {losses[-1]:.4f}")

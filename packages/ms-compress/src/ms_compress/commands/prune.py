@@ -36,7 +36,7 @@ def run(settings: dict[str, Any], where: str) -> int:
     model = load(options.model)
     schedule = None
     if options.method == "wanda":
-        batches = torch.split(tokens_of(options), options.tuning.batch_size)
+        batches = torch.split(tokens_of(options, model), options.tuning.batch_size)
         wanda(model, options.pattern, batches, exceptions=options.exceptions)
     elif options.method == "magnitude":
         prune(model, options.pattern, exceptions=options.exceptions)
@@ -46,7 +46,7 @@ def run(settings: dict[str, Any], where: str) -> int:
     if options.retrain or schedule is not None:
         losses = tune(
             model,
-            tokens_of(options),
+            tokens_of(options, model),
             options.tuning,
             before_step=None if schedule is None else lambda step: schedule.apply(model, step),
             after_step=lambda step: keep_zeros(model),

@@ -49,7 +49,7 @@ def run(settings: dict[str, Any], where: str) -> int:
     schedule = FloatThenQuantised(float_steps=options.float_steps)
     losses = tune(
         model,
-        tokens_of(options),
+        tokens_of(options, model),
         options.tuning,
         teacher=None if options.teacher is None else load(options.teacher),
         before_step=lambda step: schedule.apply(model, step),

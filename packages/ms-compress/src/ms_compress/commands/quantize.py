@@ -33,7 +33,7 @@ def run(settings: dict[str, Any], where: str) -> int:
     if options.method == "gptq":
         if options.embeddings or options.head:
             raise ConfigError("gptq rounds decoder layers alone; leave embeddings and head false")
-        batches = torch.split(tokens_of(options), options.tuning.batch_size)
+        batches = torch.split(tokens_of(options, model), options.tuning.batch_size)
         gptq(
             model,
             options.scheme,

@@ -1,0 +1,263 @@
+"""torchao and llm-compressor beside us: one model, one text, one run.
+
+    python packages/ms-compress/benchmarks/peers.py [OUT] [--rounds 9] [--only steps]
+
+Steps need nothing; perplexities and decoding need OUT, the folder that base.py trained a decoder
+in. Calibration is 64 rows of 256 tokens for everyone, perplexity is over held-out rows, one thread.
+What a peer cannot do on a CPU is printed with its own words.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import process_time
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ms_compress import ExportError, export, gptq, perplexity, qat, wanda
+from ms_compress.corpus import rows
+from ms_compress.evaluate import Evaluation, evaluate
+from ms_compress.report import table
+from ms_parallel.models import Decoder, DecoderConfig, initialise, load_model
+
+SIZES = DecoderConfig(
+    vocab_size=8192,
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=64,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+)
+LENGTH = 256
+
+
+def main() -> None:
+    """Print each comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, nargs="?", help="where base.py has put its base")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rows", type=int, default=64, help="held-out rows of 256 tokens")
+    parser.add_argument("--only", choices=("steps", "perplexity", "decode"), action="append")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    wanted = options.only or ["steps", "perplexity", "decode"]
+    if "steps" in wanted:
+        steps(options.rounds)
+    if options.out is None:
+        print("perplexity and decoding: not measured; give the folder that base.py wrote")
+        return
+    if "perplexity" in wanted:
+        perplexities(options)
+    if "decode" in wanted:
+        decoding(options)
+
+
+def steps(rounds: int) -> None:
+    """Processor time of a training step, prepared and plain, alternating."""
+    models = {"plain": fresh()}
+    for name in ("ct.int4_g32", "gguf.q4_0", "ct.w8a8"):
+        models[name] = qat(fresh(), name)
+    models["torchao, int4 weights alone"] = prepared_by_torchao(fresh(), inputs=False)
+    models["torchao, 8da4w"] = prepared_by_torchao(fresh(), inputs=True)
+    optimizers = {
+        name: torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+        for name, model in models.items()
+    }
+    tokens = torch.randint(0, SIZES.vocab_size, (8, LENGTH))
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(rounds):
+        for name, model in models.items():
+            began = process_time()
+            cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+            times[name].append(process_time() - began)
+    for name, found in times.items():
+        ratios = [a / b for a, b in zip(found, times["plain"], strict=True)]
+        print(
+            f"step  {name:32} {median(found) * 1e3:6.0f} ms  {median(ratios):.2f} x plain"
+            f" ({min(ratios):.2f} to {max(ratios):.2f})",
+            flush=True,
+        )
+
+
+def fresh() -> nn.Module:
+    """The model whose steps are timed."""
+    model = Decoder(SIZES)
+    initialise(model, 0)
+    return model
+
+
+def prepared_by_torchao(model: nn.Module, *, inputs: bool) -> nn.Module:
+    """Groups of 32 weights in four bits; inputs in eight bits a token, if asked."""
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+
+    token = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
+    group = IntxFakeQuantizeConfig(torch.int4, group_size=32)
+    how = QATConfig(
+        activation_config=token if inputs else None, weight_config=group, step="prepare"
+    )
+    quantize_(model, how)
+    return model
+
+
+def perplexities(options: argparse.Namespace) -> None:
+    """The same base, rounded or pruned by each."""
+    shards, base = options.out / "shards", options.out / "base"
+    held_out = rows(shards, split="held_out", sequence_length=LENGTH, count=options.rows)
+    text = rows(shards, split="train", sequence_length=LENGTH, count=64, seed=7)["tokens"]
+    calibration = list(text.split(4))
+    ways: Mapping[str, Callable[[], nn.Module]] = {
+        "float": lambda: load_model(base),
+        "RTN, int4 g32: ours": lambda: qat(load_model(base), "ct.int4_g32"),
+        "RTN, int4 g32: torchao": lambda: rounded_by_torchao(load_model(base)),
+        "RTN, int4 g32: llm-compressor": lambda: by_llm_compressor(base, text, "rtn"),
+        "GPTQ, int4 g32: ours": lambda: by_gptq(base, calibration, "ct.int4_g32"),
+        "GPTQ, int4 g32: llm-compressor": lambda: by_llm_compressor(base, text, "gptq"),
+        "GPTQ, int4 g32: torchao": lambda: gptq_of_torchao(base, calibration, 4),
+        "GPTQ, int8 rows: ours": lambda: by_gptq(base, calibration, "ct.w8a8"),
+        "GPTQ, int8 rows: torchao": lambda: gptq_of_torchao(base, calibration, 8),
+        "Wanda, 2:4: ours": lambda: by_wanda(base, calibration),
+        "Wanda, 2:4: torchao": lambda: wanda_of_torchao(load_model(base), calibration),
+        "Wanda, 2:4: llm-compressor": lambda: by_llm_compressor(base, text, "wanda"),
+    }
+    for name, make in ways.items():
+        began = process_time()
+        try:
+            model = make()
+        except Exception as error:  # a peer's errors share no base but this
+            said = " ".join(str(error).split())
+            print(f"{name:34} does not run: {type(error).__name__}: {said[:160]}", flush=True)
+            continue
+        spent = process_time() - began
+        print(f"{name:34} {perplexity(model, held_out):9.4f}  made in {spent:4.0f} s", flush=True)
+
+
+def by_gptq(base: Path, calibration: list[Tensor], name: str) -> nn.Module:
+    """Our GPTQ, of weights alone."""
+    model = load_model(base)
+    gptq(model, name, calibration, activations=False)
+    return model
+
+
+def by_wanda(base: Path, calibration: list[Tensor]) -> nn.Module:
+    """Our Wanda."""
+    model = load_model(base)
+    wanda(model, "2:4", calibration)
+    return model
+
+
+def rounded_by_torchao(model: nn.Module) -> nn.Module:
+    """Its public configuration of weights in any number of bits."""
+    from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
+
+    quantize_(model, IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)))
+    return model
+
+
+@torch.no_grad()
+def gptq_of_torchao(base: Path, calibration: list[Tensor], bits: int) -> nn.Module:
+    """Its prototype: four bits in groups, or eight bits with one scale a row."""
+    from torchao.prototype.gptq import GPTQConfig
+    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+    how = Int4WeightOnlyConfig(group_size=32) if bits == 4 else Int8WeightOnlyConfig()
+    model = load_model(base)
+    quantize_(model, GPTQConfig(step="observe", base_config=how))
+    for tokens in calibration:
+        model(tokens)
+    quantize_(model, GPTQConfig(step="convert", base_config=how))
+    return model
+
+
+@torch.no_grad()
+def wanda_of_torchao(model: nn.Module, calibration: list[Tensor]) -> nn.Module:
+    """Its WandaSparsifier, on the same layers."""
+    from torchao.sparsity import WandaSparsifier
+
+    linear = [name for name, each in model.named_modules() if type(each) is nn.Linear]
+    sparsifier = WandaSparsifier(semi_structured_block_size=4)
+    sparsifier.prepare(model, config=[{"tensor_fqn": f"{name}.weight"} for name in linear])
+    for tokens in calibration:
+        model(tokens)
+    sparsifier.step()
+    sparsifier.squash_mask()
+    return model
+
+
+def by_llm_compressor(base: Path, text: Tensor, way: str) -> nn.Module:
+    """Its one-shot methods, on the folder as transformers reads it."""
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from transformers import AutoModelForCausalLM
+
+    if way == "wanda":
+        from llmcompressor.modifiers.pruning import WandaPruningModifier
+
+        recipe = WandaPruningModifier(sparsity=0.5, mask_structure="2:4", targets=["Linear"])
+    else:
+        from llmcompressor.modifiers.gptq import GPTQModifier
+        from llmcompressor.modifiers.quantization import QuantizationModifier
+
+        weights = {
+            "num_bits": 4,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": 32,
+        }
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        kind = GPTQModifier if way == "gptq" else QuantizationModifier
+        recipe = kind(config_groups=groups, ignore=["lm_head"])
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    found = Dataset.from_dict(
+        {"input_ids": text.tolist(), "attention_mask": torch.ones_like(text).tolist()}
+    )
+    oneshot(
+        model=model,
+        dataset=found,
+        recipe=recipe,
+        max_seq_length=text.shape[1],
+        num_calibration_samples=len(text),
+    )
+    return model
+
+
+def decoding(options: argparse.Namespace) -> None:
+    """Exports of RTN in their runtimes, beside torch in float32, in alternating rounds."""
+    base = options.out / "base"
+    with TemporaryDirectory() as name:
+        models = {}
+        for scheme in ("ort.matmulnbits", "gguf.q4_0", "gguf.q8_0"):
+            folder = Path(name) / scheme
+            tokenizer = options.out / "tokenizer.json"
+            export(qat(load_model(base), scheme), folder, tokenizer=tokenizer)
+            models[f"RTN {scheme}"] = str(folder)
+        try:
+            import llama_cpp  # noqa: F401 - only whether it is there
+        except ImportError:
+            print("llama.cpp: not measured; `nox -s deploy` builds its package")
+            models = {key: value for key, value in models.items() if "gguf" not in key}
+        try:
+            asked = Evaluation(
+                baseline=str(base),
+                models=models,
+                data=str(options.out / "shards"),
+                sequences=8,
+                rounds=options.rounds,
+            )
+            print(table(evaluate(asked)))
+        except ExportError as error:
+            print(f"decoding: not measured: {error}")
+
+
+if __name__ == "__main__":
+    main()
