@@ -15,6 +15,8 @@ from tempfile import TemporaryDirectory
 from time import process_time
 
 import torch
+from bench import SIZES
+from bench import model as model_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -22,19 +24,8 @@ from ms_compress import ExportError, export, gptq, perplexity, qat, wanda
 from ms_compress.corpus import rows
 from ms_compress.evaluate import Evaluation, evaluate
 from ms_compress.report import table
-from ms_parallel.models import Decoder, DecoderConfig, initialise, load_model
+from ms_parallel.models import load_model
 
-SIZES = DecoderConfig(
-    vocab_size=8192,
-    hidden_size=256,
-    intermediate_size=768,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    head_dim=64,
-    max_position_embeddings=256,
-    tie_word_embeddings=True,
-)
 LENGTH = 256
 
 
@@ -61,11 +52,11 @@ def main() -> None:
 
 def steps(rounds: int) -> None:
     """Processor time of a training step, prepared and plain, alternating."""
-    models = {"plain": fresh()}
+    models = {"plain": model_of(None)}
     for name in ("ct.int4_g32", "gguf.q4_0", "ct.w8a8"):
-        models[name] = qat(fresh(), name)
-    models["torchao, int4 weights alone"] = prepared_by_torchao(fresh(), inputs=False)
-    models["torchao, 8da4w"] = prepared_by_torchao(fresh(), inputs=True)
+        models[name] = model_of(name)
+    models["torchao, int4 weights alone"] = prepared_by_torchao(model_of(None), inputs=False)
+    models["torchao, 8da4w"] = prepared_by_torchao(model_of(None), inputs=True)
     optimizers = {
         name: torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
         for name, model in models.items()
@@ -86,13 +77,6 @@ def steps(rounds: int) -> None:
             f" ({min(ratios):.2f} to {max(ratios):.2f})",
             flush=True,
         )
-
-
-def fresh() -> nn.Module:
-    """The model whose steps are timed."""
-    model = Decoder(SIZES)
-    initialise(model, 0)
-    return model
 
 
 def prepared_by_torchao(model: nn.Module, *, inputs: bool) -> nn.Module:
