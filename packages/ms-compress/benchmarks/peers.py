@@ -103,15 +103,15 @@ def perplexities(options: argparse.Namespace) -> None:
         "float": lambda: load_model(base),
         "RTN, int4 g32: ours": lambda: qat(load_model(base), "ct.int4_g32"),
         "RTN, int4 g32: torchao": lambda: rounded_by_torchao(load_model(base)),
-        "RTN, int4 g32: llm-compressor": lambda: by_llm_compressor(base, text, "rtn"),
+        "RTN, int4 g32: llm-compressor": lambda: by_llm_compressor(options.out, text, "rtn"),
         "GPTQ, int4 g32: ours": lambda: by_gptq(base, calibration, "ct.int4_g32"),
-        "GPTQ, int4 g32: llm-compressor": lambda: by_llm_compressor(base, text, "gptq"),
+        "GPTQ, int4 g32: llm-compressor": lambda: by_llm_compressor(options.out, text, "gptq"),
         "GPTQ, int4 g32: torchao": lambda: gptq_of_torchao(base, calibration, 4),
         "GPTQ, int8 rows: ours": lambda: by_gptq(base, calibration, "ct.w8a8"),
         "GPTQ, int8 rows: torchao": lambda: gptq_of_torchao(base, calibration, 8),
         "Wanda, 2:4: ours": lambda: by_wanda(base, calibration),
         "Wanda, 2:4: torchao": lambda: wanda_of_torchao(load_model(base), calibration),
-        "Wanda, 2:4: llm-compressor": lambda: by_llm_compressor(base, text, "wanda"),
+        "Wanda, 2:4: llm-compressor": lambda: by_llm_compressor(options.out, text, "wanda"),
     }
     for name, make in ways.items():
         began = process_time()
@@ -177,16 +177,18 @@ def wanda_of_torchao(model: nn.Module, calibration: list[Tensor]) -> nn.Module:
     return model
 
 
-def by_llm_compressor(base: Path, text: Tensor, way: str) -> nn.Module:
+def by_llm_compressor(out: Path, text: Tensor, way: str) -> nn.Module:
     """Its one-shot methods, on the folder as transformers reads it."""
     from datasets import Dataset
     from llmcompressor import oneshot
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     if way == "wanda":
         from llmcompressor.modifiers.pruning import WandaPruningModifier
 
-        recipe = WandaPruningModifier(sparsity=0.5, mask_structure="2:4", targets=["Linear"])
+        recipe = WandaPruningModifier(
+            sparsity=0.5, mask_structure="2:4", targets=["Linear"], ignore=["lm_head"]
+        )
     else:
         from llmcompressor.modifiers.gptq import GPTQModifier
         from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -201,12 +203,13 @@ def by_llm_compressor(base: Path, text: Tensor, way: str) -> nn.Module:
         groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
         kind = GPTQModifier if way == "gptq" else QuantizationModifier
         recipe = kind(config_groups=groups, ignore=["lm_head"])
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(out / "base", dtype=torch.float32)
     found = Dataset.from_dict(
         {"input_ids": text.tolist(), "attention_mask": torch.ones_like(text).tolist()}
     )
     oneshot(
         model=model,
+        processor=PreTrainedTokenizerFast(tokenizer_file=str(out / "tokenizer.json")),
         dataset=found,
         recipe=recipe,
         max_seq_length=text.shape[1],

@@ -1,6 +1,6 @@
 """How much of what rounding loses comes back: RTN, GPTQ, QAT, distillation, sparsity.
 
-    python packages/ms-compress/benchmarks/recovery.py BASE SHARDS OUT [--steps 100] [--only int4]
+    python packages/ms-compress/benchmarks/recovery.py BASE SHARDS OUT [--steps 100] [--only gguf]
 
 BASE is a plain decoder that was trained on SHARDS (see base.py), whose held-out split the
 perplexities are of. Each trained model takes the same steps on the same batches, and so does a
@@ -52,16 +52,23 @@ class Recovery:
         self.text = rows(
             options.shards, split="train", sequence_length=LENGTH + 1, count=wanted, seed=1
         )["tokens"]
-        kept = self.out / "recovery.json"
-        self.figures: dict[str, float] = json.loads(kept.read_text()) if kept.is_file() else {}
+        self.file = self.out / "recovery.json"
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """All perplexities so far, those of other processes too."""
+        return json.loads(self.file.read_text()) if self.file.is_file() else {}
 
     def plain(self) -> nn.Module:
         """A fresh copy of the base."""
         return load_model(self.options.base)
 
     def prepared(self, name: str) -> nn.Module:
-        """A fresh copy that computes as a scheme's target will, with learned scales."""
-        return qat(self.plain(), name, learned_scales=True)
+        """A fresh copy that computes as a scheme's target will.
+
+        Scales are the scheme's own: learned ones (LSQ) ended higher after so few steps.
+        """
+        return qat(self.plain(), name)
 
     def trained(
         self,
@@ -113,9 +120,8 @@ class Recovery:
 
     def note(self, name: str, value: float, began: float) -> None:
         """State and keep a perplexity."""
-        self.figures[name] = value
         print(f"{name:52} {value:9.3f}  {process_time() - began:6.0f} s", flush=True)
-        (self.out / "recovery.json").write_text(json.dumps(self.figures, indent=2) + "\n")
+        self.file.write_text(json.dumps({**self.figures, name: value}, indent=2) + "\n")
 
 
 def changed(model: nn.Module, change: Callable[[nn.Module], object]) -> nn.Module:
@@ -141,15 +147,14 @@ def longer(work: Recovery) -> None:
     work.run("float, as many more steps", lambda: work.trained(work.plain()))
 
 
-def trained(work: Recovery, *names: str) -> None:
+def trained(work: Recovery, name: str) -> None:
     """Trained on the text, and trained by a teacher."""
-    for name in names:
-        work.run(f"QAT {name}", lambda name=name: work.trained(work.prepared(name)), deploy=True)
-        work.run(
-            f"QAT with distillation {name}",
-            lambda name=name: work.trained(work.prepared(name), taught=True),
-            deploy=True,
-        )
+    work.run(f"QAT {name}", lambda: work.trained(work.prepared(name)), deploy=True)
+    work.run(
+        f"QAT with distillation {name}",
+        lambda: work.trained(work.prepared(name), taught=True),
+        deploy=True,
+    )
 
 
 def sparse(work: Recovery) -> None:
@@ -161,10 +166,10 @@ def sparse(work: Recovery) -> None:
     work.run("2:4 magnitude", lambda: changed(work.plain(), lambda m: prune(m, "2:4")))
     work.run("2:4 Wanda", pruned)
     work.run("2:4 Wanda, retrained", lambda: work.trained(pruned()))
-    for name in FOUR_BITS[:1]:
+    for name in ("ct.int4_g32", "gguf.q4_0"):
         work.run(
             f"2:4 Wanda with QAT {name}",
-            lambda name=name: work.trained(qat(pruned(), name, learned_scales=True)),
+            lambda name=name: work.trained(qat(pruned(), name)),
             deploy=True,
         )
     gradual = GradualPruning(how="2:4", end=max(2, work.options.steps // 2), every=5)
@@ -192,7 +197,9 @@ def shares(figures: dict[str, float]) -> None:
 PARTS: dict[str, Callable[[Recovery], None]] = {
     "untrained": untrained,
     "float": longer,
-    "int4": lambda work: trained(work, *FOUR_BITS),
+    "ct": lambda work: trained(work, FOUR_BITS[0]),
+    "ort": lambda work: trained(work, FOUR_BITS[1]),
+    "gguf": lambda work: trained(work, FOUR_BITS[2]),
     "int3": lambda work: trained(work, THREE_BITS),
     "sparse": sparse,
 }

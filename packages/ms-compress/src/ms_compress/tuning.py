@@ -32,9 +32,9 @@ class Tuning:
     sequence_length: int = field(default=256, validator=whole(least=2))
     learning_rate: float = field(default=1e-4, validator=number())
     """The highest; a straight warm-up over a tenth of the steps, then a cosine to zero."""
-    scale_rate: float = field(default=10.0, validator=number())
-    """Learned scales take so many times the learning rate: it is their logarithm that is learned,
-    of order one, where a weight is of order 1/√K."""
+    scale_rate: float = field(default=1.0, validator=number())
+    """Learned scales take so many times the learning rate; it is their logarithm that is learned.
+    Over some tens of steps they gain nothing from more: Adam's first steps are whole ones."""
     weight_decay: float = field(default=0.0, validator=number())
     max_grad_norm: float = field(default=1.0, validator=number(least=1e-12))
     seed: int = field(default=0, validator=whole(least=0))
