@@ -187,7 +187,7 @@ def by_llm_compressor(out: Path, text: Tensor, way: str) -> nn.Module:
         from llmcompressor.modifiers.pruning import WandaPruningModifier
 
         recipe = WandaPruningModifier(
-            sparsity=0.5, mask_structure="2:4", targets=["Linear"], ignore=["lm_head"]
+            sparsity=0.5, mask_structure="2:4", targets=["Linear"], ignore=["re:.*lm_head"]
         )
     else:
         from llmcompressor.modifiers.gptq import GPTQModifier

@@ -48,10 +48,6 @@ class Recovery:
                 "tokens"
             ].split(4)
         )
-        wanted = options.steps * options.batch
-        self.text = rows(
-            options.shards, split="train", sequence_length=LENGTH + 1, count=wanted, seed=1
-        )["tokens"]
         self.file = self.out / "recovery.json"
 
     @property
@@ -75,18 +71,28 @@ class Recovery:
         model: nn.Module,
         *,
         taught: bool = False,
+        longer: bool = False,
         schedule: GradualPruning | None = None,
     ) -> nn.Module:
-        """After as many steps as every other, on the same batches."""
+        """After as many steps as every other, on the same batches; `longer` for what was pruned."""
+        asked = self.options
+        steps = asked.sparse_steps if longer else asked.steps
         how = Tuning(
-            steps=self.options.steps,
-            batch_size=self.options.batch,
+            steps=steps,
+            batch_size=asked.batch,
             sequence_length=LENGTH,
-            learning_rate=self.options.rate,
+            learning_rate=asked.sparse_rate if longer else asked.rate,
+        )
+        text = rows(
+            asked.shards,
+            split="train",
+            sequence_length=LENGTH + 1,
+            count=steps * asked.batch,
+            seed=1,
         )
         tune(
             model,
-            self.text,
+            text["tokens"],
             how,
             teacher=self.plain() if taught else None,
             before_step=None if schedule is None else lambda step: schedule.apply(model, step),
@@ -94,7 +100,7 @@ class Recovery:
         )
         return model
 
-    def run(self, name: str, make: Callable[[], nn.Module], *, deploy: bool = False) -> None:
+    def run(self, name: str, make: Callable[[], nn.Module], *, deploy: bool = False) -> nn.Module:
         """Make a model and note its perplexity, and that of the exported file if asked."""
         torch.manual_seed(0)
         began = process_time()
@@ -102,6 +108,7 @@ class Recovery:
         self.note(name, perplexity(model, self.held_out), began)
         if deploy:
             self.deployed(name, model)
+        return model
 
     def deployed(self, name: str, model: nn.Module) -> None:
         """The same model, as its runtime computes the file."""
@@ -158,24 +165,36 @@ def trained(work: Recovery, name: str) -> None:
 
 
 def sparse(work: Recovery) -> None:
-    """2:4 without and with retraining, and with four bits."""
+    """2:4 without and with retraining, and then in four bits too."""
 
     def pruned() -> nn.Module:
         return changed(work.plain(), lambda m: wanda(m, "2:4", work.calibration))
 
+    def again(name: str) -> nn.Module:
+        model = pruned()
+        model.load_state_dict(state)
+        return work.trained(qat(model, name), taught=True)
+
     work.run("2:4 magnitude", lambda: changed(work.plain(), lambda m: prune(m, "2:4")))
     work.run("2:4 Wanda", pruned)
-    work.run("2:4 Wanda, retrained", lambda: work.trained(pruned()))
-    for name in ("ct.int4_g32", "gguf.q4_0"):
-        work.run(
-            f"2:4 Wanda with QAT {name}",
-            lambda name=name: work.trained(qat(pruned(), name)),
-            deploy=True,
-        )
-    gradual = GradualPruning(how="2:4", end=max(2, work.options.steps // 2), every=5)
+    retrained = work.run(
+        "2:4 Wanda, retrained", lambda: work.trained(pruned(), taught=True, longer=True)
+    )
+    state = {name: value.clone() for name, value in retrained.state_dict().items()}
+    for name in ("gguf.q4_0", "ct.int4_g32"):
+        work.run(f"2:4 with QAT {name}", lambda name=name: again(name), deploy=True)
+
+
+def gradual(work: Recovery) -> None:
+    """Pruned over the first half of the retraining, by magnitude."""
+    how = GradualPruning(how="2:4", end=max(2, work.options.sparse_steps // 2), every=5)
     work.run(
         "2:4 gradual magnitude, retrained",
-        lambda: work.trained(work.plain(), schedule=gradual),
+        lambda: work.trained(work.plain(), taught=True, longer=True, schedule=how),
+    )
+    work.run(
+        "float, as many more steps as what was pruned",
+        lambda: work.trained(work.plain(), longer=True),
     )
 
 
@@ -202,6 +221,7 @@ PARTS: dict[str, Callable[[Recovery], None]] = {
     "gguf": lambda work: trained(work, FOUR_BITS[2]),
     "int3": lambda work: trained(work, THREE_BITS),
     "sparse": sparse,
+    "gradual": gradual,
 }
 
 
@@ -215,6 +235,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="rows of 256 tokens a step")
     parser.add_argument("--rows", type=int, default=64, help="held-out rows of 256 tokens")
     parser.add_argument("--rate", type=float, default=1e-4)
+    parser.add_argument("--sparse-steps", type=int, default=300, help="after pruning")
+    parser.add_argument("--sparse-rate", type=float, default=1e-3)
     parser.add_argument("--tokenizer", help="a tokenizer.json to go with what is exported")
     parser.add_argument("--only", choices=PARTS, action="append")
     options = parser.parse_args()
