@@ -1,6 +1,6 @@
 """How much of what rounding loses comes back: RTN, GPTQ, QAT, distillation, sparsity.
 
-    python packages/ms-compress/benchmarks/recovery.py BASE SHARDS OUT [--steps 100] [--only gguf]
+    python packages/ms-compress/benchmarks/recovery.py BASE SHARDS OUT [--steps 100] [--only qat]
 
 BASE is a plain decoder that was trained on SHARDS (see base.py), whose held-out split the
 perplexities are of. Each trained model takes the same steps on the same batches, and so does a
@@ -60,10 +60,12 @@ class Recovery:
         return load_model(self.options.base)
 
     def prepared(self, name: str) -> nn.Module:
-        """A fresh copy that computes as a scheme's target will.
+        """A fresh copy that computes as a scheme's target will, on the nearest codes or GPTQ's.
 
-        Scales are the scheme's own: learned ones (LSQ) ended higher after so few steps.
+        Scales are then the scheme's own: learned ones (LSQ) ended higher after so few steps.
         """
+        if self.options.from_gptq:
+            return changed(self.plain(), lambda model: gptq(model, name, self.calibration))
         return qat(self.plain(), name)
 
     def trained(
@@ -112,7 +114,7 @@ class Recovery:
 
     def deployed(self, name: str, model: nn.Module) -> None:
         """The same model, as its runtime computes the file."""
-        folder = self.out / name.replace(" ", "-")
+        folder = self.out / name.replace(",", "").replace(" ", "-")
         target = scheme(name.split()[-1]).target
         began = process_time()
         try:
@@ -154,31 +156,35 @@ def longer(work: Recovery) -> None:
     work.run("float, as many more steps", lambda: work.trained(work.plain()))
 
 
-def trained(work: Recovery, name: str) -> None:
-    """Trained on the text, and trained by a teacher."""
-    work.run(f"QAT {name}", lambda: work.trained(work.prepared(name)), deploy=True)
-    work.run(
-        f"QAT with distillation {name}",
-        lambda: work.trained(work.prepared(name), taught=True),
-        deploy=True,
-    )
+def trained(work: Recovery, *, taught: bool) -> None:
+    """Trained on the text, or by a teacher."""
+    first = "GPTQ, then " if work.options.from_gptq else ""
+    how = "QAT with distillation" if taught else "QAT"
+    for name in work.options.scheme or (*FOUR_BITS, THREE_BITS):
+        work.run(
+            f"{first}{how} {name}",
+            lambda name=name: work.trained(work.prepared(name), taught=taught),
+            deploy=True,
+        )
 
 
 def sparse(work: Recovery) -> None:
     """2:4 without and with retraining, and then in four bits too."""
 
     def pruned() -> nn.Module:
-        return changed(work.plain(), lambda m: wanda(m, "2:4", work.calibration))
+        return changed(work.plain(), lambda m: prune(m, "2:4"))
 
     def again(name: str) -> nn.Module:
         model = pruned()
         model.load_state_dict(state)
         return work.trained(qat(model, name), taught=True)
 
-    work.run("2:4 magnitude", lambda: changed(work.plain(), lambda m: prune(m, "2:4")))
-    work.run("2:4 Wanda", pruned)
+    work.run(
+        "2:4 Wanda", lambda: changed(work.plain(), lambda m: wanda(m, "2:4", work.calibration))
+    )
+    work.run("2:4 magnitude", pruned)
     retrained = work.run(
-        "2:4 Wanda, retrained", lambda: work.trained(pruned(), taught=True, longer=True)
+        "2:4 magnitude, retrained", lambda: work.trained(pruned(), taught=True, longer=True)
     )
     state = {name: value.clone() for name, value in retrained.state_dict().items()}
     for name in ("gguf.q4_0", "ct.int4_g32"):
@@ -203,7 +209,7 @@ def shares(figures: dict[str, float]) -> None:
     for name, value in figures.items():
         how, _, chosen = name.partition(" in ")[0].rpartition(" ")
         lost = figures.get(f"RTN {chosen}")
-        if lost is None or how.startswith(("RTN", "2:4")):
+        if lost is None or how in ("RTN", "2:4 with QAT"):
             continue
         parts = [
             f"{(lost - value) / (lost - figures[to]):4.0%} of the way from RTN to {to}"
@@ -216,10 +222,8 @@ def shares(figures: dict[str, float]) -> None:
 PARTS: dict[str, Callable[[Recovery], None]] = {
     "untrained": untrained,
     "float": longer,
-    "ct": lambda work: trained(work, FOUR_BITS[0]),
-    "ort": lambda work: trained(work, FOUR_BITS[1]),
-    "gguf": lambda work: trained(work, FOUR_BITS[2]),
-    "int3": lambda work: trained(work, THREE_BITS),
+    "qat": lambda work: trained(work, taught=False),
+    "taught": lambda work: trained(work, taught=True),
     "sparse": sparse,
     "gradual": gradual,
 }
@@ -235,9 +239,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="rows of 256 tokens a step")
     parser.add_argument("--rows", type=int, default=64, help="held-out rows of 256 tokens")
     parser.add_argument("--rate", type=float, default=1e-4)
-    parser.add_argument("--sparse-steps", type=int, default=300, help="after pruning")
+    parser.add_argument("--sparse-steps", type=int, default=1200, help="after pruning")
     parser.add_argument("--sparse-rate", type=float, default=1e-3)
     parser.add_argument("--tokenizer", help="a tokenizer.json to go with what is exported")
+    parser.add_argument("--from-gptq", action="store_true", help="train on from GPTQ's codes")
+    parser.add_argument("--scheme", choices=(*FOUR_BITS, THREE_BITS), action="append")
     parser.add_argument("--only", choices=PARTS, action="append")
     options = parser.parse_args()
     Path(options.out).mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """Gradients of the fake quantiser, its schedule, and layers that it refuses."""
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 from models import decoder, tokens
 
-from ms_compress import FloatThenQuantised, LayerError, qat
+from ms_compress import FloatThenQuantised, LayerError, Tuning, qat, tune
 from ms_compress.layers import FACTOR, PreparedLinear
 from ms_compress.rounding import quantise, round_weight
 from ms_compress.scheme import NAMES, scheme
@@ -103,3 +104,25 @@ def test_what_cannot_be_prepared_is_named_and_nothing_is_changed() -> None:
     twice = qat(decoder(), "gguf.q4_0")
     with pytest.raises(LayerError, match=r"already prepared for gguf\.q4_0"):
         qat(twice, "ct.int4_g32")
+
+
+def test_the_rate_of_tuning_rises_over_a_tenth_and_falls_to_zero() -> None:
+    """The highest is met once; the last step has less than a thousandth of it."""
+    how = Tuning(steps=100, learning_rate=2e-4)
+    rates = [how.rate(step) for step in range(100)]
+    assert rates[:10] == pytest.approx([2e-5 * (step + 1) for step in range(10)])
+    assert max(rates) == pytest.approx(2e-4)
+    assert all(later <= earlier for earlier, later in pairwise(rates[10:]))
+    assert 0 < rates[-1] < 1e-3 * 2e-4
+
+
+def test_learned_scales_may_take_another_rate() -> None:
+    """One step of Adam is as long as the rate: weights' and scales' differ by the ratio asked."""
+    model = qat(decoder(1), "ct.int4_g32", learned_scales=True)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    how = Tuning(steps=1, batch_size=2, sequence_length=16, learning_rate=1e-3, scale_rate=20)
+    tune(model, tokens(2, 17), how)
+    moved = {name: float((p - before[name]).abs().max()) for name, p in model.named_parameters()}
+    for name, distance in moved.items():
+        wanted = 2e-2 if name.endswith("scale_factor") else 1e-3
+        assert distance == pytest.approx(wanted, rel=0.01), name
