@@ -137,8 +137,8 @@ def answers(engine: Engine) -> dict[str, Any]:
         "from logits": torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), mine["targets"].flatten(), reduction="none"
         ).tolist(),
-        "greedy": engine.generate(prompts, max_new_tokens=4, temperature=0.0),
-        "sampled": engine.generate(prompts, max_new_tokens=4, temperature=1.0, top_k=20, seed=3),
+        "greedy": engine.generate(prompts, max_new_tokens=3, temperature=0.0),
+        "sampled": engine.generate(prompts, max_new_tokens=3, temperature=1.0, top_k=20, seed=3),
     }
 
 
@@ -150,7 +150,7 @@ def save_and_answer(
     found = []
     for layout in layouts:
         engine = build(settings, connect(Layout.parse(layout), device="cpu", timeout_s=120))
-        train(engine, 3)
+        train(engine, 2)
         save_model(list(engine.stages.values()), Path(folder, f"{layout} model"))
         checkpoint.save(Path(folder, layout), engine.state_dict(), step=engine.step, facts={})
         found.append({**answers(engine), "next": train(engine, 2)})
