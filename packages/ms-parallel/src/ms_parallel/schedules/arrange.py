@@ -136,16 +136,21 @@ def _actions(row: Sequence[tuple[int, int, int]], split: bool) -> list[Action]:
     return fused
 
 
-def arrange(problem: Problem, policy: Policy) -> Arrangement:
+def arrange(problem: Problem, policy: Policy, *, limit: int | None = None) -> Arrangement:
     """Schedule `problem` by `policy`.
 
+    Args:
+        problem: What is to be scheduled.
+        policy: How to choose.
+        limit: Give up as soon as the makespan is sure to reach so many ticks.
+
     Raises:
-        ScheduleError: a cap is below what one microbatch needs, or the policy's order does not
-            fit into the caps or waits for itself.
+        ScheduleError: a cap is below what one microbatch needs, the policy's order does not fit
+            into the caps or waits for itself, or the limit is reached.
     """
     for rank, cap in enumerate(problem.caps):
         problem.check_cap(rank, Fraction(cap, problem.ticks.memory_per_unit))
-    desk = _Desk(problem, policy)
+    desk = _Desk(problem, policy, _NEVER if limit is None else limit)
     desk.run()
     for rank, row in enumerate(desk.rows):
         if len(row) < 3 * problem.microbatches * len(desk.mine[rank]):
@@ -155,131 +160,168 @@ def arrange(problem: Problem, policy: Policy) -> Arrangement:
     )
 
 
+class _Head:
+    """Forwards, or backwards of inputs, of one stage: what is next of them."""
+
+    __slots__ = (
+        "after", "arrived", "delay", "due", "frees", "kind", "length", "link", "need", "number",
+        "rank", "stage",
+    )  # fmt: skip
+
+    def __init__(self, problem: Problem, policy: Policy, kind: int, stage: int) -> None:
+        ticks, self.kind, self.stage, self.number = problem.ticks, kind, stage, 0
+        self.rank = problem.placement[stage]
+        self.length = problem.lengths[kind][stage]
+        self.due = (policy.backward if kind else policy.forward)[stage]
+        """Of the next microbatch."""
+        later = [s for s in range(stage + 1, ticks.stages) if problem.placement[s] == self.rank]
+        reserve = 0 if policy.order else sum(ticks.activation[s] for s in later)
+        self.need = ticks.activation[stage] + reserve
+        """Memory without which a forward may not start."""
+        self.frees = ticks.activation[stage] - ticks.retained[stage]
+        """Memory that a backward gives back."""
+        self.arrived: list[int] = [0] * problem.microbatches if not kind and not stage else []
+        """When the input of the n-th microbatch is there."""
+        self.after: _Head | None = None
+        """Who uses the result; `delay` ticks later, through `link` of two ranks if it is far."""
+        self.link: tuple[int, int] | None = None
+        self.delay = 0
+
+
 class _Desk:
     """State of one run of the list scheduler."""
 
-    def __init__(self, problem: Problem, policy: Policy) -> None:
-        ticks, self.policy = problem.ticks, policy
-        self.placement, self.count = problem.placement, problem.microbatches
-        self.caps, self.stages, ranks = problem.caps, ticks.stages, problem.ranks
-        self.duration = (ticks.forward, ticks.backward_input, ticks.backward_weight)
-        self.transfer, self.latency = ticks.transfer, ticks.latency
+    def __init__(self, problem: Problem, policy: Policy, limit: int) -> None:
+        ticks, self.policy, self.limit = problem.ticks, policy, limit
+        self.caps, ranks, stages = problem.caps, problem.ranks, range(problem.ticks.stages)
+        self.latency, self.period = ticks.latency, policy.period
         self.activation, self.retained = ticks.activation, ticks.retained
+        self.weight_length = ticks.backward_weight
+        delay = policy.weight_delay
+        self.weight_due = [_NEVER if delay is None else delay + due for due in policy.backward]
         self.mine: list[list[int]] = [[] for _ in range(ranks)]
-        for stage, rank in enumerate(self.placement):
+        for stage, rank in enumerate(problem.placement):
             self.mine[rank].append(stage)
-        self.choices = [[(k, stage) for stage in row for k in (_I, _F)] for row in self.mine]
-        self.reserve = [
-            sum(self.activation[later] for later in self.mine[rank] if later > stage)
-            for stage, rank in enumerate(self.placement)
-        ]
-        # arrivals[kind][stage][n]: when the input of the n-th microbatch is there.
-        self.arrivals: list[list[list[int]]] = [[[] for _ in self.placement] for _ in range(2)]
-        self.arrivals[_F][0] = [0] * self.count
-        self.next = [[0] * self.stages for _ in range(2)]
+        heads = [[_Head(problem, policy, kind, stage) for stage in stages] for kind in (_F, _I)]
+        self.heads = heads
+        for head in (*heads[_F], *heads[_I]):
+            self._connect(head, problem)
+        self.choices = [[heads[kind][s] for s in row for kind in (_I, _F)] for row in self.mine]
         self.weights: list[deque[tuple[int, int, int]]] = [deque() for _ in range(ranks)]
         self.rows: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
         self.free, self.held, self.peak = [0] * ranks, [0] * ranks, [0] * ranks
-        self.link_free: dict[tuple[int, int], int] = {}
-        self.order = [[op for op in row if op[0] != _W] for row in policy.order or ()]
+        self.left = [problem.microbatches * sum(map(ticks.work, row)) for row in self.mine]
+        """Ticks that each rank has yet to compute."""
+        self.links: dict[tuple[int, int], int] = {}
+        self.order = [
+            [(heads[kind][stage],) for kind, stage, _ in row if kind != _W]
+            for row in policy.order or ()
+        ]
         self.done = [0] * ranks
         self.wake = [_NEVER] * ranks
         self.events: list[tuple[int, int]] = []
 
+    def _connect(self, head: _Head, problem: Problem) -> None:
+        """Tell who uses the result, and how far that is."""
+        stage, last = head.stage, len(problem.placement) - 1
+        if head.kind == _F:
+            head.after = self.heads[_F][stage + 1] if stage < last else self.heads[_I][stage]
+        elif stage:
+            head.after = self.heads[_I][stage - 1]
+        if head.after is not None and head.after.rank != head.rank:
+            head.link = head.rank, head.after.rank
+            head.delay = problem.ticks.transfer[min(stage, head.after.stage)]
+
     def run(self) -> None:
+        events, wake = self.events, self.wake
         for rank in range(len(self.mine)):
             self.call(rank, 0)
-        while self.events:
-            time, rank = heappop(self.events)
-            if self.wake[rank] == time:
-                self.wake[rank] = _NEVER
+        while events:
+            time, rank = heappop(events)
+            if wake[rank] == time:
+                wake[rank] = _NEVER
                 self.decide(rank, time)
 
     def call(self, rank: int, time: int) -> None:
         """Have `rank` decide at `time`, or when it is free."""
-        time = max(time, self.free[rank])
+        if time < self.free[rank]:
+            time = self.free[rank]
         if time < self.wake[rank]:
             self.wake[rank] = time
             heappush(self.events, (time, rank))
 
     def decide(self, rank: int, now: int) -> None:
-        policy = self.policy
-        best, choice, coming, coming_key = _NEVER, (-1, -1), _NEVER, _NEVER
+        best = coming = coming_key = _NEVER
+        choice: _Head | None = None
         starved = False
-        for kind, stage in self.heads(rank):
-            number = self.next[kind][stage]
-            arrived = self.arrivals[kind][stage]
-            if number >= len(arrived):
+        room, soon = self.caps[rank] - self.held[rank], now + self.policy.patience
+        for head in self.candidates(rank):
+            if head.number >= len(head.arrived):
                 continue
-            due = policy.backward[stage] if kind == _I else policy.forward[stage]
-            key = due + policy.period * number
-            if kind == _F and not self.has_room(rank, stage):
-                starved = starved or arrived[number] <= now
-            elif arrived[number] > now:
-                coming = min(coming, arrived[number])
-                if arrived[number] <= now + policy.patience:
-                    coming_key = min(coming_key, key)
-            elif key < best:
-                best, choice = key, (kind, stage)
+            time = head.arrived[head.number]
+            if head.kind == _F and head.need > room:
+                starved = starved or time <= now
+            elif time > now:
+                if time < coming:
+                    coming = time
+                if time <= soon and head.due < coming_key:
+                    coming_key = head.due
+            elif head.due < best:
+                best, choice = head.due, head
         queue = self.weights[rank]
-        if queue and (choice[0] < 0 or queue[0][0] < best):
-            length = self.duration[_W][queue[0][1]]
-            if choice[0] >= 0 or starved or now + length <= coming + policy.weight_overrun:
-                _, stage, number = queue.popleft()
-                self.start(rank, _W, stage, number, now)
+        if queue and (choice is None or queue[0][0] < best):
+            length = self.weight_length[queue[0][1]]
+            if choice or starved or now + length <= coming + self.policy.weight_overrun:
+                self.start_weight(rank, now, length)
                 return
-        if choice[0] == _F and coming_key < best:
-            self.call(rank, coming)
-        elif choice[0] >= 0:
-            kind, stage = choice
-            number = self.next[kind][stage]
-            self.next[kind][stage] += 1
+        if choice is not None and not (choice.kind == _F and coming_key < best):
             self.done[rank] += 1
-            self.start(rank, kind, stage, number, now)
+            self.start(choice, now)
         elif coming < _NEVER:
             self.call(rank, coming)
 
-    def heads(self, rank: int) -> Sequence[tuple[int, int]]:
-        """The computations (kind, stage) among which `rank` may choose."""
+    def candidates(self, rank: int) -> Sequence[_Head]:
+        """What `rank` may choose among."""
         if not self.order:
             return self.choices[rank]
         row, done = self.order[rank], self.done[rank]
-        return (row[done][:2],) if done < len(row) else ()
+        return row[done] if done < len(row) else ()
 
-    def has_room(self, rank: int, stage: int) -> bool:
-        need = self.held[rank] + self.activation[stage]
-        if not self.order:
-            need += self.reserve[stage]
-        return need <= self.caps[rank]
-
-    def start(self, rank: int, kind: int, stage: int, number: int, now: int) -> None:
-        self.rows[rank].append((kind, stage, number))
-        end = now + self.duration[kind][stage]
-        if kind == _F:
+    def start(self, head: _Head, now: int) -> None:
+        rank, stage, number, end = head.rank, head.stage, head.number, now + head.length
+        self.rows[rank].append((head.kind, stage, number))
+        head.number = number + 1
+        head.due += self.period
+        if head.kind == _F:
             self.held[rank] += self.activation[stage]
-            self.peak[rank] = max(self.peak[rank], self.held[rank])
-            if stage + 1 < self.stages:
-                self.deliver(rank, stage, stage + 1, _F, end)
-            else:
-                self.arrivals[_I][stage].append(end)
-        elif kind == _I:
-            self.held[rank] -= self.activation[stage] - self.retained[stage]
-            delay = self.policy.weight_delay
-            due = _NEVER if delay is None else delay + self.policy.backward[stage]
-            self.weights[rank].append((due + self.policy.period * number, stage, number))
-            if stage > 0:
-                self.deliver(rank, stage, stage - 1, _I, end)
+            if self.held[rank] > self.peak[rank]:
+                self.peak[rank] = self.held[rank]
         else:
-            self.held[rank] -= self.retained[stage]
+            self.held[rank] -= head.frees
+            due = self.weight_due[stage] + self.period * number
+            self.weights[rank].append((due, stage, number))
+        if head.after is not None:
+            self.deliver(head, head.after, end)
+        self.occupy(rank, head.length, end)
+
+    def start_weight(self, rank: int, now: int, length: int) -> None:
+        _, stage, number = self.weights[rank].popleft()
+        self.rows[rank].append((_W, stage, number))
+        self.held[rank] -= self.retained[stage]
+        self.occupy(rank, length, now + length)
+
+    def occupy(self, rank: int, length: int, end: int) -> None:
+        """Have `rank` compute until `end`, and decide then."""
         self.free[rank] = end
+        self.left[rank] -= length
+        if end + self.left[rank] >= self.limit:
+            raise ScheduleError(f"rank {rank} cannot end before {self.limit} ticks")
         self.call(rank, end)
 
-    def deliver(self, rank: int, source: int, consumer: int, kind: int, end: int) -> None:
-        target = self.placement[consumer]
-        if target != rank:
-            sent = max(end, self.link_free.get((rank, target), 0))
-            sent += self.transfer[min(source, consumer)]
-            self.link_free[rank, target] = sent
-            end = sent + self.latency
-        self.arrivals[kind][consumer].append(end)
-        self.call(target, end)
+    def deliver(self, head: _Head, after: _Head, end: int) -> None:
+        if head.link is not None:
+            end = max(end, self.links.get(head.link, 0)) + head.delay
+            self.links[head.link] = end
+            end += self.latency
+        after.arrived.append(end)
+        self.call(after.rank, end)

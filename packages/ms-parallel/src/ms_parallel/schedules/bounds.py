@@ -25,9 +25,10 @@ _Job = tuple[int, int, int]
 def lower_bound(problem: Problem) -> int:
     """Ticks below which no schedule of `problem` can stay."""
     ways = _Ways(problem)
-    return max(
-        max(_one_machine(ways.jobs(rank)), ways.memory(rank)) for rank in range(problem.ranks)
-    )
+    bound = max(_one_machine(ways.jobs(rank)) for rank in range(problem.ranks))
+    for rank in range(problem.ranks):
+        bound = max(bound, ways.memory(rank, bound))
+    return bound
 
 
 class _Ways:
@@ -85,8 +86,8 @@ class _Ways:
             jobs += [(begin + k * slow, length, 0) for k in range(count)]
         return jobs
 
-    def memory(self, rank: int) -> int:
-        """Least end at which the rank's cap has room for what its microbatches must hold.
+    def memory(self, rank: int, known: int) -> int:
+        """Least end, from `known` on, at which the rank's cap has room for what it must hold.
 
         A microbatch holds its activation from its forward to its backward of inputs (*whole*), and
         what the backward of weights needs while that runs. The room is the integral of the most
@@ -103,7 +104,7 @@ class _Ways:
             kept += ticks.backward_weight[stage] * ticks.retained[stage] * count
         first = min(self.starts[stage] for stage in mine)
         if not cap:
-            return 0
+            return known
         rest = min(self.rests[2 * ticks.stages - 1 - stage] for stage in mine)
         step = max(ticks.activation[stage] for stage in mine)
 
@@ -121,10 +122,8 @@ class _Ways:
         any_down = None if both is None or (last is None and any(held)) else max(both, last or both)
         rise = _Slope(step, up)
         falls = [_Slope(step, both), _Slope(step, back, rest)]
-        return first + max(
-            _least_room(whole, cap, rise, falls),
-            _least_room(whole + kept, cap, rise, [_Slope(step, any_down)]),
-        )
+        length = _least_room(max(0, known - first), whole, cap, rise, falls)
+        return first + _least_room(length, whole + kept, cap, rise, [_Slope(step, any_down)])
 
 
 class _Slope(NamedTuple):
@@ -150,9 +149,11 @@ class _Slope(NamedTuple):
         return None if self.rate is None else self.step + self.rate * (distance - self.after)
 
 
-def _least_room(need: int, cap: int, rise: _Slope, falls: Sequence[_Slope]) -> int:
-    """Least whole length whose room is at least `need`: a search in halves, as room only grows."""
-    low, high = 0, 1
+def _least_room(known: int, need: int, cap: int, rise: _Slope, falls: Sequence[_Slope]) -> int:
+    """Least length from `known` with room for `need`: a search in halves, as room only grows."""
+    if not need or (known and _room(known, cap, rise, falls) >= need):
+        return known
+    low, high = known, 2 * known or 1
     while _room(high, cap, rise, falls) < need:
         low, high = high, 2 * high
     while high - low > 1:
@@ -161,7 +162,7 @@ def _least_room(need: int, cap: int, rise: _Slope, falls: Sequence[_Slope]) -> i
             low = middle
         else:
             high = middle
-    return high if need else 0
+    return high
 
 
 def _room(length: int, cap: int, rise: _Slope, falls: Sequence[_Slope]) -> Fraction:

@@ -7,6 +7,7 @@ first on few microbatches and, of a long pipeline, on a coarse model of it; then
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import product
 
 from attrs import evolve, frozen
@@ -20,6 +21,7 @@ from ms_parallel.schedules.placements import looped, vee
 __all__ = ["Recipe", "best", "follow", "glance", "keep_order", "recipes"]
 
 _COARSE_RANKS = 8
+_NO_LIMIT = (1 << 200,)
 _BLOCKS = (40, 450)
 """Fewest and most blocks tried on the small model."""
 
@@ -44,11 +46,7 @@ class Recipe:
             block = building_block(problem.placement, ticks, interval, delays)
         else:
             block = unit_block(problem.placement, [delay // 2 for delay in self.delays])
-        if block is None:
-            return None
-        held = block.held(ticks.activation)
-        fits = all(need <= cap for need, cap in zip(held, problem.caps, strict=True))
-        return block if fits else None
+        return block if block is not None and _fits(problem, block) else None
 
 
 def recipes(problem: Problem) -> list[Recipe]:
@@ -62,6 +60,11 @@ def recipes(problem: Problem) -> list[Recipe]:
         real = _delays(legs, [0, 1, 2, 4])
         drawn += [Recipe(stretch, d) for stretch in (100, 103, 107, 115, 125, 150) for d in real]
     return drawn
+
+
+def _fits(problem: Problem, block: Block) -> bool:
+    held = block.held(problem.ticks.activation)
+    return all(need <= cap for need, cap in zip(held, problem.caps, strict=True))
 
 
 def follow(problem: Problem, block: Block) -> Policy:
@@ -122,7 +125,7 @@ def best(problem: Problem, budget: int) -> Arrangement:
     """
     last = problem.ticks.stages
     eager = Policy(period=1, forward=tuple(range(last)), backward=(-1,) * last)
-    found = [arrange(problem, eager)]
+    found = arrange(problem, eager)
     actions = 3 * problem.ticks.stages * problem.microbatches
     finalists = max(2, min(24, budget // (4 * actions)))
     overruns = (0, max(problem.ticks.backward_weight) // 3)[: 1 if finalists < 4 else 2]
@@ -137,19 +140,21 @@ def best(problem: Problem, budget: int) -> Arrangement:
             policy = keep_order(problem, block.order(problem.microbatches))
         for overrun in overruns:
             with suppress(ScheduleError):
-                found.append(arrange(problem, evolve(policy, weight_overrun=overrun)))
-    return min(found, key=lambda arrangement: arrangement.makespan)
+                tried = evolve(policy, weight_overrun=overrun)
+                found = arrange(problem, tried, limit=found.makespan)
+    return found
 
 
 def _shortlist(problem: Problem, tries: int, count: int) -> list[tuple[Recipe, bool]]:
     """The best recipes on a small model, and whether to keep their order or follow their times."""
     small = _coarse(problem)
     small = evolve(small, microbatches=min(problem.microbatches, 2 * small.ranks + 2))
-    drawn: dict[Order, tuple[Recipe, Block]] = {}
-    for recipe in recipes(problem):
-        block = recipe.draw(small)
-        if block is not None:
-            drawn.setdefault(block.order(2), (recipe, block))
+    drawn: dict[int, tuple[Recipe, Block]] = {}
+    for recipe, block, pattern in _drawings(
+        evolve(small, caps=_NO_LIMIT * small.ranks), tuple(recipes(problem))
+    ):
+        if _fits(small, block):
+            drawn.setdefault(pattern, (recipe, block))
     scored = []
     for place, (recipe, block) in enumerate(_spread(list(drawn.values()), tries)):
         kept = keep_order(small, block.order(small.microbatches))
@@ -158,6 +163,18 @@ def _shortlist(problem: Problem, tries: int, count: int) -> list[tuple[Recipe, b
                 scored.append((arrange(small, policy).makespan, place, strict, recipe))
     scored.sort(key=lambda item: item[:3])
     return [(recipe, strict) for _, _, strict, recipe in scored[:count]]
+
+
+@lru_cache(maxsize=2)
+def _drawings(problem: Problem, wanted: tuple[Recipe, ...]) -> list[tuple[Recipe, Block, int]]:
+    """Each recipe that can be drawn, and the number of its order: the same under any caps."""
+    numbers: dict[Order, int] = {}
+    drawn = []
+    for recipe in wanted:
+        block = recipe.draw(problem)
+        if block is not None:
+            drawn.append((recipe, block, numbers.setdefault(block.order(2), len(numbers))))
+    return drawn
 
 
 def _coarse(problem: Problem) -> Problem:

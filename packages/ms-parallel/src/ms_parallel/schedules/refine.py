@@ -44,8 +44,7 @@ def anneal_blocks(problem: Problem, start: Arrangement, budget: int, seed: int) 
             overrun = max(problem.ticks.backward_weight) // 3
             for policy in (kept, evolve(kept, weight_overrun=overrun), follow(problem, block)):
                 with suppress(ScheduleError):
-                    found = arrange(problem, policy)
-                    best = min(best, found, key=lambda each: each.makespan)
+                    best = arrange(problem, policy, limit=best.makespan)
     return best
 
 
