@@ -55,6 +55,22 @@ def test_the_svg_has_a_box_for_each_computation(schedule):
     assert len(red) == len(line.critical_path)
 
 
+@pytest.mark.parametrize(("longest", "step"), [(9, 1), (130, 10), (0.031, 0.002), (2500, 200)])
+def test_the_axis_has_round_marks_where_the_boxes_say(longest, step):
+    """Marks stand at multiples of 1, 2 or 5 times a power of ten; the last box ends at its time."""
+    line = simulate(gpipe(1, 1), Costs.uniform(1, forward=longest, backward_input=0,
+                                               backward_weight=0))  # fmt: skip
+    root = ElementTree.fromstring(draw_svg(line, width=1210, unit="ms"))
+    texts = [text for text in root.iter(f"{SVG}text") if text.get("text-anchor") == "middle"]
+    marks = {
+        float(text.text): float(text.get("x")) for text in texts if text.get("fill") == "#5f6368"
+    }
+    assert list(marks) == pytest.approx([n * step for n in range(int(longest / step + 1e-6) + 1)])
+    assert all(x == pytest.approx(60 + 1000 * at / longest, abs=0.01) for at, x in marks.items())
+    assert texts[-1].text == "time, ms"
+    assert "time, unit of the costs" in draw_svg(line)
+
+
 def test_a_measured_run_stands_beside_the_simulated_one():
     """Measured with the simulated times it is the same timeline; later, a longer one."""
     line = simulate(one_f_one_b(2, 3), Costs.uniform(2))

@@ -219,7 +219,8 @@ def draw_to(path: str | Path, told: Told) -> None:
     if suffix == ".csv":
         text = told.timeline.schedule.to_csv()
     elif suffix in PICTURES:
-        text = PICTURES[suffix](*told.lines, titles=told.titles)
+        unit = "" if told.measured is None else "ms"
+        text = PICTURES[suffix](*told.lines, titles=told.titles, unit=unit)
     else:
         raise ConfigError(f"{path}: {suffix!r} is no picture; end it in .svg, .html or .csv")
     aside = path.with_name(f"{path.name}.partial")

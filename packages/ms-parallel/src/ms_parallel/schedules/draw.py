@@ -5,6 +5,7 @@ Two timelines of one schedule, the simulated and the measured, are drawn on one 
 
 from collections.abc import Sequence
 from html import escape
+from math import floor, log10
 
 from ms_parallel.schedules.action import Kind
 from ms_parallel.schedules.simulate import Span, Timeline
@@ -33,7 +34,9 @@ _LETTERS = {
     Kind.BACKWARD_WEIGHT: "W",
     Kind.OVERLAP: "O",
 }
-_ROW, _LEFT, _RIGHT, _HEAD = 22, 60, 150, 44
+_ROW, _LEFT, _RIGHT, _HEAD, _AXIS = 22, 60, 150, 44, 20
+_CLOSEST_MARKS = 56
+"""Pixels between two marks of the axis, at the least."""
 _NARROWEST_LABEL = 14
 """Pixels below which a box bears no number."""
 
@@ -55,24 +58,30 @@ def _is_later_stage(line: Timeline, rank: int, span: Span) -> bool:
     return span.action.computations[0].stage != line.schedule.stages_of(rank)[0]
 
 
-def draw_svg(*lines: Timeline, titles: Sequence[str] = (), width: int = 1200) -> str:
+def draw_svg(
+    *lines: Timeline, titles: Sequence[str] = (), width: int = 1200, unit: str = ""
+) -> str:
     """A picture of one or more timelines under one another, on one scale of time.
 
     Boxes are computations with their microbatch, dark for a rank's first stage; the critical path
-    has a red edge; idle time is empty. At the right stand each rank's idle share and peak memory.
+    has a red edge; idle time is empty. Under them runs the time; at the right stand each rank's
+    idle share and peak memory.
 
     Args:
         lines: What to draw.
         titles: What each one is, such as "simulated" and "measured".
         width: Of the picture, in pixels.
+        unit: Of time, such as "ms"; by default whatever the costs are in.
     """
     longest = max(float(line.makespan) for line in lines)
     parts, top = [], 0
     for index, line in enumerate(lines):
         title = titles[index] if index < len(titles) else ""
         scale = (width - _LEFT - _RIGHT) / longest / line.ticks.per_unit if longest else 0.0
+        bottom = top + _HEAD - 14 + _ROW * line.schedule.ranks
+        parts += _axis(longest, (top + _HEAD - 14, bottom), width, unit)
         parts += _panel(line, title, top, scale, width)
-        top += _HEAD + _ROW * line.schedule.ranks
+        top = bottom + 14 + _AXIS
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top + 8}" '
         f'viewBox="0 0 {width} {top + 8}" font-family="sans-serif" font-size="11">\n'
@@ -80,6 +89,33 @@ def draw_svg(*lines: Timeline, titles: Sequence[str] = (), width: int = 1200) ->
         + "\n".join(parts)
         + "\n</svg>\n"
     )
+
+
+def _axis(longest: float, rows: tuple[int, int], width: int, unit: str) -> list[str]:
+    """Marks from 0 to the longest timeline's end, at round times, and what they are in."""
+    begin, end = rows
+    room = width - _LEFT - _RIGHT
+    step = _round_step(longest * _CLOSEST_MARKS / room) if longest else 1.0
+    marks = []
+    for index in range(int(longest / step * (1 + 1e-9)) + 1):
+        x = _LEFT + (index * step * room / longest if longest else 0.0)
+        marks.append(
+            f'<line x1="{x:.2f}" y1="{begin}" x2="{x:.2f}" y2="{end + 4}" stroke="#dadce0"/>'
+            f'<text x="{x:.2f}" y="{end + 15}" text-anchor="middle" fill="#5f6368">'
+            f"{index * step:g}</text>"
+        )
+    return [
+        *marks,
+        f'<line x1="{_LEFT}" y1="{end}" x2="{width - _RIGHT}" y2="{end}" stroke="#5f6368"/>',
+        f'<text x="{width - _RIGHT + 8}" y="{end + 15}" fill="#5f6368">'
+        f"time, {escape(unit or 'unit of the costs')}</text>",
+    ]
+
+
+def _round_step(least: float) -> float:
+    """The least of 1, 2, 5, 10, ... times a power of ten that is not below `least`."""
+    power = 10.0 ** floor(log10(least))
+    return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least)
 
 
 def _panel(line: Timeline, title: str, top: int, scale: float, width: int) -> list[str]:
@@ -121,13 +157,16 @@ def _box(line: Timeline, rank: int, span: Span, y: int, scale: float, critical: 
     )
 
 
-def draw_html(*lines: Timeline, titles: Sequence[str] = (), width: int = 1200) -> str:
+def draw_html(
+    *lines: Timeline, titles: Sequence[str] = (), width: int = 1200, unit: str = ""
+) -> str:
     """A page without scripts or links: the picture, what colours mean, the critical path in words.
 
     Args:
         lines: What to draw.
         titles: What each one is.
         width: Of the picture, in pixels.
+        unit: Of time, such as "ms"; by default whatever the costs are in.
     """
     names = {
         Kind.FORWARD: "forward",
@@ -152,7 +191,7 @@ def draw_html(*lines: Timeline, titles: Sequence[str] = (), width: int = 1200) -
         f"<title>{name}</title></head>\n"
         '<body style="font-family:sans-serif;color:#202124;background:#ffffff">\n'
         f"<p>{legend}; lighter: a rank's later stages; red edge: critical path.</p>\n"
-        f"{draw_svg(*lines, titles=titles, width=width)}{paths}\n</body></html>\n"
+        f"{draw_svg(*lines, titles=titles, width=width, unit=unit)}{paths}\n</body></html>\n"
     )
 
 
