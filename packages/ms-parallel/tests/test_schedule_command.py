@@ -73,6 +73,10 @@ def test_a_search_says_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
             "cannot be written",
         ),
         (
+            ["1f1b", "--stages", "2", "--microbatches", "2", "--memory-cap", "1"],
+            "a memory cap bounds a search; name search in place of 1f1b",
+        ),
+        (
             ["search", "--stages", "2", "--microbatches", "2", "--memory-cap", "0.5"],
             "the least that works is 1",
         ),

@@ -116,6 +116,7 @@ def test_whole_backwards_stay_whole():
     [
         ({"memory_cap": 1.5}, "rank 0 cannot work in 1.5 of activation memory; the least that"),
         ({"memory_cap": 1.5}, "works is 2"),
+        ({"memory_cap": float("nan")}, "a memory cap of nan is no amount of memory; give a"),
         ({"memory_cap": [4, 4, 4]}, "3 memory caps for 2 ranks"),
         ({"microbatches": 0}, "0 microbatches"),
         ({"ranks": 3}, "4 stages do not go evenly on 3 ranks"),
@@ -177,6 +178,33 @@ def test_published_annealing_is_beaten_on_sixteen_microbatches():
     costs = Costs.uniform(8, forward=0.5, backward_input=0.8, backward_weight=0.45, latency=0.1)
     found = search(costs, 8, microbatches=16, placement=vee(4), effort=1)
     assert round(float(1 - 56 / found.makespan), 4) <= 0.0564
+
+
+@settings(deadline=None, max_examples=4, derandomize=True)
+@given(st.integers(2, 3), st.integers(2, 6), st.integers(1, 40), st.data())
+def test_what_a_smaller_cap_gives_bounds_what_a_larger_one_does(ranks, microbatches, extra, data):
+    """Never longer than under the least cap times a power of two; than any other, by the gap."""
+    each = st.lists(numbers, min_size=2 * ranks, max_size=2 * ranks)
+    sizes = data.draw(each)
+    costs = Costs(
+        forward=data.draw(each), backward_input=data.draw(each), backward_weight=data.draw(each),
+        latency=data.draw(st.integers(0, 2)), activation=sizes,
+    )  # fmt: skip
+
+    def under(cap):
+        return search(costs, cap, microbatches=microbatches, ranks=ranks, effort=QUICK / 4)
+
+    homes = (vee(ranks), (*range(ranks), *range(ranks)))
+    held = [[sum(s for s, at in zip(sizes, home, strict=True) if at == rank)
+             for rank in range(ranks)] for home in homes]  # fmt: skip
+    least = min(map(max, held))
+    found = under(least + extra)
+    rung = least
+    while rung <= least + extra:
+        assert found.makespan <= under(rung).makespan
+        rung *= 2
+    other = under(least + data.draw(st.integers(0, extra)))
+    assert found.makespan <= other.makespan * (1 + found.gap)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ms_parallel.errors import ConfigError
 from ms_parallel.groups import Groups
 
 __all__ = ["Mailbox"]
@@ -124,6 +125,11 @@ class Mailbox:
 
 
 def _describe(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.dtype not in DTYPES or tensor.dim() > MAX_DIMS:
+        raise ConfigError(
+            f"no message is made of {tensor.dim()} dims of {tensor.dtype}; return at most "
+            f"{MAX_DIMS} dims of one of {', '.join(map(str, DTYPES))}"
+        )
     facts = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     return torch.tensor(facts + [0] * (MAX_DIMS + 2 - len(facts)), device=device)
 

@@ -99,9 +99,12 @@ def tell(
             if it has as many stages, and then times are in milliseconds.
 
     Raises:
-        ConfigError: a size is missing, or a cost or file cannot be read.
+        ConfigError: a size is missing, a cap is given without a search, or a cost or file cannot
+            be read.
         ScheduleError: no such name, a wrong table, or sizes that do not fit.
     """
+    if memory_cap is not None and choice != SEARCH:
+        raise ConfigError(f"a memory cap bounds a search; name search in place of {choice}")
     given, recorded = parse_costs(costs), _recorded(choice, measured)
     schedule, bound = _made(choice, ranks, microbatches, given, memory_cap, recorded)
     report = verify(schedule)

@@ -1,6 +1,6 @@
 """Finds the best schedule for measured costs and a memory cap, and says how good it can be."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 
@@ -31,7 +31,7 @@ _BUDGET = 1_200_000
 _WALK = 2
 """Times the budget that a walk over orders takes; an action costs it a tenth."""
 _FEW = 4_000
-"""Actions up to which two smaller caps are tried too; beyond, one."""
+"""Actions up to which parts of the cap are tried too."""
 _SEEDED = 40_000
 """Actions up to which the hand-made schedules are tried too."""
 
@@ -73,7 +73,10 @@ def search(
 ) -> Found:
     """Search for the schedule of least makespan whose activations fit under the cap.
 
-    The result depends on the arguments alone, not on the machine or its load.
+    The result depends on the arguments alone, not on the machine or its load. Without
+    `exact_search` it is never longer than what the same search finds under a smaller cap that is
+    the least that works, or twice, four times, ... as much. Under any other smaller cap the search
+    may by chance find a schedule that is shorter, at most by the `gap` of this one.
 
     Args:
         costs: Of every stage, in the order of the model.
@@ -101,11 +104,14 @@ def search(
             refusals.append(refusal)
     if not problems:
         raise refusals[0]
-    budget, lowers = int(_BUDGET * effort), [lower_bound(problem) for problem in problems]
-    index, arrangement = _best_at(problems, lowers, budget, seed)
+    budget, lowers = int(_BUDGET * effort), list(map(lower_bound, problems))
+    index, arrangement = _best_at(dict(enumerate(problems)), dict(enumerate(lowers)), budget, seed)
     for tighter in _tighter(problems):
-        if arrangement.makespan > min(lowers):
-            place, found = _best_at(tighter, lowers, budget, seed)
+        if arrangement.makespan == min(lowers):
+            break
+        least = {place: lower_bound(problem) for place, problem in tighter.items()}
+        if min(least.values()) < arrangement.makespan:
+            place, found = _best_at(tighter, least, budget, seed)
             if found.makespan < arrangement.makespan:
                 index, arrangement = place, found
     problem, rows = problems[index], arrangement.rows
@@ -165,10 +171,19 @@ def problem_of(
             f"{len(given)} memory caps for {ranks} ranks; give one for all or one for each"
         )
     for rank in sorted(range(ranks), key=problem.least, reverse=True):
-        cap = exact(given[rank])
+        cap = _cap(given[rank])
         problem.check_cap(rank, cap)
         most[rank] = min(most[rank], int(cap * ticks.memory_per_unit))
     return evolve(problem, caps=most)
+
+
+def _cap(value: Number) -> Fraction:
+    try:
+        return exact(value)
+    except ScheduleError:
+        raise ScheduleError(
+            f"a memory cap of {value} is no amount of memory; give a number above 0, or none at all"
+        ) from None
 
 
 def _whole_backwards(ticks: Ticks) -> Ticks:
@@ -183,36 +198,34 @@ def _whole_backwards(ticks: Ticks) -> Ticks:
 
 
 def _best_at(
-    problems: Sequence[Problem], lowers: Sequence[int], budget: int, seed: int
+    problems: Mapping[int, Problem], lowers: Mapping[int, int], budget: int, seed: int
 ) -> tuple[int, Arrangement]:
     """The best found for these caps, and which of the problems it is of."""
-    tried = [_constructed(problem, budget // len(problems)) for problem in problems]
-    index = min(range(len(tried)), key=lambda place: tried[place][0].makespan)
+    tried = {
+        place: _constructed(problem, budget // len(problems)) for place, problem in problems.items()
+    }
+    index = min(tried, key=lambda place: tried[place][0].makespan)
     return index, _refined(problems[index], *tried[index], lowers[index], budget, seed)
 
 
-def _tighter(problems: Sequence[Problem]) -> list[list[Problem]]:
-    """The same in less memory, as what fits into less may be better found.
+def _tighter(problems: Sequence[Problem]) -> Iterator[dict[int, Problem]]:
+    """The same in less memory, from more to less: what fits into less may be better found.
 
-    Room tempts the list scheduler to run ahead. The steps are powers of two of the least that
-    works, whatever the cap, so that a larger cap tries again what a smaller one does.
+    Room tempts the list scheduler to run ahead. The caps are the least that works for all ranks
+    times powers of two, whatever the cap asked for, so that each larger cap tries them too.
     """
-    steps = []
-    for power in range(1, 64):
-        smaller = [
-            evolve(
-                problem,
-                caps=[
-                    min(cap, problem.least(rank) << power) for rank, cap in enumerate(problem.caps)
-                ],
-            )
-            for problem in problems
-        ]
-        if all(one.caps == other.caps for one, other in zip(smaller, problems, strict=True)):
-            break
-        steps.append(smaller)
-    few = 3 * problems[0].ticks.stages * problems[0].microbatches <= _FEW
-    return steps[::-1][: 2 if few else 1]
+    least = [max(map(problem.least, range(problem.ranks))) for problem in problems]
+    most = max(max(problem.caps) for problem in problems)
+    rungs = [min(least)]
+    while 0 < 2 * rungs[-1] < most:
+        rungs.append(2 * rungs[-1])
+    for rung in reversed(rungs):
+        if rung < most:
+            yield {
+                place: evolve(problem, caps=[min(cap, rung) for cap in problem.caps])
+                for place, problem in enumerate(problems)
+                if least[place] <= rung
+            }
 
 
 def _constructed(problem: Problem, budget: int) -> tuple[Arrangement, Arrangement]:
