@@ -60,8 +60,8 @@ class StagedModel(nn.Module, ABC):
         self.model = nn.Module()
         if first:
             # Drawing its weight on meta, which nobody reads, would import torch's compiler: 0.7 s.
-            unset = torch.empty(config.vocab_size, config.hidden_size)
-            self.model.embed_tokens = nn.Embedding.from_pretrained(unset, freeze=False)
+            size = config.vocab_size, config.hidden_size
+            self.model.embed_tokens = nn.Embedding(*size, _weight=torch.empty(size))
         self.model.layers = nn.ModuleDict({str(i): block(i) for i in layers})
         if last:
             self.model.norm = norm()
