@@ -26,7 +26,7 @@ SYNCHRONISING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to
 
 Floats = NDArray[np.float64]
 HUBER = 1.5
-QUANTILE_99 = 2.576
+STUDENT_99 = (63.66, 9.925, 5.841, 4.604)
 SAMPLES_FOR_DRIFT = 4
 PLAUSIBLE_DRIFT = 3e-4  # crystals keep within 1e-4; a steeper slope is noise of a short recording
 
@@ -41,8 +41,10 @@ class ClockFit(Struct, frozen=True, kw_only=True):
     """How far this clock is ahead of the reference's at `origin_ns`."""
     drift: float
     """Seconds this clock gains in each of its seconds (1e-6 is a ppm)."""
-    error_ns: float
-    """Half width of the 99% interval of a corrected instant inside the recorded span."""
+    error_ns: float | None
+    """Half width of the 99% interval of a corrected instant inside the recorded span.
+
+    None where so few collectives were shared that nothing is left over to judge the fit by."""
     bound_ns: float | None
     """Proved largest error of a constant offset; None without starts shared with the reference."""
     samples: int
@@ -179,7 +181,8 @@ def _fit_all(
         scale = max(1.4826 * float(np.nanmedian(np.abs(residuals))), 1e-3)
         reach = HUBER * scale / np.maximum(np.abs(np.where(present, residuals, 0.0)), 1e-12)
         weights = np.where(present, np.minimum(1.0, reach), 0.0)
-    errors = _errors(covariance, scale * _lost_freedom(readings, free), len(ranks))
+    left = int(present.sum()) - len(readings) - int(free.sum())
+    errors = _errors(covariance, scale, int(present.sum()), left)
     bounds = _bounds(readings, entered, offset, drift, base)
     fits = {}
     for column, rank in enumerate(ranks):
@@ -188,7 +191,7 @@ def _fit_all(
             origin_ns=origins[column],
             offset_ns=float(origins[column] - origins[base] + offset[column]),
             drift=float(drift[column]),
-            error_ns=float(errors[column]),
+            error_ns=0.0 if column == base else errors[column],
             bound_ns=bounds[column],
             samples=int(samples[column]),
         )
@@ -225,22 +228,33 @@ def _residuals(readings: Floats, weights: Floats, offset: Floats, drift: Floats)
     return residuals
 
 
-def _lost_freedom(readings: Floats, free: NDArray[np.bool_]) -> float:
-    """Correct the residuals' scale for the instants and parameters that were fitted to them."""
-    observations = int(np.isfinite(readings).sum())
-    left = max(observations - len(readings) - int(free.sum()), 1)
-    return float(np.sqrt(observations / left))
+def _errors(covariance: Floats, scale: float, observations: int, left: int) -> list[float | None]:
+    """Largest 99% half width of offset + drift * x over the span, of each rank: at one of its ends.
 
-
-def _errors(covariance: Floats, scale: float, width: int) -> Floats:
-    """Largest 99% half width of offset + drift * x over the span, (R,) ns: at one of its ends."""
+    Args:
+        covariance: of offsets and drifts, (2R, 2R), for residuals of 1 ns.
+        scale: of the residuals, ns.
+        observations: how many ends were fitted.
+        left: of these, those that instants and parameters did not take.
+    """
+    width = len(covariance) // 2
+    if left <= 0:
+        return [None] * width
     corner = np.arange(width)
     at_start = covariance[corner, corner]
     slope = covariance[corner + width, corner + width]
     at_end = at_start + slope + 2 * covariance[corner, corner + width]
     variance = np.maximum(np.maximum(at_start, at_end), 0.0)
-    half_width: Floats = QUANTILE_99 * scale * np.sqrt(variance)
+    spread = scale * (observations / left) ** 0.5
+    half_width: list[float | None] = (_quantile_99(left) * spread * np.sqrt(variance)).tolist()
     return half_width
+
+
+def _quantile_99(freedom: int) -> float:
+    """Student's two-sided 99% quantile; beyond the table by its expansion in 1 / freedom."""
+    if freedom <= len(STUDENT_99):
+        return STUDENT_99[freedom - 1]
+    return 2.576 + 4.92 / freedom + 8.85 / freedom**2
 
 
 def _bounds(

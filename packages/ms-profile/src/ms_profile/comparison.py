@@ -15,6 +15,7 @@ Where there are more of A or of B, the runs' medians are compared as they scatte
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -187,9 +188,9 @@ def recorded_steps(folder: Path) -> RecordedSteps | None:
     for event in events:
         length, wait = event.fields.get("step_time_s"), event.fields.get("cpu_wait_s")
         usual = "traced" not in event.fields and (event.step or 0) >= run.window.skip
-        if event.step is not None and usual and isinstance(length, float):
+        if event.step is not None and usual and isinstance(length, float) and 0 < length < inf:
             times[event.step][event.rank] = length * 1e9
-            if isinstance(wait, float):
+            if isinstance(wait, float) and wait >= 0:
                 waits[event.step][event.rank] = min(wait, length) * 1e9
     ranks = {rank for own in times.values() for rank in own}
     full = [step for step, own in sorted(times.items()) if len(own) == len(ranks)]
@@ -212,7 +213,7 @@ def step_times(analysis: Analysis) -> Times:
     times: dict[int, list[int]] = defaultdict(list)
     for one in analysis.ranks.values():
         for step in one.breakdowns:
-            if step.step.number is not None:
+            if step.step.number is not None and step.step.duration_ns > 0:
                 times[step.step.number].append(step.step.duration_ns)
     full = [max(own) for _, own in sorted(times.items()) if len(own) == len(analysis.ranks)]
     if len(full) < LEAST_STEPS:
@@ -304,5 +305,6 @@ def _operators(before: Analysis, after: Analysis) -> tuple[Change, ...]:
     changes = [
         Change(name=name, before_ns=old.get(name, 0.0), after_ns=new.get(name, 0.0))
         for name in old.keys() | new.keys()
+        if old.get(name) or new.get(name)
     ]
     return tuple(sorted(changes, key=lambda one: (-abs(one.after_ns - one.before_ns), one.name)))

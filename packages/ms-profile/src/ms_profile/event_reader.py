@@ -87,7 +87,9 @@ def event_files(folder: Path | str) -> list[Path]:
         FormatError: there are none.
     """
     root = Path(folder)
-    found = sorted(root.glob(f"rank-*{SUFFIX}")) or sorted(root.glob(f"events/rank-*{SUFFIX}"))
+    name = f"rank-[0-9]*{SUFFIX}"
+    found = sorted(root.glob(name)) or sorted(root.glob(f"events/{name}"))
+    found = [path for path in found if path.name.split(".")[0].removeprefix("rank-").isdigit()]
     if not found:
         raise FormatError(f"{folder} holds no event files (rank-*{SUFFIX}); give a log's folder")
     return found
@@ -165,7 +167,11 @@ def _rank_events(
     paths: list[Path], wanted: EventFilter, clock: ClockFit | None, on_problem: Problem
 ) -> Iterator[Event]:
     for path in paths:
-        for found in scan_blocks(path.read_bytes()):
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:  # rotated away since it was listed
+            continue
+        for found in scan_blocks(data):
             if isinstance(found, Damage):
                 what = "ends inside a block" if found.torn else "is damaged"
                 size = found.end - found.start

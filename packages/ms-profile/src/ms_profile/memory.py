@@ -1,11 +1,10 @@
-"""What was allocated over time, and which operators allocated what the peak held."""
-
-from collections import defaultdict
+"""What was allocated over time, and which operators left how much of it behind."""
 
 import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
+from ms_profile.nesting import parents
 from ms_profile.trace.columns import Category, Trace
 
 __all__ = ["MemoryLine", "PeakHolder", "memory_peaks", "memory_timeline"]
@@ -32,7 +31,8 @@ class PeakHolder:
 
     name: str
     size_bytes: int
-    """Allocated and not released inside its own calls, over the trace."""
+    """Allocated less released inside its own calls and in none of their children, over the trace:
+    what each call leaves behind, though others release it later."""
 
 
 def memory_timeline(trace: Trace) -> tuple[MemoryLine, ...]:
@@ -59,20 +59,18 @@ def memory_peaks(trace: Trace, *, most: int = 20) -> tuple[PeakHolder, ...]:
     memory = trace.memory
     if not len(memory.at_ns):
         return ()
-    sums: dict[str, int] = defaultdict(int)
+    sums = np.zeros(len(trace.names))
     operators = trace.rows(Category.OPERATOR)
     for thread in np.unique(memory.thread).tolist():
         rows = operators[trace.thread[operators] == thread]
         places = np.flatnonzero(memory.thread == thread)
-        if not len(rows):
-            continue
         owner = _innermost(trace, rows, memory.at_ns[places])
-        change = memory.change_bytes[places]
-        for code in np.unique(trace.name[rows[owner[owner >= 0]]]).tolist():
-            mine = (owner >= 0) & (trace.name[rows[np.maximum(owner, 0)]] == code)
-            sums[trace.names[code]] += int(change[mine].sum())
+        owned = owner >= 0
+        code = trace.name[rows[owner[owned]]]
+        sums += np.bincount(code, memory.change_bytes[places][owned], len(sums))
     growing = sorted(
-        ((size, name) for name, size in sums.items() if size > 0), key=lambda item: -item[0]
+        ((int(size), name) for name, size in zip(trace.names, sums, strict=True) if size > 0),
+        key=lambda item: -item[0],
     )
     return tuple(PeakHolder(name=name, size_bytes=size) for size, name in growing[:most])
 
@@ -80,8 +78,12 @@ def memory_peaks(trace: Trace, *, most: int = 20) -> tuple[PeakHolder, ...]:
 def _innermost(
     trace: Trace, rows: NDArray[np.int64], at_ns: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Place in `rows` of the last span begun before each instant, if still open; else -1."""
-    place = np.searchsorted(trace.start_ns[rows], at_ns, side="right") - 1
-    safe = np.maximum(place, 0)
-    end = trace.start_ns[rows[safe]] + trace.duration_ns[rows[safe]]
-    return np.where((place >= 0) & (end >= at_ns), place, -1)
+    """Place in `rows` of the innermost span that is open at each instant; -1 outside of all."""
+    if not len(rows):
+        return np.full(len(at_ns), -1)
+    start, duration = trace.start_ns[rows], trace.duration_ns[rows]
+    above = parents(trace.thread[rows], start, duration)
+    place = np.searchsorted(start, at_ns, side="right") - 1
+    while (over := (place >= 0) & (start[place] + duration[place] < at_ns)).any():
+        place[over] = above[place[over]]
+    return place

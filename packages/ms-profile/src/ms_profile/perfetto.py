@@ -40,6 +40,8 @@ def export_perfetto(analysis: Analysis, path: str | os.PathLike[str]) -> int:
                     first = False
                     written += sum(event["ph"] == "X" for event in events)
             file.write(b"]}")
+        with aside.open("rb") as whole:
+            os.fsync(whole.fileno())
         aside.replace(target)
     finally:
         aside.unlink(missing_ok=True)

@@ -7,7 +7,10 @@ from ms_profile.analysis import Analysis
 
 __all__ = ["device_allocations"]
 
-ALLOCATION = re.compile(r"(cuda|hip)(Malloc|Free)(Async|Host)?$|aclrt(Malloc|Free)\w*$|cuMem\w*")
+ALLOCATION = re.compile(
+    r"(cuda|hip)(Malloc|Free)(Async|Host)?$|(cuda|hip)HostAlloc$|aclrt(Malloc|Free)\w*$|"
+    r"cuMem(Alloc|Free|Create|Release|Map|Unmap|SetAccess|AddressReserve|AddressFree)\w*$"
+)
 LEAST_SHARE = 0.01
 
 

@@ -22,7 +22,7 @@ class Evidence:
     rank: int
     name: str
     start_ns: int
-    """On the rank's own clock."""
+    """On the clock of the lowest rank, or the rank's own where that is not known."""
     duration_ns: int
 
 
@@ -68,7 +68,8 @@ def longest_rows(one: RankAnalysis, rows: NDArray[np.int64]) -> tuple[Evidence, 
     return tuple(
         Evidence(
             rank=one.rank, name=trace.name_of(row),
-            start_ns=int(trace.start_ns[row]), duration_ns=int(trace.duration_ns[row]),
+            start_ns=_common(one, int(trace.start_ns[row])),
+            duration_ns=int(trace.duration_ns[row]),
         )
         for row in top.tolist()
     )  # fmt: skip
@@ -78,9 +79,18 @@ def longest_intervals(one: RankAnalysis, name: str, intervals: Intervals) -> tup
     """The longest of these intervals, under a name."""
     length = intervals[:, 1] - intervals[:, 0]
     return tuple(
-        Evidence(rank=one.rank, name=name, start_ns=int(start), duration_ns=int(end - start))
+        Evidence(
+            rank=one.rank, name=name, start_ns=_common(one, int(start)),
+            duration_ns=int(end - start),
+        )
         for start, end in intervals[np.argsort(-length, kind="stable")[:MOST_EVIDENCE]]
-    )
+    )  # fmt: skip
+
+
+def _common(one: RankAnalysis, instant_ns: int) -> int:
+    if one.clock is None:
+        return instant_ns
+    return int(one.clock.correct(np.array([instant_ns]))[0])
 
 
 def in_steps(activity: Activity, intervals: Intervals) -> Intervals:

@@ -16,8 +16,10 @@ def synchronising_calls(analysis: Analysis) -> Finding | None:
     for one in analysis.ranks.values():
         if not one.activity.has_device:
             continue
-        rows = rows_named(one, (SYNCHRONISE.match(n) is not None for n in one.trace.names))
-        calls = [row for row in rows.tolist() if "ynchronize" in one.trace.name_of(row)]
+        # What `item` waits in is such a call: both would count the time twice.
+        calls = rows_named(
+            one, (bool(SYNCHRONISE.match(n)) and "ynchronize" in n for n in one.trace.names)
+        )
         time_ns = int(one.trace.duration_ns[calls].sum())
         share = time_ns / max(wall_ns(one), 1)
         if len(calls) < CALLS_A_STEP * len(one.breakdowns) or share < LEAST_SHARE:
@@ -30,7 +32,7 @@ def synchronising_calls(analysis: Analysis) -> Finding | None:
             "a step late.",
             gain_ns=time_ns,
             gain_share=share,
-            evidence=longest_rows(one, rows),
+            evidence=longest_rows(one, calls),
         )
         best = found if best is None or found.gain_ns > best.gain_ns else best
     return best

@@ -23,7 +23,8 @@ def unhidden_collectives(analysis: Analysis) -> Finding | None:
     return Finding(
         rule="unhidden_collectives",
         title=f"Rank {one.rank} spends {transfer / wall:.0%} of the time in transfers that no "
-        f"compute hides; {hidden / whole:.0%} of its communication is hidden",
+        f"compute hides; {f'{hidden / whole:.0%}' if hidden else 'none'} of its communication is "
+        "hidden",
         advice="Start them earlier and let compute go on: prefetch in FSDP, DDP buckets of a "
         "fitting size, gradient accumulation without syncing, fewer ranks that shard.",
         gain_ns=transfer,

@@ -1,6 +1,7 @@
 """`ms-profile report`: analyse a run's traces and write the page."""
 
 import argparse
+from collections.abc import Sized
 from pathlib import Path
 from typing import Final
 
@@ -52,8 +53,12 @@ def execute(options: argparse.Namespace) -> int:
         print(f"warning: {warning}")
     for finding in facts["advice"]:
         print(f"{finding['rule']}: {finding['title']} (up to {finding['share']:.1%})")
-    print(f"{len(analysis.ranks)} ranks, {len(facts['advice'])} findings: {out}")
+    print(f"{_count(analysis.ranks, 'rank')}, {_count(facts['advice'], 'finding')}: {out}")
     if options.perfetto is not None:
         spans = export_perfetto(analysis, options.perfetto)
         print(f"{spans} spans for ui.perfetto.dev: {options.perfetto}")
     return 0
+
+
+def _count(things: Sized, name: str) -> str:
+    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"

@@ -1,6 +1,6 @@
 // Stacked bars, heat maps and the memory lines.
 function legend(entries) {
-  return make("div", { class: "legend" }, entries.map(([name, text]) => make("span", { title: text || "" }, make("i", { style: `background: var(--${name})` }), name)));
+  return make("div", { class: "legend" }, entries.map(([name, text, label]) => make("span", { title: text || null }, make("i", { style: `background: var(--${name})` }), label || name)));
 }
 
 // rows: [label, {phase: ns}, total ns]
@@ -26,14 +26,14 @@ function heatAgainstMost(cells) {
 }
 
 // cells: value or null by [row][column]
-function heatMap(ranks, cells, { text, caption, rowTitle, columnTitle, heatOf }) {
+function heatMap(ranks, cells, { text, caption, rowTitle, columnTitle, heatOf, none }) {
   const small = ranks.length > 16;
   const table = make("table", { class: small ? "heat small" : "heat", "aria-label": caption });
   table.append(make("tr", {}, make("th", {}, `${rowTitle} \\ ${columnTitle}`), ranks.map((rank) => make("th", { scope: "col" }, `${rank}`))));
   ranks.forEach((rank, i) => {
     table.append(make("tr", {}, make("th", { scope: "row" }, `${rank}`), ranks.map((other, j) => {
       const value = cells[i][j];
-      if (value === null) return make("td", { class: "soft", title: `${rank}, ${other}: none` }, "·");
+      if (value === null) return make("td", { class: "soft", title: i === j ? null : `${rowTitle} ${rank}, ${columnTitle} ${other}: ${none}` }, i === j ? "–" : small ? "·" : none);
       const heat = heatOf(value);
       const style = `background: color-mix(in oklab, var(--heat-high) ${Math.round(heat * 100)}%, var(--heat-low)); color: ${heat > 0.6 ? "var(--on-heat, var(--card))" : "var(--ink)"}`;
       return make("td", { style, title: `${rowTitle} ${rank}, ${columnTitle} ${other}: ${text(value)}` }, small ? "" : text(value));
@@ -55,13 +55,14 @@ function memoryChart(canvas, series) {
   const most = Math.max(...series.map((line) => line.peak), 1) * 1.05;
   const x = (at) => left + (at / longest) * (width - left - 12);
   const y = (bytes) => bottom - (bytes / most) * (bottom - top);
+  const level = 2 ** Math.ceil(Math.log2(most / 5)), moment = roundStep(longest / 6);
   pen.font = "11px system-ui, sans-serif"; pen.textBaseline = "middle";
-  for (let tick = 0; tick <= 4; tick++) {
-    const level = (most * tick) / 4;
-    pen.fillStyle = styleOf("--line"); pen.fillRect(left, Math.round(y(level)), width - left - 12, 1);
-    pen.fillStyle = styleOf("--soft"); pen.textAlign = "right"; pen.fillText(size(level), left - 8, y(level));
-    pen.textAlign = tick === 4 ? "right" : "center"; pen.fillText(time((longest * tick) / 4), x((longest * tick) / 4), bottom + 12);
+  for (let bytes = 0; bytes <= most; bytes += level) {
+    pen.fillStyle = styleOf("--line"); pen.fillRect(left, Math.round(y(bytes)), width - left - 12, 1);
+    pen.fillStyle = styleOf("--soft"); pen.textAlign = "right"; pen.fillText(size(bytes), left - 8, y(bytes));
   }
+  pen.textAlign = "center";
+  for (let at = 0; at <= longest; at += moment) pen.fillText(time(at), Math.min(x(at), width - 24), bottom + 12);
   const colours = ["--compute", "--collective", "--copy", "--data"].map(styleOf);
   series.forEach((line, number) => {
     pen.fillStyle = colours[number % colours.length]; pen.globalAlpha = 0.18;

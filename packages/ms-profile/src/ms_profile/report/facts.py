@@ -14,6 +14,7 @@ from ms_profile.link import LinkMatrix
 from ms_profile.links import fit_transfers, name_slow_group, name_slow_link
 from ms_profile.memory import memory_peaks, memory_timeline
 from ms_profile.operators import kernel_table, operator_table
+from ms_profile.steps import STEP
 
 __all__ = ["build_facts"]
 
@@ -71,7 +72,8 @@ def _operators(analysis: Analysis) -> dict[str, Any]:
     has_device = False
     for one in analysis.ranks.values():
         for row in operator_table(one.trace, by_shape=True):
-            cell = sums[row.name, int(row.category), row.shape]
+            name = "ProfilerStep" if STEP.fullmatch(row.name) else row.name
+            cell = sums[name, int(row.category), row.shape]
             cell[0] += row.calls
             cell[1] += row.total_ns
             cell[2] += row.self_ns

@@ -5,6 +5,7 @@ function time(ns, digits = 3) {
   if (ns === null || ns === undefined) return NOT_MEASURABLE;
   const size = Math.abs(ns);
   const [unit, scale] = size >= 1e9 ? ["s", 1e9] : size >= 1e6 ? ["ms", 1e6] : size >= 1e3 ? ["µs", 1e3] : ["ns", 1];
+  if (ns === 0) return "0";
   const value = ns / scale;
   const places = Math.max(0, digits - 1 - Math.floor(Math.log10(Math.max(Math.abs(value), 1))));
   return `${value.toFixed(scale === 1 ? 0 : places)} ${unit}`;
@@ -19,6 +20,7 @@ function size(bytes) {
 }
 
 function rate(bytes) {
+  if (bytes === null || bytes === undefined) return NOT_MEASURABLE;
   const [unit, scale] = bytes >= 1e9 ? ["GB/s", 1e9] : bytes >= 1e6 ? ["MB/s", 1e6] : ["kB/s", 1e3];
   return `${(bytes / scale).toPrecision(3)} ${unit}`;
 }
@@ -27,9 +29,11 @@ function share(part, whole) {
   if (part === null || part === undefined || !whole) return NOT_MEASURABLE;
   if (part === 0) return "none";
   const percent = (100 * part) / whole;
-  return `${percent.toFixed(percent < 10 ? 1 : 0)}%`;
+  return percent < 0.05 ? "<0.1%" : `${percent.toFixed(percent < 9.95 ? 1 : 0)}%`;
 }
 
+// The least of 1, 2, 5 times a power of ten that is no less.
+const roundStep = (rough) => { const power = 10 ** Math.floor(Math.log10(rough)); return [1, 2, 5, 10].map((k) => k * power).find((k) => k >= rough); };
 const whole = new Intl.NumberFormat("en");
 const count = (number) => whole.format(number);
 const median = (values) => {

@@ -18,7 +18,7 @@ function openTimeline(section) {
     section.append(make("div", { class: "row" }, box,
       make("button", { type: "button", on: { click: () => line.next(-1) } }, "Previous"), make("button", { type: "button", on: { click: () => line.next(1) } }, "Next"),
       make("button", { type: "button", on: { click: () => line.show(0, line.length) } }, "All"), found,
-      legend([["compute", "operators and kernels"], ["collective", ""], ["copy", ""], ["launch", "scopes and driver calls"], ["synchronise", "device waits"], ["data", "waits for data"]])), stage, picked);
+      legend([["compute", "", "operators, kernels"], ["collective", "", "collectives"], ["copy", "", "copies"], ["launch", "", "scopes, driver calls"], ["synchronise", "", "device waits"], ["data", "", "waits for data"]])), stage, picked);
     line = new Timeline(stage, columns, lanes);
     line.onpick = (row) => { picked.textContent = row < 0 ? "" : line.describe(row); };
     box.addEventListener("input", () => { const hits = line.search(box.value); found.textContent = box.value.trim() ? `${count(hits)} spans` : ""; });

@@ -16,7 +16,8 @@ from ms_profile.report.timeline import build_timeline
 
 __all__ = ["render", "write_report"]
 
-SCRIPTS = ("data.js", "format.js", "timeline.js", "charts.js", "tables.js", "panels.js", "main.js")
+SCRIPTS = ("data.js", "format.js", "timeline.js", "timeline_keys.js", "charts.js", "tables.js",
+           "panels.js", "main.js")  # fmt: skip
 
 
 def write_report(

@@ -55,12 +55,12 @@ function clockTable() {
     { title: "host", value: (r) => r.host, text: (r) => r.host || "not said" },
     { title: "offset", value: (r) => r.clock && r.clock.offset, text: (r) => (r.clock ? time(r.clock.offset) : NOT_MEASURABLE), number: true },
     { title: "drift", value: (r) => r.clock && r.clock.drift, text: (r) => (r.clock ? `${(r.clock.drift * 1e6).toFixed(1)} ppm` : NOT_MEASURABLE), number: true },
-    { title: "error (99%)", value: (r) => r.clock && r.clock.error, text: (r) => (!r.clock ? NOT_MEASURABLE : r.clock.error ? `± ${time(r.clock.error)}` : "the same clock"), number: true },
+    { title: "error (99%)", value: (r) => r.clock && r.clock.error, text: (r) => (!r.clock ? NOT_MEASURABLE : r.clock.error === null ? (r.clock.bound === null ? NOT_MEASURABLE : `≤ ${time(r.clock.bound)}, proved`) : r.clock.error ? `± ${time(r.clock.error)}` : "the same clock"), number: true },
     { title: "collectives", value: (r) => r.clock && r.clock.samples, text: (r) => (r.clock ? count(r.clock.samples) : "0"), number: true },
     { title: "spans", value: (r) => r.spans, text: (r) => count(r.spans), number: true },
     { title: "trace", value: (r) => r.file_bytes, text: (r) => size(r.file_bytes), number: true },
   ];
-  return sortedTable(facts.ranks, columns, { sort: 0, caption: "Clocks by rank" }).element;
+  return sortedTable(facts.ranks, columns, { sort: 0, down: false, caption: "Clocks by rank" }).element;
 }
 
 function operators() {
@@ -95,15 +95,15 @@ function operators() {
 function communication() {
   const { ranks, waits, kinds, fits, links, slow_link: slow } = facts.communication;
   const waited = waits && waits.map((row) => row.map((value) => (value ? value : null)));
-  const matrix = waits ? heatMap(ranks, waited, { heatOf: heatAgainstMost(waited), text: time, caption: "Wait by waiting rank and causing rank", rowTitle: "waits", columnTitle: "causes" }) : make("p", { class: "soft" }, "Not measurable: it takes traces of two ranks or more that share collectives.");
-  const parts = [make("div", { class: "card" }, make("h2", {}, "Who waits for whom"), matrix)];
+  const matrix = waits ? heatMap(ranks, waited, { heatOf: heatAgainstMost(waited), text: time, caption: "Wait by waiting rank and causing rank", rowTitle: "waits", columnTitle: "causes", none: "no wait" }) : make("p", { class: "soft" }, "Not measurable: it takes traces of two ranks or more that share collectives.");
+  const parts = [make("div", { class: "card" }, make("h2", {}, "Who waits for whom"), matrix, waits ? make("p", { class: "soft" }, "Each row's rank waited because of each column's. A rank that held up the one it waits for is charged with that wait itself.") : null)];
   const group = facts.communication.slow_group;
   if (group) parts.push(make("p", { class: "warning" }, `Slow transfers: those of rank${group.ranks.length > 1 ? "s" : ""} ${group.ranks.join(", ")} took ${time(group.excess)} more than usual, confidence ${share(group.confidence, 1)}.`));
   if (links) {
     const by = (index) => ranksOf(links.world).map((a) => ranksOf(links.world).map((b) => { const pair = links.pairs.find((p) => (p[0] === a && p[1] === b) || (p[0] === b && p[1] === a)); return pair ? pair[index] : null; }));
     parts.push(make("div", { class: "pair" },
-      make("div", { class: "card" }, make("h2", {}, `Latency over ${links.backend}`), heatMap(ranksOf(links.world), by(2), { heatOf: heatAgainstBest(by(2), false), text: (s) => time(s * 1e9), caption: "Latency", rowTitle: "rank", columnTitle: "rank" })),
-      make("div", { class: "card" }, make("h2", {}, "Bandwidth"), heatMap(ranksOf(links.world), by(3), { heatOf: heatAgainstBest(by(3), true), text: (b) => rate(b), caption: "Bandwidth", rowTitle: "rank", columnTitle: "rank" }))));
+      make("div", { class: "card" }, make("h2", {}, `Latency over ${links.backend}`), heatMap(ranksOf(links.world), by(2), { heatOf: heatAgainstBest(by(2), false), text: (s) => time(s * 1e9), caption: "Latency", rowTitle: "rank", columnTitle: "rank", none: NOT_MEASURABLE })),
+      make("div", { class: "card" }, make("h2", {}, "Bandwidth"), heatMap(ranksOf(links.world), by(3), { heatOf: heatAgainstBest(by(3), true), text: (b) => rate(b), caption: "Bandwidth", rowTitle: "rank", columnTitle: "rank", none: NOT_MEASURABLE }))));
     parts.push(make("p", {}, slow ? `Slow link: ranks ${slow.first} and ${slow.second}, ${slow.ratio.toFixed(1)} times the median pair's time, confidence ${share(slow.confidence, 1)}.` : "No link stands out from the others."));
   } else parts.push(make("div", { class: "card" }, make("h2", {}, "Links between ranks"), make("p", { class: "soft" }, "Not measured in this run. ms-profile link --out links.json measures every pair; give it to ms-profile report --links.")));
   const columns = [
@@ -153,7 +153,7 @@ function memory() {
     new ResizeObserver(chart).observe(canvas);
     const device = (line) => (line.device < 0 ? "host" : `device ${line.device}`);
     return make("div", { class: "card" }, make("h2", {}, `Rank ${rank.rank}: peak ${rank.series.map((line) => `${size(line.peak)} on ${device(line)}`).join(", ")}`), canvas,
-      rank.peaks.length ? make("p", { class: "soft" }, `Operators whose calls left most behind: ${rank.peaks.slice(0, 6).map(([name, bytes]) => `${name} ${size(bytes)}`).join(", ")}.`) : null);
+      rank.peaks.length ? make("p", { class: "soft" }, `Operators that allocated most beyond what they released, summed over the trace: ${rank.peaks.slice(0, 6).map(([name, bytes]) => `${name} ${size(bytes)}`).join(", ")}.`) : null);
   });
 }
 

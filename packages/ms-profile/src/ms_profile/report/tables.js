@@ -2,8 +2,8 @@
 const MOST_ROWS = 250;
 
 // columns: [{title, value(row), text(row), number, class}]
-function sortedTable(rows, columns, { filter = "", sort = 0, caption = "" } = {}) {
-  let by = sort, down = true;
+function sortedTable(rows, columns, { filter = "", sort = 0, down = true, caption = "" } = {}) {
+  let by = sort;
   const head = make("tr"), body = make("tbody"), note = make("p", { class: "soft" });
   const table = make("table", { "aria-label": caption }, make("thead", {}, head), body);
   const headers = columns.map((column, number) => {

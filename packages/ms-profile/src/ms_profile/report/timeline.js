@@ -2,12 +2,12 @@
 // colour, and the search for the next pixel gallops: a frame costs lanes times pixels, not spans.
 const CATEGORY = ["other", "operator", "scope", "driver call", "kernel", "copy", "collective", "Python", "device scope", "overhead", "device wait", "wait for data"];
 const CATEGORY_COLOUR = ["host", "compute", "launch", "launch", "compute", "copy", "collective", "host", "launch", "host", "synchronise", "data"];
-const LANE = 17, RULER = 26, GUTTER = 150, TRACK_GAP = 7;
+const LANE = 17, RULER = 26, GUTTER = 190, TRACK_GAP = 7;
 
 class Timeline {
   constructor(stage, columns, lanes) {
     Object.assign(this, { stage, columns, lanes });
-    this.canvas = make("canvas", { tabindex: 0, role: "application", "aria-label": "Timeline of all ranks; w and s zoom, a and d pan, up and down scroll" });
+    this.canvas = make("canvas", { tabindex: 0, role: "application", "aria-label": "Timeline of all ranks; w and s zoom, a and d pan, up and down scroll, Enter picks a span, Shift and arrows go on from it" });
     this.hint = make("div", { id: "hint", hidden: true });
     stage.append(this.canvas, this.hint);
     this.pen = this.canvas.getContext("2d", { alpha: false });
@@ -110,9 +110,7 @@ class Timeline {
         pen.fillRect(x, y, Math.max(right - x - 0.5, 1), tall);
         if (right - x > 34) {
           pen.fillStyle = dim ? this.soft : this.card;
-          const room = Math.floor((right - x - 8) / 5.6);
-          const text = facts.timeline.names[name[row]];
-          pen.fillText(text.length > room ? text.slice(0, Math.max(room - 1, 0)) + "…" : text, x + 4, y + tall / 2 + 0.5);
+          this.fit(facts.timeline.names[name[row]], x + 4, y + tall / 2 + 0.5, right - x - 8);
         }
         i++;
         continue;
@@ -176,9 +174,7 @@ class Timeline {
     pen.fillStyle = this.line;
     pen.fillRect(0, RULER - 1, this.width, 1);
     const span = (this.to - this.from) * unit;
-    const rough = span / Math.max((this.width - GUTTER) / 110, 1);
-    const power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5, 10].map((k) => k * power).find((k) => k >= rough);
+    const step = roundStep(span / Math.max((this.width - GUTTER) / 110, 1));
     pen.fillStyle = this.soft;
     pen.font = "11px system-ui, sans-serif";
     pen.textBaseline = "middle";
@@ -187,7 +183,7 @@ class Timeline {
       const x = this.x(at / unit);
       if (x < GUTTER) continue;
       pen.fillRect(x, RULER - 7, 1, 6);
-      pen.fillText(at === 0 ? "0" : time(at, Math.max(3, 1 + Math.ceil(Math.log10(at / step)))), x + 4, RULER / 2 - 1);
+      pen.fillText(time(at, Math.max(3, 1 + Math.ceil(Math.log10(at / step)))), x + 4, RULER / 2 - 1);
     }
     pen.fillStyle = this.card;
     pen.fillRect(0, 0, GUTTER, RULER - 1);
@@ -215,11 +211,19 @@ class Timeline {
       pen.fillText(label, 8, y);
       pen.font = "11px system-ui, sans-serif";
       pen.fillStyle = this.soft;
-      pen.fillText(track.name.slice(0, 22), bottom - y > 20 ? 8 : 16 + pen.measureText(label).width, bottom - y > 20 ? y + 14 : y);
+      const below = bottom - y > 20, left = below ? 8 : 16 + pen.measureText(label).width;
+      this.fit(track.name, left, below ? y + 14 : y, GUTTER - left - 6);
       pen.fillStyle = this.line;
       pen.fillRect(0, bottom + TRACK_GAP / 2, GUTTER, 1);
     }
     pen.restore();
+  }
+
+  // Text cut to a width; a letter is some 5.6 pixels, so that only texts near the edge are measured.
+  fit(text, x, y, room) {
+    let shown = text.slice(0, Math.ceil(room / 3));
+    if (text.length * 8 > room) while (shown && this.pen.measureText(shown === text ? shown : `${shown}…`).width > room) shown = shown.slice(0, -1);
+    this.pen.fillText(shown === text ? shown : `${shown}…`, x, y);
   }
 
   paintPicked() {
@@ -356,23 +360,7 @@ class Timeline {
       const row = this.rowAt(event.offsetX, event.offsetY);
       if (row >= 0) this.pick(row, true);
     });
-    canvas.addEventListener("keydown", (event) => this.key(event));
-  }
-
-  key(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const middle = GUTTER + (this.width - GUTTER) / 2;
-    const moves = {
-      w: () => this.zoom(0.7, middle), s: () => this.zoom(1 / 0.7, middle), "+": () => this.zoom(0.7, middle), "-": () => this.zoom(1 / 0.7, middle),
-      a: () => this.pan(-0.15), d: () => this.pan(0.15), ArrowLeft: () => this.pan(-0.15), ArrowRight: () => this.pan(0.15),
-      ArrowUp: () => this.scrollBy(-3 * LANE), ArrowDown: () => this.scrollBy(3 * LANE), PageUp: () => this.scrollBy(-this.tall * 0.8), PageDown: () => this.scrollBy(this.tall * 0.8),
-      0: () => this.show(0, this.length), Home: () => this.show(0, this.length), n: () => this.next(1), p: () => this.next(-1), Escape: () => this.pick(-1),
-    };
-    const move = moves[event.key];
-    if (!move) return;
-    event.preventDefault();
-    event.stopPropagation();
-    move();
+    canvas.addEventListener("keydown", (event) => timelineKey(this, event));
   }
 
   describe(row) {

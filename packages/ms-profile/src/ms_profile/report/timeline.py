@@ -14,6 +14,8 @@ __all__ = ["Timeline", "build_timeline"]
 
 DATA_WAIT = len(Category)
 """On the page alone: a scope that waits for the next batch."""
+DEVICE = [int(c) for c in (Category.KERNEL, Category.COPY, Category.DEVICE_ANNOTATION,
+                           Category.DEVICE_WAIT)]  # fmt: skip
 UNITS_NS = (10, 100, 1000, 10_000, 100_000, 1_000_000)
 SHOWN = [int(c) for c in Category if c not in (Category.OTHER, Category.OVERHEAD)]
 
@@ -69,10 +71,17 @@ def _rank_spans(rank: RankAnalysis, place: int) -> dict[str, NDArray[Any]]:
 def _order(
     columns: dict[str, NDArray[Any]], analysis: Analysis
 ) -> tuple[list[dict[str, Any]], dict[str, NDArray[Any]]]:
-    """Sort by track, start, longest first; describe the tracks."""
-    order = np.lexsort((-columns["duration"], columns["start"], columns["track"]))
-    columns = {key: column[order] for key, column in columns.items()}
-    codes, first, counts = np.unique(columns["track"], return_index=True, return_counts=True)
+    """Sort by rank, track, start, longest first; describe the tracks."""
+    codes, track, counts = np.unique(columns["track"], return_inverse=True, return_counts=True)
+    on_device = np.bincount(track, np.isin(columns["category"], DEVICE), len(codes)) > 0
+    # Of each rank the busiest thread of the host first, then the others, then devices' streams.
+    order = np.lexsort((-counts, on_device, codes >> 24))
+    position = np.empty(len(codes), np.int64)
+    position[order] = np.arange(len(codes))
+    codes, counts = codes[order], counts[order]
+    first = np.cumsum(counts) - counts
+    rows = np.lexsort((-columns["duration"], columns["start"], position[track]))
+    columns = {key: column[rows] for key, column in columns.items()}
     ranks = list(analysis.ranks.values())
     tracks = []
     for code, begin, count in zip(codes.tolist(), first.tolist(), counts.tolist(), strict=True):

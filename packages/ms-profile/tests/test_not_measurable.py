@@ -1,0 +1,107 @@
+"""What a trace cannot show is called so: never NaN, never a share of nothing, never a traceback."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ms_profile.cli import main
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--virtual-time-budget=8000", "--dump-dom",
+)  # fmt: skip
+NONSENSE = re.compile(
+    r"\b[Nn]a[Nn]\b|\b[Ii]nf(inity)?\b|undefined|\bnull\b|\bNone\b|(?<![\d.])0%|(?<![\d+-])0\.0%"
+)
+OPEN_ALL = """
+const press = (key) => document.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+for (let part = 1; part <= 7; part++) press(String(part));
+"""
+
+
+def span(name: str, label: str, at: float, length: float, **more: Any) -> dict[str, Any]:
+    """One event of the main thread, in µs."""
+    return {"ph": "X", "cat": label, "name": name, "pid": 1, "tid": 1, "ts": at, "dur": length,
+            **more}  # fmt: skip
+
+
+def steps(count: int, *, gloo: bool = True, first: int = 3) -> list[dict[str, Any]]:
+    """Steps of 100 µs with an operator, and an all-reduce on gloo's own thread."""
+    events = []
+    for number in range(count):
+        at = 100.0 * number
+        events.append(span(f"ProfilerStep#{first + number}", "user_annotation", at, 100.0))
+        events.append(span("aten::mm", "cpu_op", at + 5, 40.0, args={"Input Dims": [[2, 2]]}))
+        if gloo:
+            events.append(span("gloo:all_reduce", "user_annotation", at + 50, 20.0, tid=2))
+    return events
+
+
+allocation = {"ph": "i", "name": "[memory]", "pid": 1, "tid": 1, "ts": 5.0, "s": "t",
+              "args": {"Bytes": 64, "Total Allocated": 64, "Device Type": 0}}  # fmt: skip
+RUNS: dict[str, list[list[dict[str, Any]]]] = {
+    "one_step": [steps(1), steps(1)],
+    "no_steps": [[span("aten::mm", "cpu_op", 0, 10)]],
+    "no_collectives": [steps(5, gloo=False), steps(5, gloo=False)],
+    "one_rank": [steps(5)],
+    "collectives_of_one_rank": [steps(5), steps(5, gloo=False)],
+    "unequal_steps": [steps(6), steps(5, first=40)],
+    "no_time_at_all": [[span("aten::mm", "cpu_op", 3, 0)]],
+    "steps_of_no_time": [[span(f"ProfilerStep#{n}", "user_annotation", n, 0) for n in range(6)]],
+    "scopes_alone": [[span("forward", "user_annotation", 0, 10)]],
+    "allocations_alone": [[allocation]],
+    "kernels_alone": [[span("gemm", "kernel", 0, 10), span("gemm", "kernel", 12, 10)]],
+}
+
+
+@pytest.fixture(params=RUNS)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder of the traces of one such run."""
+    (tmp_path / "traces").mkdir()
+    for rank, events in enumerate(RUNS[request.param]):
+        path = tmp_path / "traces" / f"rank-{rank}.json"
+        path.write_text(json.dumps({"traceEvents": events}))
+    return tmp_path / "traces"
+
+
+def test_the_commands_print_no_nonsense(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`report` and its facts hold numbers or null; `compare` compares, or says what is missing."""
+    assert main(["report", str(folder)]) == 0
+    said = capsys.readouterr()
+    assert not NONSENSE.search(said.out), said.out
+    assert main(["report", str(folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert len(facts["ranks"]) == len(list(folder.glob("rank-*")))
+    code = main(["compare", str(folder), str(folder)])
+    said = capsys.readouterr()
+    assert not NONSENSE.search(said.out), said.out
+    assert code == (0 if "steps compared" in said.out else 2)
+    assert code == 0 or "comparing takes 4 or more" in said.err
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
+def test_the_page_shows_no_nonsense(folder: Path, tmp_path: Path) -> None:
+    """All seven parts are drawn, and what is not known is said in words."""
+    assert main(["report", str(folder)]) == 0
+    page = folder / "report.html"
+    page.write_text(page.read_text().replace("</body>", f"<script>{OPEN_ALL}</script></body>"))
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'browser'}", f"file://{page}"]
+    document = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    assert 'data-ready="yes"' in document
+    main_part = document[document.index('<main id="panels">') : document.index("<footer>")]
+    sections = main_part.split("<section")[1:]
+    assert len(sections) == 7
+    for section in sections:
+        shown = re.sub(r"<script.*?</script>", "", section, flags=re.DOTALL)
+        words = re.sub(r"<[^>]*>", " ", shown)
+        titles = re.findall(r'(?:title|aria-label|style)="([^"]*)"', shown)
+        for text in (words, *titles):
+            assert not NONSENSE.search(text.replace("width: 0%", "")), text
+        assert len(words.split()) > 3, words
