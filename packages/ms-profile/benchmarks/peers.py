@@ -16,6 +16,7 @@ from pathlib import Path
 from analysis import LARGE
 from replicate import replicate
 
+PARTS = ("readers", "large", "recorders")
 SAMPLE = Path(__file__).parents[1] / "tests" / "traces" / "ddp" / "rank-00000.json.gz"
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 MEASURE = """
@@ -170,10 +171,16 @@ def main() -> None:
     parser.add_argument("--step-rounds", type=int, default=8)
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--trace", type=Path, help="read this one, not one recorded for it")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of these, those to measure")
     options = parser.parse_args()
-    rows = readers_beside_each_other(options)
-    rows.append(large_trace(options.large_mb))
-    rows += recorders(options.step_rounds)
+    asked = options.parts.split(",")
+    if unknown := sorted(set(asked) - set(PARTS)):
+        parser.error(f"--parts has {', '.join(unknown)}; give some of {', '.join(PARTS)}")
+    rows = readers_beside_each_other(options) if "readers" in asked else []
+    if "large" in asked:
+        rows.append(large_trace(options.large_mb))
+    if "recorders" in asked:
+        rows += recorders(options.step_rounds)
     print("\n".join(["| what | figure: median, range or quartiles | asked for |", "|---|---|---|"]))
     print("\n".join(rows))
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+from attrs import evolve
 
 from ms_profile.advice import RULES, Finding, advise
 from ms_profile.analysis import Analysis, analyse_traces
@@ -138,3 +139,28 @@ def test_advice_comes_with_the_largest_gain_first(make_trace: MakeTrace) -> None
     gains = [one.gain_ns for one in advise(firing(make_trace)["host_bound"])]
     assert gains == sorted(gains, reverse=True)
     assert gains
+
+
+def test_evidence_lies_on_the_timeline_whatever_the_ranks_clocks_say() -> None:
+    """With clocks seconds apart, every event that a finding cites lies among the run's steps."""
+    fault = Fault(phase="data", rank=2, delay_ns=30_000_000)
+    traces = simulate_run(ranks=3, fault=fault, offsets_ns=(0.0, -2e9, 3e9)).traces
+    run = analyse_traces({rank: evolve(trace, host="") for rank, trace in traces.items()})
+    first, last = run.ranks[0].trace.span_ns
+    cited = [event for finding in advise(run) for event in finding.evidence]
+    assert {event.rank for event in cited} >= {2}
+    assert all(first - 1e9 < event.start_ns < last + 1e9 for event in cited)
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [("cudaMalloc", True), ("cudaFree", True), ("cuMemCreate", True), ("cudaHostAlloc", True),
+     ("cuMemcpyHtoDAsync", False), ("cudaMemcpyAsync", False), ("cuMemsetD8Async", False)],
+)  # fmt: skip
+def test_copies_and_fills_are_no_allocations(
+    make_trace: MakeTrace, name: str, counts: bool
+) -> None:
+    """Of the driver's calls whose names begin alike, only those that take or give memory count."""
+    spans = device_steps(("cuda_runtime", name, "main", 100.0, 200.0))
+    rules = {finding.rule for finding in advise(single(make_trace, spans))}
+    assert ("device_allocations" in rules) == counts

@@ -14,6 +14,8 @@ from ms_profile.links import diagnose, fit_transfers, name_slow_link
 from ms_profile.memory import memory_peaks, memory_timeline
 from ms_profile.simulation import Fault, SimulatedRun, simulate_run
 from ms_profile.trace import Trace
+from ms_profile.trace.builder import TraceBuilder
+from ms_profile.trace.records import Arguments, Record
 
 MS = 1_000_000
 
@@ -223,3 +225,19 @@ def test_folders_without_traces_are_refused_and_bad_files_are_skipped(
     found = analyse(tmp_path)
     assert list(found.ranks) == [0]
     assert any("settings.json" in warning for warning in found.warnings)
+
+
+def test_memory_belongs_to_the_operator_that_is_open_and_not_to_who_allocates_for_it() -> None:
+    """After a child ended, its parent goes on; `aten::empty` stands for the one that called it."""
+    builder = TraceBuilder()
+    spans = [("aten::linear", 0.0, 100.0), ("aten::t", 5.0, 10.0), ("aten::addmm", 40.0, 30.0),
+             ("aten::empty", 45.0, 2.0), ("aten::empty", 120.0, 2.0)]  # fmt: skip
+    changes = [(8.0, 1), (20.0, 10), (46.0, 100), (121.0, 1000), (500.0, 9999)]
+    builder.add(
+        [Record(ph="X", cat="cpu_op", name=n, ts=at, dur=long) for n, at, long in spans]
+        + [Record(ph="i", name="[memory]", ts=at, args=Arguments(size_bytes=size))
+           for at, size in changes]
+    )  # fmt: skip
+    found = {one.name: one.size_bytes for one in memory_peaks(builder.finish({}, (), 0))}
+    expected = {"aten::t": 1, "aten::linear": 10, "aten::addmm": 100, "aten::empty": 1000}
+    assert found == expected

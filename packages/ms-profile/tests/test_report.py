@@ -189,6 +189,38 @@ def test_perfettos_export_reads_back(tmp_path: Path, traces_folder: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.json", "all.json.gz"]
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_perfettos_export_keeps_the_rules_of_the_json_trace_format(
+    tmp_path: Path, traces_folder: Path, kind: str
+) -> None:
+    """Known phases alone, whole nanoseconds, named processes and threads, spans that nest."""
+    export_perfetto(analyse(traces_folder / kind), tmp_path / "all.json")
+    document = json.loads((tmp_path / "all.json").read_text())
+    assert document.keys() == {"displayTimeUnit", "traceEvents"}
+    threads: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    named = set()
+    for event in document["traceEvents"]:
+        place = event["pid"], event.get("tid")
+        if event["ph"] == "M":
+            named.add((event["name"], *place))
+            continue
+        start, length = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
+        # A millionth of a µs is what float64 leaves of instants of hours.
+        assert abs(start / 1e3 - event["ts"]) < 1e-6
+        assert (event["ph"], type(event["name"])) == ("X", str)
+        assert start >= 0 <= length
+        threads.setdefault(place, []).append((start, -length))
+    assert {name for name, *_ in named} == {"process_name", "process_sort_index", "thread_name"}
+    for place, spans in threads.items():
+        assert {("thread_name", *place), ("process_name", place[0], None)} <= named
+        ends: list[int] = []
+        for start, negative in sorted(spans):
+            while ends and ends[-1] <= start:
+                ends.pop()
+            assert not ends or start - negative <= ends[-1]
+            ends.append(start - negative)
+
+
 def test_the_commands_report_and_compare(
     tmp_path: Path, traces_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,7 +233,10 @@ def test_the_commands_report_and_compare(
     assert json.loads(capsys.readouterr().out)["ranks"][1]["rank"] == 1
     assert main(["report", str(tmp_path / "nothing")]) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert "has no traces" in error
+    assert "there is no" in error
+    (tmp_path / "nothing").mkdir()
+    assert main(["report", str(tmp_path / "nothing")]) == 2
+    assert "has no traces" in capsys.readouterr().err
     pair = [str(traces_folder / "ddp")] * 2
     assert main(["compare", *pair]) == 2
     assert "has 2 named steps" in capsys.readouterr().err

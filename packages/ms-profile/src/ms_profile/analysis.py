@@ -89,6 +89,8 @@ def find_traces(path: Path) -> list[Path]:
     """
     if path.is_file():
         return [path]
+    if not path.exists():
+        raise TraceError(f"there is no {path}; give a trace, or a folder of .json or .json.gz")
     try:
         named = [path / rank.traces[-1].path for rank in read_ranks(path) if rank.traces]
     except ProfileError:

@@ -1,5 +1,8 @@
 """What was allocated over time, and which operators left how much of it behind."""
 
+import re
+from typing import Final
+
 import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
@@ -10,6 +13,9 @@ from ms_profile.trace.columns import Category, Trace
 __all__ = ["MemoryLine", "PeakHolder", "memory_peaks", "memory_timeline"]
 
 MOST_POINTS = 1500
+ALLOCATOR: Final = re.compile(
+    r"aten::(new_)?(empty|zeros|ones|full)(_like|_strided)?$|aten::resize_$"
+)
 
 
 @frozen(kw_only=True, eq=False)
@@ -64,7 +70,7 @@ def memory_peaks(trace: Trace, *, most: int = 20) -> tuple[PeakHolder, ...]:
     for thread in np.unique(memory.thread).tolist():
         rows = operators[trace.thread[operators] == thread]
         places = np.flatnonzero(memory.thread == thread)
-        owner = _innermost(trace, rows, memory.at_ns[places])
+        owner = _owners(trace, rows, memory.at_ns[places])
         owned = owner >= 0
         code = trace.name[rows[owner[owned]]]
         sums += np.bincount(code, memory.change_bytes[places][owned], len(sums))
@@ -75,10 +81,11 @@ def memory_peaks(trace: Trace, *, most: int = 20) -> tuple[PeakHolder, ...]:
     return tuple(PeakHolder(name=name, size_bytes=size) for size, name in growing[:most])
 
 
-def _innermost(
-    trace: Trace, rows: NDArray[np.int64], at_ns: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Place in `rows` of the innermost span that is open at each instant; -1 outside of all."""
+def _owners(trace: Trace, rows: NDArray[np.int64], at_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Place in `rows` of the innermost span that is open at each instant; -1 outside of all.
+
+    Operators that only allocate stand for the one that called them, where one did.
+    """
     if not len(rows):
         return np.full(len(at_ns), -1)
     start, duration = trace.start_ns[rows], trace.duration_ns[rows]
@@ -86,4 +93,8 @@ def _innermost(
     place = np.searchsorted(start, at_ns, side="right") - 1
     while (over := (place >= 0) & (start[place] + duration[place] < at_ns)).any():
         place[over] = above[place[over]]
+    allocates = np.array([ALLOCATOR.match(name) is not None for name in trace.names])
+    called = allocates[trace.name[rows]] & (above >= 0)
+    while (passing := (place >= 0) & called[place]).any():
+        place[passing] = above[place[passing]]
     return place

@@ -65,7 +65,13 @@ def _batches(analysis: Analysis) -> Iterator[list[dict[str, Any]]]:
 
 def _tracks(one: RankAnalysis) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": one.rank, "args": {"name": f"rank {one.rank}"}}
+        {"ph": "M", "name": "process_name", "pid": one.rank, "args": {"name": f"rank {one.rank}"}},
+        {
+            "ph": "M",
+            "name": "process_sort_index",
+            "pid": one.rank,
+            "args": {"sort_index": one.rank},
+        },
     ]
     for number, thread in enumerate(one.trace.threads):
         shown = f"{thread.process_name} {thread.name or thread.thread}".strip()

@@ -35,8 +35,8 @@ function heatMap(ranks, cells, { text, caption, rowTitle, columnTitle, heatOf, n
       const value = cells[i][j];
       if (value === null) return make("td", { class: "soft", title: i === j ? null : `${rowTitle} ${rank}, ${columnTitle} ${other}: ${none}` }, i === j ? "–" : small ? "·" : none);
       const heat = heatOf(value);
-      const style = `background: color-mix(in oklab, var(--heat-high) ${Math.round(heat * 100)}%, var(--heat-low)); color: ${heat > 0.6 ? "var(--on-heat, var(--card))" : "var(--ink)"}`;
-      return make("td", { style, title: `${rowTitle} ${rank}, ${columnTitle} ${other}: ${text(value)}` }, small ? "" : text(value));
+      const style = `background: color-mix(in oklab, var(--heat-high) ${Math.round(heat * 100)}%, var(--heat-low))`;
+      return make("td", { style, class: heat > 0.8 ? "hot warm" : heat > 0.5 ? "warm" : null, title: `${rowTitle} ${rank}, ${columnTitle} ${other}: ${text(value)}` }, small ? "" : text(value));
     })));
   });
   return make("div", { class: "wide", tabindex: 0, role: "region", "aria-label": caption }, table);
