@@ -303,3 +303,22 @@ def test_tensorboard_reads_the_export(tmp_path: Path) -> None:
         run.Reload()
         found = [(scalar.step, scalar.value) for scalar in run.Scalars("step/loss")]
         assert found == [(5, 2.5 + rank), (300, pytest.approx(math.pi, rel=1e-7))]
+
+
+def test_a_file_that_is_rotated_away_while_logs_are_read_costs_its_own_events(
+    tmp_path: Path,
+) -> None:
+    """A live, bounded log drops its oldest file after a reader listed it; what is left is read."""
+    with EventLog(tmp_path, rank=0, segment_bytes=400, segments=50) as log:
+        for step in range(200):
+            log("step", {"step": step, "note": f"{step * 7919 % 10007}"})
+            if step % 20 == 0:
+                log.flush()
+    (tmp_path / "rank-old.events").write_bytes(b"not ours")
+    whole = [event.step for event in read_events(tmp_path)]
+    assert whole == list(range(200))
+    events = read_events(tmp_path)
+    min(tmp_path.glob("rank-0*.events")).unlink()
+    left = [event.step for event in events]
+    assert 0 < len(left) < 200
+    assert left == whole[-len(left) :]

@@ -124,7 +124,7 @@ def follow_events(
     while True:
         ending = until()
         fresh: list[Event] = []
-        for path in _files_so_far(folder):
+        for path in event_files_so_far(folder):
             events, offsets[path] = _new_events(path, offsets.get(path, 0))
             fresh += [event for event in events if kept.keeps(event)]
         if kept.ranks is not None:
@@ -135,7 +135,8 @@ def follow_events(
         time.sleep(poll_s)
 
 
-def _files_so_far(folder: Path | str) -> list[Path]:
+def event_files_so_far(folder: Path | str) -> list[Path]:
+    """The event files of a folder that may not be there yet."""
     try:
         return event_files(folder)
     except FormatError:

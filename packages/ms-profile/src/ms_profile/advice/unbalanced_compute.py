@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ms_profile.advice.finding import Finding, in_steps, longest_intervals, wall_ns
+from ms_profile.advice.finding import Finding, in_steps, longest_intervals
 from ms_profile.analysis import Analysis
 
 __all__ = ["unbalanced_compute"]
@@ -14,16 +14,18 @@ LEAST_GAIN = 0.03
 def unbalanced_compute(analysis: Analysis) -> Finding | None:
     """Fire where the busiest rank computes 15% more than the mean, in nearly every step."""
     ranks = list(analysis.ranks.values())
-    steps = min(len(one.breakdowns) for one in ranks)
-    if len(ranks) < 2 or not steps:
+    steps = [{step.step.number: step for step in one.breakdowns} for one in ranks]
+    shared = [number for number in steps[0] if all(number in own for own in steps)]
+    if len(ranks) < 2 or not shared:
         return None
-    table = np.array([[s.phases_ns["compute"] for s in one.breakdowns[:steps]] for one in ranks])
+    table = np.array([[own[number].phases_ns["compute"] for number in shared] for own in steps])
     busiest = int(table.sum(axis=1).argmax())
     mean = float(table.mean(axis=0).sum())
     excess = float(table[busiest].sum()) - mean
     always = float((table.argmax(axis=0) == busiest).mean())
     one = ranks[busiest]
-    share = excess / max(wall_ns(one), 1)
+    wall = sum(steps[busiest][number].step.duration_ns for number in shared)
+    share = excess / max(wall, 1)
     if not mean or table[busiest].sum() / mean < LEAST_RATIO or always < 0.8 or share < LEAST_GAIN:
         return None
     return Finding(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from ms_profile.errors import EventError
-from ms_profile.event_reader import EventFilter, follow_events, read_events
+from ms_profile.event_reader import EventFilter, event_files_so_far, follow_events, read_events
 from ms_profile.events import Event
 from ms_profile.tensorboard import export_tensorboard
 
@@ -67,6 +67,8 @@ def _events(
     options: argparse.Namespace, wanted: EventFilter, problems: list[str]
 ) -> Iterator[Event]:
     if options.follow and options.tensorboard is None:
+        if not event_files_so_far(options.folder):
+            print(f"ms-profile: waiting for events in {options.folder}", file=sys.stderr)
         return follow_events(options.folder, wanted)
     return read_events(options.folder, wanted, on_problem=problems.append)
 
