@@ -80,7 +80,8 @@ document.addEventListener("keydown", (event) => {
   const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement.tagName);
   if (event.ctrlKey || event.metaKey || event.altKey || typing) return;
   const names = Object.keys(parts);
-  if (/^[1-9]$/.test(event.key) && names[event.key - 1]) go(names[event.key - 1]);
+  const name = names[event.key - 1];
+  if (name) { go(name); if (name !== "timeline") sections[name].tab.focus(); }
   else if (event.key === "t") document.getElementById("theme").click();
   else if (event.key === "/") { event.preventDefault(); const shown = Object.values(sections).find(({ section }) => !section.hidden).section; const box = shown.querySelector("input[type=search]"); if (box) box.focus(); }
 });
