@@ -183,6 +183,7 @@ class Timeline {
       const x = this.x(at / unit);
       if (x < GUTTER) continue;
       pen.fillRect(x, RULER - 7, 1, 6);
+      if (x > this.width - 46) break; // its label would be cut
       pen.fillText(time(at, Math.max(3, 1 + Math.ceil(Math.log10(at / step)))), x + 4, RULER / 2 - 1);
     }
     pen.fillStyle = this.card;
