@@ -5,6 +5,7 @@ import time
 from fractions import Fraction
 
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ from ms_parallel.schedules import (
     zb1p,
     zb_v,
 )
+from ms_parallel.schedules.search import _tighter, problem_of
 
 QUICK = 0.02
 numbers = st.integers(1, 9)
@@ -205,6 +207,25 @@ def test_what_a_smaller_cap_gives_bounds_what_a_larger_one_does(ranks, microbatc
         rung *= 2
     other = under(least + data.draw(st.integers(0, extra)))
     assert found.makespan <= other.makespan * (1 + found.gap)
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(st.integers(2, 4), st.integers(1, 6), st.integers(0, 60), st.integers(1, 60), st.data())
+def test_a_larger_cap_tries_all_that_a_smaller_one_does(ranks, microbatches, extra, more, data):
+    """The smaller caps are the same whatever the cap; twice the least is one of them."""
+    sizes = data.draw(st.lists(numbers, min_size=2 * ranks, max_size=2 * ranks))
+    costs = Costs.uniform(2 * ranks)
+    costs = evolve(costs, activation=sizes, retained=sizes)
+
+    def at(cap):
+        return [problem_of(costs, cap, microbatches, vee(ranks))]
+
+    (loose,) = at(None)
+    least = max(map(loose.least, range(ranks)))
+    less, larger = (list(_tighter(at(least + room))) for room in (extra, extra + more))
+    assert all(each in larger for each in less)
+    if extra + more > least and microbatches > 2:
+        assert dict(enumerate(at(2 * least))) in larger
 
 
 @pytest.mark.slow
