@@ -13,6 +13,7 @@ from ms_parallel.models import (
     architecture,
     build_model,
     initialise,
+    spans,
 )
 from ms_parallel.models.decoder import Decoder
 
@@ -182,6 +183,32 @@ def test_the_mask_of_documents_is_made_once_a_forward(monkeypatch: pytest.Monkey
     assert not torch.equal(before, after)
     other = torch.tensor([[0, 0, 1, 1]]).int()  # while the first documents still live
     assert torch.equal(model(tokens(1, 4), documents=other), before)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_long_documents_attended_to_alone_equal_the_mask(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits and gradients of packed rows, with and without a window; and no mask is built."""
+    model, lengths = small(kind), (70, 90, 96, 64, 5, 187)
+    ids = torch.repeat_interleave(torch.tensor([0, 1, 2, 0, 3, 1]), torch.tensor(lengths))
+    documents, text = ids.view(2, 256).int(), tokens(2, 256)
+    assert spans.document_lengths(documents) == lengths
+    found = []
+    for worth_it in (64, 10_000):
+        monkeypatch.setattr(spans, "WORTH_IT", worth_it)
+        logits = model(text, documents=documents)
+        found.append((logits, *torch.autograd.grad(logits.square().mean(), model.parameters())))
+    for alone, masked in zip(*found, strict=True):
+        torch.testing.assert_close(alone, masked, atol=TOLERANCE, rtol=0)
+
+
+def test_documents_that_come_back_or_are_short_keep_their_mask() -> None:
+    """Document 0 goes on behind document 1; eight documents of 32; one document a row."""
+    back = torch.repeat_interleave(torch.tensor([0, 1, 0]), torch.tensor([80, 96, 80]))
+    assert spans.document_lengths(back[None].int()) is None
+    assert spans.document_lengths(torch.arange(8).repeat_interleave(32)[None].int()) is None
+    assert spans.document_lengths(torch.zeros(3, 256).int()) is None
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -50,6 +50,10 @@ class LanguageModel(Protocol):
     def context(self) -> int | None:
         """Most positions that it can take; None where the model does not say."""
 
+    @property
+    def head_weight(self) -> Tensor | None:
+        """(V, H), where `project` is a product with it and nothing more; else None."""
+
     def hidden(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
         """Final hidden states (B, S, H), or where the model shows none, logits (B, S, V)."""
 
@@ -93,6 +97,11 @@ class SeamModel:
         self.vocabulary_size: int | None = config.vocab_size
         self.context: int | None = getattr(config, "max_position_embeddings", None)
 
+    @property
+    def head_weight(self) -> Tensor:
+        """(V, H)."""
+        return cast(Tensor, self.module.head_weight)
+
     def hidden(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
         """Final hidden states (B, S, H)."""
         hidden: Tensor = self.module(tokens, positions=positions, documents=documents, logits=False)
@@ -100,7 +109,7 @@ class SeamModel:
 
     def project(self, hidden: Tensor) -> Tensor:
         """Hidden states (..., H) to logits (..., V)."""
-        return F.linear(hidden, cast(Tensor, self.module.head_weight))
+        return F.linear(hidden, self.head_weight)
 
 
 class HuggingFaceModel:
@@ -135,6 +144,14 @@ class HuggingFaceModel:
         self._inner.train(training)
         same_shape = own.shape == made.shape
         return same_shape and bool((own - made).abs().max() <= AGREE * own.abs().max())
+
+    @property
+    def head_weight(self) -> Tensor | None:
+        """(V, H), where the head is a plain nn.Linear without a bias or a hook."""
+        head = None if self._whole else self._inner.get_output_embeddings()
+        hooked = head is not None and (head._forward_hooks or head._forward_pre_hooks)
+        plain = type(head) is nn.Linear and head.bias is None and not hooked
+        return cast(Tensor, head.weight) if plain else None
 
     def hidden(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
         """Final hidden states (B, S, H); logits where the head does more than multiply."""
@@ -185,6 +202,7 @@ class PlainModel:
     hidden_size: int | None = None
     vocabulary_size: int | None = None
     context: int | None = None
+    head_weight: Tensor | None = None
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from ms_align.engine import IGNORED, Batch, Loss, Output
 from ms_align.errors import AlignError, CheckpointError, ModelError
 from ms_align.language_model import LanguageModel, language_model
-from ms_align.logprob import entropies
 from ms_align.options import OptimizerOptions
-from ms_align.token_statistics import losses_and_entropies
+from ms_align.token_statistics import (
+    Scratch,
+    losses_and_entropies,
+    projected_losses_and_entropies,
+)
 
 __all__ = ["LocalEngine", "LocalOutput", "LocalUpdate"]
 
@@ -34,7 +37,8 @@ class LocalUpdate:
 class LocalOutput:
     """Final hidden states, from which logits, losses and extra heads follow as they are asked for.
 
-    Only positions with a target are ever multiplied with the head, and only once.
+    Only positions with a target are ever multiplied with the head; losses and entropies of the same
+    positions at the same temperature are of one product.
     """
 
     def __init__(
@@ -42,12 +46,14 @@ class LocalOutput:
         hidden: Tensor,
         model: LanguageModel,
         heads: Mapping[str, nn.Module],
+        scratch: Scratch,
     ) -> None:
         self.hidden = hidden
         self._model = model
         self._heads = heads
-        self._selected: tuple[Tensor, Tensor] | None = None
-        self._entropies: dict[float, Tensor] = {}
+        self._scratch = scratch
+        self._known: tuple[Tensor, float, Tensor] | None = None
+        """Which positions were last asked for, at which temperature, and their entropies."""
 
     def logits(self, positions: slice = EVERYWHERE) -> Tensor:
         """Logits (B, S, V), or of some positions."""
@@ -56,16 +62,16 @@ class LocalOutput:
     def token_losses(self, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
         """-log p(target), float32 (B, S), 0 where the target is -100."""
         counted = targets != IGNORED
-        logits = self._logits_at(counted)
-        losses, entropy = losses_and_entropies(logits, targets[counted], temperature)
-        self._entropies[temperature] = entropy
+        losses, entropies = self._statistics(counted, targets[counted], temperature)
+        self._known = counted, temperature, entropies
         return _spread(losses, counted)
 
     def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
         """Entropy of p in nats, float32 (B, S), where counted."""
-        logits = self._logits_at(counted)
-        known = None if torch.is_grad_enabled() else self._entropies.get(temperature)
-        found = entropies(logits, temperature=temperature) if known is None else known
+        found = self._recall(counted, temperature)
+        if found is None:
+            anything = torch.zeros(int(counted.sum()), dtype=torch.int64, device=counted.device)
+            found = self._statistics(counted, anything, temperature)[1]
         return _spread(found, counted)
 
     def head(self, name: str) -> Tensor:
@@ -77,12 +83,23 @@ class LocalOutput:
         made: Tensor = self._heads[name](self.hidden.float())
         return made
 
-    def _logits_at(self, counted: Tensor) -> Tensor:
-        """Logits (N, V) of the counted positions; kept, as more than one thing follows."""
-        if self._selected is None or not torch.equal(self._selected[0], counted):
-            self._selected = counted, self._model.project(self.hidden[counted])
-            self._entropies = {}
-        return self._selected[1]
+    def _recall(self, counted: Tensor, temperature: float) -> Tensor | None:
+        """The entropies that the last losses came with, if they are of these and differentiable."""
+        if self._known is None or self._known[1] != temperature:
+            return None
+        positions, _, entropies = self._known
+        if torch.is_grad_enabled() and not entropies.requires_grad:
+            return None
+        return entropies if torch.equal(positions, counted) else None
+
+    def _statistics(
+        self, counted: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Losses and entropies (N,) of the counted positions."""
+        hidden, weight = self.hidden[counted], self._model.head_weight
+        if weight is None:
+            return losses_and_entropies(self._model.project(hidden), targets, temperature)
+        return projected_losses_and_entropies(hidden, weight, targets, temperature, self._scratch)
 
 
 def _spread(values: Tensor, counted: Tensor) -> Tensor:
@@ -136,6 +153,7 @@ class LocalEngine:
             **{f"heads.{name}": p for name, p in self.heads.named_parameters()},
         }
         self._optimizer: torch.optim.AdamW | None = None
+        self._scratch = Scratch()
         model.eval()
 
     def _build(self, widths: dict[str, int]) -> dict[str, nn.Module]:
@@ -286,7 +304,7 @@ class LocalEngine:
     def _forward(self, batch: Batch) -> LocalOutput:
         hidden = self.model.hidden(batch["tokens"], batch.get("positions"), batch.get("documents"))
         heads = {name: self.heads[name] for name in self.heads}
-        return LocalOutput(hidden, self.model, heads)
+        return LocalOutput(hidden, self.model, heads, self._scratch)
 
     def _microbatches(self, batch: Mapping[str, Any]) -> list[Batch]:
         tensors = {name: torch.as_tensor(value) for name, value in batch.items()}

@@ -92,8 +92,10 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
     if sampling.temperature != 1.0:
         scores = scores / sampling.temperature
     if not sampling.cuts:
-        tokens = _invert(scores.softmax(1), uniforms)
-        logprobs = _logprobs(scores, tokens)
+        probabilities = scores.softmax(1)
+        tokens = _invert(probabilities, uniforms)
+        # A drawn token's probability is never 0, and known to a few roundings: so is its logarithm.
+        logprobs = probabilities.gather(1, tokens[:, None])[:, 0].log()
         return Drawn(tokens=tokens, logprobs=logprobs, sampling_logprobs=logprobs)
     kept = cut(scores, sampling)
     tokens = _invert(kept.softmax(1), uniforms)

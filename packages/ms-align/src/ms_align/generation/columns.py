@@ -2,8 +2,9 @@
 
 All rows write their next token into the same column; a row that begins later has its prompt copied
 into the columns before it. So a step needs one slice and, where rows differ in length, one mask,
-and a row's place can be given to another at once. Shapes: B rows, W columns in use, Hk heads, D
-width of a head.
+and a row's place can be given to another at once. Rows lie side by side in memory that is made
+once; where one goes, the last takes its place and no other is moved.
+Shapes: B rows, W columns in use, Hk heads, D width of a head.
 """
 
 from collections.abc import Sequence
@@ -19,10 +20,12 @@ class Columns:
 
     Args:
         capacity: columns to begin with; more are made when they are needed.
+        room: rows to begin with; likewise.
     """
 
-    def __init__(self, capacity: int = 128) -> None:
+    def __init__(self, capacity: int = 128, room: int = 1) -> None:
         self.capacity = capacity
+        self.room = room
         self.end = 0
         """The column that the next token goes to."""
         self.starts = torch.zeros(0, dtype=torch.int64)
@@ -30,7 +33,7 @@ class Columns:
         self.low = 0
         """The first column of any row."""
         self.held: list[Tensor] = []
-        """Of each layer (rows, capacity, 2, Hk, D): keys, then values."""
+        """Of each layer (2, room, Hk, capacity, D): keys, then values."""
         self._mask: Tensor | None = None
 
     @property
@@ -39,8 +42,8 @@ class Columns:
         return self.starts.shape[0]
 
     def view(self, layer: int, count: int) -> Tensor:
-        """(B, W + count, 2, Hk, D): what a layer holds, and the next `count` columns."""
-        return self.held[layer][: self.rows, self.low : self.end + count]
+        """(2, B, Hk, W + count, D): what a layer holds, and the next `count` columns."""
+        return self.held[layer][:, : self.rows, :, self.low : self.end + count]
 
     def mask(self) -> Tensor | None:
         """(B, W + 1) bool: which columns the next token sees; None where each sees all."""
@@ -61,25 +64,33 @@ class Columns:
             return
         width = self.end - self.low
         if width + count > self.capacity // 2:
-            self.capacity = 2 * (width + count)
-            self.held = [self._moved(layer, self.capacity) for layer in self.held]
+            self._move(2 * (width + count), self.room, to=0)
         else:
             for layer in self.held:
-                layer[:, :width] = layer[:, self.low : self.end].clone()
-        self.starts -= self.low
-        self.end, self.low, self._mask = width, 0, None
+                layer[..., :width, :] = layer[..., self.low : self.end, :].clone()
+        self._renumber(-self.low)
 
-    def _moved(self, layer: Tensor, capacity: int) -> Tensor:
-        grown = layer.new_zeros(layer.shape[0], capacity, *layer.shape[2:])
-        grown[:, : self.end - self.low] = layer[:, self.low : self.end]
-        return grown
+    def drop(self, gone: Tensor) -> Tensor:
+        """Let rows go.
 
-    def keep(self, index: Tensor) -> None:
-        """Keep the rows of `index` (n,) alone, in its order."""
+        Args:
+            gone: (B,) bool.
+
+        Returns:
+            (n,) int64, which row of before is at each place now.
+        """
+        kept = (~gone).nonzero()[:, 0]
+        index = torch.arange(len(kept), device=gone.device)
+        index[gone[: len(kept)]] = kept[kept >= len(kept)]
+        for to, place in enumerate(index.tolist()):
+            if to != place:
+                for layer in self.held:
+                    used = layer[:, :, :, self.low : self.end]
+                    used[:, to] = used[:, place]
         self.starts = self.starts[index]
-        self.held = [layer[index] for layer in self.held]
         self.low = int(self.starts.min()) if len(index) else self.end
         self._mask = None
+        return index
 
     def add(self, layers: Sequence[Tensor], lengths: Tensor, copies: Tensor) -> None:
         """Add rows that have been read.
@@ -90,30 +101,39 @@ class Columns:
             copies: (m,) int64, which of the n rows each new row begins with.
         """
         longest, new = int(lengths.max()), lengths[copies]
+        rows = self.rows
         self.ensure(1)  # it may move what there is to the left, so it comes first
         if longest > self.end:
-            self._shift_right(longest - self.end)
-        rows = self.rows
-        if not self.held:
-            self.held = [layer.new_zeros(0, self.capacity, *layer.shape[2:]) for layer in layers]
+            by = longest - self.end  # only where a prompt is longer than all columns
+            self._move(self.capacity + by, self.room, to=self.low + by)
+            self._renumber(by)
+        if rows + len(copies) > self.room:
+            self._move(self.capacity, rows + len(copies), to=self.low)
         for index, layer in enumerate(layers):
-            room = layer.new_zeros(len(copies), self.capacity, *layer.shape[2:])
-            for row, (source, length) in enumerate(zip(copies.tolist(), new.tolist(), strict=True)):
-                room[row, self.end - length : self.end] = layer[source, :length]
-            self.held[index] = torch.cat((self.held[index][:rows], room))
+            if index == len(self.held):
+                shape = (2, self.room, layer.shape[3], self.capacity, layer.shape[4])
+                self.held.append(layer.new_zeros(shape))
+            held, read = self.held[index], layer.permute(2, 0, 3, 1, 4)  # (2, n, Hk, P, D)
+            pairs = zip(copies.tolist(), new.tolist(), strict=True)
+            for row, (source, length) in enumerate(pairs, rows):
+                held[:, row, :, self.end - length : self.end] = read[:, source, :, :length]
         self.starts = torch.cat((self.starts, self.end - new.to(self.starts.device)))
         self.low, self._mask = int(self.starts.min()), None
 
-    def _shift_right(self, by: int) -> None:
-        """Make room on the left; happens only where a later prompt is longer than all columns."""
-        grown = self.capacity + by
-        moved = []
-        for layer in self.held:
-            wider = layer.new_zeros(layer.shape[0], grown, *layer.shape[2:])
-            wider[:, by : by + self.end] = layer[:, : self.end]
-            moved.append(wider)
-        self.held, self.capacity = moved, grown
-        self.starts += by
+    def _move(self, capacity: int, room: int, *, to: int) -> None:
+        """Into new memory, what begins at column `low` to column `to`."""
+        width = self.end - self.low
+        for index, layer in enumerate(self.held):
+            kind, _, heads, _, size = layer.shape
+            grown = layer.new_zeros(kind, room, heads, capacity, size)
+            used = layer[:, : self.rows, :, self.low : self.end]
+            grown[:, : self.rows, :, to : to + width] = used
+            self.held[index] = grown
+        self.capacity, self.room = capacity, room
+
+    def _renumber(self, by: int) -> None:
+        """All columns in use were moved to the right by so many."""
+        self.starts = self.starts + by
         self.end += by
         self.low += by
         self._mask = None

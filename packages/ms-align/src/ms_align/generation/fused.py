@@ -2,8 +2,7 @@
 
 What is done, each exact but for rounding:
 1. q, k and v are one product, and so are gate and up; weights lie as the product reads them.
-2. A norm's weight is multiplied into the product behind it.
-3. Rows of q and k are reordered so that a rotary pair lies side by side; a rotation is then one
+2. Rows of q and k are reordered so that a rotary pair lies side by side; a rotation is then one
    complex product. The order is the same for both, so their scores are.
 The rewritten weights are proved on two prompts against the model before they are used.
 Shapes: B rows, S positions, H hidden, V vocabulary, Hq and Hk heads, D width of a head.
@@ -34,12 +33,16 @@ KINDS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3For
 class _Layer:
     """Weights of one block; each product's second operand, (in, out)."""
 
+    before: Tensor
+    """Of the norm before attention, (H,)."""
     qkv: Tensor
     qkv_bias: Tensor | None
     norms: tuple[Tensor, Tensor] | None
     """Of q and k, (D,) each, where the model has them."""
     out: Tensor
     out_bias: Tensor | None
+    after: Tensor
+    """Of the norm behind attention, (H,)."""
     gate_up: Tensor
     down: Tensor
 
@@ -111,13 +114,12 @@ class FusedReader:
         self._pairs = _pair_order(self.width).to(first.q_proj.weight.device)
         self._layers = [self._rewrite(layer) for layer in _layers(module)]
         self._embedding: Tensor = module.model.embed_tokens.weight
-        head = _head(model) * module.model.norm.weight
-        self._head = head.t().contiguous()
+        self._norm: Tensor = module.model.norm.weight
+        self._head = _head(model).t().contiguous()
         self._angles: Tensor | None = None
 
     def _rewrite(self, layer: Any) -> _Layer:
         attention, feed = layer.self_attn, layer.mlp
-        before, after = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
         parts = [attention.q_proj, attention.k_proj, attention.v_proj]
         weights = [part.weight for part in parts]
         biases = [part.bias for part in parts]
@@ -132,14 +134,14 @@ class FusedReader:
                 attention.k_norm.weight[self._pairs],
             )
         return _Layer(
-            qkv=(torch.cat(weights) * before).t().contiguous(),
+            before=layer.input_layernorm.weight,
+            qkv=torch.cat(weights).t().contiguous(),
             qkv_bias=None if biases[0] is None else torch.cat(biases),
             norms=norms,
             out=attention.o_proj.weight.t().contiguous(),
             out_bias=attention.o_proj.bias,
-            gate_up=(torch.cat((feed.gate_proj.weight, feed.up_proj.weight)) * after)
-            .t()
-            .contiguous(),
+            after=layer.post_attention_layernorm.weight,
+            gate_up=torch.cat((feed.gate_proj.weight, feed.up_proj.weight)).t().contiguous(),
             down=feed.down_proj.weight.t().contiguous(),
         )
 
@@ -181,12 +183,12 @@ class FusedReader:
             seen = seen[:, None, None]
         for index, layer in enumerate(self._layers):
             q, kv = self._project(hidden, layer, turns)
-            view = columns.view(index, 1)
-            view[:, -1] = kv
+            keys, values = held = columns.view(index, 1)
+            held[:, :, :, -1] = kv.transpose(0, 1)
             mixed = F.scaled_dot_product_attention(
                 q[:, :, None],
-                view[:, :, 0].transpose(1, 2),
-                view[:, :, 1].transpose(1, 2),
+                keys,
+                values,
                 attn_mask=seen,
                 enable_gqa=self.queries != self.keys,
             )
@@ -196,7 +198,7 @@ class FusedReader:
 
     def _project(self, hidden: Tensor, layer: _Layer, turns: Tensor) -> tuple[Tensor, Tensor]:
         """Queries (..., Hq, D), rotated, and keys with values (..., 2, Hk, D), keys rotated."""
-        normal = F.rms_norm(hidden, (hidden.shape[-1],), None, self.epsilon)
+        normal = F.rms_norm(hidden, layer.before.shape, layer.before, self.epsilon)
         qkv = normal @ layer.qkv
         if layer.qkv_bias is not None:
             qkv += layer.qkv_bias
@@ -220,12 +222,12 @@ class FusedReader:
         )
         if layer.out_bias is not None:
             flat += layer.out_bias
-        both = F.rms_norm(flat, (width,), None, self.epsilon) @ layer.gate_up
+        both = F.rms_norm(flat, (width,), layer.after, self.epsilon) @ layer.gate_up
         gate, up = both.chunk(2, -1)
         return torch.addmm(flat, F.silu(gate).mul_(up), layer.down).view(hidden.shape)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return torch.mm(F.rms_norm(hidden, (hidden.shape[-1],), None, self.epsilon), self._head)
+        return torch.mm(F.rms_norm(hidden, self._norm.shape, self._norm, self.epsilon), self._head)
 
     def _turns(self, positions: Tensor) -> Tensor:
         """Rotations (..., D/2) complex of positions (...)."""

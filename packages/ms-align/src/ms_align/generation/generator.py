@@ -83,7 +83,8 @@ class LocalGenerator:
         device = next(self.model.module.parameters()).device
         written = _Written.empty(len(prompts) * count, sampling, seed, device)
         waiting = list(range(len(prompts) * count))[::-1]
-        live = _Live(columns=Columns(_longest(prompts) + sampling.max_new_tokens + 1))
+        longest = max(len(prompt) for prompt in prompts) + sampling.max_new_tokens
+        live = _Live(columns=Columns(longest + 1, room=min(self.slots, len(waiting))))
         reader = self._reader()
         while waiting or len(live.rows):
             if waiting and len(live.rows) < self.slots:
@@ -130,15 +131,14 @@ class LocalGenerator:
         live.tokens = drawn.tokens
 
     def _dismiss(self, live: "_Live", written: "_Written", *, few: bool) -> None:
-        """Let rows go that are done; with nobody waiting, only when a quarter of them is.
+        """Let rows go that are done; with nobody waiting, only when an eighth of them is.
 
-        A done row that stays is written on into nowhere; moving the cache of all others out of its
-        way costs as much as some steps.
+        A done row that stays is written on into nowhere, which costs less than to let each go.
         """
         done = written.done(live.rows, live.tokens, self.decode)
         gone = int(done.sum())
-        if gone and (not few or gone == len(done) or gone >= max(1, len(done) // 4)):
-            live.keep((~done).nonzero()[:, 0])
+        if gone and (not few or gone == len(done) or gone >= max(1, len(done) // 8)):
+            live.drop(done)
 
 
 @define
@@ -153,8 +153,8 @@ class _Live:
     positions: Tensor = field(factory=lambda: torch.zeros(0, dtype=torch.int64))
     """(B,) of the newest token."""
 
-    def keep(self, index: Tensor) -> None:
-        self.columns.keep(index)
+    def drop(self, gone: Tensor) -> None:
+        index = self.columns.drop(gone)
         self.rows, self.tokens = self.rows[index], self.tokens[index]
         self.positions = self.positions[index]
 
@@ -266,7 +266,3 @@ def check_prompts(
                 f"prompt {index} has token {max(prompt)} and the model's vocabulary is "
                 f"{model.vocabulary_size}; the tokenizer is of another model"
             )
-
-
-def _longest(prompts: Sequence[Sequence[int]]) -> int:
-    return max(len(prompt) for prompt in prompts)

@@ -108,9 +108,9 @@ class _StepCache:
         self.documents = None if mask is None else mask.to(torch.int32)
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        view = self._columns.view(layer, 1)
-        view[:, -1, 0], view[:, -1, 1] = k[:, 0], v[:, 0]
-        return view[:, :, 0], view[:, :, 1]
+        keys, values = self._columns.view(layer, 1)
+        keys[:, :, -1], values[:, :, -1] = k[:, 0], v[:, 0]
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
 
 class _SeamCache:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ms_parallel import ops as plain_ops
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import DecoderConfig, RopeScaling
+from ms_parallel.models.spans import attend_in_spans, document_lengths
 from ms_parallel.models.staged import Context, StagedModel
 from ms_parallel.ops import Ops
 from ms_parallel.plan import ModelPlan, Style
@@ -28,6 +29,8 @@ class RotaryContext(Context):
     cos: Tensor
     """(B or 1, S, D/2) float32."""
     sin: Tensor
+    lengths: tuple[int, ...] | None
+    """Of the documents of all rows, where each can be attended to alone."""
 
 
 class RMSNorm(nn.Module):
@@ -75,7 +78,10 @@ class Attention(nn.Module):
         q, k = self.ops.rotary(q, k, context.cos, context.sin)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
-        out = self.ops.attention(q, k, v, documents=context.documents, window=self.window)
+        if context.lengths is not None:
+            out = attend_in_spans(self.ops.attention, q, k, v, context.lengths, window=self.window)
+        else:
+            out = self.ops.attention(q, k, v, documents=context.documents, window=self.window)
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
 
 
@@ -147,7 +153,8 @@ class Decoder(StagedModel):
     ) -> RotaryContext:
         """The rotary tables of the positions, beside documents and cache."""
         cos, sin = rotary_tables(self.config, positions)
-        return RotaryContext(cos=cos, sin=sin, documents=documents, cache=cache)
+        lengths = document_lengths(documents) if cache is None else None
+        return RotaryContext(cos=cos, sin=sin, documents=documents, cache=cache, lengths=lengths)
 
 
 def rotary_tables(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
