@@ -3,7 +3,7 @@
 One thread; samples or tokens a second of processor time. GRPO is held against TRL 1.16; PPO, which
 left TRL after 1.12, against 1.12 in an environment of its own, which is made if it is not named.
 
-    python packages/ms-align/benchmarks/peers.py --rounds 3 [--trl-1-12 PYTHON] [--only ppo]
+    nox -s "peers(ms-align)" -- --rounds 3 [--trl-1-12 PYTHON] [--only ppo] [--side ppo-decoder]
 """
 
 import argparse
@@ -30,11 +30,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--trl-1-12", metavar="PYTHON", help="of an environment that has it")
-    parser.add_argument("--only", choices=COMPARISONS, action="append")
+    parser.add_argument("--only", choices=[*COMPARISONS, "sft"], action="append")
+    parser.add_argument("--side", action="append", help="of ours; all by default")
     options = parser.parse_args()
     old = options.trl_1_12
     for name in options.only or COMPARISONS:
+        if name == "sft":  # peers_sft.py's
+            continue
         peer, sides = COMPARISONS[name]
+        sides = [side for side in sides if not options.side or side in options.side]
         if peer == "ppo-trl" and old is None:
             old = environment()
         python = old if peer == "ppo-trl" else sys.executable

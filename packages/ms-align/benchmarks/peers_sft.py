@@ -3,7 +3,7 @@
 One thread; tokens of samples a second of processor time, padding not counted, the first step left
 out. The loss is on every token on all sides. The samples are the standard library's docstrings.
 
-    python packages/ms-align/benchmarks/peers_sft.py --rounds 3
+    nox -s "peers(ms-align)" -- --rounds 3 --only sft
 """
 
 import argparse
@@ -187,7 +187,7 @@ SIDES: dict[str, Callable[[Path, int], float]] = {
 def measure(place: Path, side: str) -> float:
     """One side's figure, in a process of one thread."""
     one = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, __file__, "--side", side, "--place", str(place)]
+    command = [sys.executable, __file__, "--one", side, "--place", str(place)]
     run = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, **one}, check=False
     )
@@ -200,11 +200,17 @@ def main() -> None:
     """Print medians, their range, and the median of the ratios of neighbours."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    # `nox -s peers` gives all scripts the same arguments.
+    parser.add_argument("--only", action="append", help="measure nothing unless `sft` is among it")
+    parser.add_argument("--trl-1-12", help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--side", action="append", help=argparse.SUPPRESS)
     parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.side:
-        print(json.dumps({"figure": SIDES[options.side](options.place, STEPS[options.side])}))
+    if options.one:
+        print(json.dumps({"figure": SIDES[options.one](options.place, STEPS[options.one])}))
+        return
+    if options.only and "sft" not in options.only:
         return
     with tempfile.TemporaryDirectory() as place:
         prepare(Path(place))
