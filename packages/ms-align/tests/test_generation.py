@@ -10,7 +10,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 from small_models import decoder, gpt2, llama
 
-from ms_align import DataError, LocalEngine, LocalGenerator, ModelError, Sampling
+from ms_align import ConfigError, DataError, LocalEngine, LocalGenerator, ModelError, Sampling
+from ms_align.generation.engine_generator import EngineGenerator
 from ms_align.generation.fused import FusedReader
 from ms_align.rollout import logprobs_of, sequences
 from ms_align.tokenizer import ByteTokenizer
@@ -149,6 +150,60 @@ def test_a_greedy_response_takes_the_likeliest_token() -> None:
     tokens = LocalGenerator(model)([[5, 6]], Sampling(max_new_tokens=6, temperature=0.0)).row(0)
     for index, token in enumerate(tokens):
         assert int(alone(model, [5, 6, *tokens[:index]])[-1].argmax()) == token
+
+
+def test_a_row_at_the_end_of_the_context_may_wait_for_others() -> None:
+    """Prompts that leave just the room for a response; positions are learned, so one more fails.
+
+    Of these hundred rows some are over while too few others are to let them go, for two steps.
+    """
+    prompts = [[n % 250 + 1] * 118 for n in range(100)]
+    model, sampling = gpt2(), Sampling(max_new_tokens=10, stop_tokens=tuple(range(0, 258, 20)))
+    together = LocalGenerator(model, slots=48)(prompts, sampling, seed=2)  # of 128 positions
+    assert int(together.lengths.max()) == 10
+    some = [0, 48, 99]
+    for row in some:
+        table = alone(model, prompts[row] + together.row(row))[117:]
+        want = table[torch.arange(len(together.row(row))), torch.tensor(together.row(row))]
+        assert together.logprobs is not None
+        got = together.logprobs[row, : len(want)]
+        torch.testing.assert_close(got, want, **FLOAT32)
+
+
+class Written:
+    """An engine that generates what was written before, and knows one stop token."""
+
+    def __init__(self, rows: list[list[int]]) -> None:
+        self.rows = rows
+
+    def generate(self, prompts: object, *, stop_token: int | None, **_: object) -> list[list[int]]:
+        """The rows, each up to the stop token."""
+        cut = [row.index(stop_token) + 1 if stop_token in row else len(row) for row in self.rows]
+        return [row[:end] for row, end in zip(self.rows, cut, strict=True)]
+
+
+def test_an_engines_responses_end_where_ours_would() -> None:
+    """Stop strings and several stop tokens are found in what an engine wrote."""
+    model, decode = decoder(), ByteTokenizer().decode
+    free = Sampling(max_new_tokens=24)
+    rows = LocalGenerator(model)(PROMPTS, free, count=2, seed=3)
+    engine = Written([rows.row(index) for index in range(10)])
+    for stops in (
+        {"stop_tokens": 9},
+        {"stop_tokens": (9, 30, 200)},
+        {"stop_strings": ("a", "e ", "i", "7")},
+        {"stop_tokens": tuple(range(0, 258, 20)), "stop_strings": ("a", "O")},
+    ):
+        sampling = Sampling(max_new_tokens=24, **stops)
+        ours = LocalGenerator(model, decode=decode)(PROMPTS, sampling, count=2, seed=3)
+        theirs = EngineGenerator(engine, decode)(PROMPTS, sampling, count=2)  # type: ignore[arg-type]
+        assert torch.equal(theirs.lengths, ours.lengths)
+        assert torch.equal(theirs.stopped, ours.stopped)
+        assert [theirs.row(n) for n in range(10)] == [ours.row(n) for n in range(10)]
+    with pytest.raises(ConfigError, match="leave out top_p and min_p"):
+        EngineGenerator(engine).check(Sampling(top_p=0.9))  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="decode="):
+        EngineGenerator(engine).check(Sampling(stop_strings="a"))  # type: ignore[arg-type]
 
 
 def test_stop_tokens_and_strings_end_a_response_with_themselves() -> None:

@@ -16,21 +16,22 @@ from small_models import decoder
 SCRIPT = Path(__file__).with_name("online_layout_run.py")
 
 
-def launch(folder: Path, axis: str) -> None:
-    """Run the script in one process, or in two that split one axis."""
+def launch(folder: Path, axis: str, *more: str) -> int:
+    """Run the script in one process, or in two that split one axis; the exit status."""
     count = 1 if axis == "one" else 2
     runner = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     paths = os.pathsep.join(part for part in sys.path if part)
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *runner, str(SCRIPT), str(folder), axis]
+    command = [sys.executable, *runner, str(SCRIPT), str(folder), axis, *more]
     made = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert made.returncode == 0, made.stderr[-3000:]
+    assert made.returncode == 0 or len(more) > 1, made.stderr[-3000:]
+    return made.returncode
 
 
-def steps(folder: Path, axis: str, trainer: str) -> list[dict[str, float]]:
-    """The events of all updates."""
-    lines = (folder / axis / trainer / "events.jsonl").read_bytes().splitlines()
-    return [e for e in map(msgspec.json.decode, lines) if e["kind"] == "step"]
+def events(folder: Path, kind: str) -> list[dict[str, float]]:
+    """All that were told of a kind."""
+    lines = (folder / "events.jsonl").read_bytes().splitlines()
+    return [e for e in map(msgspec.json.decode, lines) if e["kind"] == kind]
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +48,34 @@ def test_losses_equal_those_of_one_process(one: Path, axis: str) -> None:
     """Losses, norms, KL and entropies of four updates: float32 sums in another order, 1e-5."""
     launch(one, axis)
     for trainer in ("PPOTrainer", "GRPOTrainer"):
-        pairs = list(zip(steps(one, axis, trainer), steps(one, "one", trainer), strict=True))
+        split, whole = one / axis / trainer, one / "one" / trainer
+        for name in ("response_tokens", "stopped"):
+            told = [[e[name] for e in events(each, "rollout")] for each in (split, whole)]
+            assert told[0] == told[1], name
+        pairs = list(zip(events(split, "step"), events(whole, "step"), strict=True))
         assert len(pairs) == 4
         for got, want in pairs:
             for name in ("loss", "reward", "kl", "entropy", "clip_fraction", "kl_old"):
                 assert got[name] == pytest.approx(want[name], rel=1e-5, abs=1e-5), name
             assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+    stopped = [e["stopped"] for e in events(one / axis / "GRPOTrainer", "rollout")]
+    assert sum(stopped) > 0, "stop tokens and stop strings are to end some response"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_a_killed_run_of_two_processes_goes_on_bit_for_bit(tmp_path: Path, axis: str) -> None:
+    """The first process is killed in mid-rollout and in mid-buffer; the same command goes on."""
+    save_model(decoder(), tmp_path / "start")  # type: ignore[arg-type]
+    launch(tmp_path, axis, "whole")
+    for kill_at in ("6", "4"):
+        assert launch(tmp_path, axis, "killed", kill_at) != 0
+    launch(tmp_path, axis, "killed")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert events(killed, "resume")
+    last = {e["step"]: e for e in events(killed, "step")}
+    for e in events(whole, "step"):
+        assert all(last[e["step"]][name] == e[name] for name in ("loss", "grad_norm", "reward"))
+    for file in (whole / "model").glob("*.safetensors"):
+        assert (killed / "model" / file.name).read_bytes() == file.read_bytes()

@@ -281,7 +281,9 @@ class RewardRun(RewardOptions, _PairRun):
     def run(self) -> Result:
         """Train, and write the reward model, which `ms-align ppo` takes as its reward_model."""
         if self.layout is not None or self.lora is not None:
-            raise ConfigError("a reward model is trained whole and in one process; leave out both")
+            raise ConfigError(
+                "a reward model is trained whole and in one process; leave out layout and lora"
+            )
         model = load_model(self.model)
         alone = LocalEngine(model)
         stream = self._stream(alone)

@@ -5,8 +5,9 @@ from typing import Protocol
 
 import torch
 
-from ms_align.errors import ConfigError
+from ms_align.errors import ConfigError, ModelError
 from ms_align.generation.responses import Responses
+from ms_align.generation.stops import Decode, first_stop
 from ms_align.sampling import Sampling
 
 __all__ = ["EngineGenerator", "GeneratingEngine"]
@@ -32,14 +33,32 @@ class EngineGenerator:
     """Generates with the engine's own loop, under any layout.
 
     It keeps no log-probabilities: the trainer asks the engine's forward for them. The same seed
-    draws the same under every layout.
+    draws the same under every layout. The engine stops at one token; where there are several, or
+    stop strings, it writes on and what stands behind the first of them is cut off.
 
     Args:
         engine: what generates.
+        decode: text of tokens; needed for stop strings alone.
     """
 
-    def __init__(self, engine: GeneratingEngine) -> None:
+    def __init__(self, engine: GeneratingEngine, decode: Decode | None = None) -> None:
         self.engine = engine
+        self.decode = decode
+
+    def check(self, sampling: Sampling) -> None:
+        """Refuse what it cannot do, before anything was drawn.
+
+        Raises:
+            ConfigError: the sampling needs what the engine's loop has not.
+            ModelError: there are stop strings and no `decode`.
+        """
+        if sampling.top_p < 1 or sampling.min_p > 0:
+            raise ConfigError(
+                "under a layout responses are drawn with temperature and top_k alone; leave out "
+                "top_p and min_p, or give a generator of your own"
+            )
+        if sampling.stop_strings and self.decode is None:
+            raise ModelError("stop_strings need a tokenizer to read tokens with; give decode=")
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int = 1, seed: int = 0
@@ -48,28 +67,30 @@ class EngineGenerator:
 
         Raises:
             ConfigError: the sampling needs what the engine's loop has not.
+            ModelError: there are stop strings and no `decode`.
         """
-        if sampling.top_p < 1 or sampling.min_p > 0 or sampling.stop_strings:
-            raise ConfigError(
-                "this engine generates with temperature, top_k and one stop token alone; leave out "
-                "top_p, min_p and stop_strings, or give a generator of your own"
-            )
-        if len(sampling.stop_tokens) > 1:
-            raise ConfigError("this engine stops at one token; give one of stop_tokens")
-        stop = sampling.stop_tokens[0] if sampling.stop_tokens else None
+        self.check(sampling)
+        only = len(sampling.stop_tokens) == 1
         rows = self.engine.generate(
             [prompt for prompt in prompts for _ in range(count)],
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             seed=seed,
-            stop_token=stop,
+            stop_token=sampling.stop_tokens[0] if only else None,
         )
-        lengths = torch.tensor([len(row) for row in rows])
+        ends = [first_stop(row, sampling, self.decode) for row in rows]
+        lengths = torch.tensor(
+            [len(row) if end is None else end for row, end in zip(rows, ends, strict=True)]
+        )
+        # As wide on every data rank, whose rows are put together.
         tokens = torch.zeros(len(rows), sampling.max_new_tokens, dtype=torch.int64)
-        for index, row in enumerate(rows):
-            tokens[index, : len(row)] = torch.tensor(row)
-        stopped = torch.tensor([bool(row) and row[-1] == stop for row in rows])
+        for row, length, written in zip(tokens, lengths.tolist(), rows, strict=True):
+            row[:length] = torch.tensor(written[:length])
         return Responses(
-            tokens=tokens, lengths=lengths, logprobs=None, sampling_logprobs=None, stopped=stopped
+            tokens=tokens,
+            lengths=lengths,
+            logprobs=None,
+            sampling_logprobs=None,
+            stopped=torch.tensor([end is not None for end in ends]),
         )

@@ -5,7 +5,7 @@ number and the token's place alone, never on who shares the batch. Shapes: N res
 longest, B rows being written, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from attrs import define, field
@@ -16,12 +16,11 @@ from ms_align.generation.columns import Columns
 from ms_align.generation.fused import fused_reader
 from ms_align.generation.reader import Reader, reader_of
 from ms_align.generation.responses import Responses
+from ms_align.generation.stops import Decode, completes, reach
 from ms_align.language_model import LanguageModel, language_model
 from ms_align.sampling import Drawn, Sampling, draw
 
 __all__ = ["LocalGenerator"]
-
-Decode = Callable[[Sequence[int]], str]
 
 
 class LocalGenerator:
@@ -222,13 +221,12 @@ class _Written:
 
     def _said(self, rows: list[int], decode: Decode) -> Tensor:
         """(B,) bool: whether a row's newest token completed a stop string."""
-        # A token has at least one byte, but one in mid-character may begin or end the tail.
-        longest = max(len(text.encode()) for text in self.sampling.stop_strings) + 4
-        said = []
+        strings = self.sampling.stop_strings
+        back, said = reach(strings), []
         for row in rows:
             length = int(self.lengths[row])
-            tail = decode(self.tokens[row, max(0, length - longest) : length].tolist())
-            said.append(any(text in tail for text in self.sampling.stop_strings))
+            tail = self.tokens[row, max(0, length - back) : length].tolist()
+            said.append(completes(tail, strings, decode))
         return torch.tensor(said, dtype=torch.bool)
 
     def responses(self) -> Responses:

@@ -240,11 +240,13 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
         if self.generator is not None:
             return self.generator
         model = _module_of(policy)
+        decode = tokenizer.decode if tokenizer else None
         if model is not None:
-            decode = tokenizer.decode if tokenizer else None
             return LocalGenerator(model, slots=self.slots, decode=decode)
         if hasattr(policy, "generate"):
-            return EngineGenerator(cast(Any, policy))
+            generator = EngineGenerator(cast(Any, policy), decode)
+            generator.check(self.sampling)
+            return generator
         raise ConfigError(f"{type(policy).__name__} does not generate; give generator=")
 
     def _tokenizer(self) -> Tokenizer | None:

@@ -231,6 +231,7 @@ class RewardTrainer(_PairTrainer):
         options: how the run goes on, shows and keeps.
 
     Raises:
+        ConfigError: it is an engine, not a model.
         ModelError: the model shows no hidden states, or tokenizer and model disagree.
     """
 
@@ -249,6 +250,11 @@ class RewardTrainer(_PairTrainer):
         options: RunOptions | None = None,
     ) -> None:
         self.reward = reward or RewardOptions()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"a reward model is trained whole and in one process, and this is a "
+                f"{type(model).__name__}; give a torch.nn.Module"
+            )
         body = model.body if isinstance(model, RewardModel) else model
         self.local = LocalEngine(
             body, optimizer, heads={self.head: 1}, microbatch_size=microbatch_size
