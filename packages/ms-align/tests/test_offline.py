@@ -205,6 +205,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("kind", ["dpo", "reward"])
+def test_conversations_are_refused_where_pairs_are_learnt_from(
+    sets: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder and the remedy; a reward model under a layout is refused as well."""
+    run = run_file(sets, tmp_path, kind)
+    assert main([kind, str(run), "--set", f"data='{sets / 'copy'}'"]) == 2
+    assert "copy holds conversations and no preference pairs; build" in capsys.readouterr().err
+    if kind == "reward":
+        assert main([kind, str(run), "--set", "layout.data=2"]) == 2
+        assert "leave out layout and lora" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
 def test_kill_9_then_the_same_command_ends_in_the_same_bits(
     sets: Path, tmp_path: Path, kind: str
@@ -218,7 +231,7 @@ def test_kill_9_then_the_same_command_ends_in_the_same_bits(
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     mark = tmp_path / kind / "checkpoints" / "step-00000003" / "manifest.json"
     began = time.monotonic()
-    while process.poll() is None and not mark.exists() and time.monotonic() - began < 60:
+    while process.poll() is None and not mark.exists() and time.monotonic() - began < 240:
         time.sleep(0.002)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -262,6 +275,7 @@ def test_epochs_are_counted_in_rows(sets: Path, tmp_path: Path) -> None:
         (["lora.targets=['nothing']"], "no linear layer matches"),
         (["tasks.signal='mood'"], "signal is 'mood'; known: given, loss, progress"),
         (["batch_size=0"], "at least 1"),
+        (["layout.dat=2"], "layout has no axis 'dat'; did you mean 'data'?"),
     ],
 )
 def test_bad_settings_are_one_line_and_exit_2(

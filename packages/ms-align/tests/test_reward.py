@@ -86,6 +86,9 @@ def test_too_few_or_too_many_numbers_are_refused() -> None:
     """Whatever the choice, as no sample can be named."""
     with pytest.raises(RewardError, match=r"shape \(1,\) for 4 samples"):
         score(rewards_of(lambda samples: [1.0]), SAMPLES, on_failure="skip")
+    for given in (None, "good", [1.0, None, 2.0, 3.0], ["1", "2", "3", "4"]):
+        with pytest.raises(RewardError, match=r"gave .* for 4 samples; give one number a sample"):
+            score(rewards_of(lambda samples, given=given: given), SAMPLES, on_failure="skip")
     with pytest.raises(ConfigError, match="is int"):
         rewards_of({"three": 3})
     with pytest.raises(ConfigError, match="no reward"):

@@ -148,10 +148,12 @@ class HuggingFaceModel:
     @property
     def head_weight(self) -> Tensor | None:
         """(V, H), where the head is a plain nn.Linear without a bias or a hook."""
-        head = None if self._whole else self._inner.get_output_embeddings()
-        hooked = head is not None and (head._forward_hooks or head._forward_pre_hooks)
-        plain = type(head) is nn.Linear and head.bias is None and not hooked
-        return cast(Tensor, head.weight) if plain else None
+        if self._whole:
+            return None
+        head: Any = self._inner.get_output_embeddings()
+        plain = type(head) is nn.Linear and head.bias is None
+        hooked = plain and bool(head._forward_hooks or head._forward_pre_hooks)
+        return cast(Tensor, head.weight) if plain and not hooked else None
 
     def hidden(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
         """Final hidden states (B, S, H); logits where the head does more than multiply."""

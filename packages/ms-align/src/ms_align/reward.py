@@ -189,13 +189,12 @@ def _call(
     A reward that raises is called again for each sample alone, to learn which it was.
     """
     try:
-        values = _numbers(name, reward(samples), len(samples))
-    except RewardError:
-        raise
+        given = reward(samples)
     except Exception as error:  # a user's code may raise anything
         if len(samples) == 1:
             return torch.zeros(1), {0: _line(name, samples[0], 0, _told(error))}
         return _each(name, reward, samples, error, go_on=one_by_one)
+    values = _numbers(name, given, len(samples))
     failed = {
         index: _line(name, samples[index], index, f"gave {values[index].item()}")
         for index in (~values.isfinite()).nonzero()[:, 0].tolist()
@@ -222,13 +221,23 @@ def _each(
 
 
 def _numbers(name: str, given: Any, count: int) -> Tensor:
-    values = torch.as_tensor(given, dtype=torch.float32).detach().cpu()
+    try:
+        values = torch.as_tensor(given, dtype=torch.float32).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RewardError(
+            f"reward {name!r} gave {_short(given)} for {count} samples; give one number a sample"
+        ) from error
     if values.shape != (count,):
         raise RewardError(
             f"reward {name!r} gave numbers of shape {tuple(values.shape)} for {count} samples; "
             "give one a sample"
         )
     return values
+
+
+def _short(given: Any) -> str:
+    text = " ".join(repr(given).split())
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _told(error: Exception) -> str:

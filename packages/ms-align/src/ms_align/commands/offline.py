@@ -21,7 +21,7 @@ from ms_align.options import OptimizerOptions, RunOptions
 from ms_align.parallel import ParallelEngine
 from ms_align.run_file import build
 from ms_align.sampling import Sampling
-from ms_align.settings import flag, one_of, text, whole
+from ms_align.settings import flag, nearest, one_of, text, whole
 from ms_align.trainers.preference import DPOOptions, DPOTrainer, RewardOptions, RewardTrainer
 from ms_align.trainers.sft import SFTOptions, SFTTrainer
 from ms_align.trainers.showing import Showing
@@ -79,12 +79,11 @@ class OfflineRun(OptimizerOptions, RunOptions):
     def _parallel(self) -> ParallelEngine:
         from ms_parallel import Layout
 
-        try:
-            layout = Layout(**(self.layout or {}))
-        except TypeError as error:
-            raise ConfigError(
-                f"layout {self.layout}: {error}; its axes are those of Layout"
-            ) from error
+        axes = [each.name for each in fields(Layout)]
+        for name in self.layout or {}:
+            if name not in axes:
+                raise ConfigError(f"layout has no axis {name!r}; {nearest(name, axes)}")
+        layout = Layout(**(self.layout or {}))
         engine = ParallelEngine.start(
             self.model,
             layout,
@@ -215,10 +214,15 @@ class _PairRun(OfflineRun):
     """What `dpo` and `reward` share."""
 
     def _stream(self, engine: Engine, **settings: Any) -> Any:
-        from ms_data import PreferenceStream
+        from ms_data import PreferenceStream, Samples
 
         if not isinstance(self.data, str):
             raise ConfigError("data is a table; preference pairs come from one folder")
+        if Samples(self.data).kind != "preferences":
+            raise ConfigError(
+                f"{self.data} holds conversations and no preference pairs; build it with "
+                "`ms-data build --pairs`, or run `ms-align sft`"
+            )
         return PreferenceStream(
             self.data,
             sequence_length=self.sequence_length,

@@ -252,7 +252,7 @@ class RewardTrainer(_PairTrainer):
         self.reward = reward or RewardOptions()
         if not isinstance(model, nn.Module):
             raise ConfigError(
-                f"a reward model is trained whole and in one process, and this is a "
+                "a reward model is trained whole and in one process, and this is a "
                 f"{type(model).__name__}; give a torch.nn.Module"
             )
         body = model.body if isinstance(model, RewardModel) else model

@@ -33,8 +33,8 @@ def document_lengths(documents: Tensor | None) -> tuple[int, ...] | None:
     if len(starts) == rows or len(starts) * WORTH_IT > rows * positions:
         return None  # one document a row needs no mask either
     row = starts.div(positions, rounding_mode="floor")
-    known = torch.stack((row, documents.flatten()[starts].long()), 1)
-    if len(known.unique(dim=0)) != len(known):
+    known = set(zip(row.tolist(), documents.flatten()[starts].tolist(), strict=True))
+    if len(known) != len(starts):
         return None
     ends = torch.cat((starts[1:], starts.new_tensor([rows * positions])))
     return tuple((ends - starts).tolist())
@@ -61,6 +61,6 @@ def attend_in_spans(
     Returns:
         (B, S, Hq, D).
     """
-    parts = (x.flatten(0, 1)[None].split(lengths, 1) for x in (q, k, v))
+    parts = (torch.split(x.flatten(0, 1)[None], list(lengths), 1) for x in (q, k, v))
     alone = [attention(*part, **settings) for part in zip(*parts, strict=True)]
     return torch.cat(alone, 1).view(q.shape)
