@@ -39,6 +39,7 @@ def main() -> None:
     torch.set_num_threads(1)
     models = {"plain": model(None)} | {name: model(name) for name in NAMES}
     models["ct.int4_g32, learned scales"] = model("ct.int4_g32", learned_scales=True)
+    models["gguf.q4_0, learned scales"] = model("gguf.q4_0", learned_scales=True)
     models["gguf.q4_0, weights alone"] = model("gguf.q4_0", activations=False)
     optimizers = {
         name: torch.optim.AdamW(each.parameters(), 1e-4, fused=True)

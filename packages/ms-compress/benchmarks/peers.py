@@ -55,6 +55,7 @@ def steps(rounds: int) -> None:
     models = {"plain": model_of(None)}
     for name in ("ct.int4_g32", "gguf.q4_0", "ct.w8a8"):
         models[name] = model_of(name)
+    models["gguf.q4_0, learned scales"] = model_of("gguf.q4_0", learned_scales=True)
     models["torchao, int4 weights alone"] = prepared_by_torchao(model_of(None), inputs=False)
     models["torchao, 8da4w"] = prepared_by_torchao(model_of(None), inputs=True)
     optimizers = {
