@@ -7,10 +7,11 @@ import os
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ms_kernels import triton
+from ms_kernels import triton, tuner, tuning
 from ms_kernels.check import compare
 from ms_kernels.dispatch import CONTRACTS, describe_call
 
@@ -54,6 +55,32 @@ def test_the_interpreter_rounds_to_the_nearest_bfloat16():
     truth = contract.reference(gate.double(), up.double())
     got = OPERATORS["swiglu"].run(gate, up)
     torch.testing.assert_close(got.double(), truth, rtol=2**-8 + 1e-6, atol=1e-30)
+
+
+def test_a_tuner_runs_a_kernel_with_each_candidate(monkeypatch):
+    """Every kernel of the operator gets an entry, of values that it was run with."""
+    ran = []
+    first = tuning.configuration
+
+    def noted(operator, backend, kernel, **more):
+        values = first(operator, backend, kernel, **more)
+        ran.append((kernel, tuple(values.items())))
+        return values
+
+    monkeypatch.setattr(tuning, "configuration", noted)
+    small = [
+        evolve(each, tried_at=({"...": 4, "I": 16},), candidates=each.candidates[:2])
+        for each in OPERATORS["swiglu"].tuned
+    ]
+    here = evolve(OPERATORS["swiglu"], devices=None, tuned=tuple(small))
+    monkeypatch.setattr(tuner, "IMPLEMENTATIONS", (here,))
+    (entry,) = tuner.tune(torch.device("cpu"), dtypes=[torch.float32], spend_s=0.01).entries
+    assert [each.kernel for each in entry.configurations] == ["gated_forward", "gated_backward"]
+    for each in entry.configurations:
+        assert each.at_most == {"I": 16}
+        assert (each.kernel, tuple(each.values.items())) in ran
+    for each in small:
+        assert all((each.kernel, tuple(values.items())) in ran for values in each.candidates)
 
 
 SMALL = {"...": 3, "H": 8, "V": 12, "I": 8, "B": 1, "S": 3, "Sq": 5, "Sk": 5, "T": 4, "K": 32}

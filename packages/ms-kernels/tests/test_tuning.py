@@ -8,7 +8,7 @@ import torch
 
 from ms_kernels import TableError, dispatch, tuner, tuning
 from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS
-from ms_kernels.registry import Implementation, choose
+from ms_kernels.registry import Implementation, Tuned, choose, with_launches
 from ms_kernels.tuning import Configuration, Entry, Table, read_table, write_table
 
 ENTRY = {
@@ -24,17 +24,21 @@ TABLE = {"format": "ms-kernels-tuning-1", "chip": "toy", "torch": "2.13.0", "ent
 
 @pytest.fixture
 def toy(monkeypatch, tmp_path):
-    """Give a function that makes a table of the chip ``toy`` count."""
+    """Give a function that makes a table of one entry count, of the chip ``toy`` or another."""
     monkeypatch.setattr(tuning, "_folder", lambda: tmp_path)
     tuning._entries.cache_clear()
 
-    def install(**entry):
-        entries = [{**ENTRY, **entry}]
-        (tmp_path / "toy.json").write_text(json.dumps({**TABLE, "entries": entries}))
+    def forget():
         tuning._entries.cache_clear()
+        tuning.launch_of.cache_clear()
+
+    def install(chip="toy", **entry):
+        table = {**TABLE, "chip": chip, "entries": [{**ENTRY, **entry}]}
+        (tmp_path / f"{chip}.json").write_text(json.dumps(table))
+        forget()
 
     yield install
-    tuning._entries.cache_clear()
+    forget()
 
 
 def test_a_table_is_written_and_read_back_the_same(tmp_path):
@@ -125,32 +129,58 @@ def test_what_a_table_does_not_know_follows_the_implementation(toy, stale):
 
 
 def test_a_configuration_is_the_first_whose_sizes_hold(toy, monkeypatch):
-    """Then the default; a tuner's trial goes before all."""
-    monkeypatch.setattr(tuning, "chip_of", lambda device: "toy")
+    """Then that of any chip; a tuner's trial goes before all, and a kernel nobody knows is told."""
     steps = [
-        {"at_most": {"H": 64}, "values": {"block": 1}},
-        {"at_most": {"H": 512, "rows": 10}, "values": {"block": 2}},
+        {"kernel": "walk", "at_most": {"H": 64}, "values": {"block": 1}},
+        {"kernel": "walk", "at_most": {"H": 512, "rows": 10}, "values": {"block": 2}},
     ]
+    anywhere = [{"kernel": "walk", "at_most": {}, "values": {"block": 9}}]
     toy(configurations=steps)
+    toy(chip="any", configurations=anywhere, measured=False)
 
-    def found(**sizes):
+    def found(kernel="walk", version=1, chip="toy", **sizes):
         return tuning.configuration(
             "rms_norm",
             "cpu",
-            version=1,
-            device=torch.device("cpu"),
+            kernel,
+            version=version,
+            chip=chip,
             dtype=torch.float32,
             sizes=sizes,
-            default={"block": 9},
         )
 
     assert found(H=64, rows=99) == {"block": 1}
     assert found(H=65, rows=10) == {"block": 2}
     assert found(H=65, rows=11) == {"block": 9}
-    with tuning.trying("rms_norm", "cpu", {"block": 7}):
+    assert found(H=64, rows=99, chip="other") == {"block": 9}
+    with tuning.trying("rms_norm", "cpu", {"walk": {"block": 7}}):
         assert found(H=1, rows=1) == {"block": 7}
-    with tuning.trying("swiglu", "cpu", {"block": 7}):
-        assert found(H=1, rows=1) == {"block": 1}
+    for operator, kernel in (("swiglu", "walk"), ("rms_norm", "run")):
+        with tuning.trying(operator, "cpu", {kernel: {"block": 7}}):
+            assert found(H=1, rows=1) == {"block": 1}
+    with pytest.raises(TableError, match="no table knows run of rms_norm cpu, version 1"):
+        found("run", H=1)
+    with pytest.raises(TableError, match="version 2"):
+        found(version=2, H=1)
+
+
+def test_explain_names_what_a_kernel_runs_with_and_whether_it_was_measured(toy):
+    """The parameters, whose table they stand in, and that nobody timed them."""
+    contract = CONTRACTS["rms_norm"]
+
+    def launches(chip):
+        call = contract.call({"H": 4096}, device="cuda", chip=chip)
+        choice = with_launches(choose(call, IMPLEMENTATIONS), call, contract.bind(call))
+        return [str(each) for each in choice.launches]
+
+    forward = {"kernel": "rms_norm_forward", "at_most": {}, "values": {"ELEMENTS": 7}}
+    backward = {**forward, "kernel": "rms_norm_backward"}
+    toy(backend="triton", configurations=[forward])
+    toy(backend="triton", chip="any", configurations=[forward, backward], measured=False)
+    assert launches("toy") == [
+        "rms_norm_forward ELEMENTS=7 (toy, measured)",
+        "rms_norm_backward ELEMENTS=7 (any, never measured)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -168,46 +198,81 @@ def test_a_backend_pays_from_where_it_is_slower_no_more(ratios, pays_from):
     assert tuner._pays_from(ratios) == pays_from
 
 
-def test_a_tuner_takes_the_fastest_configuration_by_measuring(monkeypatch):
-    """Of two configurations, one of which does the work twice, the other is chosen."""
+def test_a_tuner_takes_the_fastest_configuration_by_measuring(toy, monkeypatch):
+    """Of three configurations one does the work often and one does not run: the third is chosen."""
+    toy(
+        chip="any",
+        operator="swiglu",
+        backend="toy",
+        configurations=[{"kernel": "again", "at_most": {}, "values": {"times": 40}}],
+    )
 
     def run(gate, up):
         values = tuning.configuration(
             "swiglu",
             "toy",
+            "again",
             version=1,
-            device=gate.device,
+            chip="toy",
             dtype=gate.dtype,
-            sizes={"...": gate.shape[0]},
-            default={"times": 40},
+            sizes={"I": gate.shape[1]},
         )
+        if values["times"] < 0:
+            raise RuntimeError("out of shared memory")
         for _ in range(values["times"]):
             result = torch.nn.functional.silu(gate) * up
         return result
 
-    toy_ = Implementation(
-        operator="swiglu",
-        backend="toy",
-        run=run,
-        merit="",
-        candidates=({"times": 40}, {"times": 1}),
+    again = Tuned(
+        kernel="again",
+        sizes=("I",),
+        tried_at=({"I": 64, "...": 64}, {"I": 256, "...": 64}),
+        candidates=({"times": 40}, {"times": -1}, {"times": 1}),
     )
+    toy_ = Implementation(operator="swiglu", backend="toy", run=run, merit="", tuned=(again,))
     reference = next(
         each for each in IMPLEMENTATIONS if (each.operator, each.backend) == ("swiglu", "reference")
     )
     monkeypatch.setattr(tuner, "IMPLEMENTATIONS", (toy_, reference))
-    monkeypatch.setattr(tuner, "STEPS", (4, 64))
     table = tuner.tune(torch.device("cpu"), dtypes=(torch.float32,), spend_s=0.01)
     (entry,) = table.entries
-    assert [each.values for each in entry.configurations] == [{"times": 1}]
-    assert entry.configurations[0].at_most == {"...": 64, "I": 1408}
+    # Both sizes chose the same, so the larger stands for both.
+    (found,) = entry.configurations
+    assert (found.kernel, found.at_most, found.values) == ("again", {"I": 256}, {"times": 1})
+    assert entry.measured
+
+
+def test_every_kernel_has_a_configuration_on_a_chip_that_nobody_measured():
+    """In three dtypes, at any size, with the parameters that its candidates have."""
+    for each in IMPLEMENTATIONS:
+        for dtype in each.dtypes if each.tuned else ():
+            for kernel in each.tuned:
+                sizes = tuple((name, 2**30) for name in kernel.sizes)
+                named = each.operator, each.backend, kernel.kernel, each.version
+                launch = tuning.launch_of(*named, "nowhere", tuning_name(dtype), sizes)
+                assert (launch.chip, launch.measured) == ("any", False)
+                for candidate in kernel.candidates:
+                    assert candidate.keys() == launch.values.keys(), kernel.kernel
+
+
+def tuning_name(dtype):
+    """Return a dtype's name as tables have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def test_no_gpus_table_claims_to_be_measured():
+    """Nothing has run on a GPU, and each entry says so."""
+    for chip in ("any", "sm_80", "sm_90", "sm_100"):
+        table = read_table(tuning._folder() / f"{chip}.json")
+        assert table.torch == ""
+        assert not any(entry.measured for entry in table.entries)
 
 
 def test_every_committed_table_is_whole_and_of_what_exists():
     """Each reads strictly, and each entry is for an implementation in its present version."""
     versions = {(each.operator, each.backend): each.version for each in IMPLEMENTATIONS}
     assert "cpu-avx512" in tuning.chips()
-    for chip in tuning.chips():
+    for chip in (tuning.ANY, *tuning.chips()):
         table = read_table(tuning._folder() / f"{chip}.json")
         for entry in table.entries:
             assert versions[entry.operator, entry.backend] == entry.version

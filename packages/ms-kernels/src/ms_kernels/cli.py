@@ -17,6 +17,7 @@ from rich.progress import Progress as RichProgress
 from ms_kernels.aot import TARGETS, build
 from ms_kernels.aot.building import Progress
 from ms_kernels.aot.manifest import read_manifest
+from ms_kernels.aot.workers import cores
 from ms_kernels.check import Finding, check
 from ms_kernels.contract import FLOATING, Contract, describe
 from ms_kernels.dispatch import (
@@ -29,7 +30,7 @@ from ms_kernels.dispatch import (
 )
 from ms_kernels.errors import ArgumentError, BackendError, KernelError, TableError
 from ms_kernels.measure import in_turn, one_pass
-from ms_kernels.registry import obstacle_to
+from ms_kernels.registry import obstacle_to, with_launches
 from ms_kernels.tuner import largest, tune
 from ms_kernels.tuning import chip_of, chips, write_table
 
@@ -107,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     making.add_argument(
         "--only", action="append", default=[], help="kernels or operators whose names begin so"
     )
+    making.add_argument(
+        "--jobs", type=int, default=cores(), help="processes to compile in; one a core if left out"
+    )
     making.set_defaults(run=_build)
     why.add_argument("--chip", help="whose tuning table counts, such as sm_90; this machine's")
     for command in (why, proof, timing):
@@ -120,10 +124,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _build(options: argparse.Namespace) -> int:
     if options.json:
-        place = build(options.target, options.out, only=options.only)
+        place = build(options.target, options.out, only=options.only, jobs=options.jobs)
     else:
         with _progress() as told:
-            place = build(options.target, options.out, only=options.only, progress=told)
+            place = build(
+                options.target, options.out, only=options.only, jobs=options.jobs, progress=told
+            )
     manifest = read_manifest(place)
     if options.json:
         facts = {"folder": str(place), "manifest": msgspec.to_builtins(manifest)}
@@ -202,7 +208,7 @@ def _explain(options: argparse.Namespace) -> int:
     )
     dims = contract.bind(call)
     with use_backend(*options.backend) if options.backend else nullcontext():
-        choice = decide(call)
+        choice = with_launches(decide(call), call, dims)
     works = {
         "forward": contract.forward(dims, call.dtype.itemsize),
         "backward": contract.backward(dims, call.dtype.itemsize),
@@ -220,6 +226,7 @@ def _explain(options: argparse.Namespace) -> int:
                 {"backend": each.backend, "taken": each.taken, "reason": each.reason}
                 for each in choice.verdicts
             ],
+            "launches": msgspec.to_builtins(choice.launches),
             "least_work": {name: work._asdict() for name, work in works.items()},
         }
         print(json.dumps(fact, indent=2))
@@ -230,6 +237,8 @@ def _explain(options: argparse.Namespace) -> int:
         print(f"  there is no tuning table of {call.chip}: built-in thresholds count")
     for verdict in choice.verdicts:
         print(f"  {'->' if verdict.taken else '  '} {verdict.backend:<10} {verdict.reason}")
+    for launch in choice.launches:
+        print(f"  {launch}")
     for name, work in works.items():
         mib = work.size_bytes / 2**20
         print(f"  {name}: at least {mib:.4g} MiB moved and {work.flops / 1e9:.4g} GFLOP")

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ms_kernels.dispatch import CONTRACTS, decide, describe_call
 from ms_kernels.errors import ArgumentError, BackendError
-from ms_kernels.registry import Choice
+from ms_kernels.registry import Choice, with_launches
 
 __all__ = ["explain"]
 
@@ -21,7 +21,9 @@ def explain(op: str, *tensors: Tensor | None, **arguments: Any) -> Choice:
         **arguments: its other arguments, by name.
 
     Returns:
-        The choice: `backend`, and `verdicts` with a reason for each implementation considered.
+        The choice: `backend`, `verdicts` with a reason for each implementation considered, and
+        `launches`, the block sizes and the like that its kernels run with, and which table of
+        which chip says so.
 
     Raises:
         ArgumentError: when an argument does not fit the contract.
@@ -39,4 +41,5 @@ def explain(op: str, *tensors: Tensor | None, **arguments: Any) -> Choice:
             raise ArgumentError(op, name, "no argument of it", f"one of {', '.join(names)}")
     places = tuple(given.get(each.name) for each in contract.arguments)
     options = tuple(given.get(each.name, each.default) for each in contract.options)
-    return decide(describe_call(contract, places, options))
+    call = describe_call(contract, places, options)
+    return with_launches(decide(call), call, contract.bind(call))

@@ -7,13 +7,37 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from ms_kernels.contract import Call, describe
 from ms_kernels.errors import BackendError
-from ms_kernels.tuning import entry_for
+from ms_kernels.tuning import Launch, entry_for, launch_of
 
-__all__ = ["Choice", "Implementation", "Verdict", "choose", "first_fit", "obstacle_to"]
+__all__ = [
+    "Choice",
+    "Implementation",
+    "Tuned",
+    "Verdict",
+    "choose",
+    "first_fit",
+    "obstacle_to",
+    "with_launches",
+]
+
+
+@frozen(kw_only=True)
+class Tuned:
+    """A kernel whose launch parameters stand in tuning tables."""
+
+    kernel: str
+    """Its name."""
+    sizes: tuple[str, ...] = ()
+    """Symbols of the contract whose sizes tables may tell apart."""
+    tried_at: tuple[Mapping[str, int], ...] = ({},)
+    """Sizes, where they differ from the contract's example, at which a tuner measures, the least
+    first."""
+    candidates: tuple[Mapping[str, int], ...] = ()
+    """What a tuner tries beside what stands in the tables."""
 
 
 @frozen(kw_only=True)
@@ -42,8 +66,8 @@ class Implementation:
     pays_from: int = 0
     """Elements, of all arguments together, from which on it is worth while on a chip without a
     tuning table; 0 where it always is, which no tuner measures."""
-    candidates: tuple[Mapping[str, int], ...] = ()
-    """Configurations that a tuner tries; the first is the default."""
+    tuned: tuple[Tuned, ...] = ()
+    """Kernels whose launch parameters stand in tuning tables."""
 
 
 @frozen(kw_only=True)
@@ -65,11 +89,37 @@ class Choice:
     implementation: Implementation
     verdicts: tuple[Verdict, ...]
     """In the order in which they were considered."""
+    launches: tuple[Launch, ...] = ()
+    """What the kernels of the one taken run with, where `explain` was asked."""
 
     @property
     def backend(self) -> str:
         """Name of the backend taken."""
         return self.implementation.backend
+
+
+def with_launches(choice: Choice, call: Call, dims: Mapping[str, int]) -> Choice:
+    """Return `choice` with the parameters that its kernels run with.
+
+    Args:
+        choice: for `call`.
+        call: already checked against its contract.
+        dims: the sizes of its symbols.
+    """
+    taken = choice.implementation
+    launches = tuple(
+        launch_of(
+            call.operator,
+            taken.backend,
+            each.kernel,
+            taken.version,
+            call.chip,
+            choice.dtype,
+            tuple((name, dims[name]) for name in each.sizes),
+        )
+        for each in taken.tuned
+    )
+    return evolve(choice, launches=launches)
 
 
 def first_fit(

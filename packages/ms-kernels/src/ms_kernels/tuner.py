@@ -2,20 +2,25 @@
 
 For each operator there is a ladder of sizes, small to large, narrow and wide. An implementation
 pays from the smallest size from which on it is slower at no size that was tried than what would be
-taken instead of it, neither forward alone nor forward and backward, within `EVEN`.
+taken instead of it, neither forward alone nor forward and backward, within `EVEN`. A kernel with
+parameters (`Tuned`) runs with each candidate at sizes of its own; the fastest goes to the table.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ms_kernels.contract import Contract, describe
 from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS, describe_call
 from ms_kernels.measure import in_turn, one_pass
-from ms_kernels.registry import Implementation, first_fit, obstacle_to
-from ms_kernels.tuning import Configuration, Entry, Table, chip_of, trying
+from ms_kernels.registry import Implementation, Tuned, first_fit, obstacle_to
+from ms_kernels.tuning import Configuration, Entry, Table, chip_of, launch_of, trying
 
 __all__ = ["EVEN", "LADDERS", "largest", "tune"]
+
+log = logging.getLogger(__name__)
 
 EVEN = 1.03
 """Ratio of two times that counts as none: what repeated measurements differ by."""
@@ -82,13 +87,13 @@ def tune(
         ):
             continue
         for dtype in dtypes:
-            if not each.pays_from and not each.candidates:
+            if not each.pays_from and not each.tuned:
                 continue  # there is nothing to find
             entry = _entry(each, device, dtype, spend_s)
             if entry is None:
                 continue
             entries.append(entry)
-            chosen = f", {len(entry.configurations)} configurations" if each.candidates else ""
+            chosen = f", {len(entry.configurations)} configurations" if each.tuned else ""
             from_ = "no size" if entry.pays_from is None else f"{entry.pays_from} elements"
             told(f"{each.operator} {each.backend} {entry.dtype}: pays from {from_}{chosen}")
     return Table(chip=chip, torch=torch.__version__.partition("+")[0], entries=tuple(entries))
@@ -99,17 +104,13 @@ def _entry(
 ) -> Entry | None:
     """Measure one implementation in one dtype, or return None where it takes no such call."""
     contract = CONTRACTS[candidate.operator]
-    configurations: list[Configuration] = []
+    configurations = tuple(_tuned(contract, candidate, device, dtype, spend_s))
     ratios: list[tuple[int, float]] = []
-    for dims in _sizes(contract, device):
+    for dims in _sizes(contract, device) if candidate.pays_from else ():
         found = _compare(contract, candidate, dims, device, dtype, spend_s)
-        if found is None:
-            continue
-        elements, ratio, values = found
-        ratios.append((elements, ratio))
-        if values:
-            configurations.append(Configuration(at_most=dims, values=dict(values)))
-    if not ratios:
+        if found is not None:
+            ratios.append(found)
+    if not ratios and not configurations:
         return None
     return Entry(
         operator=candidate.operator,
@@ -117,7 +118,7 @@ def _entry(
         version=candidate.version,
         dtype=describe(dtype),
         pays_from=_pays_from(ratios) if candidate.pays_from else 0,
-        configurations=tuple(_merged(configurations)),
+        configurations=configurations,
     )
 
 
@@ -149,23 +150,16 @@ def _compare(
     device: torch.device,
     dtype: torch.dtype,
     spend_s: float,
-) -> tuple[int, float, Mapping[str, int]] | None:
-    """Return a call's elements, the time beside what would be taken instead, and the best values.
+) -> tuple[int, float] | None:
+    """Return a call's elements, and the time beside what would be taken instead.
 
     The ratio is the worse one of forward alone and forward with backward.
     """
-    drawn = contract.draw(dims, dtype=dtype, device=device)
-    inputs = tuple(
-        None if argument.optional else drawn[argument.name] for argument in contract.arguments
-    )
+    inputs = _inputs(contract, dims, device, dtype)
     call = describe_call(contract, inputs, contract.defaults)
     instead = _instead(candidate, inputs, contract)
-    obstacle = obstacle_to(candidate, call)
-    if instead is None or obstacle is not None:
+    if instead is None or obstacle_to(candidate, call) is not None:
         return None
-    values: Mapping[str, int] = {}
-    if len(candidate.candidates) > 1:
-        values = _fastest(contract, candidate, inputs, device, spend_s)
     worst = 0.0
     differentiable = any(argument.differentiable for argument in contract.arguments)
     for backward in (False, True) if differentiable else (False,):
@@ -173,12 +167,16 @@ def _compare(
             name: one_pass(contract, each.run, inputs, contract.defaults, backward=backward)
             for name, each in (("own", candidate), ("other", instead))
         }
-        with (
-            trying(candidate.operator, candidate.backend, values) if values else trying("", "", {})
-        ):
-            took = in_turn(ways, device, spend_s=spend_s)
+        took = in_turn(ways, device, spend_s=spend_s)
         worst = max(worst, took["own"] / took["other"])
-    return call.elements, worst, values
+    return call.elements, worst
+
+
+def _inputs(
+    contract: Contract, dims: Mapping[str, int], device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor | None, ...]:
+    drawn = contract.draw(dims, dtype=dtype, device=device)
+    return tuple(None if each.optional else drawn[each.name] for each in contract.arguments)
 
 
 def _instead(
@@ -189,26 +187,65 @@ def _instead(
     return first_fit(call, IMPLEMENTATIONS[IMPLEMENTATIONS.index(candidate) + 1 :])
 
 
+def _tuned(
+    contract: Contract,
+    candidate: Implementation,
+    device: torch.device,
+    dtype: torch.dtype,
+    spend_s: float,
+) -> Iterator[Configuration]:
+    """Yield what each kernel was fastest with; what the next larger size says as well is left out.
+
+    Kernels are tuned one after the other, the others as the tables have them.
+    """
+    for each in candidate.tuned:
+        found: list[Configuration] = []
+        for sizes in each.tried_at:
+            dims = {**contract.example, **sizes}
+            inputs = _inputs(contract, dims, device, dtype)
+            call = describe_call(contract, inputs, contract.defaults)
+            if obstacle_to(candidate, call) is not None:
+                continue
+            at_most = {name: dims[name] for name in each.sizes}
+            values = _fastest(contract, candidate, each, inputs, at_most, spend_s)
+            if found and found[-1].values == values:
+                found.pop()
+            found.append(Configuration(kernel=each.kernel, at_most=at_most, values=dict(values)))
+        yield from found
+
+
 def _fastest(
     contract: Contract,
     candidate: Implementation,
-    inputs: tuple[torch.Tensor | None, ...],
-    device: torch.device,
+    tuned: Tuned,
+    inputs: tuple[Any, ...],
+    sizes: Mapping[str, int],
     spend_s: float,
 ) -> Mapping[str, int]:
-    """Return the candidate configuration that is fastest, forward and backward."""
+    """Return the parameters that are fastest, forward and backward, of those that run at all."""
+    call = describe_call(contract, inputs, contract.defaults)
+    named = candidate.operator, candidate.backend, tuned.kernel, candidate.version
+    standing = launch_of(*named, call.chip, describe(call.dtype), tuple(sizes.items())).values
     plain = one_pass(contract, candidate.run, inputs, contract.defaults, backward=True)
 
     def under(values: Mapping[str, int]) -> Callable[[], object]:
         def step() -> object:
-            with trying(candidate.operator, candidate.backend, values):
+            with trying(candidate.operator, candidate.backend, {tuned.kernel: values}):
                 return plain()
 
         return step
 
-    ways = {str(place): under(each) for place, each in enumerate(candidate.candidates)}
+    tried = [standing, *(each for each in tuned.candidates if each != standing)]
+    ways = {str(place): under(each) for place, each in enumerate(tried)}
+    for name, way in list(ways.items())[1:]:
+        try:
+            way()
+        except Exception as error:  # Triton has no base class of its errors: it does not fit
+            log.info("%s with %s: %s", tuned.kernel, tried[int(name)], error)
+            del ways[name]
+    device = inputs[0].device
     took = in_turn(ways, device, spend_s=spend_s, rounds=3)
-    return candidate.candidates[int(min(took, key=lambda name: took[name]))]
+    return tried[int(min(took, key=lambda name: took[name]))]
 
 
 def _pays_from(ratios: Sequence[tuple[int, float]]) -> int | None:
@@ -220,17 +257,3 @@ def _pays_from(ratios: Sequence[tuple[int, float]]) -> int | None:
         found = elements
     # The smallest size that was tried stands for all below it.
     return 0 if found is not None and found == min(ratios)[0] else found
-
-
-def _merged(configurations: Sequence[Configuration]) -> Iterator[Configuration]:
-    """Leave out what a later one says as well, where none between says otherwise."""
-    for place, each in enumerate(configurations):
-        following = configurations[place + 1 :]
-        alike = [other.values == each.values for other in following]
-        same = following[: alike.index(False)] if False in alike else following
-        if not any(_covers(other.at_most, each.at_most) for other in same):
-            yield each
-
-
-def _covers(larger: Mapping[str, int], smaller: Mapping[str, int]) -> bool:
-    return all(smaller.get(name, most) <= most for name, most in larger.items())

@@ -4,15 +4,15 @@ A table is a file, ``tables/CHIP.json``, keyed by operator, backend, the impleme
 and dtype. It is made by ``ms-kernels bench --tune`` on the chip, reviewed and committed; nothing is
 timed in a run. What it says is a pure function of the call, so every rank on the same kind of chip
 decides alike. A chip without a table, or an implementation that changed its version since, gets
-what the implementation says of itself: `Implementation.pays_from`, and the kernel's first
-configuration.
+`Implementation.pays_from`, and its kernels the configurations of ``tables/any.json``. An entry that
+nobody timed on its chip says so: ``"measured": false``.
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,24 @@ import torch
 from ms_kernels.errors import TableError
 
 __all__ = [
+    "ANY",
     "LIMIT_BYTES",
     "Configuration",
     "Entry",
+    "Launch",
     "Table",
     "chip_of",
     "chips",
     "configuration",
     "entry_for",
+    "launch_of",
     "read_table",
     "trying",
     "write_table",
 ]
+
+ANY = "any"
+"""The table of kernels' configurations for chips that have none of their own."""
 
 LIMIT_BYTES = 2**22
 """Size of the largest table that is read."""
@@ -42,9 +48,13 @@ LIMIT_BYTES = 2**22
 _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 
 
-class Configuration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a kernel was fastest with, up to some sizes."""
+class Configuration(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """What one kernel runs with, up to some sizes."""
 
+    kernel: str = ""
+    """Which of the implementation's kernels."""
     at_most: dict[str, int]
     """Sizes by symbol up to which it holds; one that is not named may be any."""
     values: dict[str, int]
@@ -55,20 +65,24 @@ class Configuration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ValueError("a configuration needs values, and sizes of 0 or more")
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What was measured of one implementation in one dtype."""
+class Entry(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """What is known of one implementation in one dtype."""
 
     operator: str
     backend: str
     version: int
-    """Of the implementation that was measured."""
+    """Of the implementation that it is about."""
     dtype: str
     """Of the first argument, such as ``"bfloat16"``."""
     pays_from: int | None = 0
     """Elements, of all arguments together, from which on it beats what comes after it; None: at
     no size that was tried."""
+    measured: bool = True
+    """Whether it was timed on the chip; else it was chosen by what the compiled kernels take."""
     configurations: tuple[Configuration, ...] = ()
-    """The first that holds is taken."""
+    """Of each kernel the first that holds is taken."""
 
     def __post_init__(self) -> None:
         if self.version < 1 or (self.pays_from is not None and self.pays_from < 0):
@@ -94,7 +108,7 @@ class Table(
 
     chip: str
     torch: str
-    """Version of torch it was measured with."""
+    """Version of torch it was measured with; empty where nothing was."""
     entries: tuple[Entry, ...]
 
     def __post_init__(self) -> None:
@@ -134,15 +148,15 @@ def write_table(table: Table, path: Path) -> None:
     entries = sorted(table.entries, key=lambda entry: entry.key)
     ordered = msgspec.structs.replace(table, entries=tuple(entries))
     text = msgspec.json.encode(ordered).decode()
-    text = text.replace('"entries":[', '"entries":[\n').replace('},{"operator"', '},\n{"operator"')
+    text = text.replace('"entries":[', '"entries":[\n').replace(',{"operator"', ',\n{"operator"')
     aside = path.with_suffix(".json.new")
     aside.write_text(text + "\n")
     aside.replace(path)
 
 
 def chips() -> tuple[str, ...]:
-    """Return the names of the chips that have a table."""
-    return tuple(sorted(each.stem for each in _folder().glob("*.json")))
+    """Return the names of the chips that have a table of their own."""
+    return tuple(sorted(each.stem for each in _folder().glob("*.json") if each.stem != ANY))
 
 
 def _folder() -> Path:
@@ -195,12 +209,15 @@ def _chip_of(kind: str, index: int | None) -> str:
     return kind
 
 
-_tried: ContextVar[tuple[str, str, Mapping[str, int]] | None] = ContextVar("tried", default=None)
+Values = Mapping[str, int]
+
+_tried: ContextVar[tuple[str, str, Mapping[str, Values]] | None]
+_tried = ContextVar("tried", default=None)
 
 
 @contextmanager
-def trying(operator: str, backend: str, values: Mapping[str, int]) -> Iterator[None]:
-    """Make `configuration` answer with `values` within: how a tuner tries one after the other."""
+def trying(operator: str, backend: str, values: Mapping[str, Values]) -> Iterator[None]:
+    """Make kernels run with `values`, by kernel, within: how a tuner tries one after the other."""
     token = _tried.set((operator, backend, values))
     try:
         yield
@@ -208,33 +225,83 @@ def trying(operator: str, backend: str, values: Mapping[str, int]) -> Iterator[N
         _tried.reset(token)
 
 
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters that one kernel of a call runs with, and where they stand."""
+
+    kernel: str
+    values: dict[str, int]
+    """Such as block sizes and warps."""
+    chip: str
+    """Whose table says so: the call's own, or ``"any"``."""
+    measured: bool
+    """Whether they were timed on that chip."""
+
+    def __str__(self) -> str:
+        told = " ".join(f"{name}={value}" for name, value in self.values.items())
+        known = "measured" if self.measured else "never measured"
+        return f"{self.kernel} {told} ({self.chip}, {known})"
+
+
 def configuration(
     operator: str,
     backend: str,
+    kernel: str,
     *,
     version: int,
-    device: torch.device,
+    chip: str,
     dtype: torch.dtype,
-    sizes: Mapping[str, int],
-    default: Mapping[str, int],
-) -> Mapping[str, int]:
+    sizes: Values,
+) -> Values:
     """Return the parameters that a kernel is to run with.
 
     Args:
         operator: name of the operator.
         backend: name of the backend.
+        kernel: name of the kernel.
         version: the implementation's.
-        device: where it runs.
-        dtype: of the first argument.
-        sizes: the sizes that its table may tell apart, by symbol.
-        default: what to take where no table says anything, the first of its candidates.
+        chip: where it runs.
+        dtype: of the operator's first argument.
+        sizes: the sizes that its tables may tell apart, by symbol.
+
+    Raises:
+        TableError: when no table knows the kernel.
     """
     tried = _tried.get()
-    if tried is not None and tried[:2] == (operator, backend):
-        return tried[2]
-    chip, named = chip_of(device), str(dtype).removeprefix("torch.")
-    entry: Entry | None = entry_for(chip, operator, backend, version, named)
-    for each in entry.configurations if entry is not None else ():
-        if all(sizes.get(name, 0) <= most for name, most in each.at_most.items()):
-            return each.values
-    return default
+    if tried is not None and tried[:2] == (operator, backend) and kernel in tried[2]:
+        return tried[2][kernel]
+    named = str(dtype).removeprefix("torch.")
+    asked = tuple(sizes.items())
+    return launch_of(operator, backend, kernel, version, chip, named, asked).values
+
+
+@lru_cache(maxsize=4096)
+def launch_of(
+    operator: str,
+    backend: str,
+    kernel: str,
+    version: int,
+    chip: str,
+    dtype: str,
+    sizes: tuple[tuple[str, int], ...],
+) -> Launch:
+    """Return what the tables say of one kernel: the chip's own first, then any chip's.
+
+    Raises:
+        TableError: when neither knows the kernel.
+    """
+    known = dict(sizes)
+    for table in dict.fromkeys((chip, ANY)):
+        entry: Entry | None = entry_for(table, operator, backend, version, dtype)
+        for each in entry.configurations if entry is not None else ():
+            fits = all(known.get(name, 0) <= most for name, most in each.at_most.items())
+            if fits and each.kernel == kernel:
+                return Launch(
+                    kernel=kernel,
+                    values=each.values,
+                    chip=table,
+                    measured=entry is not None and entry.measured,
+                )
+    raise TableError(
+        f"no table knows {kernel} of {operator} {backend}, version {version}, in {dtype}; "
+        f"tables/{ANY}.json must"
+    )

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module, resources
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from ms_kernels.aot.lint import lint
 from ms_kernels.aot.manifest import NAME, File, Manifest
 from ms_kernels.aot.source import describe, header, table
 from ms_kernels.aot.targets import Target, target_named
+from ms_kernels.aot.workers import each_done
 from ms_kernels.errors import BackendError
 
 __all__ = ["LIBRARY", "Progress", "build", "file_of", "own_version", "run_compiler", "write"]
@@ -40,17 +42,21 @@ def build(
     out: Path,
     *,
     only: Sequence[str] = (),
+    jobs: int = 1,
     progress: Progress = _silent,
 ) -> Path:
     """Build the operator library of one chip, on a machine that need not have it.
 
     The folder ``out/TARGET`` appears whole or not at all. What was compiled lies beside it until
-    then, so that a build that was stopped goes on where it was.
+    then, so that a build that was stopped goes on where it was; a later build of what did not
+    change takes it from Triton's own cache.
 
     Args:
         target: such as ``"sm_90"``; see `TARGETS`.
         out: the folder to make the target's folder in.
         only: kernels or operators whose names begin so; all if empty.
+        jobs: processes to compile in, at most. With more than one, a script that calls this guards
+            its top level by ``if __name__ == "__main__":``.
         progress: told after each piece.
 
     Returns:
@@ -61,6 +67,8 @@ def build(
     """
     chip = target_named(target)
     place = out / chip.name
+    if jobs < 1:
+        raise BackendError(f"jobs is {jobs}; it must be a number of processes, 1 or more")
     if place.exists():
         raise BackendError(f"{place} exists; remove it, or build into another folder")
     work = out / f".{chip.name}.partial"
@@ -68,9 +76,9 @@ def build(
     if chip.backend == "cpu":
         from ms_kernels.aot.models import make_models
 
-        manifest = make_models(chip, work, only, progress)
+        manifest = make_models(chip, work, only, jobs, progress)
     else:
-        manifest = _make_kernels(chip, work, only, progress)
+        manifest = _make_kernels(chip, work, only, jobs, progress)
     write(work / NAME, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     _keep_only(work, manifest)
     _sync(work)
@@ -79,14 +87,20 @@ def build(
     return place
 
 
-def _make_kernels(target: Target, work: Path, only: Sequence[str], progress: Progress) -> Manifest:
+def _make_kernels(
+    target: Target, work: Path, only: Sequence[str], jobs: int, progress: Progress
+) -> Manifest:
     chosen = [each for each in entries(target.name) if _asked(each, only)]
     if not chosen:
-        raise BackendError(f"no kernel's name begins with {' or '.join(only)}; --list shows them")
+        names = sorted({each.kernel.partition(".")[2] for each in entries(target.name)})
+        raise BackendError(
+            f"no kernel's name begins with {' or '.join(only)}; there are {', '.join(names)}"
+        )
     compiled: list[Compiled] = []
-    for done, entry in enumerate(chosen, 1):
-        compiled.append(_kept_or_compiled(entry, target, work))
-        progress(entry.name, done, len(chosen))
+    make = partial(_kept_or_compiled, target=target, work=work)
+    for made in each_done(make, chosen, jobs=jobs, least=16):
+        compiled.append(made)
+        progress(made.entry.name, len(compiled), len(chosen))
     kernels = [describe(each) for each in compiled]
     write(work / "ms_kernels.h", header(target, kernels).encode())
     write(work / "table.c", table(compiled, kernels, target).encode())

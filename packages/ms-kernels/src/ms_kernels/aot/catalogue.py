@@ -6,16 +6,19 @@ it are the kernel's arguments and constants, or `extra` arguments that the launc
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
+import torch
 from attrs import field, frozen
 
 from ms_kernels.triton import configuration
+from ms_kernels.triton.configuration import Place
 
 __all__ = ["DTYPES", "Entry", "entries"]
 
-DTYPES = {"bf16": ("*bf16", 2), "fp16": ("*fp16", 2), "fp32": ("*fp32", 4)}
-"""Triton's type of a pointer and bytes of an element, by the name of a dtype."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""By the names that Triton has for them."""
 
 _POINTERS = {
     **dict.fromkeys(
@@ -74,7 +77,7 @@ class Entry:
         if name in self.types:
             return self.types[name]
         if name.isupper():
-            return _POINTERS.get(name, DTYPES[self.dtype][0])
+            return _POINTERS.get(name, f"*{self.dtype}")
         if name in _FLOATS:
             return "fp32"
         return "i64" if _WIDE.search(name) else "i32"
@@ -94,7 +97,16 @@ def entries(chip: str) -> tuple[Entry, ...]:
     """Return what a library for `chip` holds."""
     found: list[Entry] = []
     for dtype in DTYPES:
-        for part in (_norms, _rows, _attention, _decoding, _experts, _quantized):
+        for part in (
+            _norms,
+            _elements,
+            _turns,
+            _losses,
+            _attention,
+            _decoding,
+            _experts,
+            _quantized,
+        ):
             found += part(chip, dtype)
     return tuple(found)
 
@@ -117,125 +129,103 @@ def _entry(
 
 def _norms(chip: str, dtype: str) -> Iterator[Entry]:
     """Rows that a program holds whole, for widths up to each of a few."""
-    within = {"width": "BLOCK"}
+    within, shares = {"width": "BLOCK"}, "cdiv(rows, rows_each)"
+    place = Place(chip, DTYPES[dtype])
     for width in (128, 1024, 2048, 4096, 8192):
-        rows = configuration.whole_rows(width)
-        for add in (False, True):
-            name, detail = "rms_norm.rms_norm", f"add_{width}" if add else width
-            each = {**rows, "ADD": add}
-            yield _entry(f"{name}_forward", dtype, detail, each, "cdiv(rows, ROWS)", limits=within)
-            yield _entry(
-                f"{name}_backward", dtype, detail, each, "cdiv(rows, rows_each)", limits=within
-            )
-        name = "layer_norm.layer_norm"
-        yield _entry(
-            f"{name}_forward",
-            dtype,
-            width,
-            {**rows, "BIAS": True},
-            "cdiv(rows, ROWS)",
-            limits=within,
-        )
-        yield _entry(f"{name}_backward", dtype, width, rows, "cdiv(rows, rows_each)", limits=within)
+        for name, operator, detail, flags in (
+            ("rms_norm", "rms_norm", f"{width}", {"ADD": False}),
+            ("rms_norm", "add_rms_norm", f"add_{width}", {"ADD": True}),
+            ("layer_norm", "layer_norm", f"{width}", {}),
+        ):
+            for which, tiles in (("forward", "cdiv(rows, ROWS)"), ("backward", shares)):
+                kernel = f"{name}_{which}"
+                rows = configuration.whole_rows(operator, kernel, place, width)
+                bias = {"BIAS": True} if kernel == "layer_norm_forward" else {}
+                constants = {**rows, **flags, **bias}
+                yield _entry(f"{name}.{kernel}", dtype, detail, constants, tiles, limits=within)
 
 
-def _rows(chip: str, dtype: str) -> Iterator[Entry]:
-    """What works by elements or walks along rows: any width."""
-    tiles = "cdiv(rows, ROWS) * cdiv(width, BLOCK)"
+def _elements(chip: str, dtype: str) -> Iterator[Entry]:
+    """What works by elements: rows of any width."""
+    tiles, place = "cdiv(rows, ROWS) * cdiv(width, BLOCK)", Place(chip, DTYPES[dtype])
     for activation in ("silu", "gelu", "gelu_tanh"):
-        constants = {**configuration.elements(4096), "ACTIVATION": activation}
-        yield _entry("gated.gated_forward", dtype, activation, constants, tiles)
-        yield _entry("gated.gated_backward", dtype, activation, constants, tiles)
-    for half in (32, 64):
-        for interleaved in (False, True):
-            for back in (False, True):
-                constants = {
-                    **configuration.rotary(half, 32, 0),
-                    "INTERLEAVED": interleaved,
-                    "BACK": back,
-                }
-                detail = f"{2 * half}{'_interleaved' * interleaved}{'_back' * back}"
-                yield _entry(
-                    "rotary.rotary_turn",
-                    dtype,
-                    detail,
-                    constants,
-                    "batch * positions * (cdiv(q_heads, HEADS) + cdiv(k_heads, HEADS))",
-                    limits={"half": "HALF", "width": "2 * half"},
-                    extra=("batch",),
-                )
-    walk = configuration.row_blocks(2**20)
-    yield _entry(
-        "cross_entropy.cross_entropy_forward",
-        dtype,
-        "",
-        {**walk, "DIFFERENTIATE": False},
-        "rows",
-        extra=("rows",),
+        for kernel in ("gated_forward", "gated_backward"):
+            operator = "swiglu" if activation == "silu" else "geglu"
+            blocks = configuration.elements(operator, kernel, place, 4096)
+            constants = {**blocks, "ACTIVATION": activation}
+            yield _entry(f"gated.{kernel}", dtype, activation, constants, tiles)
+    step = configuration.fixed("adamw_step", "adamw_step", place)
+    moments = {"MEAN": "*fp32", "SQUARE": "*fp32"}
+    yield _entry("adamw_step.adamw_step", dtype, "", step, "cdiv(count, BLOCK)", types=moments)
+    cast = configuration.fixed("linear_cross_entropy", "scale_cast", place)
+    wide = {"X": "*fp32"}
+    yield _entry("cross_entropy.scale_cast", dtype, "", cast, "cdiv(count, BLOCK)", types=wide)
+
+
+def _turns(chip: str, dtype: str) -> Iterator[Entry]:
+    """Rotary embeddings of heads of 64 and 128 features, both ways."""
+    tiles = "batch * positions * (cdiv(q_heads, HEADS) + cdiv(k_heads, HEADS))"
+    for half, interleaved, back in product((32, 64), (False, True), (False, True)):
+        blocks = configuration.rotary(Place(chip, DTYPES[dtype]), half, 32, 0)
+        yield _entry(
+            "rotary.rotary_turn",
+            dtype,
+            f"{2 * half}{'_interleaved' * interleaved}{'_back' * back}",
+            {**blocks, "INTERLEAVED": interleaved, "BACK": back},
+            tiles,
+            limits={"half": "HALF", "width": "2 * half"},
+            extra=("batch",),
+        )
+
+
+def _losses(chip: str, dtype: str) -> Iterator[Entry]:
+    """What walks along rows of logits: any number of classes."""
+    across, wide = "rows * cdiv(classes, BLOCK)", {"LOGITS": "*fp32"}
+    made: tuple[tuple[str, str, str, dict[str, Any], str, dict[str, str]], ...] = (
+        ("cross_entropy", "cross_entropy_forward", "", {"DIFFERENTIATE": False}, "rows", {}),
+        (
+            "linear_cross_entropy",
+            "cross_entropy_forward",
+            "gradient",
+            {"DIFFERENTIATE": True},
+            "rows",
+            wide,
+        ),
+        ("cross_entropy", "cross_entropy_backward", "", {}, across, {}),
+        ("token_log_probs", "chosen_forward", "", {}, "rows", wide),
+        ("token_log_probs", "chosen_backward", "", {}, across, wide),
     )
-    yield _entry(
-        "cross_entropy.cross_entropy_forward",
-        dtype,
-        "gradient",
-        {**walk, "DIFFERENTIATE": True},
-        "rows",
-        extra=("rows",),
-        types={"LOGITS": "*fp32"},
-    )
-    across = "rows * cdiv(classes, BLOCK)"
-    yield _entry("cross_entropy.cross_entropy_backward", dtype, "", walk, across, extra=("rows",))
-    yield _entry(
-        "cross_entropy.scale_cast",
-        dtype,
-        "",
-        {"BLOCK": 2048},
-        "cdiv(count, BLOCK)",
-        types={"X": "*fp32"},
-    )
-    wide = {"LOGITS": "*fp32"}
-    yield _entry(
-        "token_log_probs.chosen_forward", dtype, "", walk, "rows", extra=("rows",), types=wide
-    )
-    yield _entry(
-        "token_log_probs.chosen_backward", dtype, "", walk, across, extra=("rows",), types=wide
-    )
-    yield _entry(
-        "adamw_step.adamw_step",
-        dtype,
-        "",
-        {"BLOCK": 1024},
-        "cdiv(count, BLOCK)",
-        types={"MEAN": "*fp32", "SQUARE": "*fp32"},
-    )
+    for operator, kernel, detail, flags, tiles, types in made:
+        place = Place(chip, DTYPES[dtype])
+        walk = configuration.row_blocks(operator, kernel, place, V=2**20)
+        module = "token_log_probs" if operator == "token_log_probs" else "cross_entropy"
+        more: dict[str, Any] = {"extra": ("rows",), "types": types}
+        yield _entry(f"{module}.{kernel}", dtype, detail, {**walk, **flags}, tiles, **more)
 
 
 def _attention(chip: str, dtype: str) -> Iterator[Entry]:
     """Heads of 64 and 128 features, plain and with all masks."""
-    itemsize = DTYPES[dtype][1]
+    place = Place(chip, DTYPES[dtype])
     queries = "batch * heads * cdiv(queries, BM)"
     for width in (64, 128):
         common: dict[str, Any] = {"limits": {"width": "BD"}, "extra": ("batch",)}
         for detail, causal, hidden in (("causal", True, False), ("masked", True, True)):
             masks = {"CAUSAL": causal, "WINDOW": hidden, "DOCUMENTS": hidden}
-            for kernel, table, tiles in (
-                ("forward", configuration.FORWARD, queries),
-                ("backward_queries", configuration.BACKWARD_QUERIES, queries),
-                (
-                    "backward_keys",
-                    configuration.BACKWARD_KEYS,
-                    "batch * (heads / group) * cdiv(keys, BN)",
-                ),
+            for kernel, tiles in (
+                ("attention_forward", queries),
+                ("attention_backward_queries", queries),
+                ("attention_backward_keys", "batch * (heads / group) * cdiv(keys, BN)"),
             ):
-                constants = configuration.attention(table, chip, itemsize, width)
+                constants = configuration.attention(kernel, place, width)
                 yield _entry(
-                    f"attention.attention_{kernel}",
+                    f"attention.{kernel}",
                     dtype,
                     f"{width}_{detail}",
                     {**constants, **masks},
                     tiles,
                     **common,
                 )
-        block = configuration.attention(configuration.BACKWARD_QUERIES, chip, itemsize, width)
+        block = configuration.attention("attention_backward_queries", place, width)
         yield _entry(
             "attention.attention_delta",
             dtype,
@@ -249,16 +239,17 @@ def _attention(chip: str, dtype: str) -> Iterator[Entry]:
 def _decoding(chip: str, dtype: str) -> Iterator[Entry]:
     """One query a sequence, up to 16 query heads of a group."""
     for width in (64, 128):
-        constants = {**configuration.decoding(DTYPES[dtype][1], width, 16), "WINDOW": False}
-        yield _entry(
-            "decode_attention.decode_parts",
-            dtype,
-            width,
-            constants,
-            "batch * (heads / group) * parts",
-            limits={"width": "BD", "group": "GROUP"},
-            extra=("batch",),
-        )
+        constants, _ = configuration.decoding(Place(chip, DTYPES[dtype]), width, 16)
+        for windowed in (False, True):
+            yield _entry(
+                "decode_attention.decode_parts",
+                dtype,
+                f"{width}{'_window' * windowed}",
+                {**constants, "WINDOW": windowed},
+                "batch * (heads / group) * parts",
+                limits={"width": "BD", "group": "GROUP"},
+                extra=("batch",),
+            )
         yield _entry(
             "decode_attention.decode_join",
             dtype,
@@ -272,22 +263,27 @@ def _decoding(chip: str, dtype: str) -> Iterator[Entry]:
 
 def _experts(chip: str, dtype: str) -> Iterator[Entry]:
     """Rows to experts, their products, and back; up to 128 experts."""
-    walk = configuration.row_blocks(4096)
-    across = "cdiv(width, BLOCK)"
-    yield _entry("experts.gather_rows", dtype, "", walk, f"rows * {across}")
-    weights = {"W": "*fp32"}
+    place, across = Place(chip, DTYPES[dtype]), "cdiv(width, BLOCK)"
+
+    def walk(operator: str, kernel: str) -> dict[str, int]:
+        return configuration.row_blocks(operator, kernel, place, H=4096)
+
+    gather = walk("permute_tokens", "gather_rows")
+    yield _entry("experts.gather_rows", dtype, "", gather, f"rows * {across}")
     for weighted in (False, True):
-        each: dict[str, Any] = {"extra": ("tokens",), "types": weights}
-        detail, constants = "weighted" * weighted, {**walk, "WEIGHTED": weighted}
-        yield _entry("experts.sum_choices", dtype, detail, constants, f"tokens * {across}", **each)
-        yield _entry("experts.spread_choice", dtype, detail, constants, "tokens * choices", **each)
-    tile = configuration.tile(DTYPES[dtype][1], 2**20)
+        for kernel, tiles in (
+            ("sum_choices", f"tokens * {across}"),
+            ("spread_choice", "tokens * choices"),
+        ):
+            constants = {**walk("unpermute_tokens", kernel), "WEIGHTED": weighted}
+            detail, more = "weighted" * weighted, {"extra": ("tokens",), "types": {"W": "*fp32"}}
+            yield _entry(f"experts.{kernel}", dtype, detail, constants, tiles, **more)
     widths = {"width": "65536", "out_width": "65536"}
     yield _entry(
         "experts.grouped_rows",
         dtype,
         "",
-        {**tile, "EXPERTS": 128},
+        {**configuration.fixed("grouped_matmul", "grouped_rows", place), "EXPERTS": 128},
         "(cdiv(rows, BM) + experts) * cdiv(out_width, BN)",
         limits={"experts": "EXPERTS", **widths},
     )
@@ -295,26 +291,26 @@ def _experts(chip: str, dtype: str) -> Iterator[Entry]:
         "experts.grouped_weights",
         dtype,
         "",
-        {**tile, "BM": tile["BK"], "BK": tile["BM"]},
+        configuration.fixed("grouped_matmul", "grouped_weights", place),
         "experts * cdiv(width, BK) * cdiv(out_width, BN)",
         limits=widths,
         extra=("experts",),
-        types={"DW": DTYPES[dtype][0]},
+        types={"DW": f"*{dtype}"},
     )
 
 
 def _quantized(chip: str, dtype: str) -> Iterator[Entry]:
     """Packed weights of 4 and 8 bits, for one row and for many, with zeros and without."""
-    scales = {"SCALES": "*fp32", "ZEROS": "*fp32"}
+    scales, place = {"SCALES": "*fp32", "ZEROS": "*fp32"}, Place(chip, DTYPES[dtype])
     for bits in (4, 8):
         for zeroed in (False, True):
             flags = {"BITS": bits, "ZEROED": zeroed}
             for rows, told in ((16, "few"), (2**20, "many")):
-                yield _entry(
-                    "quantized_linear.quantized_forward",
-                    dtype,
-                    f"{bits}{'_zeros' * zeroed}_{told}",
-                    {**configuration.tile(DTYPES[dtype][1], rows), **flags},
-                    "cdiv(rows, BM) * cdiv(out_width, BN)",
-                    types=scales,
-                )
+                for kernel, tiles in (
+                    ("quantized_forward", "cdiv(rows, BM) * cdiv(out_width, BN)"),
+                    ("quantized_backward", "cdiv(rows, BM) * cdiv(width, BK)"),
+                ):
+                    tile = configuration.tile("quantized_linear", kernel, place, rows)
+                    detail, constants = f"{bits}{'_zeros' * zeroed}_{told}", {**tile, **flags}
+                    name = f"quantized_linear.{kernel}"
+                    yield _entry(name, dtype, detail, constants, tiles, types=scales)

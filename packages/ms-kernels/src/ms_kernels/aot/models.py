@@ -1,7 +1,9 @@
 """The library of the CPU: each operator a package of AOTInductor, and a C function that runs it."""
 
+import hashlib
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch.export import Dim
 
 from ms_kernels.aot.manifest import Kernel, Manifest, Parameter
 from ms_kernels.aot.targets import Target
+from ms_kernels.aot.workers import each_done
 from ms_kernels.contract import describe
 from ms_kernels.errors import BackendError
 from ms_kernels.reference import CONTRACTS
@@ -58,31 +61,38 @@ class _Operator(nn.Module):
 
 
 def make_models(
-    target: Target, work: Path, only: Sequence[str], progress: Callable[[str, int, int], None]
+    target: Target,
+    work: Path,
+    only: Sequence[str],
+    jobs: int,
+    progress: Callable[[str, int, int], None],
 ) -> Manifest:
     """Make the packages and the C library of the CPU in a folder; those that are there are kept."""
     from ms_kernels.aot.building import LIBRARY, file_of, own_version, run_compiler, write
 
     chosen = [each for each in MODELS if not only or each.operator.startswith(tuple(only))]
     if not chosen:
-        raise BackendError(f"no operator's name begins with {' or '.join(only)}")
-    kernels = []
-    for done, model in enumerate(chosen, 1):
-        kernels.append(_make(model, work))
-        progress(model.operator, done, len(chosen))
+        there = ", ".join(each.operator for each in MODELS)
+        raise BackendError(
+            f"no operator's name begins with {' or '.join(only)}; for the CPU there are {there}"
+        )
+    kernels: list[Kernel] = []
+    for made in each_done(partial(_make, work=work), chosen, jobs=jobs, least=2):
+        kernels.append(made)
+        progress(made.name, len(kernels), len(chosen))
     sources = resources.files("ms_kernels.aot")
     write(work / "ms_kernels.h", sources.joinpath("models.h").read_bytes())
     write(work / "models.c", sources.joinpath("models.c").read_bytes())
     flags = ["-shared", "-fPIC", "-fvisibility=hidden", "-O2", "-std=gnu11", "models.c"]
     run_compiler(flags, ["-o", LIBRARY, "-ldl"], work)
-    made = [f"{each.operator}.{suffix}" for each in chosen for suffix in ("pt2", "so")]
+    packages = [f"{each.operator}.{suffix}" for each in chosen for suffix in ("pt2", "so")]
     return Manifest(
         target=target.name,
         library=LIBRARY,
         version=own_version(),
         compiler=f"torch {torch.__version__}",
         kernels=kernels,
-        files=[file_of(work, name) for name in (LIBRARY, "ms_kernels.h", *made)],
+        files=[file_of(work, name) for name in (LIBRARY, "ms_kernels.h", *packages)],
         kind="models",
     )
 
@@ -98,8 +108,10 @@ def _make(model: Model, work: Path) -> Kernel:
     }
     options = tuple(model.options.get(each.name, each.default) for each in contract.options)
     package, library = work / f"{model.operator}.pt2", work / f"{model.operator}.so"
-    if not (package.exists() and library.exists()):
+    key, kept = _key(model), work / f"{model.operator}.key"
+    if not (package.exists() and library.exists() and kept.exists() and kept.read_text() == key):
         _compile(model, contract.arguments, tensors, options, package, library)
+        kept.write_text(key)
     return Kernel(
         name=model.operator,
         dtype="fp32",
@@ -115,6 +127,16 @@ def _make(model: Model, work: Path) -> Kernel:
         matrix_instructions=0,
         vector_bits=0,
     )
+
+
+def _key(model: Model) -> str:
+    """Return what a compiled operator depends on: sources, sizes, compiler, the kind of CPU."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    digest = hashlib.sha256(f"{model!r} {torch.__version__} {capability}".encode())
+    for file in sorted(resources.files("ms_kernels.reference").iterdir(), key=str):
+        if file.name.endswith(".py"):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _compile(

@@ -29,6 +29,7 @@ from ms_kernels.triton import (
     rotary,
     token_log_probs,
 )
+from ms_kernels.triton.configuration import TUNED, VERSIONS
 
 __all__ = ["IMPLEMENTATIONS"]
 
@@ -145,6 +146,8 @@ def _implementation(
         subclasses=bool(CONTRACTS[operator].splits),
         refuses=_refuses(limit),
         merit=merit,
+        version=VERSIONS.get(operator, 1),
+        tuned=TUNED[operator],
     )
 
 

@@ -1,7 +1,5 @@
 """Attention that never holds the scores: causal, window, documents, grouped queries, a cache."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -10,7 +8,6 @@ from ms_kernels.reference import CONTRACTS
 from ms_kernels.triton import configuration
 from ms_kernels.triton.launching import blocks, launch
 from ms_kernels.triton.rows import empty, wanted_of, with_unit_stride
-from ms_kernels.tuning import chip_of
 
 __all__ = ["attention", "document_ranges"]
 
@@ -30,7 +27,7 @@ def _forward(
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     batch, queries, heads, width = q.shape
     result, lse = _fake(q, k, v, documents, causal, window, scale)
-    constants = _constants(configuration.FORWARD, q)
+    constants = _constants("forward", q)
     factor = (width**-0.5 if scale is None else scale) * LOG2_E
     launch(
         "attention.attention_forward",
@@ -72,8 +69,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     batch, queries, heads, width = q.shape
-    by_queries = _constants(configuration.BACKWARD_QUERIES, q)
-    by_keys = _constants(configuration.BACKWARD_KEYS, q)
+    by_queries = _constants("backward_queries", q)
+    by_keys = _constants("backward_keys", q)
     tiles = batch * heads * blocks(queries, by_queries["BM"])
     key_tiles = batch * k.shape[2] * blocks(k.shape[1], by_keys["BN"])
     delta, strides = torch.empty_like(lse), grad.stride()[:3]
@@ -111,8 +108,8 @@ attention = opaque(
 )
 
 
-def _constants(table: Any, q: Tensor) -> dict[str, int]:
-    return configuration.attention(table, chip_of(q.device), q.element_size(), q.shape[-1])
+def _constants(which: str, q: Tensor) -> dict[str, int]:
+    return configuration.attention(f"attention_{which}", configuration.place_of(q), q.shape[-1])
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:

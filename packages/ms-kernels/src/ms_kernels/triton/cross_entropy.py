@@ -1,5 +1,7 @@
 """Cross-entropy that reads the logits once forward, and writes only their gradient backward."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from ms_kernels.triton import configuration
 from ms_kernels.triton.launching import blocks, launch
 from ms_kernels.triton.rows import as_rows, empty
 
-__all__ = ["cross_entropy", "differentiate", "loss_like", "row_losses", "slopes_of"]
+__all__ = ["cross_entropy", "differentiate", "loss_like", "row_losses", "slopes_of", "walk"]
 
 
 def _forward(
@@ -22,7 +24,9 @@ def _forward(
     reduction: str,
 ) -> tuple[Tensor, Tensor]:
     targets = targets.contiguous()
-    losses, totals = row_losses(as_rows(logits), targets, ignore_index, label_smoothing, z_loss)
+    constants = walk("cross_entropy", "cross_entropy_forward", logits, logits.shape[-1])
+    options = ignore_index, label_smoothing, z_loss, constants
+    losses, totals = row_losses(as_rows(logits), targets, *options)
     loss = reduce(losses.view(targets.shape), targets == ignore_index, reduction)
     # Without a reduction masks and sums made nothing new.
     return loss, totals.view(targets.shape)
@@ -51,7 +55,8 @@ def _backward(
     reduction: str,
 ) -> Tensor:
     result, slopes = empty(logits), slopes_of(grad, targets, ignore_index, reduction)
-    options = ignore_index, label_smoothing, z_loss
+    constants = walk("cross_entropy", "cross_entropy_backward", logits, logits.shape[-1])
+    options = ignore_index, label_smoothing, z_loss, constants
     rows = as_rows(logits)
     differentiate(rows, targets.contiguous(), totals, slopes, as_rows(result), *options)
     return result
@@ -80,12 +85,18 @@ def slopes_of(grad: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
     return grad.to(torch.float32).expand(targets.shape).contiguous()
 
 
+def walk(operator: str, kernel: str, first: Tensor, classes: int) -> dict[str, int]:
+    """Return block and warps of a kernel along rows of `classes`; `first` is the operator's."""
+    return configuration.row_blocks(operator, kernel, configuration.place_of(first), V=classes)
+
+
 def row_losses(
     logits: Tensor,
     targets: Tensor,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
+    constants: Mapping[str, int],
     gradient: Tensor | None = None,
     factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
@@ -97,6 +108,7 @@ def row_losses(
         ignore_index: the target of a row that does not count.
         label_smoothing: as for the operator.
         z_loss: as for the operator.
+        constants: block and warps, as `walk` gives them.
         gradient: (N, V), is given the logits' gradient times `factor`; may be `logits` itself.
         factor: keeps float16 gradients out of the range of subnormal numbers.
     """
@@ -111,7 +123,7 @@ def row_losses(
         *(logits, targets, losses, totals, out, classes, logits.stride(0), out.stride(0)),
         *(ignore_index, float(label_smoothing), float(z_loss), factor),
         DIFFERENTIATE=gradient is not None,
-        **configuration.row_blocks(classes),
+        **constants,
     )
     return losses, totals
 
@@ -125,10 +137,10 @@ def differentiate(
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
+    constants: Mapping[str, int],
 ) -> None:
     """Put the gradient of logits (N, V) into `gradient`, each row times its slope (N,)."""
     count, classes = logits.shape
-    constants = configuration.row_blocks(classes)
     launch(
         "cross_entropy.cross_entropy_backward",
         count * blocks(classes, constants["BLOCK"]),

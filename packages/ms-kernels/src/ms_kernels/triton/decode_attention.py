@@ -12,9 +12,6 @@ from ms_kernels.triton.rows import empty, with_unit_stride
 
 __all__ = ["decode_attention"]
 
-PART_POSITIONS = 512
-"""Positions of one part: enough to hide a launch's start, few enough to occupy the chip."""
-
 MOST_PARTS = 64
 """Parts of one sequence; beyond 32,768 positions they grow."""
 
@@ -37,9 +34,10 @@ def _forward(
     batch, heads, width = q.shape
     page, groups = keys.shape[1:3]
     positions = table.shape[1] * page
-    constants = configuration.decoding(q.element_size(), width, heads // groups)
+    place = configuration.place_of(q)
+    constants, least = configuration.decoding(place, width, heads // groups)
     block = constants["BN"]
-    part = max(PART_POSITIONS, blocks(blocks(positions, MOST_PARTS), block) * block)
+    part = max(least, blocks(blocks(positions, MOST_PARTS), block) * block)
     parts = blocks(positions, part)
     totals = q.new_empty((batch, heads, parts, width), dtype=torch.float32)
     tops, norms = totals.new_empty((2, batch, heads, parts))

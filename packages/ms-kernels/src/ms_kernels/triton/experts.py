@@ -16,18 +16,23 @@ from ms_kernels.triton.rows import empty, with_unit_stride
 __all__ = ["grouped_matmul", "permute_tokens", "unpermute_tokens"]
 
 
+def _walk(operator: str, kernel: str, rows: Tensor) -> dict[str, int]:
+    place = configuration.place_of(rows)
+    return configuration.row_blocks(operator, kernel, place, H=rows.shape[1])
+
+
 def _gather(x: Tensor, order: Tensor, choices: int, out: Tensor) -> None:
     """Put row ``order[r] // choices`` of x into row r of `out`."""
-    constants = configuration.row_blocks(x.shape[1])
+    constants = _walk("permute_tokens", "gather_rows", x)
     tiles = len(order) * blocks(x.shape[1], constants["BLOCK"])
     sizes = (len(order), choices, x.shape[1], x.stride(0))
     launch("experts.gather_rows", tiles, x, x, order, out, *sizes, **constants)
 
 
-def _sum(rows: Tensor, places: Tensor, weights: Tensor | None, out: Tensor) -> None:
+def _sum(operator: str, rows: Tensor, places: Tensor, weights: Tensor | None, out: Tensor) -> None:
     """Put the weighted sums of each token's rows into `out`."""
     rows = with_unit_stride(rows)
-    constants = configuration.row_blocks(rows.shape[1])
+    constants = _walk(operator, "sum_choices", rows)
     launch(
         "experts.sum_choices",
         len(places) * blocks(rows.shape[1], constants["BLOCK"]),
@@ -65,7 +70,7 @@ def _permute_backward(
     count: int,
 ) -> Tensor:
     result = grad.new_empty((len(places), grad.shape[1]))
-    _sum(grad, places, None, result)
+    _sum("permute_tokens", grad, places, None, result)
     return result
 
 
@@ -93,7 +98,7 @@ permute_tokens = opaque(
 
 def _unpermute(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     result = _unpermute_fake(rows, places, weights)
-    _sum(rows, places, weights, result)
+    _sum("unpermute_tokens", rows, places, weights, result)
     return result
 
 
@@ -117,7 +122,7 @@ def _unpermute_backward(
         *(grad_rows, grad_weights, places.shape[1], rows.shape[1]),
         *(grad.stride(0), rows.stride(0)),
         WEIGHTED=weights is not None,
-        **configuration.row_blocks(rows.shape[1]),
+        **_walk("unpermute_tokens", "spread_choice", rows),
     )
     return (
         grad_rows if is_wanted(wanted, 0) else unwanted(rows),
@@ -167,8 +172,8 @@ def _multiply_backward(
         grad_x = _by_expert(grad, weights.transpose(1, 2), ends)
     if is_wanted(wanted, 1):
         grad_weights, x = empty(weights), with_unit_stride(x)
-        constants = configuration.tile(x.element_size(), 64)
-        constants = {**constants, "BM": constants["BK"], "BK": constants["BM"]}
+        place = configuration.place_of(x)
+        constants = configuration.fixed("grouped_matmul", "grouped_weights", place)
         experts, width, out_width = weights.shape
         tiles = experts * blocks(width, constants["BK"]) * blocks(out_width, constants["BN"])
         sizes = (width, out_width, x.stride(0), grad.stride(0))
@@ -183,7 +188,8 @@ def _by_expert(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     x = with_unit_stride(x)
     experts, width, out_width = weights.shape
     result = x.new_empty((len(x), out_width))
-    constants = configuration.tile(x.element_size(), len(x))
+    place = configuration.place_of(x)
+    constants = configuration.tile("grouped_matmul", "grouped_rows", place, len(x))
     launch(
         "experts.grouped_rows",
         (blocks(len(x), constants["BM"]) + experts) * blocks(out_width, constants["BN"]),

@@ -61,7 +61,7 @@ geglu = opaque(
 
 def _apply(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     gates, ups, result = as_rows(gate), as_rows(up), empty(gate)
-    constants, tiles = _tiling(*gates.shape)
+    constants, tiles = _tiling("gated_forward", gates, activation)
     launch(
         "gated.gated_forward",
         tiles,
@@ -78,7 +78,7 @@ def _differentiate(
 ) -> tuple[Tensor, Tensor]:
     gates, ups, pulls = as_rows(gate), as_rows(up), as_rows(grad)
     grad_gate, grad_up = empty(gate), empty(up)
-    constants, tiles = _tiling(*gates.shape)
+    constants, tiles = _tiling("gated_backward", gates, activation)
     launch(
         "gated.gated_backward",
         tiles,
@@ -92,7 +92,9 @@ def _differentiate(
     return grads[0], grads[1]
 
 
-def _tiling(rows: int, width: int) -> tuple[dict[str, int], int]:
+def _tiling(kernel: str, gates: Tensor, activation: str) -> tuple[dict[str, int], int]:
     """Return the constants of a launch and its tiles."""
-    constants = configuration.elements(width)
+    operator = "swiglu" if activation == "silu" else "geglu"
+    rows, width = gates.shape
+    constants = configuration.elements(operator, kernel, configuration.place_of(gates), width)
     return constants, blocks(rows, constants["ROWS"]) * blocks(width, constants["BLOCK"])

@@ -8,7 +8,6 @@ from ms_kernels.reference import CONTRACTS
 from ms_kernels.triton import configuration
 from ms_kernels.triton.launching import blocks, launch
 from ms_kernels.triton.rows import as_rows, empty
-from ms_kernels.tuning import chip_of
 
 __all__ = ["layer_norm"]
 
@@ -19,7 +18,8 @@ def _forward(
     rows = as_rows(x)
     result, mean, scale = _fake(x, weight, bias, eps)
     weight = weight.contiguous()
-    constants = configuration.whole_rows(rows.shape[1])
+    where = "layer_norm", "layer_norm_forward", configuration.place_of(x)
+    constants = configuration.whole_rows(*where, rows.shape[1])
     launch(
         "layer_norm.layer_norm_forward",
         blocks(len(rows), constants["ROWS"]),
@@ -49,8 +49,9 @@ def _backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, pulls = as_rows(x), as_rows(grad)
-    constants = configuration.whole_rows(rows.shape[1])
-    each, programs = configuration.shares(len(rows), constants["ROWS"], chip_of(x.device))
+    where = "layer_norm", "layer_norm_backward", configuration.place_of(x)
+    constants = configuration.whole_rows(*where, rows.shape[1])
+    each, programs = configuration.shares(*where, *rows.shape)
     grad_x = empty(x)
     parts = x.new_empty((2, programs, rows.shape[1]), dtype=torch.float32)
     launch(

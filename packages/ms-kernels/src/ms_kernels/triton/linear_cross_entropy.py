@@ -16,7 +16,7 @@ from torch import Tensor
 from ms_kernels.library import is_wanted, opaque, unwanted
 from ms_kernels.reference import CONTRACTS
 from ms_kernels.reference.cross_entropy import reduce
-from ms_kernels.triton.cross_entropy import differentiate, loss_like, row_losses, slopes_of
+from ms_kernels.triton.cross_entropy import differentiate, loss_like, row_losses, slopes_of, walk
 from ms_kernels.triton.logit_chunks import Sums, chunks, lift_of, lifted, room_for_gradient, scaled
 from ms_kernels.triton.rows import as_rows, empty
 
@@ -46,6 +46,10 @@ def linear_cross_entropy(
     return result
 
 
+def _walk(which: str, hidden: Tensor, weight: Tensor) -> dict[str, int]:
+    return walk("linear_cross_entropy", f"cross_entropy_{which}", hidden, len(weight))
+
+
 def _holding(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., Any]:
     """Make the operator that holds the named gradients of a reduced loss."""
 
@@ -61,7 +65,7 @@ def _holding(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., An
         rows, places = as_rows(hidden), targets.reshape(-1).contiguous()
         sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
         losses = hidden.new_empty(len(rows), dtype=torch.float32)
-        options = ignore_index, label_smoothing, z_loss
+        options = ignore_index, label_smoothing, z_loss, _walk("forward", hidden, weight)
         for part, logits in chunks(rows, weight):
             gradient = room_for_gradient(logits, hidden)
             lift = lift_of(hidden.dtype)
@@ -114,8 +118,12 @@ def _scale(
     if reduction == "mean":
         grad = grad / (targets != ignore_index).sum()
     return (
-        scaled(held_hidden, grad, hidden) if is_wanted(wanted, 0) else unwanted(hidden),
-        scaled(held_weight, grad, weight) if is_wanted(wanted, 1) else unwanted(weight),
+        scaled("linear_cross_entropy", held_hidden, grad, hidden)
+        if is_wanted(wanted, 0)
+        else unwanted(hidden),
+        scaled("linear_cross_entropy", held_weight, grad, weight)
+        if is_wanted(wanted, 1)
+        else unwanted(weight),
     )
 
 
@@ -135,8 +143,9 @@ def _forward(
 ) -> Tensor:
     rows, places = as_rows(hidden), targets.reshape(-1).contiguous()
     losses = hidden.new_empty(len(rows), dtype=torch.float32)
+    options = ignore_index, label_smoothing, z_loss, _walk("forward", hidden, weight)
     for part, logits in chunks(rows, weight):
-        losses[part], _ = row_losses(logits, places[part], ignore_index, label_smoothing, z_loss)
+        losses[part], _ = row_losses(logits, places[part], *options)
     return reduce(losses.view(targets.shape), targets == ignore_index, reduction)
 
 
@@ -170,14 +179,19 @@ def _backward(
     slopes = slopes_of(grad, targets, ignore_index, reduction).view(-1)
     peak, (slopes,) = lifted(hidden.dtype, slopes)
     options = ignore_index, label_smoothing, z_loss
+    forward, back = _walk("forward", hidden, weight), _walk("backward", hidden, weight)
     for part, logits in chunks(rows, weight):
-        _, totals = row_losses(logits, places[part], *options)
+        _, totals = row_losses(logits, places[part], *options, forward)
         gradient = room_for_gradient(logits, hidden)
-        differentiate(logits, places[part], totals, slopes[part], gradient, *options)
+        differentiate(logits, places[part], totals, slopes[part], gradient, *options, back)
         sums.add(gradient, rows, weight, part)
     return (
-        unwanted(hidden) if sums.hidden is None else scaled(sums.hidden, peak, hidden),
-        unwanted(weight) if sums.weight is None else scaled(sums.weight, peak, weight),
+        unwanted(hidden)
+        if sums.hidden is None
+        else scaled("linear_cross_entropy", sums.hidden, peak, hidden),
+        unwanted(weight)
+        if sums.weight is None
+        else scaled("linear_cross_entropy", sums.weight, peak, weight),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ms_kernels.triton import configuration
 from ms_kernels.triton.launching import blocks, launch
 from ms_kernels.triton.products import add_product, product
 
@@ -25,8 +26,6 @@ costs 240 / R of a chunk of R rows on an H200 (4.3 TB/s, 780 TFLOP/s): 6% at 4,0
 
 LIFT = {torch.float16: 2.0**13}
 """Factor of a chunk's gradient by dtype: a probability of 1e-5 would be subnormal in float16."""
-
-SCALE_BLOCK = 2048
 
 
 def chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -74,20 +73,22 @@ class Sums:
             add_product(self.weight, gradient.T, hidden[rows])
 
 
-def scaled(x: Tensor, slope: Tensor, like: Tensor) -> Tensor:
+def scaled(operator: str, x: Tensor, slope: Tensor, like: Tensor) -> Tensor:
     """Return ``x · slope``, undoing the lift, in the shape and dtype of `like`.
 
     Args:
+        operator: which does it, by whose table.
         x: contiguous, float32.
         slope: one number, on the device.
         like: of the inputs' dtype, by which x was lifted.
     """
     result = torch.empty_like(like, memory_format=torch.contiguous_format)
+    constants = configuration.fixed(operator, "scale_cast", configuration.place_of(like))
     launch(
         "cross_entropy.scale_cast",
-        blocks(x.numel(), SCALE_BLOCK),
+        blocks(x.numel(), constants["BLOCK"]),
         x,
         *(x, slope, result, x.numel(), 1 / lift_of(like.dtype)),
-        BLOCK=SCALE_BLOCK,
+        **constants,
     )
     return result

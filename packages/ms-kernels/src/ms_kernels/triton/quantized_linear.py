@@ -17,7 +17,7 @@ def _forward(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group_size: int
 ) -> Tensor:
     rows, out = as_rows(x), _fake(x, packed, scales, zeros, bits, group_size)
-    constants = configuration.tile(x.element_size(), len(rows))
+    constants = _tile("quantized_forward", rows)
     constants["BK"] = min(max(power_of_two(group_size), 16), constants["BK"])
     tiles = blocks(len(rows), constants["BM"]) * blocks(packed.shape[0], constants["BN"])
     _launch("quantized_forward", tiles, rows, packed, scales, zeros, out, bits, constants)
@@ -40,8 +40,7 @@ def _backward(
     group_size: int,
 ) -> Tensor:
     rows, out = as_rows(grad), _fake_backward(grad, packed, scales, zeros, wanted, bits, group_size)
-    constants = configuration.tile(grad.element_size(), len(rows))
-    constants["BK"], constants["BN"] = constants["BN"], constants["BK"]
+    constants = _tile("quantized_backward", rows)
     tiles = blocks(len(rows), constants["BM"]) * blocks(out.shape[-1], constants["BK"])
     _launch("quantized_backward", tiles, rows, packed, scales, zeros, out, bits, constants)
     return out
@@ -57,6 +56,10 @@ def _fake_backward(
     group_size: int,
 ) -> Tensor:
     return grad.new_empty((*grad.shape[:-1], packed.shape[1] * 8 // bits))
+
+
+def _tile(kernel: str, rows: Tensor) -> dict[str, int]:
+    return configuration.tile("quantized_linear", kernel, configuration.place_of(rows), len(rows))
 
 
 def _launch(

@@ -12,7 +12,6 @@ from ms_kernels.reference import CONTRACTS
 from ms_kernels.triton import configuration
 from ms_kernels.triton.launching import blocks, launch
 from ms_kernels.triton.rows import as_rows, empty, wanted_of
-from ms_kernels.tuning import chip_of
 
 __all__ = ["add_rms_norm", "rms_norm"]
 
@@ -84,6 +83,10 @@ add_rms_norm = opaque(
 )
 
 
+def _operator(added: Tensor | None) -> str:
+    return "rms_norm" if added is None else "add_rms_norm"
+
+
 def _normalise(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,7 +95,8 @@ def _normalise(
     others = rows if residual is None else as_rows(residual)
     result, scale = empty(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
     total = x if residual is None else empty(x)
-    constants = configuration.whole_rows(rows.shape[1])
+    where = _operator(residual), "rms_norm_forward", configuration.place_of(x)
+    constants = configuration.whole_rows(*where, rows.shape[1])
     launch(
         "rms_norm.rms_norm_forward",
         blocks(len(rows), constants["ROWS"]),
@@ -111,8 +115,9 @@ def _differentiate(
     """Return the gradients of x (..., H), `grad_sum` added to it if given, and of weight (H,)."""
     rows, pulls = as_rows(x), as_rows(grad)
     more = pulls if grad_sum is None else as_rows(grad_sum)
-    constants = configuration.whole_rows(rows.shape[1])
-    each, programs = configuration.shares(len(rows), constants["ROWS"], chip_of(x.device))
+    where = _operator(grad_sum), "rms_norm_backward", configuration.place_of(x)
+    constants = configuration.whole_rows(*where, rows.shape[1])
+    each, programs = configuration.shares(*where, *rows.shape)
     grad_x = empty(x)
     parts = x.new_empty((programs, rows.shape[1]), dtype=torch.float32)
     launch(

@@ -38,7 +38,8 @@ def _turn(
     batch, positions, q_heads, width = q.shape
     k_heads, half = k.shape[2], cos.shape[-1]
     turned = empty(q), empty(k)
-    constants = configuration.rotary(half, max(q_heads, k_heads), width - 2 * half)
+    place, heads = configuration.place_of(q), max(q_heads, k_heads)
+    constants = configuration.rotary(place, half, heads, width - 2 * half)
     heads = constants["HEADS"]
     launch(
         "rotary.rotary_turn",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ms_kernels.library import is_wanted, opaque, unwanted
 from ms_kernels.reference import CONTRACTS
-from ms_kernels.triton import configuration
+from ms_kernels.triton.cross_entropy import walk
 from ms_kernels.triton.launching import blocks, launch
 from ms_kernels.triton.logit_chunks import Sums, chunks, lifted, room_for_gradient, scaled
 from ms_kernels.triton.rows import as_rows, empty
@@ -49,7 +49,7 @@ def _forward(
             logits,
             *(logits, places[part], chosen[part], spread[part], totals[part]),
             *(logits.shape[1], logits.stride(0), ignore_index, 1 / temperature),
-            **configuration.row_blocks(logits.shape[1]),
+            **walk("token_log_probs", "chosen_forward", hidden, len(weight)),
         )
     return made
 
@@ -86,7 +86,7 @@ def _backward(
     of_hidden, of_weight = is_wanted(wanted, 0), is_wanted(wanted, 1)
     sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
     peak, (pulls, spread_pulls) = lifted(hidden.dtype, grad.view(-1), grad_spread.view(-1))
-    constants = configuration.row_blocks(weight.shape[0])
+    constants = walk("token_log_probs", "chosen_backward", hidden, len(weight))
     totals, spread = totals.view(-1), entropies.view(-1)
     for part, logits in chunks(rows, weight):
         gradient = room_for_gradient(logits, hidden)
@@ -102,8 +102,12 @@ def _backward(
         )
         sums.add(gradient, rows, weight, part)
     return (
-        unwanted(hidden) if sums.hidden is None else scaled(sums.hidden, peak, hidden),
-        unwanted(weight) if sums.weight is None else scaled(sums.weight, peak, weight),
+        unwanted(hidden)
+        if sums.hidden is None
+        else scaled("token_log_probs", sums.hidden, peak, hidden),
+        unwanted(weight)
+        if sums.weight is None
+        else scaled("token_log_probs", sums.weight, peak, weight),
     )
 
 

@@ -1,0 +1,43 @@
+"""Work in several processes: compilers hold one core each, and Python's lock besides."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import TypeVar
+
+__all__ = ["cores", "each_done"]
+
+_Item = TypeVar("_Item")
+_Made = TypeVar("_Made")
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def each_done(
+    work: Callable[[_Item], _Made], items: Sequence[_Item], *, jobs: int, least: int
+) -> Iterator[_Made]:
+    """Yield ``work(item)`` of each item in order, made in up to `jobs` processes.
+
+    Args:
+        work: a function of a module, or a partial of one: it goes to other processes.
+        items: what goes there with it.
+        jobs: processes at most; 1 works in this one.
+        least: items for which a process is worth starting: it imports torch and Triton anew.
+    """
+    jobs = min(jobs, len(items) // least)
+    if jobs <= 1:
+        yield from map(work, items)
+        return
+    # A fork of a process in which torch has threads may hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        try:
+            yield from pool.map(work, items)
+        finally:  # stopped or failed: what has not begun never does
+            pool.shutdown(cancel_futures=True)
