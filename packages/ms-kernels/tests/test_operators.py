@@ -50,9 +50,10 @@ IDENTITIES = [f"{each.operator}-{each.backend}" for each in HERE]
 
 
 @st.composite
-def dims_of(draw, operator):
+def dims_of(draw, operator, limits=None):
     """Draw sizes, odd ones and no rows among them; `settle` then keeps the contract's rules."""
-    dims = {name: draw(st.integers(*limits)) for name, limits in SIZES[operator].items()}
+    limits = {**SIZES[operator], **(limits or {})}
+    dims = {name: draw(st.integers(*each)) for name, each in limits.items()}
     if operator == "rotary":
         dims["C"] = draw(st.sampled_from([1, dims["B"]]))
         dims["R/2"] = draw(st.integers(1, dims["D"] // 2))
@@ -100,11 +101,11 @@ def restride(tensor, how):
     return tensor
 
 
-def arguments_of(data, contract, dtype):
-    """Draw the tensors and options of one call."""
+def arguments_of(data, contract, dtype, limits=None):
+    """Draw the tensors and options of one call, sizes within `limits` where it names them."""
+    dims = data.draw(dims_of(contract.name, limits))
     dims, options = data.draw(
-        settled(contract, data.draw(dims_of(contract.name)), data.draw(options_of(contract))),
-        label="sizes and options",
+        settled(contract, dims, data.draw(options_of(contract))), label="sizes and options"
     )
     drawn = contract.draw(
         dims,

@@ -49,6 +49,7 @@ MOST_EXPERTS = 1024
 """Experts whose counts each program reads."""
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @cache
 def _absent() -> str | None:
     """Say that Triton is not installed, or None."""
