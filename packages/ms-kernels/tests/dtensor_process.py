@@ -14,7 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ms_kernels import ArgumentError, adamw_step, cross_entropy, explain, rms_norm
+import ms_kernels
+from ms_kernels import (
+    ArgumentError,
+    adamw_step,
+    cross_entropy,
+    explain,
+    linear_cross_entropy,
+    rms_norm,
+)
 from ms_kernels.dispatch import CONTRACTS
 
 
@@ -89,6 +97,84 @@ def compare_opaque(mesh, name, placement, sizes):
     return places
 
 
+def whole(tensor):
+    """Return what processes hold together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def compare_by_parts(mesh, name, placements, sizes, **options):
+    """Fail unless an operator of parts gives, forward and backward, what it gives of the whole.
+
+    Returns the placements of its results.
+    """
+    contract, run = CONTRACTS[name], getattr(ms_kernels, name)
+    drawn = list(contract.draw(sizes).values())
+    if name != "permute_tokens":
+        drawn[0] = drawn[0].view(4, -1, sizes["H"])
+        drawn[2] = drawn[2].view(4, -1)
+        drawn[2][0, :2] = -100
+    answers, places = [], []
+    for split in (False, True):
+        given = [each.clone() for each in drawn]
+        if split:
+            given = [
+                distribute_tensor(each, mesh, [placement])
+                for each, placement in zip(given, placements, strict=True)
+            ]
+        leaves = [each.requires_grad_() for each in given if each.is_floating_point()]
+        results = run(*given, **options)
+        results = results if isinstance(results, tuple) else (results,)
+        if split:
+            assert all(isinstance(each, DTensor) for each in results)
+            places = [each.placements[0] for each in results]
+        pulled = [each for each in results if each.requires_grad]
+        torch.manual_seed(1)
+        pulls = [torch.randn(each.shape) for each in pulled]
+        if split:
+            pulls = [
+                distribute_tensor(pull, mesh, each.placements)
+                for pull, each in zip(pulls, pulled, strict=True)
+            ]
+        grads = torch.autograd.grad(pulled, leaves, pulls)
+        answers.append([whole(each) for each in (*results, *grads)])
+    # Sums over rows are added up in another order.
+    torch.testing.assert_close(answers[1], answers[0], rtol=1e-5, atol=1e-5)
+    return places
+
+
+def compare_losses_by_parts(mesh):
+    """Rows split over batch or positions, features, classes, or not at all; odd numbers of rows."""
+    sizes = {"...": 20, "H": 8, "V": 12}
+    whole_, classes = Replicate(), Shard(0)
+    for rows in (Replicate(), Shard(0), Shard(1), Shard(2)):
+        held = rows if rows != Shard(2) else whole_
+        for weight in (whole_, classes, Shard(1)):
+            for targets in (held, whole_):
+                placed = [rows, weight, targets]
+                for reduction in ("mean", "sum", "none"):
+                    options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 0.01}
+                    (place,) = compare_by_parts(
+                        mesh, "linear_cross_entropy", placed, sizes, **options
+                    )
+                    assert place == (held if reduction == "none" else whole_)
+                for entropy in (False, True):
+                    places = compare_by_parts(
+                        mesh, "token_log_probs", placed, sizes, entropy=entropy, temperature=2.0
+                    )
+                    assert set(places) == {held}
+    for x in (Replicate(), Shard(0), Shard(1)):
+        for experts in (Replicate(), Shard(0)):
+            placed = compare_by_parts(
+                mesh, "permute_tokens", [x, experts], {"T": 5, "C": 2, "H": 7}, count=4
+            )
+            assert placed == [x if x == Shard(1) else whole_, whole_, whole_]
+    hidden, table = torch.randn(4, 8), torch.randn(12, 8)
+    split = distribute_tensor(hidden, mesh, [Shard(0)])
+    targets = distribute_tensor(torch.zeros(4, dtype=torch.int64), mesh, [Shard(0)])
+    with pytest.raises(ArgumentError, match="linear_cross_entropy: weight is a plain tensor"):
+        linear_cross_entropy(split, table, targets)
+
+
 def compare_adamw(mesh):
     """Fail unless a step on split tensors writes what a step on whole ones writes."""
     drawn = list(CONTRACTS["adamw_step"].draw({}).values())
@@ -157,6 +243,7 @@ def main(rank, port):
         places = compare_opaque(mesh, "attention", placement, heads)
         assert placement == Shard(3) or places == [placement], places
     compare_opaque(mesh, "attention", Shard(2), {**heads, "Hq": 3, "Hk": 1})
+    compare_losses_by_parts(mesh)
     compare_adamw(mesh)
     compare_fully_sharded(rank)
     dist.destroy_process_group()

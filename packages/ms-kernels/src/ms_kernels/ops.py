@@ -9,14 +9,16 @@ backend that `use_backend` allows takes the call. Class indices alone are data: 
 of range raises `ArgumentError` too; an accelerator reports it as it reports any bad index.
 """
 
-from typing import Literal, overload
+from functools import partial
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from ms_kernels.contract import Contract
-from ms_kernels.dispatch import CONTRACTS, implementation
+from ms_kernels.dispatch import CONTRACTS, describe_call, implementation
 from ms_kernels.errors import ArgumentError
+from ms_kernels.split_rows import is_split, permuted, rows_mapped, rows_reduced
 
 __all__ = [
     "adamw_step",
@@ -294,8 +296,13 @@ def linear_cross_entropy(
 
     Returns:
         float32 (float64 for float64): () or, with ``"none"``, (...).
+
+    Of DTensors, rows stay where they are; a weight that is split is gathered. A reduced loss is on
+    every process.
     """
     options = (ignore_index, label_smoothing, z_loss, reduction)
+    if is_split((hidden, weight, targets)):
+        return _loss_of_parts((hidden, weight, targets), options)
     run = implementation(_LINEAR_CROSS_ENTROPY, (hidden, weight, targets), options)
     try:
         result: Tensor = run(hidden, weight, targets, *options)
@@ -354,8 +361,19 @@ def token_log_probs(
     Returns:
         float32 (float64 for float64), (...); with `entropy` a pair of them. Both are
         differentiable.
+
+    Of DTensors, rows stay where they are; a weight that is split is gathered.
     """
     options = (temperature, ignore_index, entropy)
+    if is_split((hidden, weight, tokens)):
+        _check("token_log_probs", (hidden, weight, tokens), options)
+        names = ("hidden", "weight", "tokens")
+        own: Any = partial(
+            token_log_probs, temperature=temperature, ignore_index=ignore_index, entropy=entropy
+        )
+        found: Tensor | tuple[Tensor, Tensor]
+        found = rows_mapped("token_log_probs", names, (hidden, weight, tokens), own)
+        return found
     run = implementation(_TOKEN_LOG_PROBS, (hidden, weight, tokens), options)
     try:
         result: Tensor | tuple[Tensor, Tensor] = run(hidden, weight, tokens, *options)
@@ -378,7 +396,14 @@ def permute_tokens(x: Tensor, experts: Tensor, *, count: int) -> tuple[Tensor, T
         (count,) int64: how many rows each expert has; places (T, C) int64: the row of each choice.
         The first is differentiable; it is what `grouped_matmul` takes with the second, and the
         third leads `unpermute_tokens` back.
+
+    Of DTensors, x may stay split over features, as its rows then are; tokens are gathered.
     """
+    if is_split((x, experts)):
+        _check("permute_tokens", (x, experts), (count,))
+        own = partial(permute_tokens, count=count)
+        rows, counts, places = permuted(("x", "experts"), (x, experts), own)
+        return rows, counts, places
     run = implementation(_PERMUTE_TOKENS, (x, experts), (count,))
     try:
         result: tuple[Tensor, Tensor, Tensor] = run(x, experts, count)
@@ -487,6 +512,37 @@ def adamw_step(
     options = (step, learning_rate, betas, eps, weight_decay)
     run = implementation(_ADAMW_STEP, tensors, options)
     run(*tensors, *options)
+
+
+def _check(operator: str, tensors: tuple[Tensor, ...], options: tuple[Any, ...]) -> None:
+    """Refuse what does not fit the contract, before it falls into parts."""
+    contract = CONTRACTS[operator]
+    contract.bind(describe_call(contract, tensors, options))
+
+
+def _loss_of_parts(tensors: tuple[Tensor, ...], options: tuple[Any, ...]) -> Tensor:
+    """Return `linear_cross_entropy` of DTensors: each process's rows, then a sum over processes."""
+    _check("linear_cross_entropy", tensors, options)
+    ignore_index, label_smoothing, z_loss, reduction = options
+    names = ("hidden", "weight", "targets")
+    own = partial(
+        linear_cross_entropy,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        reduction="none" if reduction == "none" else "sum",
+    )
+    if reduction == "none":
+        losses: Tensor = rows_mapped("linear_cross_entropy", names, tensors, own)
+        return losses
+    counted = None
+    if reduction == "mean":
+        counted = partial(_count, ignore_index=ignore_index)
+    return rows_reduced("linear_cross_entropy", names, tensors, own, mean_over=counted)
+
+
+def _count(targets: Tensor, *, ignore_index: int) -> Tensor:
+    return (targets != ignore_index).sum()
 
 
 def _own_parts(
