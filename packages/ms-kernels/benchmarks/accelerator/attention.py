@@ -1,0 +1,100 @@
+"""Attention: the chosen kernel, ours, and each of torch's; and what torch's do not take."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from accelerator.report import Report
+from accelerator.ways import is_peer, ours
+from ms_kernels import ops
+
+__all__ = ["masked", "plain"]
+
+TORCHS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
+"""Kernels of torch's that count as the best there is."""
+
+
+def plain(report: Report) -> None:
+    """Time causal attention, forward and with gradients; a kernel that does not run says why."""
+    shapes = [(1, 16, 4, 2, 16)] if report.small else [
+        (4, 4096, 32, 8, 128), (1, 16384, 32, 8, 128), (8, 2048, 32, 32, 64),
+    ]  # fmt: skip
+    report.table("B S Hq Hk D", "pass", "way", "ms", "TFLOP/s", "of the best of torch's")
+    for batch, length, heads, groups, width in shapes:
+        q, k, v = _drawn(report, batch, length, (heads, groups, groups), width)
+        steps: dict[str, Callable[[], Tensor]] = {
+            "ms_kernels, as chosen": lambda q=q, k=k, v=v: ops.attention(q, k, v)
+        }
+        for each in ours(report, "attention"):
+            if each.backend == "triton":
+                steps["ms_kernels, triton"] = lambda q=q, k=k, v=v, run=each.run: run(
+                    q, k, v, None, True, None, None
+                )
+        for name in TORCHS:
+            kernel = getattr(SDPBackend, name)
+            steps[name] = lambda q=q, k=k, v=v, kernel=kernel: _sdpa(kernel, q, k, v)
+        flops = 2 * batch * heads * length * length * width
+        for told, both in (("forward", False), ("forward and backward", True)):
+            ways = {
+                name: _both_passes(run, (q, k, v)) if both else run for name, run in steps.items()
+            }
+            took, failed = report.times(ways, spend_s=0.3, may_fail=is_peer)
+            best = min((took[name] for name in TORCHS if name in took), default=float("nan"))
+            shape = f"{batch} {length} {heads} {groups} {width}"
+            for name, seconds in took.items():
+                rate = flops * (3.5 if both else 1) / seconds / 1e12
+                cells = (f"{1e3 * seconds:.3f}", f"{rate:.3g}", f"{best / seconds:.0%}")
+                report.row(shape, told, name, *cells)
+            for name, reason in failed.items():
+                report.row(shape, told, name, "failed", reason, "")
+
+
+def masked(report: Report) -> None:
+    """Time windows and documents, which torch's kernels do not take, beside full attention."""
+    batch, length, heads, groups, width = (
+        (1, 64, 4, 2, 16) if report.small else (1, 16384, 32, 8, 128)
+    )
+    q, k, v = _drawn(report, batch, length, (heads, groups, groups), width)
+    documents = torch.arange(length, device=report.device).div(length // 8, rounding_mode="floor")
+    documents = documents.int().expand(batch, length).contiguous()
+    ways = {
+        "causal": lambda: ops.attention(q, k, v),
+        f"window {length // 16}": lambda: ops.attention(q, k, v, window=length // 16),
+        "8 documents": lambda: ops.attention(q, k, v, documents=documents),
+    }
+    took, failed = report.times(
+        {name: _both_passes(run, (q, k, v)) for name, run in ways.items()}, spend_s=0.3
+    )
+    report.table("mask", "forward and backward, ms")
+    for name, seconds in took.items():
+        report.row(name, f"{1e3 * seconds:.3f}")
+    for name, reason in failed.items():
+        report.row(name, f"failed: {reason}")
+
+
+def _drawn(
+    report: Report, batch: int, length: int, heads: tuple[int, ...], width: int
+) -> tuple[Tensor, ...]:
+    dtype = torch.float32 if report.small else torch.bfloat16
+    return tuple(
+        torch.randn(batch, length, each, width, device=report.device, dtype=dtype).requires_grad_()
+        for each in heads
+    )
+
+
+def _sdpa(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(kernel):
+        heads = (each.transpose(1, 2) for each in (q, k, v))
+        grouped = q.shape[2] != k.shape[2]
+        return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=grouped)
+
+
+def _both_passes(run: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Callable[[], object]:
+    def step() -> object:
+        result = run()
+        return torch.autograd.grad(result, leaves, torch.ones_like(result))
+
+    return step

@@ -1,0 +1,83 @@
+"""The library built ahead of time for this chip: launched from Python and from a C program."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from accelerator.report import Report
+from ms_kernels.aot import TARGETS, Library, load
+from ms_kernels.dispatch import CONTRACTS
+from ms_kernels.tuning import chip_of
+
+__all__ = ["launch"]
+
+SOURCE = Path(__file__).with_name("launch.c")
+
+WITHOUT_DRIVER = 80
+"""Exit code of the C program where the first launch has no driver."""
+
+
+def launch(report: Report) -> None:
+    """Build two kernels, and run them; a dry run builds, and sees that C gets an error."""
+    chip = "sm_90" if report.small else chip_of(report.device)
+    if chip not in TARGETS or importlib.util.find_spec("triton") is None:
+        report.add("", f"not tried: no target {chip}, or triton is not installed")
+        return
+    if shutil.which("cc") is None:
+        report.held = False
+        report.add("", "not tried: there is no C compiler")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        place = _built(chip, Path(folder) / "lib")
+        if not report.small:
+            _from_python(report, load(place))
+        elif len(load(place).manifest.kernels) != 2:
+            report.held = False
+        if TARGETS[chip].backend == "cuda":
+            _from_c(report, place, Path(folder))
+
+
+def _built(chip: str, out: Path) -> Path:
+    """Build as a user would; the compiler does not work in a process that interprets."""
+    command = [sys.executable, "-m", "ms_kernels", "build", "--target", chip, "--out", str(out)]
+    for only in ("rms_norm_forward_fp32_4096", "scale_cast_fp32"):
+        command += ["--only", only]
+    plain = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    ended = subprocess.run(command, env=plain, capture_output=True, text=True)
+    if ended.returncode:
+        raise RuntimeError(ended.stderr.strip() or f"build ended with {ended.returncode}")
+    return out / chip
+
+
+def _from_c(report: Report, place: Path, folder: Path) -> None:
+    program = folder / "main"
+    command = ["cc", str(SOURCE), "-I", str(place), str(place / "libms_kernels.so")]
+    command += [f"-Wl,-rpath,{place}", "-ldl", "-lm", "-o", str(program)]
+    subprocess.run(command, check=True)
+    ended = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    report.held &= ended.returncode == (WITHOUT_DRIVER if report.small else 0)
+    report.add("", f"From C: exit code {ended.returncode}, {ended.stdout.strip()}")
+
+
+def _from_python(report: Report, library: Library) -> None:
+    x = torch.randn(8, 4096, device=report.device)
+    weight, y = torch.randn(4096, device=report.device), torch.empty_like(x)
+    scale = torch.empty(8, device=report.device)
+    names = {"X": x, "RESIDUAL": x, "W": weight, "Y": y, "SUM": y, "SCALE": scale}
+    stream = torch.accelerator.current_stream(report.device)
+    library.launch(
+        "rms_norm_forward_fp32_4096",
+        stream=getattr(stream, "cuda_stream", None) or getattr(stream, "native_handle", 0) or 0,
+        **{name: each.data_ptr() for name, each in names.items()},
+        rows=8, width=4096, x_stride=4096, residual_stride=4096, eps=1e-6,
+    )  # fmt: skip
+    torch.accelerator.synchronize()
+    off = (y - CONTRACTS["rms_norm"].reference(x, weight, 1e-6)).abs().max().item()
+    report.held &= off < 1e-4
+    report.add("", f"From Python, by ctypes: largest error {off:.3g}")

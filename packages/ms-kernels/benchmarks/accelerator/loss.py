@@ -1,0 +1,80 @@
+"""linear_cross_entropy beside its floor, torch's own and Liger's, with memory and losses."""
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accelerator.ceilings import Ceilings
+from accelerator.report import Report
+from accelerator.ways import is_peer, ours
+from ms_kernels import ops
+
+__all__ = ["measure"]
+
+
+def measure(report: Report, ceilings: Ceilings) -> None:
+    """Time it, forward and backward; the floor is three products."""
+    rows, width, classes = (8, 32, 256) if report.small else (8192, 4096, 128256)
+    dtype = torch.float32 if report.small else torch.bfloat16
+    hidden = torch.randn(rows, width, device=report.device, dtype=dtype).requires_grad_()
+    weight = torch.randn(classes, width, device=report.device, dtype=dtype) * width**-0.5
+    weight.requires_grad_()
+    targets = torch.randint(classes, (rows,), device=report.device)
+    floor = 6 * rows * width * classes / ceilings.product_rate
+    report.add("", f"{rows} x {width} x {classes}, {dtype}; three products: {1e3 * floor:.2f} ms.")
+    losses = _ways(report, hidden, weight, targets)
+    truth = _truth(hidden, weight, targets)
+    report.table("way", "ms", "times floor", "extra MiB", "loss", "off the float32 loss")
+    steps = {name: _both_passes(loss, (hidden, weight)) for name, loss in losses.items()}
+    took, failed = report.times(steps, spend_s=1.0, rounds=3, may_fail=is_peer)
+    for name, seconds in took.items():
+        value = losses[name]().detach().item()
+        extra, off = f"{report.extra_mib(steps[name]):.0f}", f"{value - truth:+.5f}"
+        cells = (f"{1e3 * seconds:.2f}", f"{seconds / floor:.2f}", extra, f"{value:.5f}", off)
+        report.row(name, *cells)
+    for name, reason in failed.items():
+        report.row(name, "failed", reason, "", "", "")
+
+
+def _ways(
+    report: Report, hidden: Tensor, weight: Tensor, targets: Tensor
+) -> dict[str, Callable[[], Tensor]]:
+    """Return ways to the same loss by name."""
+
+    def plain() -> Tensor:
+        return F.cross_entropy((hidden @ weight.T).float(), targets)
+
+    losses: dict[str, Callable[[], Tensor]] = {
+        "ms_kernels": lambda: ops.linear_cross_entropy(hidden, weight, targets),
+        "plain torch": plain,
+    }
+    for each in ours(report, "linear_cross_entropy") if report.small else ():
+        losses[f"ms_kernels, {each.backend}"] = lambda run=each.run: run(hidden, weight, targets)
+    if hasattr(F, "linear_cross_entropy"):
+        losses["F.linear_cross_entropy"] = lambda: F.linear_cross_entropy(hidden, weight, targets)
+    if not report.small:
+        losses["torch.compile"] = torch.compile(plain)
+        if importlib.util.find_spec("liger_kernel") is not None:
+            from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+            losses["Liger"] = lambda: liger_fused_linear_cross_entropy(hidden, weight, targets)
+    return losses
+
+
+def _truth(hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
+    """Return the loss from float32 logits, a few rows at a time."""
+    with torch.no_grad():
+        parts = [
+            F.cross_entropy(part.float() @ weight.float().T, wanted, reduction="sum").double()
+            for part, wanted in zip(hidden.split(1024), targets.split(1024), strict=True)
+        ]
+    return float(sum(parts)) / len(targets)
+
+
+def _both_passes(
+    loss: Callable[[], Tensor], leaves: tuple[Tensor, ...]
+) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: torch.autograd.grad(loss(), leaves)
