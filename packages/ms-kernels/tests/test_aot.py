@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch
 from ms_kernels.aot import TARGETS, build, load
 from ms_kernels.aot.catalogue import entries
 from ms_kernels.aot.manifest import read_manifest
+from ms_kernels.aot.targets import target_named
+from ms_kernels.aot.workers import each_done
 from ms_kernels.cli import main
 from ms_kernels.errors import ArgumentError, BackendError
 
@@ -163,6 +166,18 @@ def test_a_stopped_build_leaves_nothing_in_place_and_goes_on(tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["sm_90"]
 
 
+def test_several_processes_build_the_same_library_as_one(library, tmp_path):
+    """Byte by byte, in the same order; a process is started for as few as one kernel here."""
+    from ms_kernels.aot import building
+
+    few = [each for each in entries("sm_90") if each.name in FEW]
+    work = partial(building._kept_or_compiled, target=target_named("sm_90"), work=tmp_path)
+    made = list(each_done(work, few, jobs=2, least=1))
+    assert [each.entry.name for each in made] == [each.name for each in few]
+    for each in made:
+        assert each.binary == (library / f"{each.entry.name}.cubin").read_bytes()
+
+
 def test_the_command_builds_for_amd_and_refuses_what_it_does_not_know(tmp_path, capsys):
     """Exit code 0 with the folder; 2 with one line for a wrong target or a folder that is there."""
     arguments = ["build", "--target", "gfx942", "--out", str(tmp_path), "--only", "scale_cast_bf16"]
@@ -175,6 +190,11 @@ def test_the_command_builds_for_amd_and_refuses_what_it_does_not_know(tmp_path, 
     told = capsys.readouterr().err
     assert told == f"ms-kernels: there is no target 'sm_91'; there are {', '.join(TARGETS)}\n"
     assert main([*arguments[:2], "sm_90", *arguments[3:6], "nothing"]) == 2
+    assert "there are adamw_step, attention_backward_keys" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main([*arguments[:4], str(tmp_path / "file"), "--only", "scale_cast_bf16"]) == 2
+    assert "cannot be written: Not a directory; name another folder" in capsys.readouterr().err
+    assert main([*arguments, "--jobs", "0"]) == 2
 
 
 def test_every_entry_has_a_name_of_its_own():

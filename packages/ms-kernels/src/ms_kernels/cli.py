@@ -36,6 +36,9 @@ from ms_kernels.tuning import chip_of, chips, write_table
 
 __all__ = ["main"]
 
+MOST = 2**31 - 1
+"""Largest size that `explain` takes."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 1 a check failed, 2 bad input."""
@@ -248,9 +251,7 @@ def _explain(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     for name in options.operator or ():
         _contract(name)
-    for name in options.backend or ():
-        if name not in BACKENDS:
-            raise BackendError(f"there is no backend {name!r}; there are {', '.join(BACKENDS)}")
+    _backends(options.backend)
     device = _present(options.device)
     findings = check(options.operator, options.backend, device=device, dtype=_dtype(options.dtype))
     if options.json:
@@ -265,11 +266,14 @@ def _check(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     for name in options.operator or ():
         _contract(name)
+    _backends(options.backend)
     device = _present(options.device)
     if options.tune:
         path = options.out or Path(f"{chip_of(device)}.json")
         if not path.absolute().parent.is_dir():
             raise TableError(f"{path} cannot be written: there is no such folder")
+        if path.is_dir():
+            raise TableError(f"{path} cannot be written: it is a folder; name a file in it")
         table = tune(
             device,
             operators=options.operator,
@@ -360,6 +364,12 @@ def _contract(name: str) -> Contract:
     return CONTRACTS[name]
 
 
+def _backends(names: Sequence[str] | None) -> None:
+    for name in names or ():
+        if name not in BACKENDS:
+            raise BackendError(f"there is no backend {name!r}; there are {', '.join(BACKENDS)}")
+
+
 def _details(
     contract: Contract, details: Sequence[str]
 ) -> tuple[dict[str, int], dict[str, object], set[str]]:
@@ -373,6 +383,8 @@ def _details(
         name, _, text = detail.partition("=")
         if name in contract.example and text.isdecimal():
             sizes[name] = int(text)
+            if sizes[name] > MOST:
+                raise ArgumentError(contract.name, name, text, f"up to {MOST}")
         elif name in known and text:
             settings[name] = _value(text)
         elif name in spare and not text:

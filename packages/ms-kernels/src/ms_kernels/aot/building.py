@@ -71,7 +71,16 @@ def build(
         raise BackendError(f"jobs is {jobs}; it must be a number of processes, 1 or more")
     if place.exists():
         raise BackendError(f"{place} exists; remove it, or build into another folder")
-    work = out / f".{chip.name}.partial"
+    try:
+        return _made(chip, out, only, jobs, progress)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise BackendError(f"{place} cannot be written: {reason}; name another folder") from error
+
+
+def _made(chip: Target, out: Path, only: Sequence[str], jobs: int, progress: Progress) -> Path:
+    """Make a library beside its place, and move it there whole."""
+    place, work = out / chip.name, out / f".{chip.name}.partial"
     work.mkdir(parents=True, exist_ok=True)
     if chip.backend == "cpu":
         from ms_kernels.aot.models import make_models
