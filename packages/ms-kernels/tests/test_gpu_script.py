@@ -19,6 +19,7 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, env=plain)
 
 
+@pytest.mark.slow
 def test_a_dry_run_goes_through_every_section(tmp_path):
     """Nothing of ours fails, each kernel is interpreted, and a peer that fails says why."""
     ended = run("--dry", "--out", str(tmp_path / "table.md"))
