@@ -202,10 +202,12 @@ def _tuned(
         found: list[Configuration] = []
         for sizes in each.tried_at:
             dims = {**contract.example, **sizes}
-            inputs = _inputs(contract, dims, device, dtype)
-            call = describe_call(contract, inputs, contract.defaults)
+            spare = [argument.name for argument in contract.arguments if argument.optional]
+            # Asked before anything is drawn: these sizes are an accelerator's.
+            call = contract.call(dims, dtype=dtype, device=device, without=spare)
             if obstacle_to(candidate, call) is not None:
                 continue
+            inputs = _inputs(contract, dims, device, dtype)
             at_most = {name: dims[name] for name in each.sizes}
             values = _fastest(contract, candidate, each, inputs, at_most, spend_s)
             if found and found[-1].values == values:
