@@ -78,7 +78,8 @@ class Attention(nn.Module):
         q, k = self.ops.rotary(q, k, context.cos, context.sin)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
-        if context.lengths is not None:
+        # A block compiled alone would be compiled anew for each batch's lengths.
+        if not torch.compiler.is_compiling() and context.lengths is not None:
             out = attend_in_spans(self.ops.attention, q, k, v, context.lengths, window=self.window)
         else:
             out = self.ops.attention(q, k, v, documents=context.documents, window=self.window)

@@ -21,9 +21,11 @@ def document_lengths(documents: Tensor | None) -> tuple[int, ...] | None:
 
     Args:
         documents: (B, S) int32 or None. A number that comes back later in its row, short
-            documents, and another device than the CPU, where looking would stall the queue, get
-            None.
+            documents, another device than the CPU, where looking would stall the queue, and
+            torch.compile, whose graph looking would break, get None.
     """
+    if torch.compiler.is_compiling():
+        return None
     if documents is None or documents.device.type != "cpu" or not documents.numel():
         return None
     rows, positions = documents.shape
