@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from ms_profile.analysis import analyse_traces
 from ms_profile.cli import main
@@ -71,6 +72,20 @@ def test_a_comparison_names_the_phase_that_moved() -> None:
     assert moved["data"] == pytest.approx(10e6, rel=0.05)
     assert "DataLoader" in found.operators[0].name or "all_reduce" in found.operators[0].name
     assert compare(after, before).improvement
+
+
+def test_a_phase_that_one_run_cannot_show_is_named() -> None:
+    """What is missing from either run's traces is no change, and is not left out in silence."""
+    before = analyse_traces(simulate_run(ranks=2, seed=1).traces)
+    assert "data" not in compare(before, before).not_measurable
+    after = analyse_traces(simulate_run(ranks=2, seed=2).traces)
+    ranks = {
+        rank: evolve(one, activity=evolve(one.activity, unmeasured=("data",)))
+        for rank, one in after.ranks.items()
+    }
+    found = compare(before, evolve(after, ranks=ranks))
+    assert "data" in found.not_measurable
+    assert "data" not in {one.name for one in found.phases}
 
 
 def test_too_few_steps_are_refused() -> None:

@@ -88,6 +88,8 @@ class Comparison:
     improvement: bool
     phases: tuple[Change, ...]
     """Per step and rank; those that either run shows."""
+    not_measurable: tuple[str, ...]
+    """Phases that the traces of one run, or of both, cannot show."""
     operators: tuple[Change, ...]
     """Self time per step and rank, the largest change first."""
 
@@ -138,6 +140,7 @@ def compare(
     slower = max(compare_runs(a, b) for a, b in pairs)
     faster = max(compare_runs(b, a) for a, b in pairs)
     shares = [_typical(b) / _typical(a) - 1 for a, b in pairs]
+    phases, not_measurable = _phases(before, after)
     change = Change(name="step", before_ns=_typical(old), after_ns=_typical(new))
     return Comparison(
         step=change,
@@ -147,7 +150,8 @@ def compare(
         runs=(len(old), len(new)),
         regression=slower < CHANCE and min(shares) >= least_change,
         improvement=faster < CHANCE and max(shares) <= -least_change,
-        phases=_phases(before, after),
+        phases=phases,
+        not_measurable=not_measurable,
         operators=_operators(before, after),
     )
 
@@ -272,7 +276,9 @@ def _detectable(before: Runs, after: Runs, least_change: float) -> float | None:
     return max(float(np.expm1(logarithm)), least_change) if logarithm < np.log(10) else None
 
 
-def _phases(before: Analysis, after: Analysis) -> tuple[Change, ...]:
+def _phases(before: Analysis, after: Analysis) -> tuple[tuple[Change, ...], tuple[str, ...]]:
+    """What was measured in both runs, and the names of what was not."""
+
     def per_step(analysis: Analysis, phase: str) -> float | None:
         amounts = [
             step.phases_ns[phase]
@@ -282,12 +288,14 @@ def _phases(before: Analysis, after: Analysis) -> tuple[Change, ...]:
         ]
         return float(np.mean(amounts)) if amounts else None
 
-    found = []
+    found, missing = [], []
     for phase in PHASES:
         old, new = per_step(before, phase), per_step(after, phase)
-        if old is not None and new is not None and (old or new):
+        if old is None or new is None:
+            missing.append(phase)
+        elif old or new:
             found.append(Change(name=phase, before_ns=old, after_ns=new))
-    return tuple(found)
+    return tuple(found), tuple(missing)
 
 
 def _operators(before: Analysis, after: Analysis) -> tuple[Change, ...]:

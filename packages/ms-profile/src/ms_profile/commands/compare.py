@@ -102,6 +102,7 @@ def _facts(found: Comparison) -> dict[str, Any]:
         "regression": found.regression, "improvement": found.improvement, "chance": found.chance,
         "detectable": found.detectable, "steps": found.steps, "runs": found.runs,
         "step": plain(found.step), "phases": [plain(one) for one in found.phases],
+        "not_measurable": found.not_measurable,
         "operators": [plain(one) for one in found.operators],
     }  # fmt: skip
 
@@ -114,6 +115,8 @@ def _show(found: Comparison) -> None:
         change = "new" if one.share is None else f"{one.share:+.1%}"
         table.add_row(one.name, f"{one.before_ns / 1e6:.3f}", f"{one.after_ns / 1e6:.3f}", change)
     Console().print(table)
+    if found.not_measurable:
+        print(f"not measurable in one run or both: {', '.join(found.not_measurable)}")
     verdict = "no significant difference"
     if found.regression:
         verdict = "significant regression"
