@@ -12,6 +12,7 @@ from ms_kernels import ArgumentError, BackendError, dispatch, explain, rms_norm,
 from ms_kernels.contract import Call, Fact
 from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS
 from ms_kernels.registry import Implementation, choose, first_fit
+from ms_kernels.tracing import known_when_traced
 
 # On any chip enough for the CPU's own implementation to pay.
 LARGE = (torch.randn(4096, 1024), torch.ones(1024))
@@ -239,3 +240,16 @@ def test_torch_compile_minds_use_backend_and_bad_arguments():
     with use_backend("cpu"), pytest.raises(Exception, match="none of"):
         torch.compile(rms_norm, fullgraph=True, backend="eager")(*LARGE)
     torch._dynamo.reset()
+
+
+def test_what_is_known_when_traced_has_the_mark_that_torch_sets() -> None:
+    """The mark that is set without torch's compiler is the one that its own decorator sets."""
+
+    def ours() -> int:
+        return 1
+
+    def theirs() -> int:
+        return 1
+
+    torch.compiler.assume_constant_result(theirs)
+    assert vars(known_when_traced(ours)) == vars(theirs)

@@ -16,6 +16,7 @@ from ms_kernels import ascend, cpu, reference, sdpa, triton
 from ms_kernels.contract import Call, Contract, Fact
 from ms_kernels.errors import ArgumentError, BackendError
 from ms_kernels.registry import Choice, Implementation, choose, first_fit
+from ms_kernels.tracing import known_when_traced
 from ms_kernels.tuning import chip_of
 
 __all__ = [
@@ -173,7 +174,7 @@ def _traced(
     return fitting.run
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@known_when_traced
 def _preferred_when_traced() -> tuple[str, ...] | None:
     """Return what `use_backend` holds as the graph is made; it stays so in that graph."""
     return _preferred.get()

@@ -63,6 +63,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ms_kernels.contract import Contract
+from ms_kernels.tracing import known_when_traced
 
 __all__ = ["is_wanted", "opaque", "unwanted"]
 
@@ -293,7 +294,7 @@ class _SplitRules:
         self._splits = splits
         self._rules = list(rules)
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @known_when_traced
     def register(self) -> None:
         """Do it once; importing DTensor takes a second, so it waits until somebody else did."""
         if not self._rules or "torch.distributed.tensor" not in sys.modules:

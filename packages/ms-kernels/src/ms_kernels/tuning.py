@@ -21,6 +21,7 @@ import msgspec
 import torch
 
 from ms_kernels.errors import TableError
+from ms_kernels.tracing import known_when_traced
 
 __all__ = [
     "ANY",
@@ -172,7 +173,7 @@ def _entries(chip: str) -> Mapping[tuple[str, str, str], Entry]:
     return {entry.key: entry for entry in read_table(path).entries}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@known_when_traced
 def entry_for(chip: str, operator: str, backend: str, version: int, dtype: str) -> Entry | None:
     """Return what a chip's table says of an implementation, or None.
 
@@ -182,7 +183,7 @@ def entry_for(chip: str, operator: str, backend: str, version: int, dtype: str) 
     return entry if entry is not None and entry.version == version else None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@known_when_traced
 def chip_of(device: torch.device) -> str:
     """Return the name of the chip that `device` is: ``cpu-avx512``, ``sm_90``, ``gfx942``, ...
 

@@ -15,6 +15,7 @@ import torch
 from ms_kernels.contract import Call, Fact, describe
 from ms_kernels.reference import CONTRACTS
 from ms_kernels.registry import Implementation
+from ms_kernels.tracing import known_when_traced
 from ms_kernels.triton import (
     adamw_step,
     attention,
@@ -49,7 +50,7 @@ MOST_EXPERTS = 1024
 """Experts whose counts each program reads."""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@known_when_traced
 @cache
 def _absent() -> str | None:
     """Say that Triton is not installed, or None."""
@@ -58,7 +59,7 @@ def _absent() -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@known_when_traced
 @cache
 def _foreign() -> str | None:
     """Say that the Triton that is installed makes nothing for Ascend, or None."""
