@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from ms_profile.analysis import Analysis, analyse, analyse_traces
+from ms_profile.collectives import Meeting
 from ms_profile.errors import TraceError
-from ms_profile.ledger import name_suspect
+from ms_profile.ledger import keep_ledger, name_suspect
 from ms_profile.link import LinkMatrix, PairLink, fit_link
 from ms_profile.links import diagnose, fit_transfers, name_slow_link
 from ms_profile.memory import memory_peaks, memory_timeline
@@ -80,6 +82,55 @@ def test_collectives_beside_compute_do_not_hide_where_the_delay_began() -> None:
     fault = Fault(phase="data", rank=7, delay_ns=5 * MS)
     charged = analysed(simulate_run(ranks=8, fault=fault, seed=1)).ledger.charged_ns()
     assert charged[7, "data"] > 0.9 * sum(charged.values())
+
+
+def test_pauses_outside_the_traced_steps_blame_nobody() -> None:
+    """What the recorder saw before a window on the rank that waits leaves the verdict as it is."""
+    run = simulate_run(ranks=2, fault=Fault(phase="compute", rank=1, delay_ns=60 * MS), seed=1)
+    begin = run.traces[0].span_ns[0]
+    earlier = np.array([[begin - 2000 * MS, begin - 1000 * MS]])
+    known = {rank: np.concatenate([earlier, own]) for rank, own in run.garbage.items()}
+    alone = analysed(run).ledger.charged_ns()
+    assert analyse_traces(run.traces, garbage={0: known[0]}).ledger.charged_ns() == alone
+    assert analyse_traces(run.traces, garbage=known).ledger.charged_ns() == alone
+    assert alone[1, "compute"] > 0.9 * sum(alone.values())
+
+
+def test_garbage_before_a_late_ranks_own_first_step_is_known() -> None:
+    """Rank 1 collects from before its first traced step on; rank 0 waits in that step already."""
+    computing = {0: np.array([[0, 2]]) * MS, 1: np.array([[152, 153]]) * MS}
+    phases = {rank: {"compute": own} for rank, own in computing.items()}
+    phases[1]["garbage"] = np.array([[-900, -400], [1, 151]]) * MS
+    first = Meeting(
+        key=0, kind="all_reduce", group="", size_bytes=8, starts_ns={0: 2 * MS, 1: 153 * MS},
+        ends_ns={0: 154 * MS, 1: 154 * MS}, rows={0: 0, 1: 0},
+    )  # fmt: skip
+    charged = keep_ledger([first], phases, {0: 0, 1: 151 * MS}).charged_ns()
+    assert {key: wait / MS for key, wait in charged.items()} == pytest.approx(
+        {(1, "garbage"): 149, (1, "host"): 1, (1, "compute"): 1}
+    )
+
+
+def test_a_collective_that_is_reported_late_hides_no_cause() -> None:
+    """Rank 1 computes before two collectives, and reports the end of the first 5 ms after rank 0.
+
+    Rank 0 has entered the second by then. Rank 1's 30 ms before the first came before they met, so
+    of what it waits in the second 5 ms are the link's and 44 ms compute's.
+    """
+    computing = np.array([[0, 30], [36, 80]]) * MS
+    first = Meeting(
+        key=0, kind="all_reduce", group="", size_bytes=8, starts_ns={0: 0, 1: 30 * MS},
+        ends_ns={0: 31 * MS, 1: 36 * MS}, rows={0: 0, 1: 0},
+    )  # fmt: skip
+    second = evolve(
+        first, key=1, starts_ns={0: 31 * MS, 1: 80 * MS}, ends_ns={0: 81 * MS, 1: 81 * MS}
+    )
+    communicating = {0: np.array([[0, 81]]) * MS, 1: np.array([[30, 36], [80, 81]]) * MS}
+    phases = {rank: {"collective": own} for rank, own in communicating.items()}
+    phases[1]["compute"] = computing
+    ledger = keep_ledger([first, second], phases)
+    of_second = {c.phase: c.wait_ns / MS for c in ledger.charges if c.meeting == 1}
+    assert of_second == pytest.approx({"compute": 44, "link": 5})
 
 
 @pytest.mark.parametrize(("ranks", "grid", "every"), [(2, 0, 3), (4, 2, 1), (8, 2, 1)])

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from attrs import evolve, field, frozen
 
 from ms_profile.activity import Activity, Breakdown, break_down, find_activity
@@ -163,6 +164,11 @@ def analyse_traces(
         for rank, one in ranks.items()
         if rank in fits
     }
-    return Analysis(
-        ranks=ranks, meetings=meetings, ledger=keep_ledger(meetings, phases), warnings=tuple(said)
-    )
+    # What is known of a rank from before its trace, its pauses, is less than what it did.
+    begins = {
+        rank: int(fits[rank].correct(np.array([one.trace.span_ns[0]]))[0])
+        for rank, one in ranks.items()
+        if rank in fits
+    }
+    ledger = keep_ledger(meetings, phases, begins)
+    return Analysis(ranks=ranks, meetings=meetings, ledger=ledger, warnings=tuple(said))

@@ -111,19 +111,31 @@ class _Wait:
 
 
 @frozen(kw_only=True)
+class _Held:
+    """A meeting, as far as it held ranks up."""
+
+    entered: int
+    """When its last rank entered."""
+    ends: dict[int, int]
+    """Of the ranks that were held up."""
+
+
+@frozen(kw_only=True)
 class _Book:
     """What is known of each rank while the ledger is being written."""
 
     phases: dict[int, dict[str, _Covered]]
     waits: dict[int, list[_Wait]] = field(factory=lambda: defaultdict(list))
-    held: dict[int, list[dict[int, int]]] = field(factory=lambda: defaultdict(list))
-    """Of each rank the meetings that held it up: the ends of all ranks that were held up."""
-    begins: dict[int, int] = field(factory=dict)
-    """First recorded instant of each rank."""
+    held: dict[int, list[_Held]] = field(factory=lambda: defaultdict(list))
+    """Of each rank the meetings that held it up."""
+    begins: Mapping[int, int] = field(factory=dict)
+    """First traced instant of each rank; what is known of it before is not all that it did."""
 
 
 def keep_ledger(
-    meetings: Sequence[Meeting], phases: Mapping[int, Mapping[str, Intervals]]
+    meetings: Sequence[Meeting],
+    phases: Mapping[int, Mapping[str, Intervals]],
+    begins: Mapping[int, int] | None = None,
 ) -> Ledger:
     """Write the ledger.
 
@@ -131,6 +143,8 @@ def keep_ledger(
         meetings: on one clock, as `ms_profile.analysis` aligns them.
         phases: for each rank disjoint intervals (N, 2) ns by phase on the same clock; what they
             leave is "host".
+        begins: when each rank's trace begins, ns of the same clock, where some phases are also
+            known from before; the first interval otherwise.
     """
     ordered = sorted(
         (one for one in meetings if len(one.starts_ns) > 1),
@@ -141,7 +155,8 @@ def keep_ledger(
             rank: {name: _Covered(own) for name, own in parts.items()}
             for rank, parts in phases.items()
         },
-        begins={
+        begins=begins
+        or {
             rank: min((int(own[0, 0]) for own in parts.values() if len(own)), default=0)
             for rank, parts in phases.items()
         },
@@ -177,9 +192,9 @@ def keep_ledger(
 
 
 def _remember(book: _Book, one: Meeting) -> None:
-    held = {rank: end for rank, end in one.ends_ns.items() if _held(book, rank, one)}
-    for rank in held:
-        book.held[rank].append(held)
+    ends = {rank: end for rank, end in one.ends_ns.items() if _held(book, rank, one)}
+    for rank in ends:
+        book.held[rank].append(_Held(entered=max(one.starts_ns.values()), ends=ends))
 
 
 def _held(book: _Book, rank: int, one: Meeting) -> bool:
@@ -225,10 +240,13 @@ def _causes(
 
 
 def _last_met(book: _Book, left: int, right: int, before: int) -> int:
-    """The end of the last meeting of two ranks that held up both and was over before an instant."""
-    for ends in reversed(book.held[left]):
-        if right in ends and (end := max(ends[left], ends[right])) <= before:
-            return end
+    """The end of the last meeting before an instant that held up two ranks, or that instant.
+
+    Once all have entered, one rank may be through and at the next while another is told late.
+    """
+    for one in reversed(book.held[left]):
+        if right in one.ends and one.entered <= before:
+            return min(max(one.ends[left], one.ends[right]), before)
     return min(max(book.begins.get(left, before), book.begins.get(right, before)), before)
 
 
