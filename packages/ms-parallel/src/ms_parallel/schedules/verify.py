@@ -87,8 +87,20 @@ def _required(schedule: Schedule, stage: int, microbatch: int, split: bool) -> l
     return [Action(kind, stage, microbatch) for kind in kinds]
 
 
+def _miscounted(action: Action, count: int, rank: int) -> str:
+    problem = "is missing" if count == 0 else f"occurs {count} times"
+    return (
+        f"{action} {problem} on rank {rank}; every stage does each of its actions on a "
+        "microbatch once"
+    )
+
+
 def _check_complete(schedule: Schedule) -> None:
     counts = Counter(action for row in schedule.actions for _, action in _flat(row))
+    for action, count in counts.items():
+        # Its messages are repeated too where they were placed by the computations.
+        if count > 1 and action.kind in (_F, _I, _W, _B):
+            raise ScheduleError(_miscounted(action, count, schedule.placement[action.stage]))
     for microbatch in range(schedule.microbatches):
         for stage in range(schedule.stages):
             rank = schedule.placement[stage]
@@ -103,11 +115,7 @@ def _check_complete(schedule: Schedule) -> None:
             for action in _required(schedule, stage, microbatch, split):
                 count = counts[action]
                 if count != 1:
-                    problem = "is missing" if count == 0 else f"occurs {count} times"
-                    raise ScheduleError(
-                        f"{action} {problem} on rank {rank}; every stage does each of its "
-                        "actions on a microbatch once"
-                    )
+                    raise ScheduleError(_miscounted(action, count, rank))
                 del counts[action]
     for action in counts:
         if action.kind in SENDS | RECEIVES:
