@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from ms_kernels import cli, dispatch
+from ms_kernels import arguments, dispatch
 from ms_kernels.cli import main
 from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS
 from ms_kernels.registry import Implementation
@@ -190,4 +190,4 @@ def test_the_module_is_the_command():
 
 def test_the_command_knows_the_backends_that_dispatch_knows():
     """There is one list of backends."""
-    assert cli.BACKENDS is dispatch.BACKENDS
+    assert arguments.BACKENDS is dispatch.BACKENDS

@@ -1,7 +1,6 @@
 """The command `ms-kernels`: which operators and backends there are, why one is taken, proofs."""
 
 import argparse
-import ast
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,26 +17,30 @@ from ms_kernels.aot import TARGETS, build
 from ms_kernels.aot.building import Progress
 from ms_kernels.aot.manifest import read_manifest
 from ms_kernels.aot.workers import cores
+from ms_kernels.arguments import (
+    check_backends,
+    contract_of,
+    device_of,
+    dtype_of,
+    present,
+    read_details,
+)  # fmt: skip
 from ms_kernels.check import Finding, check
-from ms_kernels.contract import FLOATING, Contract, describe
+from ms_kernels.contract import Contract
 from ms_kernels.dispatch import (
-    BACKENDS,
     CONTRACTS,
     IMPLEMENTATIONS,
     decide,
     describe_call,
     use_backend,
 )
-from ms_kernels.errors import ArgumentError, BackendError, KernelError, TableError
+from ms_kernels.errors import KernelError, TableError
 from ms_kernels.measure import in_turn, one_pass
 from ms_kernels.registry import obstacle_to, with_launches
 from ms_kernels.tuner import largest, tune
 from ms_kernels.tuning import chip_of, chips, write_table
 
 __all__ = ["main"]
-
-MOST = 2**31 - 1
-"""Largest size that `explain` takes."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -197,13 +200,13 @@ def _facts(contract: Contract) -> dict[str, Any]:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    contract = _contract(options.operator)
-    sizes, settings, wanted = _details(contract, options.details)
+    contract = contract_of(options.operator)
+    sizes, settings, wanted = read_details(contract, options.details)
     without = [each.name for each in contract.arguments if each.optional]
-    device = _device(options.device)
+    device = device_of(options.device)
     call = contract.call(
         sizes,
-        dtype=_dtype(options.dtype),
+        dtype=dtype_of(options.dtype),
         device=device,
         chip=options.chip or chip_of(device),
         options=settings,
@@ -250,10 +253,12 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     for name in options.operator or ():
-        _contract(name)
-    _backends(options.backend)
-    device = _present(options.device)
-    findings = check(options.operator, options.backend, device=device, dtype=_dtype(options.dtype))
+        contract_of(name)
+    check_backends(options.backend)
+    device = present(options.device)
+    findings = check(
+        options.operator, options.backend, device=device, dtype=dtype_of(options.dtype)
+    )
     if options.json:
         print(json.dumps([_row(each) for each in findings], indent=2))
     else:
@@ -265,9 +270,9 @@ def _check(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     for name in options.operator or ():
-        _contract(name)
-    _backends(options.backend)
-    device = _present(options.device)
+        contract_of(name)
+    check_backends(options.backend)
+    device = present(options.device)
     if options.tune:
         path = options.out or Path(f"{chip_of(device)}.json")
         if not path.absolute().parent.is_dir():
@@ -299,7 +304,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _timings(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield the times of every backend at the largest size that a tuner tries."""
-    dtype = _dtype(options.dtype)
+    dtype = dtype_of(options.dtype)
     for contract in CONTRACTS.values():
         if options.operator and contract.name not in options.operator:
             continue
@@ -356,77 +361,3 @@ def _print_findings(findings: Sequence[Finding]) -> None:
         print(f"{mark}  {operator:<21} {backend:<10} {settings or 'defaults':<24} {told}")
     run = [each for each in findings if not each.reason]
     print(f"{sum(each.holds for each in run)} of {len(run)} results and gradients hold")
-
-
-def _contract(name: str) -> Contract:
-    if name not in CONTRACTS:
-        raise BackendError(f"there is no operator {name!r}; there are {', '.join(CONTRACTS)}")
-    return CONTRACTS[name]
-
-
-def _backends(names: Sequence[str] | None) -> None:
-    for name in names or ():
-        if name not in BACKENDS:
-            raise BackendError(f"there is no backend {name!r}; there are {', '.join(BACKENDS)}")
-
-
-def _details(
-    contract: Contract, details: Sequence[str]
-) -> tuple[dict[str, int], dict[str, object], set[str]]:
-    """Sort NAME[=VALUE] into sizes, options and optional arguments."""
-    sizes: dict[str, int] = {}
-    settings: dict[str, object] = {}
-    wanted: set[str] = set()
-    spare = [each.name for each in contract.arguments if each.optional]
-    known = [each.name for each in contract.options]
-    for detail in details:
-        name, _, text = detail.partition("=")
-        if name in contract.example and text.isdecimal():
-            sizes[name] = int(text)
-            if sizes[name] > MOST:
-                raise ArgumentError(contract.name, name, text, f"up to {MOST}")
-        elif name in known and text:
-            settings[name] = _value(text)
-        elif name in spare and not text:
-            wanted.add(name)
-        else:
-            sizes_fit = ", ".join(f"{each}=SIZE" for each in contract.example)
-            options_fit = ", ".join([f"{each}=VALUE" for each in known] + spare)
-            fits = f"one of {sizes_fit}{', ' if options_fit else ''}{options_fit}"
-            raise ArgumentError(contract.name, detail, "not understood", fits)
-    return sizes, settings, wanted
-
-
-def _value(text: str) -> object:
-    try:
-        value: object = ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        return text
-    return value
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if found not in FLOATING:
-        fits = ", ".join(describe(each) for each in FLOATING)
-        raise BackendError(f"no operator is made for dtype {name!r}; there are {fits}")
-    assert isinstance(found, torch.dtype)
-    return found
-
-
-def _present(name: str) -> torch.device:
-    """Return a device that this machine has."""
-    device = _device(name)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise BackendError(f"device {device} is not available here: {reason}") from error
-    return device
-
-
-def _device(name: str) -> torch.device:
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise BackendError(f"there is no device {name!r}; there are cpu, cuda, npu") from error

@@ -18,6 +18,7 @@ from torch import Tensor
 from ms_kernels.contract import Contract
 from ms_kernels.dispatch import CONTRACTS, describe_call, implementation
 from ms_kernels.errors import ArgumentError
+from ms_kernels.indices import check_classes, check_counts, check_pages, check_range
 from ms_kernels.split_rows import is_split, permuted, rows_mapped, rows_reduced
 
 __all__ = [
@@ -224,13 +225,13 @@ def decode_attention(
     """
     tensors = (q, key_pages, value_pages, page_table, lengths)
     run = implementation(_DECODE_ATTENTION, tensors, (window, scale))
-    _check_range(
+    check_range(
         "decode_attention", "lengths", lengths, page_table.shape[1] * key_pages.shape[1] + 1
     )
     try:
         result: Tensor = run(*tensors, window, scale)
     except (IndexError, RuntimeError):
-        _check_pages(page_table, lengths, *key_pages.shape[:2])
+        check_pages(page_table, lengths, *key_pages.shape[:2])
         raise
     return result
 
@@ -263,7 +264,7 @@ def cross_entropy(
     try:
         result: Tensor = run(logits, targets, *options)
     except (IndexError, RuntimeError):
-        _check_classes("cross_entropy", targets, logits.shape[-1], ignore_index)
+        check_classes("cross_entropy", targets, logits.shape[-1], ignore_index)
         raise
     return result
 
@@ -307,7 +308,7 @@ def linear_cross_entropy(
     try:
         result: Tensor = run(hidden, weight, targets, *options)
     except (IndexError, RuntimeError):
-        _check_classes("linear_cross_entropy", targets, weight.shape[0], ignore_index)
+        check_classes("linear_cross_entropy", targets, weight.shape[0], ignore_index)
         raise
     return result
 
@@ -378,7 +379,7 @@ def token_log_probs(
     try:
         result: Tensor | tuple[Tensor, Tensor] = run(hidden, weight, tokens, *options)
     except (IndexError, RuntimeError):
-        _check_classes("token_log_probs", tokens, weight.shape[0], ignore_index, "tokens")
+        check_classes("token_log_probs", tokens, weight.shape[0], ignore_index, "tokens")
         raise
     return result
 
@@ -408,7 +409,7 @@ def permute_tokens(x: Tensor, experts: Tensor, *, count: int) -> tuple[Tensor, T
     try:
         result: tuple[Tensor, Tensor, Tensor] = run(x, experts, count)
     except (IndexError, RuntimeError):
-        _check_range("permute_tokens", "experts", experts, count)
+        check_range("permute_tokens", "experts", experts, count)
         raise
     return result
 
@@ -428,7 +429,7 @@ def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None
     try:
         result: Tensor = run(rows, places, weights)
     except (IndexError, RuntimeError):
-        _check_range("unpermute_tokens", "places", places, rows.shape[0])
+        check_range("unpermute_tokens", "places", places, rows.shape[0])
         raise
     return result
 
@@ -448,7 +449,7 @@ def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     try:
         result: Tensor = run(x, weights, counts)
     except (IndexError, RuntimeError):
-        _check_counts(counts, x.shape[0])
+        check_counts(counts, x.shape[0])
         raise
     return result
 
@@ -559,52 +560,3 @@ def _own_parts(
             raise ArgumentError(operator, argument.name, f"placed as {placed}", fits)
     with torch.no_grad():
         return tuple(tensor.to_local() for tensor in tensors)  # type: ignore[attr-defined]
-
-
-def _check_classes(
-    operator: str, targets: Tensor, count: int, ignore_index: int, name: str = "targets"
-) -> None:
-    """Find the class that made an operator fail; looked for only then, so it costs nothing."""
-    if not _readable(targets):
-        return
-    wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= count))]
-    if wrong.numel():
-        got, fits = f"{wrong[0].item()} somewhere", f"from 0 to {count - 1}, or {ignore_index}"
-        raise ArgumentError(operator, name, got, fits)
-
-
-def _check_range(operator: str, name: str, indices: Tensor, count: int) -> None:
-    """Find an index that is not from 0 to count - 1."""
-    if not _readable(indices):
-        return
-    wrong = indices[(indices < 0) | (indices >= count)]
-    if wrong.numel():
-        raise ArgumentError(
-            operator, name, f"{wrong[0].item()} somewhere", f"from 0 to {count - 1}"
-        )
-
-
-def _check_pages(page_table: Tensor, lengths: Tensor, pages: int, page: int) -> None:
-    """Find an entry in use that is no page."""
-    if not _readable(page_table):
-        return
-    starts = torch.arange(page_table.shape[1]) * page
-    used = page_table[starts < lengths[:, None]]
-    _check_range("decode_attention", "page_table", used, pages)
-
-
-def _check_counts(counts: Tensor, rows: int) -> None:
-    """Find a count below 0, or a sum that is not the number of rows."""
-    if not _readable(counts):
-        return
-    _check_range("grouped_matmul", "counts", counts, rows + 1)
-    if int(counts.sum()) != rows:
-        fits = f"{rows} in sum, the rows of x"
-        raise ArgumentError("grouped_matmul", "counts", f"{int(counts.sum())} in sum", fits)
-
-
-def _readable(tensor: Tensor) -> bool:
-    """Whether its numbers can be looked at without waiting for a device."""
-    if torch.compiler.is_compiling():
-        return False
-    return type(tensor) is Tensor and tensor.device.type == "cpu"
