@@ -47,7 +47,18 @@ class Player:
         ]
         self.latency, self.linked = ticks.latency, any(self.transfer)
         self.ready = [0 if op < count else -1 for op in range(len(self.ops))]
-        self.inputs = range(stages * count, 2 * stages * count)
+        inputs = range(stages * count, 2 * stages * count)
+        self._facts = [
+            (
+                self.length[op],
+                op + stages * count if op in inputs else -1,
+                target,
+                self.rank[target] if self.far[op] else -1,
+            )
+            for op, target in enumerate(self.target)
+        ]
+        """Of an action its length, the backward of weights that it allows, who uses its result, and
+        on which rank if not on its own; -1 for none. In one tuple, as `play` needs all of them."""
 
     def number(self, op: _Op) -> int:
         """An action's number."""
@@ -62,17 +73,15 @@ class Player:
 
     def play(self, rows: Sequence[Sequence[int]]) -> tuple[list[int], int] | None:
         """Start of each action, each as early as it can, and the end; None if rows deadlock."""
-        arrived, starts = self.ready[:], [-1] * len(self.ops)
-        length, target, far, rank_of = self.length, self.target, self.far, self.rank
-        weights, first, after = self.stages * self.count, self.inputs.start, self.inputs.stop
+        arrived, starts, facts = self.ready[:], [-1] * len(self.ops), self._facts
         free, cursor, stuck = [0] * self.ranks, [0] * self.ranks, [-1] * self.ranks
         links: dict[tuple[int, int], int] = {}
-        pending = list(range(self.ranks))
+        latency, linked, pending = self.latency, self.linked, list(range(self.ranks))
         while pending:
             rank = pending.pop()
             row, now, at = rows[rank], free[rank], cursor[rank]
-            stuck[rank] = -1
-            while at < len(row):
+            stuck[rank], count = -1, len(row)
+            while at < count:
                 op = row[at]
                 begin = arrived[op]
                 if begin < 0:
@@ -82,20 +91,20 @@ class Player:
                 if begin > now:
                     now = begin
                 starts[op] = now
-                now += length[op]
-                if first <= op < after:
-                    arrived[op + weights] = now
-                to = target[op]
+                length, weights, to, peer = facts[op]
+                now += length
+                if weights >= 0:
+                    arrived[weights] = now
                 if to < 0:
                     continue
-                if not far[op]:
+                if peer < 0:
                     arrived[to] = now
                     continue
-                peer, sent = rank_of[to], now
-                if self.linked:
+                sent = now
+                if linked:
                     sent = max(now, links.get((rank, peer), 0)) + self.transfer[op]
                     links[rank, peer] = sent
-                arrived[to] = sent + self.latency
+                arrived[to] = sent + latency
                 if stuck[peer] == to:
                     pending.append(peer)
             free[rank], cursor[rank] = now, at

@@ -107,6 +107,11 @@ def anneal_order(
     return best
 
 
+def _number(row: Sequence[int], places: list[int]) -> None:
+    for at, op in enumerate(row):
+        places[op] = at
+
+
 class _Walker:
     """Walks over orders of one problem."""
 
@@ -127,45 +132,49 @@ class _Walker:
         assert played is not None  # it was arranged
         starts, length = played
         best, shortest = rows, start.makespan
-        pairs = self._critical(rows, starts)
+        places = [0] * len(player.ops)
+        """Of each action its index in its row."""
+        for row in rows:
+            _number(row, places)
+        pairs = self._critical(rows, starts, length, places)
         for step in range(steps):
             if not pairs:
                 break
             heat = hottest * (1 - step / steps)
             rank, at = random.choice(pairs)
-            row = self._swapped(rows[rank], at, random.random())
-            if row is None or not self._fits(rank, row):
+            swapped = self._swapped(rows[rank], at, random.random())
+            if swapped is None or not self._fits(rank, swapped):
                 continue
-            tried = [*rows[:rank], row, *rows[rank + 1 :]]
+            tried = [*rows[:rank], swapped, *rows[rank + 1 :]]
             moved = player.play(tried)
             if moved is None:
                 continue
             worse = moved[1] - length
             if worse <= 0 or random.random() < exp(-worse / heat):
                 rows, (starts, length) = tried, moved
-                pairs = self._critical(rows, starts)
+                _number(swapped, places)
+                pairs = self._critical(rows, starts, length, places)
                 if length < shortest:
                     best, shortest = rows, length
         made = tuple(tuple(player.ops[op] for op in row) for row in best)
         return Arrangement(rows=made, makespan=shortest, peaks=start.peaks)
 
-    def _critical(self, rows: Sequence[list[int]], starts: list[int]) -> list[tuple[int, int]]:
+    def _critical(
+        self, rows: Sequence[list[int]], starts: list[int], end: int, places: list[int]
+    ) -> list[tuple[int, int]]:
         """(rank, index) of those on a critical path that start as their left neighbour ends."""
         player = self.player
-        index = [0] * len(player.ops)
-        for row in rows:
-            for at, op in enumerate(row):
-                index[op] = at
-        ends = [start + length for start, length in zip(starts, player.length, strict=True)]
-        op = ends.index(max(ends))
+        length, source, rank_of = player.length, player.source, player.rank
+        op = min(row[-1] for row in rows if row and starts[row[-1]] + length[row[-1]] == end)
         pairs = []
         while op >= 0:
-            rank, at = player.rank[op], index[op]
-            if at and ends[rows[rank][at - 1]] == starts[op]:
+            rank, at = rank_of[op], places[op]
+            left = rows[rank][at - 1] if at else -1
+            if left >= 0 and starts[left] + length[left] == starts[op]:
                 pairs.append((rank, at))
-                op = rows[rank][at - 1]
+                op = left
             else:
-                op = player.source[op]
+                op = source[op]
         return pairs
 
     def _fits(self, rank: int, row: list[int]) -> bool:
