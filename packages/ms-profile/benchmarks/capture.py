@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ms_profile import EventLog, Recorder, align_clocks, read_ring
+from ms_profile.capture.scopes import SHARE, STRETCH
 from ms_profile.ring import Kind, Ring
 
 
@@ -159,7 +160,7 @@ def recorder_alone_us(folder: Path) -> dict[str, float]:
     return {
         "hooks_us_a_step_of_32_blocks": cost * 1e6,
         "spans_of_32_blocks": round(spans),
-        "collecting_us_every_2_s": drain,
+        "collecting_us": drain,
     }
 
 
@@ -220,10 +221,11 @@ def main() -> None:
         found["large_step"] = recorder_share(folder, large, options.rounds, 3)
     own_us = found["hooks_us_a_step_of_32_blocks"]
     for kind in ("small_step", "large_step"):
-        # Hooks and what is collected every other second, as told from modules that compute nothing.
+        # Hooks and what is collected now and then, as told from modules that compute nothing.
         step = found[kind]
         step["recorder_own_us"] = own_us * step["spans_a_step"] / found["spans_of_32_blocks"]
-        step["recorder_own_us"] += found["collecting_us_every_2_s"] * step["step_ms"] / 2000
+        every_s = min(max(2.0, SHARE * found["collecting_us"] / 1e6), 2.0 * STRETCH)
+        step["recorder_own_us"] += found["collecting_us"] * step["step_ms"] / 1e3 / every_s
         step["recorder_own_percent"] = step["recorder_own_us"] / step["step_ms"] / 10
     print(json.dumps(found, indent=2))
 

@@ -7,11 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ms_profile.recorder import Recorder, mark_step
-from ms_profile.ring import Kind, RingRecording, read_ring
+from ms_profile.ring import Kind, Ring, RingRecording, read_ring
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402 - torch may be missing
@@ -234,6 +235,36 @@ def test_long_garbage_collections_are_recorded(tmp_path: Path) -> None:
     garbage = found.spans[found.spans["kind"] == Kind.GARBAGE]
     longest = garbage[(garbage["end_ns"] - garbage["start_ns"]).argmax()]
     assert found.name_of(longest["name"]) == "gc generation 2"
+
+
+@pytest.mark.parametrize(("start_ms", "due_at_ms"), [(0.1, 2000), (1.2, 3000), (9.0, 10_000)])
+def test_a_collection_that_takes_long_comes_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_ms: float, due_at_ms: int
+) -> None:
+    """It takes one part in 2,500 of the time at most, but waits for no more than 10 seconds."""
+    from ms_profile.capture import scopes
+
+    now, busy = [0], [0]
+
+    def thread_time_ns() -> int:
+        busy[0] += int(start_ms * 1e6)
+        return busy[0]
+
+    ring = Ring(tmp_path / "a.ring")
+    recorder = scopes.ScopeRecorder(ring)
+    clocks = SimpleNamespace(monotonic_ns=lambda: now[0] * 1_000_000, thread_time_ns=thread_time_ns)
+    monkeypatch.setattr(scopes, "time", clocks)
+    recorder.start()
+    try:
+        for step in range(scopes.FEWEST_STEPS):
+            recorder.begin_step(step)
+        now[0] = due_at_ms - 1
+        assert not recorder.due()
+        now[0] = due_at_ms
+        assert recorder.due()
+    finally:
+        recorder.stop()
+        ring.close()
 
 
 def test_a_torch_without_scopes_costs_the_collectives_alone(

@@ -1,7 +1,7 @@
 """`Recorder`: always on, and cheap enough for it: a process's spans in a ring that outlives it.
 
 Steps, modules, optimizers and garbage collection are recorded as they happen; collectives and
-DataLoader's waits, which only Kineto sees, are collected every other second. See `ring` for what
+DataLoader's waits, which only Kineto sees, are collected every 2 to 10 seconds. See `ring` for what
 a kill leaves, `capture.watch` for how steps are told, `capture.scopes` for the collectives.
 """
 
@@ -52,7 +52,8 @@ class Recorder:
         rank: whose it is; the environment's `RANK`, or 0.
         capacity: spans kept, of 32 bytes each.
         on_step: called with the number of each step that begins, once torch is attached.
-        collect_interval_s: how often collectives are collected; each time, one step's are missed.
+        collect_interval_s: how often collectives are collected, or up to five times as long where
+            that would take more than 0.04% of the time; each time, one step's are missed.
 
     Raises:
         RecordError: the file cannot be made at its full size.

@@ -3,7 +3,8 @@
 Every Work of a process group opens such a scope (`gloo:all_reduce`), and so do DataLoader,
 optimizers, DDP and FSDP; operators don't. So a step has a handful of records instead of thousands,
 and the backward pass of DDP, which no hook in Python sees, is seen. The records are collected into
-the ring at a step's boundary, at most every other second.
+the ring at a step's boundary, at most every other second; less often where a collection takes more
+than its share of the time, so that a slow host pays no more for it than a fast one.
 
 A scope that is open when one session of Kineto ends and another begins before it closes is fatal:
 torch then writes its end into memory that was freed. So sessions keep a step's distance, in which
@@ -33,6 +34,10 @@ __all__ = ["ScopeRecorder", "kind_of_scope"]
 
 FEWEST_STEPS: Final = 4
 """Steps of a session, from which it is seen whether an open scope closes with each step."""
+SHARE: Final = 2500
+"""A collection is to take at most one part in so many of the time."""
+STRETCH: Final = 5
+"""Times the interval that is waited at the most to keep to that: a kill loses as much."""
 COLLECTIVE: Final = re.compile(r"(gloo|nccl|hccl|mpi|ucc|xccl|fake):")
 
 
@@ -48,7 +53,13 @@ def kind_of_scope(name: str) -> Kind:
 
 
 class ScopeRecorder:
-    """Record the scopes of this process into a ring, interval by interval."""
+    """Record the scopes of this process into a ring, interval by interval.
+
+    Args:
+        ring: where spans go.
+        interval_s: between collections, at least; up to five times as long where they take more
+            than 0.04% of the time.
+    """
 
     def __init__(self, ring: Ring, *, interval_s: float = 2.0) -> None:
         # Kineto prints a line for each start otherwise; it reads this when first used.
@@ -57,6 +68,8 @@ class ScopeRecorder:
         self._interval_ns = int(interval_s * 1e9)
         self._settings: Any = autograd_profiler.profile()
         self._on = False
+        self._cost_ns = 0
+        """Processor time of this thread for the last collection and the start after it."""
         self._since_ns = 0
         self._boundaries = 0
         self._steps: list[tuple[int, int]] = []
@@ -75,6 +88,7 @@ class ScopeRecorder:
         """
         if self._on or _script_profiles():
             return
+        begun_ns = time.thread_time_ns()
         native = torch._C._autograd
         scopes = {torch._C._profiler.RecordScope.USER_SCOPE}
         activities = self._settings.kineto_activities
@@ -82,6 +96,7 @@ class ScopeRecorder:
         config = self._settings.config(create_trace_id=False)
         native._enable_profiler(config, activities, scopes)  # type: ignore[call-arg]
         self._on, self._since_ns, self._boundaries = True, time.monotonic_ns(), 0
+        self._cost_ns += time.thread_time_ns() - begun_ns
 
     def begin_step(self, step: int) -> None:
         """Note that a step begins now, so that what is collected later is put to the right one."""
@@ -95,14 +110,18 @@ class ScopeRecorder:
 
     def due(self) -> bool:
         """Whether a session is open for longer than the interval, and for some steps."""
-        long_enough = time.monotonic_ns() - self._since_ns >= self._interval_ns
-        return self._on and long_enough and self._boundaries >= FEWEST_STEPS
+        if not self._on or self._boundaries < FEWEST_STEPS:
+            return False
+        interval_ns = max(
+            self._interval_ns, min(SHARE * self._cost_ns, STRETCH * self._interval_ns)
+        )
+        return time.monotonic_ns() - self._since_ns >= interval_ns
 
     def stop(self) -> None:
         """Collect what was recorded into the ring, and end."""
         if not self._on:
             return
-        self._on = False
+        self._on, begun_ns = False, time.thread_time_ns()
         native = torch._C._autograd
         if _script_profiles() or not native._profiler_enabled():
             return
@@ -121,6 +140,8 @@ class ScopeRecorder:
             self._ring.record(number, kind, start_ns, start_ns + length_ns, step=steps[place][1])
             self.data_wait_ns += length_ns if kind is Kind.DATA else 0
             self.collectives += kind is Kind.COLLECTIVE
+        # The next start adds its own: together they are what one collection takes.
+        self._cost_ns = time.thread_time_ns() - begun_ns
 
 
 def _lasting_scope(events: Iterable[Any], steps: int) -> str | None:
