@@ -167,6 +167,21 @@ def test_fresh_weights_depend_on_seed_and_name_alone() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_nobody_initialises_depends_on_torchs_seed_alone(kind: str) -> None:
+    """No weight is whatever stood in memory."""
+    built = []
+    for junk in (1.0, 2.0):
+        # What is freed here is what an unset weight would hold.
+        spoiled = [torch.full((64, 32), junk) for _ in range(50)]
+        del spoiled
+        torch.manual_seed(0)
+        settings = {k: v for k, v in {**SMALL, **KINDS[kind]}.items() if v is not None}
+        built.append(build_model(architecture(kind, settings)))
+    for name, parameter in built[0].named_parameters():
+        assert torch.equal(parameter, built[1].get_parameter(name)), name
+
+
 def test_the_mask_of_documents_is_made_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four layers, one mask; a change of the documents in place makes another."""
     made: list[object] = []

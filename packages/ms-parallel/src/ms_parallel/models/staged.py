@@ -59,9 +59,11 @@ class StagedModel(nn.Module, ABC):
         layers = range(config.num_hidden_layers) if layers is None else layers
         self.model = nn.Module()
         if first:
-            # Drawing its weight on meta, which nobody reads, would import torch's compiler: 0.7 s.
             size = config.vocab_size, config.hidden_size
             self.model.embed_tokens = nn.Embedding(*size, _weight=torch.empty(size))
+            # Drawing its weight on meta, which nobody reads, would import torch's compiler: 0.7 s.
+            if not self.model.embed_tokens.weight.is_meta:
+                self.model.embed_tokens.reset_parameters()
         self.model.layers = nn.ModuleDict({str(i): block(i) for i in layers})
         if last:
             self.model.norm = norm()
