@@ -6,7 +6,7 @@ batches; their losses must agree before anything is timed. Steps alternate, so t
 slows both; the figure is the median of the ratios of neighbours. On a CPU, processor time of the
 one thread is counted.
 
-    python packages/ms-parallel/benchmarks/bench.py --steps 30
+    python packages/ms-parallel/benchmarks/bench.py --steps 40
 """
 
 import argparse
@@ -204,7 +204,7 @@ def measure(size: str, steps: int, device: str) -> dict[str, float | str]:
 def main() -> int:
     """Print a line a size, and fail where the engine costs more than the limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=30, help="timed steps of each")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps of each")
     parser.add_argument("--device", default="cpu", help="cpu, or an accelerator")
     parser.add_argument("--json", action="store_true", help="print facts as JSON")
     arguments = parser.parse_args()
