@@ -18,14 +18,21 @@ from ms_kernels.errors import KernelError
 
 GOLDEN = Path(__file__).parent / "budgets"
 FIELDS = tuple(Facts.__annotations__)
+DTYPES = {"sm_90": ("bf16", "fp16", "fp32")}
+"""What a chip's golden file holds; bfloat16 alone where nothing stands here."""
 
 
-def measured(target: str, dtypes: tuple[str, ...] = ("bf16",)) -> dict[str, list[int]]:
-    """Compile the kernels of some dtypes and return their facts in the order of `FIELDS`."""
+def kept(target: str) -> tuple[str, ...]:
+    """Return the dtypes whose kernels a chip's golden file holds."""
+    return DTYPES.get(target, ("bf16",))
+
+
+def measured(target: str) -> dict[str, list[int]]:
+    """Compile the kernels of a chip's dtypes; return their facts in the order of `FIELDS`."""
     chip = target_named(target)
     found = {}
     for entry in entries(target):
-        if entry.dtype not in dtypes:
+        if entry.dtype not in kept(target):
             continue
         made = compile_entry(entry, chip)
         faults = lint(made.ttir, entry.greatest())

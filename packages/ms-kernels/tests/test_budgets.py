@@ -63,26 +63,29 @@ def test_kernels_take_what_the_golden_files_say(target):
 def test_every_entry_takes_what_the_golden_files_say(target):
     """The same of every size."""
     same_compiler(target)
-    chosen = [entry for entry in entries(target) if entry.dtype == "bf16"]
+    chosen = [entry for entry in entries(target) if entry.dtype in budgets.kept(target)]
     assert differences(target, chosen) == {}, f"{UPDATE} {target}"
 
 
 def test_nothing_spills_on_sm_90_and_loads_are_vectors():
     """The golden file itself says so, whatever Triton made it."""
     kernels = budgets.golden("sm_90")["kernels"]
-    assert len(kernels) > 80
+    assert len(kernels) > 240
     fields = {name: place for place, name in enumerate(budgets.FIELDS)}
     assert [name for name, facts in kernels.items() if facts[fields["spilled_bytes"]]] == []
     assert {facts[fields["vector_bits"]] for facts in kernels.values()} == {128}
 
 
 def test_products_use_the_matrix_units():
-    """Attention, expert and packed products without one would be a tenth as fast."""
+    """Attention, expert and packed products without one would be a tenth as fast.
+
+    Those in float32 have none: TF32 would round what is to be exact to 10 bits.
+    """
     place = budgets.FIELDS.index("matrix_instructions")
     for target in ("sm_90", "gfx942"):
         for name, facts in budgets.golden(target)["kernels"].items():
             multiplies = name.startswith(("attention_", "grouped_", "quantized_", "decode_parts"))
-            if multiplies and "delta" not in name:
+            if multiplies and "delta" not in name and "_fp32" not in name:
                 assert facts[place] > 0, name
 
 
