@@ -10,7 +10,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 from small_models import decoder, gpt2, llama
 
-from ms_align import ConfigError, DataError, LocalEngine, LocalGenerator, ModelError, Sampling
+from ms_align import DataError, LocalEngine, LocalGenerator, ModelError, Sampling
 from ms_align.generation.engine_generator import EngineGenerator
 from ms_align.generation.fused import FusedReader
 from ms_align.rollout import logprobs_of, sequences
@@ -200,10 +200,25 @@ def test_an_engines_responses_end_where_ours_would() -> None:
         assert torch.equal(theirs.lengths, ours.lengths)
         assert torch.equal(theirs.stopped, ours.stopped)
         assert [theirs.row(n) for n in range(10)] == [ours.row(n) for n in range(10)]
-    with pytest.raises(ConfigError, match="leave out top_p and min_p"):
-        EngineGenerator(engine).check(Sampling(top_p=0.9))  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="decode="):
         EngineGenerator(engine).check(Sampling(stop_strings="a"))  # type: ignore[arg-type]
+
+
+def test_an_engine_is_asked_for_the_cuts_that_are_set() -> None:
+    """Nothing that a sampling says is left out under a layout."""
+    asked: dict[str, object] = {}
+
+    class Asked(Written):
+        def generate(self, prompts: object, **settings: object) -> list[list[int]]:  # type: ignore[override]
+            asked.update(settings)
+            return self.rows
+
+    sampling = Sampling(max_new_tokens=5, temperature=0.5, top_k=7, top_p=0.9, min_p=0.05)
+    EngineGenerator(Asked([[1, 2]]))([[3]], sampling, seed=4)  # type: ignore[arg-type]
+    assert asked == {
+        "max_new_tokens": 5, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.05,
+        "seed": 4, "stop_token": None,
+    }  # fmt: skip
 
 
 def test_stop_tokens_and_strings_end_a_response_with_themselves() -> None:

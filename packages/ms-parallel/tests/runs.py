@@ -138,7 +138,9 @@ def answers(engine: Engine) -> dict[str, Any]:
             logits.flatten(0, 1), mine["targets"].flatten(), reduction="none"
         ).tolist(),
         "greedy": engine.generate(prompts, max_new_tokens=3, temperature=0.0),
-        "sampled": engine.generate(prompts, max_new_tokens=3, temperature=1.0, top_k=20, seed=3),
+        "sampled": engine.generate(
+            prompts, max_new_tokens=3, temperature=1.0, top_k=20, top_p=0.95, min_p=0.01, seed=3
+        ),
     }
 
 

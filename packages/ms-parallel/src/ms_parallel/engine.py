@@ -292,6 +292,8 @@ class Engine:
         max_new_tokens: int,
         temperature: float = 1.0,
         top_k: int | None = None,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
         seed: int = 0,
         stop_token: int | None = None,
     ) -> list[list[int]]:
@@ -302,6 +304,8 @@ class Engine:
             max_new_tokens: how many to write at most.
             temperature: divides the logits; 0 always takes the likeliest token.
             top_k: only so many likeliest tokens are ever chosen; None for all.
+            top_p: only the likeliest that together reach this probability are ever chosen.
+            min_p: only those of at least this share of the likeliest one's probability are.
             seed: of chance; the same under every layout gives the same tokens.
             stop_token: ends a row.
 
@@ -312,7 +316,9 @@ class Engine:
             self,
             prompts,
             max_new_tokens=max_new_tokens,
-            sampling=Sampling(temperature=temperature, top_k=top_k, seed=seed),
+            sampling=Sampling(
+                temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+            ),
             stop_token=stop_token,
         )
 

@@ -27,6 +27,10 @@ class Sampling:
     """Divides the logits; 0 always takes the likeliest."""
     top_k: int | None = None
     """Only so many likeliest tokens are ever chosen; None for all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together reach this probability are ever chosen."""
+    min_p: float = 0.0
+    """Only tokens of at least this share of the likeliest one's probability are ever chosen."""
     seed: int = 0
 
     def __attrs_post_init__(self) -> None:
@@ -34,6 +38,10 @@ class Sampling:
             raise ConfigError(f"temperature is {self.temperature}; give 0 (greedy) or more")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k is {self.top_k}; give at least 1, or None for all tokens")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p is {self.top_p}; give more than 0, and 1 for all tokens")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ConfigError(f"min_p is {self.min_p}; give 0 (all tokens) to 1 (the likeliest)")
 
 
 @torch.no_grad()
@@ -139,16 +147,31 @@ def pick(logits: Tensor, sampling: Sampling, index: int, part: int = 0, parts: i
     scores = logits.cpu().double()
     if sampling.temperature == 0.0:
         return scores.argmax(dim=1)
-    scores = scores / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < scores.shape[1]:
-        lowest = scores.topk(sampling.top_k, dim=1).values[:, -1:]
-        scores = scores.masked_fill(scores < lowest, -torch.inf)
+    scores = _cut(scores / sampling.temperature, sampling)
     generator = torch.Generator().manual_seed((sampling.seed << 32 | index) & (2**63 - 1))
     rows = scores.shape[0]
     uniform = torch.rand(parts * rows, generator=generator, dtype=torch.float64)
     cumulative = scores.softmax(dim=1).cumsum(dim=1)
     at = uniform[part * rows : (part + 1) * rows, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, at, right=True)[:, 0].clamp(max=scores.shape[1] - 1)
+
+
+def _cut(scores: Tensor, sampling: Sampling) -> Tensor:
+    """Scores (B, V) with -inf where a token is never chosen: by top-k, then top-p, then min-p."""
+    if sampling.top_k is not None and sampling.top_k < scores.shape[1]:
+        lowest = scores.topk(sampling.top_k, dim=1).values[:, -1:]
+        scores = scores.masked_fill(scores < lowest, -torch.inf)
+    if sampling.top_p < 1.0:
+        ordered, index = scores.sort(dim=1, descending=True, stable=True)
+        probabilities = ordered.softmax(dim=1)
+        before = probabilities.cumsum(dim=1) - probabilities
+        beyond = torch.zeros_like(scores, dtype=torch.bool)
+        scores = scores.masked_fill(beyond.scatter_(1, index, before >= sampling.top_p), -torch.inf)
+    if sampling.min_p > 0.0:
+        probabilities = scores.softmax(dim=1)
+        lowest = sampling.min_p * probabilities.amax(dim=1, keepdim=True)
+        scores = scores.masked_fill(probabilities < lowest, -torch.inf)
+    return scores
 
 
 def _all_done(engine: "Engine", done: Tensor) -> bool:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from ms_align.errors import ConfigError, ModelError
+from ms_align.errors import ModelError
 from ms_align.generation.responses import Responses
 from ms_align.generation.stops import Decode, first_stop
 from ms_align.sampling import Sampling
@@ -23,6 +23,8 @@ class GeneratingEngine(Protocol):
         max_new_tokens: int,
         temperature: float = ...,
         top_k: int | None = ...,
+        top_p: float = ...,
+        min_p: float = ...,
         seed: int = ...,
         stop_token: int | None = ...,
     ) -> list[list[int]]:
@@ -49,14 +51,8 @@ class EngineGenerator:
         """Refuse what it cannot do, before anything was drawn.
 
         Raises:
-            ConfigError: the sampling needs what the engine's loop has not.
             ModelError: there are stop strings and no `decode`.
         """
-        if sampling.top_p < 1 or sampling.min_p > 0:
-            raise ConfigError(
-                "under a layout responses are drawn with temperature and top_k alone; leave out "
-                "top_p and min_p, or give a generator of your own"
-            )
         if sampling.stop_strings and self.decode is None:
             raise ModelError("stop_strings need a tokenizer to read tokens with; give decode=")
 
@@ -66,7 +62,6 @@ class EngineGenerator:
         """`count` responses to each prompt; those to one prompt are neighbours.
 
         Raises:
-            ConfigError: the sampling needs what the engine's loop has not.
             ModelError: there are stop strings and no `decode`.
         """
         self.check(sampling)
@@ -76,6 +71,8 @@ class EngineGenerator:
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
             top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
             seed=seed,
             stop_token=sampling.stop_tokens[0] if only else None,
         )

@@ -1,0 +1,61 @@
+"""How the next token is chosen: cut as asked for, and as often as its probability says."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from ms_parallel.errors import ConfigError
+from ms_parallel.generate import Sampling, pick
+
+PROBABILITIES = torch.tensor([0.15, 0.5, 0.05, 0.3], dtype=torch.float64)
+DRAWS = 4000
+
+
+def drawn(sampling: Sampling) -> dict[int, float]:
+    """How often each token was chosen, as a share."""
+    logits = PROBABILITIES.log().expand(DRAWS, 4)
+    counts = Counter(pick(logits, sampling, 0).tolist())
+    return {token: count / DRAWS for token, count in sorted(counts.items())}
+
+
+@pytest.mark.parametrize(
+    ("cut", "kept"),
+    [
+        ({}, (0, 1, 2, 3)),
+        ({"top_k": 3}, (0, 1, 3)),
+        ({"top_p": 0.79}, (1, 3)),
+        ({"top_p": 0.81}, (0, 1, 3)),
+        ({"top_p": 1e-6}, (1,)),
+        ({"min_p": 0.29}, (0, 1, 3)),
+        ({"min_p": 0.31}, (1, 3)),
+        # Of the two that are left the likelier has 0.625, so that the other has 0.6 of it.
+        ({"top_k": 2, "min_p": 0.61}, (1,)),
+        ({"temperature": 0.0, "min_p": 0.0}, (1,)),
+    ],
+)
+def test_only_what_a_cut_leaves_is_drawn_and_as_often_as_it_says(cut, kept):
+    """Shares lie within four standard errors of the probabilities that are left."""
+    found = drawn(Sampling(**cut))
+    assert tuple(found) == kept
+    left = PROBABILITIES[list(kept)] / PROBABILITIES[list(kept)].sum()
+    for share, truth in zip(found.values(), left.tolist(), strict=True):
+        assert abs(share - truth) <= 4 * (truth * (1 - truth) / DRAWS) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"top_p": 0.0}, "more than 0"),
+        ({"top_p": 1.5}, "more than 0"),
+        ({"min_p": -0.1}, "give 0"),
+        ({"min_p": float("nan")}, "give 0"),
+        ({"top_k": 0}, "at least 1"),
+        ({"temperature": -1.0}, "0 (greedy) or more"),
+    ],
+)
+def test_a_cut_that_makes_no_sense_is_refused(settings, words):
+    """The value and what would fit are named."""
+    with pytest.raises(ConfigError) as refusal:
+        Sampling(**settings)
+    assert words in str(refusal.value)
