@@ -213,8 +213,9 @@ class _Desk:
         self.left = [problem.microbatches * sum(map(ticks.work, row)) for row in self.mine]
         """Ticks that each rank has yet to compute."""
         self.links: dict[tuple[int, int], int] = {}
+        alone = [[(head,) for head in row] for row in heads]
         self.order = [
-            [(heads[kind][stage],) for kind, stage, _ in row if kind != _W]
+            [alone[kind][stage] for kind, stage, _ in row if kind != _W]
             for row in policy.order or ()
         ]
         self.done = [0] * ranks

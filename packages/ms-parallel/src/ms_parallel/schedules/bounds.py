@@ -10,9 +10,12 @@ as fast as forwards run, and is given back at last only as fast as backwards do.
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
+
+from attrs import evolve
 
 from ms_parallel.schedules.arrange import Problem
 
@@ -25,10 +28,17 @@ _Job = tuple[int, int, int]
 def lower_bound(problem: Problem) -> int:
     """Ticks below which no schedule of `problem` can stay."""
     ways = _Ways(problem)
-    bound = max(_one_machine(ways.jobs(rank)) for rank in range(problem.ranks))
+    bound = _by_work(evolve(problem, caps=[0] * problem.ranks))
     for rank in range(problem.ranks):
         bound = max(bound, ways.memory(rank, bound))
     return bound
+
+
+@lru_cache(maxsize=8)
+def _by_work(problem: Problem) -> int:
+    """The bound that knows no caps: the same for all that a search tries, so it is kept."""
+    ways = _Ways(problem)
+    return max(_one_machine(ways.jobs(rank)) for rank in range(problem.ranks))
 
 
 class _Ways:
