@@ -161,16 +161,18 @@ class _Circle:
 
 
 def _fits(rooms: list[int], lengths: list[int]) -> bool:
-    """Whether the lengths, longest first, can be packed into the rooms."""
-    if not lengths:
-        return True
-    if sum(lengths) > sum(rooms):
-        return False
-    tried = set()
+    """Whether the lengths, longest first, can be packed into the rooms.
+
+    Their sum always can: an interval is no shorter than a rank's work.
+    """
+    if len(lengths) < 2:
+        return not lengths or max(rooms, default=0) >= lengths[0]
+    longest, rest, tried = lengths[0], lengths[1:], set()
     for index, room in enumerate(rooms):
-        if room >= lengths[0] and room not in tried:
+        if room >= longest and room not in tried:
             tried.add(room)
-            left = [*rooms[:index], room - lengths[0], *rooms[index + 1 :]]
-            if _fits(left, lengths[1:]):
+            left = rooms.copy()
+            left[index] = room - longest
+            if _fits(left, rest):
                 return True
     return False

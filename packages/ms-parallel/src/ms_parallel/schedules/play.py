@@ -1,13 +1,25 @@
 """Starts of the actions of fixed rows: the quick inner loop where `simulate` would be too much."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.arrange import Problem
 
-__all__ = ["Player", "play_rows"]
+__all__ = ["Played", "Player", "play_rows"]
 
 _Op = tuple[int, int, int]
+
+
+class Played(NamedTuple):
+    """What playing rows told; all in ticks."""
+
+    starts: list[int]
+    """Of each action."""
+    arrived: list[int]
+    """When each action's input is there."""
+    end: int
 
 
 class Player:
@@ -71,10 +83,53 @@ class Player:
             return self.number((0, stage + 1, number) if stage + 1 < self.stages else (1, *op[1:]))
         return self.number((1, stage - 1, number)) if kind == 1 and stage else -1
 
-    def play(self, rows: Sequence[Sequence[int]]) -> tuple[list[int], int] | None:
-        """Start of each action, each as early as it can, and the end; None if rows deadlock."""
-        arrived, starts, facts = self.ready[:], [-1] * len(self.ops), self._facts
-        free, cursor, stuck = [0] * self.ranks, [0] * self.ranks, [-1] * self.ranks
+    def play(self, rows: Sequence[Sequence[int]]) -> Played | None:
+        """Play rows from the beginning; None if they deadlock."""
+        starts, cursor = [-1] * len(self.ops), [0] * self.ranks
+        return self._play(rows, starts, self.ready[:], cursor, [0] * self.ranks)
+
+    def replay(
+        self, rows: Sequence[Sequence[int]], known: Played, rank: int, first: int, since: int
+    ) -> Played | None:
+        """Play rows of which one was changed, from where that may be felt.
+
+        What starts before an instant at which nothing had changed yet starts as it did: it waits
+        for nothing that comes later.
+
+        Args:
+            rows: of all ranks.
+            known: of the rows as they were.
+            rank: whose row was changed.
+            first: its first action that was changed.
+            since: when the action that stood there started.
+        """
+        if self.linked:
+            return self.play(rows)
+        starts, arrived, facts = known.starts[:], known.arrived[:], self._facts
+        cursor, free = [0] * self.ranks, [0] * self.ranks
+        for each, row in enumerate(rows):
+            at = first if each == rank else bisect_left(row, since, key=starts.__getitem__)
+            cursor[each] = at
+            if at:
+                free[each] = starts[row[at - 1]] + self.length[row[at - 1]]
+            for op in row[at:]:
+                _, weights, to, _ = facts[op]
+                if weights >= 0:
+                    arrived[weights] = -1
+                if to >= 0:
+                    arrived[to] = -1
+        return self._play(rows, starts, arrived, cursor, free)
+
+    def _play(
+        self,
+        rows: Sequence[Sequence[int]],
+        starts: list[int],
+        arrived: list[int],
+        cursor: list[int],
+        free: list[int],
+    ) -> Played | None:
+        """Play each row from its cursor on, at the instant from which its rank is free."""
+        facts, stuck = self._facts, [-1] * self.ranks
         links: dict[tuple[int, int], int] = {}
         latency, linked, pending = self.latency, self.linked, list(range(self.ranks))
         while pending:
@@ -110,7 +165,7 @@ class Player:
             free[rank], cursor[rank] = now, at
         if any(at < len(row) for at, row in zip(cursor, rows, strict=True)):
             return None
-        return starts, max(free)
+        return Played(starts, arrived, max(free))
 
 
 def play_rows(problem: Problem, rows: Sequence[Sequence[_Op]]) -> dict[_Op, int]:
@@ -121,6 +176,6 @@ def play_rows(problem: Problem, rows: Sequence[Sequence[_Op]]) -> dict[_Op, int]
     """
     player = Player(problem)
     played = player.play([[player.number(op) for op in row] for row in rows])
-    if played is None or min(played[0]) < 0:
+    if played is None or min(played.starts) < 0:
         raise ScheduleError("the rows wait for one another for ever; verify them first")
-    return dict(zip(player.ops, played[0], strict=True))
+    return dict(zip(player.ops, played.starts, strict=True))

@@ -13,7 +13,7 @@ from attrs import evolve
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.arrange import Arrangement, Problem, arrange
 from ms_parallel.schedules.building_block import Block, building_block
-from ms_parallel.schedules.play import Player
+from ms_parallel.schedules.play import Played, Player
 from ms_parallel.schedules.portfolio import follow, keep_order
 
 __all__ = ["COOL", "WARM", "anneal_blocks", "anneal_order"]
@@ -130,13 +130,12 @@ class _Walker:
         rows = [[player.number(op) for op in row] for row in start.rows]
         played = player.play(rows)
         assert played is not None  # it was arranged
-        starts, length = played
         best, shortest = rows, start.makespan
         places = [0] * len(player.ops)
         """Of each action its index in its row."""
         for row in rows:
             _number(row, places)
-        pairs = self._critical(rows, starts, length, places)
+        pairs = self._critical(rows, played, places)
         for step in range(steps):
             if not pairs:
                 break
@@ -146,24 +145,27 @@ class _Walker:
             if swapped is None or not self._fits(rank, swapped):
                 continue
             tried = [*rows[:rank], swapped, *rows[rank + 1 :]]
-            moved = player.play(tried)
+            pairwise = zip(rows[rank], swapped, strict=True)
+            first = next(at for at, (old, new) in enumerate(pairwise) if old != new)
+            since = played.starts[rows[rank][first]]
+            moved = player.replay(tried, played, rank, first, since)
             if moved is None:
                 continue
-            worse = moved[1] - length
+            worse = moved.end - played.end
             if worse <= 0 or random.random() < exp(-worse / heat):
-                rows, (starts, length) = tried, moved
+                rows, played = tried, moved
                 _number(swapped, places)
-                pairs = self._critical(rows, starts, length, places)
-                if length < shortest:
-                    best, shortest = rows, length
+                pairs = self._critical(rows, played, places)
+                if played.end < shortest:
+                    best, shortest = rows, played.end
         made = tuple(tuple(player.ops[op] for op in row) for row in best)
         return Arrangement(rows=made, makespan=shortest, peaks=start.peaks)
 
     def _critical(
-        self, rows: Sequence[list[int]], starts: list[int], end: int, places: list[int]
+        self, rows: Sequence[list[int]], played: Played, places: list[int]
     ) -> list[tuple[int, int]]:
         """(rank, index) of those on a critical path that start as their left neighbour ends."""
-        player = self.player
+        player, starts, end = self.player, played.starts, played.end
         length, source, rank_of = player.length, player.source, player.rank
         op = min(row[-1] for row in rows if row and starts[row[-1]] + length[row[-1]] == end)
         pairs = []
