@@ -10,6 +10,7 @@ the memory held is the lifespan of an activation over the interval. Differences 
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from attrs import frozen
 
@@ -49,18 +50,29 @@ class Block:
 
     def held(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Memory that each rank holds in the steady state, for activations of these sizes."""
+        interval, forward, backward = self.interval, self.forward, self.backward
         held = []
-        for rank in range(max(self.placement) + 1):
-            mine = [stage for stage, home in enumerate(self.placement) if home == rank]
-            moments = [self.forward[stage] % self.interval for stage in mine]
-            held.append(max(sum(self._alive(s, now) * sizes[s] for s in mine) for now in moments))
+        for mine in stages_by_rank(self.placement):
+            most = 0
+            for moment in mine:
+                now, here = forward[moment] % interval, 0
+                for stage in mine:
+                    # Microbatches whose forward has begun and whose backward has not.
+                    begun = (now - forward[stage]) // interval
+                    ended = -((backward[stage] - now) // interval) - 1
+                    here += (begun - ended) * sizes[stage]
+                most = max(most, here)
+            held.append(most)
         return tuple(held)
 
-    def _alive(self, stage: int, now: int) -> int:
-        """Microbatches whose forward has begun and whose backward has not, at tick `now`."""
-        begun = (now - self.forward[stage]) // self.interval
-        ended = -((self.backward[stage] - now) // self.interval) - 1
-        return begun - ended
+
+@lru_cache(maxsize=8)
+def stages_by_rank(placement: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The stages of each rank, ascending."""
+    return tuple(
+        tuple(stage for stage, home in enumerate(placement) if home == rank)
+        for rank in range(max(placement) + 1)
+    )
 
 
 def unit_block(placement: Sequence[int], delays: Sequence[int]) -> Block:
@@ -138,26 +150,36 @@ class _Circle:
             self.empty = False
             self.gaps = [((earliest + length) % self.interval, self.interval - length)]
             return earliest if _fits([self.interval - length], rest) else None
+        for index, (begin, room) in enumerate(self.gaps):
+            into = (earliest - begin) % self.interval
+            if into + length <= room and self._take(index, into, length, rest):
+                return earliest
         options: list[tuple[int, int, int]] = []
         for index, (begin, room) in enumerate(self.gaps):
             if room < length:
                 continue
-            into = (earliest - begin) % self.interval
-            inside = (into,) if into + length <= room else ()
             options += [
                 ((begin + offset - earliest) % self.interval, index, offset)
-                for offset in {0, room - length, *inside}
+                for offset in {0, room - length}
             ]
         for delay, index, offset in sorted(options):
-            begin, room = self.gaps[index]
-            after = offset + length
-            gaps = self.gaps[:index] + self.gaps[index + 1 :]
-            gaps += [(begin, offset)] if offset else []
-            gaps += [((begin + after) % self.interval, room - after)] if room > after else []
-            if _fits([size for _, size in gaps], rest):
-                self.gaps = gaps
+            if self._take(index, offset, length, rest):
                 return earliest + delay
         return None
+
+    def _take(self, index: int, offset: int, length: int, rest: list[int]) -> bool:
+        """Take `length` ticks of a gap from `offset` on if the rest can still be packed."""
+        begin, room = self.gaps[index]
+        after = offset + length
+        gaps = self.gaps[:index] + self.gaps[index + 1 :]
+        if offset:
+            gaps.append((begin, offset))
+        if room > after:
+            gaps.append(((begin + after) % self.interval, room - after))
+        if not _fits([size for _, size in gaps], rest):
+            return False
+        self.gaps = gaps
+        return True
 
 
 def _fits(rooms: list[int], lengths: list[int]) -> bool:
