@@ -57,6 +57,17 @@ def test_the_interpreter_rounds_to_the_nearest_bfloat16():
     torch.testing.assert_close(got.double(), truth, rtol=2**-8 + 1e-6, atol=1e-30)
 
 
+def test_adamw_forgets_old_moments_entirely_where_it_is_told_to():
+    """With betas of 0 a slope of 1e-4 beside moments of 1 makes a step of its sign."""
+    contract, count = CONTRACTS["adamw_step"], 29
+    generator = torch.Generator().manual_seed(0)
+    slope = 1e-4 * torch.randn(count, generator=generator)
+    tensors = [torch.randn(count, generator=generator), slope, torch.ones(count), torch.ones(count)]
+    options = (1, 0.1, (0.0, 0.0), 1e-8, 0.01)
+    for part, share in compare(contract, OPERATORS["adamw_step"].run, tensors, options):
+        assert share <= 1, f"{part} is off by {share:.3g} times the tolerance"
+
+
 def test_a_tuner_runs_a_kernel_with_each_candidate(monkeypatch):
     """Every kernel of the operator gets an entry, of values that it was run with."""
     ran = []

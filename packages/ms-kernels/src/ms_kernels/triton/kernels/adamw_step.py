@@ -32,8 +32,9 @@ def adamw_step(
     mean = tl.load(MEAN + place, mask=inside, other=0.0)
     square = tl.load(SQUARE + place, mask=inside, other=0.0)
     weights = tl.load(WEIGHTS + place, mask=inside, other=0.0).to(tl.float32)
-    mean += mean_share * (slope - mean)
-    square += square_share * (slope * slope - square)
+    # Not mean + share * (slope - mean): what is small beside an old moment would be lost in it.
+    mean = mean * (1.0 - mean_share) + mean_share * slope
+    square = square * (1.0 - square_share) + square_share * (slope * slope)
     step = mean / (tl.sqrt_rn(square) * root_scale + eps)
     tl.store(MEAN + place, mean, mask=inside)
     tl.store(SQUARE + place, square, mask=inside)
