@@ -142,7 +142,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
         counted = targets != IGNORED
         ctx.rows = rows
         ctx.save_for_backward(hidden, weight, index, here & counted, counted, normaliser, kept)
-        return (normaliser - target_logit).masked_fill_(~counted, 0.0)
+        return (normaliser - target_logit).masked_fill(~counted, 0.0)
 
     @staticmethod
     @once_differentiable

@@ -56,7 +56,7 @@ class _TokenLosses(torch.autograd.Function):
             losses += z_loss * total.square()
         ctx.save_for_backward(logits, chosen, ignored, total)
         ctx.smoothing = label_smoothing, z_loss
-        return losses.view(targets.shape).masked_fill_(ignored, 0)
+        return losses.view(targets.shape).masked_fill(ignored, 0)
 
     @staticmethod
     @once_differentiable

@@ -54,7 +54,9 @@ class _Packed(torch.autograd.Function):
         ctx.settings = {"bits": bits, "group_size": group_size}
         wide = accumulator(x.dtype)
         weight = dequantize(packed, scales, zeros, **ctx.settings).to(wide)
-        return (x.to(wide) @ weight.T).to(x.dtype)
+        result = x.to(wide) @ weight.T
+        # A cast to its own dtype, returned, would lose the gradient in torch 2.11's compiler.
+        return result if wide == x.dtype else result.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -73,7 +73,8 @@ class _Chosen(torch.autograd.Function):
                 spread[rows] = _entropy(logits, total[rows])
         ctx.save_for_backward(hidden, weight, places, ignored, total, spread)
         ctx.temperature, ctx.entropy, ctx.chunk_rows = temperature, entropy, chunk_rows
-        return chosen.masked_fill_(ignored, 0), spread.masked_fill(ignored, 0)
+        # Changed in place and returned, it would lose its gradient in torch 2.11's compiler.
+        return chosen.masked_fill(ignored, 0), spread.masked_fill(ignored, 0)
 
     @staticmethod
     @once_differentiable
