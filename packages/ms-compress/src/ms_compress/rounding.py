@@ -64,7 +64,7 @@ def round_weight(weight: Tensor, scheme: Scheme, factor: Tensor | None = None) -
     wide = _grouped(weight.float(), scheme.group)
     step, scales = _steps(wide, scheme, factor)
     out = wide.clone() if wide.data_ptr() == weight.data_ptr() else wide
-    return _round(out, step, scheme).mul_(scales).view(weight.shape).to(weight.dtype)
+    return _cast(_round(out, step, scheme).mul_(scales).view(weight.shape), weight.dtype)
 
 
 @torch.no_grad()
@@ -134,7 +134,12 @@ def round_activations(x: Tensor, how: Activations, largest: Reduce | None = None
         torch.div(wide, scale, out=out).clamp_(how.low, how.high).round_()
     if how.scale_dtype != "float32":
         scale = scale.to(DTYPES[how.scale_dtype]).float()
-    return out.mul_(scale).view(x.shape).to(x.dtype)
+    return _cast(out.mul_(scale).view(x.shape), x.dtype)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """To a dtype; a cast to the same would lose the gradient in torch 2.11's compiler."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _grouped(tensor: Tensor, group: int | None) -> Tensor:
