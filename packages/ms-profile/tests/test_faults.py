@@ -49,7 +49,7 @@ def test_each_kind_of_fault_is_charged_to_its_rank_and_phase(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_small_and_large_faults_are_charged_rightly_in_95_percent(
     tmp_path: Path, ranks: int
 ) -> None:

@@ -69,7 +69,7 @@ class ScopeRecorder:
         self._settings: Any = autograd_profiler.profile()
         self._on = False
         self._cost_ns = 0
-        """Processor time of this thread for the last collection and the start after it."""
+        """Processor time of the last collection and of the start after it; 0 before the first."""
         self._since_ns = 0
         self._boundaries = 0
         self._steps: list[tuple[int, int]] = []
@@ -96,7 +96,8 @@ class ScopeRecorder:
         config = self._settings.config(create_trace_id=False)
         native._enable_profiler(config, activities, scopes)  # type: ignore[call-arg]
         self._on, self._since_ns, self._boundaries = True, time.monotonic_ns(), 0
-        self._cost_ns += time.thread_time_ns() - begun_ns
+        if self._cost_ns:  # the very first start sets Kineto up: no later one costs as much
+            self._cost_ns += time.thread_time_ns() - begun_ns
 
     def begin_step(self, step: int) -> None:
         """Note that a step begins now, so that what is collected later is put to the right one."""
@@ -121,7 +122,7 @@ class ScopeRecorder:
         """Collect what was recorded into the ring, and end."""
         if not self._on:
             return
-        self._on, begun_ns = False, time.thread_time_ns()
+        self._on, self._cost_ns, begun_ns = False, 0, time.thread_time_ns()
         native = torch._C._autograd
         if _script_profiles() or not native._profiler_enabled():
             return
