@@ -19,7 +19,7 @@ from time import process_time
 import torch
 from torch import nn
 
-from ms_compress import ExportError, export, perplexity, qat
+from ms_compress import ExportError, export, fit_scales, perplexity, qat
 from ms_compress.corpus import rows
 from ms_compress.gptq import gptq
 from ms_compress.prune import GradualPruning, keep_zeros, prune
@@ -32,6 +32,7 @@ from ms_parallel.models import load_model
 LENGTH = 256
 FOUR_BITS = ("ct.int4_g32", "ort.matmulnbits", "gguf.q4_0")
 THREE_BITS = "ct.int3_g32"
+WAYS = {"by_use": "in order of use", "fit_scales": "scales fitted"}
 
 
 class Recovery:
@@ -62,11 +63,16 @@ class Recovery:
     def prepared(self, name: str) -> nn.Module:
         """A fresh copy that computes as a scheme's target will, on the nearest codes or GPTQ's.
 
-        Scales are then the scheme's own: learned ones (LSQ) ended higher after so few steps.
+        From the nearest codes scales are the scheme's own: learned ones (LSQ) ended higher after
+        100 steps. GPTQ's are learned on.
         """
         if self.options.from_gptq:
-            return changed(self.plain(), lambda model: gptq(model, name, self.calibration))
+            return self.rounded(name, by_use=True, fit_scales=scheme(name).bits == 3)
         return qat(self.plain(), name)
+
+    def rounded(self, name: str, **how: bool) -> nn.Module:
+        """By GPTQ."""
+        return changed(self.plain(), lambda model: gptq(model, name, self.calibration, **how))
 
     def trained(
         self,
@@ -84,6 +90,7 @@ class Recovery:
             batch_size=asked.batch,
             sequence_length=LENGTH,
             learning_rate=asked.sparse_rate if longer else asked.rate,
+            distil_weight=asked.distil_weight,
         )
         text = rows(
             asked.shards,
@@ -144,11 +151,12 @@ def untrained(work: Recovery) -> None:
     work.run("float", work.plain)
     for name in (*FOUR_BITS, THREE_BITS):
         work.run(f"RTN {name}", lambda name=name: qat(work.plain(), name), deploy=True)
-        work.run(
-            f"GPTQ {name}",
-            lambda name=name: changed(work.plain(), lambda m: gptq(m, name, work.calibration)),
-            deploy=True,
-        )
+        fitted = qat(work.plain(), name, learned_scales=True)
+        work.run(f"RTN, scales fitted {name}", lambda m=fitted: changed(m, fit_scales))
+        work.run(f"GPTQ {name}", lambda name=name: work.rounded(name), deploy=True)
+        for extra in ({"by_use": True}, {"fit_scales": True}, {"by_use": True, "fit_scales": True}):
+            how = " and ".join(WAYS[each] for each in extra)
+            work.run(f"GPTQ, {how} {name}", lambda n=name, e=extra: work.rounded(n, **e))
 
 
 def longer(work: Recovery) -> None:
@@ -239,6 +247,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="rows of 256 tokens a step")
     parser.add_argument("--rows", type=int, default=64, help="held-out rows of 256 tokens")
     parser.add_argument("--rate", type=float, default=1e-4)
+    parser.add_argument("--distil-weight", type=float, default=1.0, help="the text's is the rest")
     parser.add_argument("--sparse-steps", type=int, default=1200, help="after pruning")
     parser.add_argument("--sparse-rate", type=float, default=1e-3)
     parser.add_argument("--tokenizer", help="a tokenizer.json to go with what is exported")

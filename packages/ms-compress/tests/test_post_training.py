@@ -10,15 +10,15 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 from models import decoder, llama, tokens
 
-from ms_compress import CalibrationError, ConfigError, LayerError, export, qat
+from ms_compress import CalibrationError, ConfigError, LayerError, export, fit_scales, qat
 from ms_compress.gptq import gptq, gptq_weight
 from ms_compress.layers import prepared_layers
 from ms_compress.logits import model_logits
 from ms_compress.pattern import NOfM
 from ms_compress.prune import GradualPruning, keep_zeros, mask_zeros, masks, prune, sparsity
-from ms_compress.rounding import quantise, round_weight
+from ms_compress.rounding import fitted_factor, quantise, round_weight
 from ms_compress.runtimes import open_runtime
-from ms_compress.scheme import NAMES, scheme
+from ms_compress.scheme import NAMES, Scheme, scheme
 from ms_compress.wanda import wanda
 
 
@@ -33,6 +33,58 @@ def test_gptq_loses_less_of_the_output_than_rounding(name: str) -> None:
     theirs = (inputs @ (weight - found).t()).square().mean()
     plain = (inputs @ (weight - round_weight(weight, how)).t()).square().mean()
     assert theirs < 0.7 * plain
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fitted_scales_err_least_of_all_that_are_tried(name: str) -> None:
+    """Group by group: never more than the scheme's own, and in few bits less."""
+    torch.manual_seed(0)
+    weight, how = torch.randn(24, 64), scheme(name)
+    cost = torch.rand(64)
+    for costs in (None, cost):
+        factor = fitted_factor(weight, how, costs)
+        assert factor.shape == (24, 64 // how.group_of(64))
+        best = group_errors(weight, factor, how, costs)
+        for fit in (0.75, 0.85, 0.9, 0.97, 1.0, 1.05):
+            other = torch.full_like(factor, fit).log()
+            assert bool((best <= group_errors(weight, other, how, costs)).all())
+        own = group_errors(weight, torch.zeros_like(factor), how, costs)
+        if how.bits < 8:
+            assert best.sum() < 0.97 * own.sum()
+
+
+def group_errors(weight: Tensor, factor: Tensor, how: Scheme, cost: Tensor | None) -> Tensor:
+    """Squared errors at a cost of each feature, (N, G)."""
+    errors = (round_weight(weight, how, factor) - weight).square()
+    errors = errors if cost is None else errors * cost
+    return errors.view(*factor.shape, -1).sum(-1)
+
+
+def test_fitted_scales_bring_logits_nearer_and_are_what_is_exported(tmp_path: Path) -> None:
+    """In rounding to nearest and in GPTQ; the reloaded file gives the same logits."""
+    plain, unseen = decoder(), tokens(4, seed=99)
+    truth = model_logits(plain, unseen)
+
+    def error(model: nn.Module) -> float:
+        return float((model_logits(model, unseen) - truth).square().mean())
+
+    fitted = qat(decoder(), "ct.int3_g32", learned_scales=True)
+    fit_scales(fitted)
+    assert error(fitted) < error(qat(decoder(), "ct.int3_g32"))
+    batches = [tokens(8, seed=seed) for seed in range(4)]
+    by_gptq, by_both = decoder(), decoder()
+    gptq(by_gptq, "ct.int3_g32", batches)
+    gptq(by_both, "ct.int3_g32", batches, fit_scales=True)
+    assert error(by_both) < error(by_gptq)
+    for name, model in (("rtn", fitted), ("gptq", by_both)):
+        runtime = open_runtime(export(model, tmp_path / name), "ct")
+        assert torch.equal(runtime.logits(unseen), model_logits(model, unseen))
+
+
+def test_a_model_without_learned_scales_has_none_to_fit() -> None:
+    """The message says how to get them."""
+    with pytest.raises(LayerError, match="learned_scales=True"):
+        fit_scales(qat(decoder(1), "ct.int4_g32"))
 
 
 @pytest.mark.parametrize("name", ["gguf.q4_0", "ort.matmulnbits", "ct.int3_g32", "ct.w8a8"])

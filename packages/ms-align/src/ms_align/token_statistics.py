@@ -128,7 +128,9 @@ class _Projected(torch.autograd.Function):
         chunk = min(count, _rows(PRODUCT_BYTES, vocabulary))
         delta = ctx.scratch.lend(hidden, (chunk, vocabulary)) if kept is None else kept
         of_hidden = torch.empty_like(hidden)
-        of_weight = weight.new_zeros(weight.shape, dtype=torch.float32)
+        of_weight = None  # zeros of a large vocabulary are not made where nothing is added to them
+        if kept is None:
+            of_weight = weight.new_zeros(weight.shape, dtype=torch.float32)
         for part in _parts(count, chunk):
             own = delta[part] if kept is not None else delta[: part.stop - part.start]
             if kept is None:
@@ -136,9 +138,9 @@ class _Projected(torch.autograd.Function):
             gradients = [None if g is None else g[part] for g in (of_losses, of_entropies)]
             _differentiate(own, targets[part], ctx.temperature, statistics[:, part], *gradients)
             torch.mm(own, weight, out=of_hidden[part])
-            if kept is None:
+            if of_weight is not None:
                 of_weight += own.t() @ hidden[part]
-        if kept is not None:
+        if of_weight is None:
             of_weight = delta.t() @ hidden
         return of_hidden, of_weight.to(weight.dtype), None, None, None
 

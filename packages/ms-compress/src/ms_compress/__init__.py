@@ -24,7 +24,7 @@ from ms_compress.prune import (
     set_masks,
     sparsity,
 )
-from ms_compress.qat import FloatThenQuantised, qat
+from ms_compress.qat import FloatThenQuantised, fit_scales, qat
 from ms_compress.scheme import Scheme, scheme
 from ms_compress.student import cut_student
 from ms_compress.tuning import Tuning, tune
@@ -52,6 +52,7 @@ __all__ = [
     "cut_student",
     "distillation_loss",
     "export",
+    "fit_scales",
     "gptq",
     "keep_zeros",
     "mask_zeros",

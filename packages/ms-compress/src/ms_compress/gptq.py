@@ -1,7 +1,8 @@
 """GPTQ: weights rounded one column after another, the error of each made up for by the rest.
 
 Frantar et al. 2022, arXiv:2210.17323, algorithm 1. Differences from the paper:
-1. Scales of a group are those of the target's own rule, taken when the group is reached.
+1. Scales of a group are those of the target's own rule, or fitted ones, taken when the group is
+   reached; what an error costs is then the diagonal of the Hessian.
 2. In the order of use (act-order) a group's columns are met far apart, so its scale is that of
    the weight as it was.
 Shapes: N rows, K features.
@@ -17,7 +18,7 @@ from ms_compress.calibration import walk
 from ms_compress.errors import CalibrationError, ConfigError
 from ms_compress.layers import FACTOR, Prepared
 from ms_compress.qat import qat
-from ms_compress.rounding import round_at, scales_of
+from ms_compress.rounding import fitted_factor, round_at, scales_of
 from ms_compress.scheme import Scheme
 
 __all__ = ["gptq", "gptq_weight"]
@@ -35,6 +36,7 @@ def gptq(
     activations: bool = True,
     damping: float = 0.01,
     by_use: bool = False,
+    fit_scales: bool = False,
 ) -> None:
     """Prepare a model for a scheme and round its weights by GPTQ, in place.
 
@@ -47,6 +49,7 @@ def gptq(
         damping: share of the mean of the Hessian's diagonal that is added to it.
         by_use: round columns of the largest inputs first, known as act-order; each keeps its place
             and its group's scale, so the file is as without.
+        fit_scales: of each group, search for the scale that errs least.
 
     Raises:
         ConfigError: damping is not above 0.
@@ -73,6 +76,7 @@ def gptq(
             mask=layer.mask,
             damping=damping,
             by_use=by_use,
+            fit_scales=fit_scales,
         )
         layer.weight.copy_(weight)
         layer.get_parameter(FACTOR).copy_(_factor(layer.weight.detach(), scales, layer.scheme))
@@ -100,6 +104,7 @@ def gptq_weight(
     mask: Tensor | None = None,
     damping: float = 0.01,
     by_use: bool = False,
+    fit_scales: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """A weight whose values are all on the scheme's grid, and the scales (N, G) of that grid.
 
@@ -111,6 +116,7 @@ def gptq_weight(
         mask: (N, K) bool; pruned weights stay zero.
         damping: share of the mean of the diagonal that is added to it.
         by_use: columns of the largest inputs first, on scales of the weight as it was.
+        fit_scales: search for the scale of each group that errs least.
 
     Raises:
         CalibrationError: the Hessian cannot be inverted.
@@ -118,7 +124,8 @@ def gptq_weight(
     kept = weight.float() if mask is None else weight.float() * mask
     features = kept.shape[1]
     group = scheme.group_of(features)
-    fixed = scales_of(kept, scheme) if by_use else None
+    cost = hessian.diagonal() if fit_scales else None
+    fixed = _scales(kept, scheme, cost) if by_use else None
     order = hessian.diagonal().argsort(descending=True) if by_use else torch.arange(features)
     left = weight.float()[:, order]
     inverse = _inverse_root(name, hessian[order][:, order], damping)
@@ -134,7 +141,9 @@ def gptq_weight(
                 # The group may go on beyond this block, where errors are not yet made up for.
                 part = slice(column, column + group)
                 ahead = left[:, part] if stays is None else left[:, part] * stays[:, part]
-                scales.append(scales_of(ahead, _one_group(scheme)))
+                scales.append(
+                    _scales(ahead, _one_group(scheme), None if cost is None else cost[part])
+                )
             of_group = int(order[column]) // group
             scale = scales[-1] if fixed is None else fixed[:, of_group : of_group + 1]
             value = left[:, column : column + 1]
@@ -145,6 +154,12 @@ def gptq_weight(
         left[:, last:] -= errors @ inverse[first:last, last:]
     placed = torch.empty_like(rounded).index_copy_(1, order, rounded)
     return placed.to(weight.dtype), torch.cat(scales, dim=1) if fixed is None else fixed
+
+
+def _scales(weight: Tensor, scheme: Scheme, cost: Tensor | None) -> Tensor:
+    """The scheme's own, or those that err least at a cost (K,) of each feature; (N, G)."""
+    factor = None if cost is None else fitted_factor(weight, scheme, cost)
+    return scales_of(weight, scheme, factor)
 
 
 def _one_group(scheme: Scheme) -> Scheme:

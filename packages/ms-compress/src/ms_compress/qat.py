@@ -3,17 +3,20 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
+import torch
 from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ms_compress.errors import ConfigError, LayerError, OrderError
 from ms_compress.fake_quantiser import fake_input
 from ms_compress.layers import Prepared, check_layer, prepare_layer, prepared_layers
+from ms_compress.rounding import fitted_factor
 from ms_compress.scheme import Scheme, scheme
 from ms_compress.selection import is_tied, select
 
-__all__ = ["FloatThenQuantised", "qat", "set_quantising"]
+__all__ = ["FloatThenQuantised", "fit_scales", "qat", "set_quantising"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -78,6 +81,38 @@ def qat(
     if head and _is_staged(model) and getattr(model, "last", True):
         _round_head_input(model, _head_of(model, dict(chosen)))
     return model
+
+
+@torch.no_grad()
+def fit_scales(model: nn.Module) -> None:
+    """Set learned scales to those at which rounding the weights as they are errs least.
+
+    As rounding to nearest without training, or where learning begins; masks are kept. Only what
+    `qat(..., learned_scales=True)` prepared has scales to set.
+
+    Raises:
+        LayerError: no layer has learned scales.
+    """
+    found = [
+        (layer, factor)
+        for _, layer in prepared_layers(model)
+        if (factor := layer.factor) is not None
+    ]
+    if not found:
+        raise LayerError(
+            f"no layer of {type(model).__name__} has scales to set; prepare it with"
+            " learned_scales=True"
+        )
+    for layer, factor in found:
+        assert layer.scheme is not None
+        weight, held = _local(layer.weight), _local(factor)
+        kept = weight if layer.mask is None else weight * layer.mask
+        held.copy_(fitted_factor(kept, layer.scheme))
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """This process's part; groups of weights never cross a boundary between processes."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def set_quantising(model: nn.Module, on: bool) -> None:

@@ -5,11 +5,14 @@ Shapes: B rows, S positions, H hidden, V vocabulary, D width of one head.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ms_parallel import cpu_ops
 
 __all__ = [
     "Ops",
@@ -82,6 +85,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     Returns:
         Like `x`; the mean is taken in float32.
     """
+    if cpu_ops.serves(x, weight):
+        return cpu_ops.RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -101,21 +106,28 @@ def rotary(
         q and k, rotated, in their own dtypes.
     """
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+    if not interleaved:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    turn = _turn_neighbours if interleaved else _turn_halves
+    return _rotate(q, cos, sin, turn), _rotate(k, cos, sin, turn)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    width = 2 * cos.shape[-1]
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[..., Tensor]) -> Tensor:
+    width = cos.shape[-1] * (2 if turn is _turn_neighbours else 1)
     turned, rest = x[..., :width].float(), x[..., width:]
-    if interleaved:
-        a, b = turned.reshape(*turned.shape[:-1], -1, 2).unbind(-1)
-        y = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-    else:
-        # One roll swaps the halves: a quarter faster on CPU than two halves put together again.
-        swapped = turned.roll(width // 2, -1)
-        y = turned * torch.cat((cos, cos), -1) + swapped * torch.cat((-sin, sin), -1)
-    y = y.to(x.dtype)
+    y = turn(turned, cos, sin).to(x.dtype)
     return torch.cat((y, rest), -1) if rest.shape[-1] else y
+
+
+def _turn_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+
+
+def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if cpu_ops.serves(x, cos, sin) and not (cos.requires_grad or sin.requires_grad):
+        return cpu_ops.Rotate.apply(x, cos, sin)  # type: ignore[no-any-return,no-untyped-call]
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

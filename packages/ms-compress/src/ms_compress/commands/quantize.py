@@ -11,9 +11,9 @@ from ms_compress.commands.loading import load
 from ms_compress.commands.run_options import SchemeRun
 from ms_compress.errors import ConfigError
 from ms_compress.gptq import gptq
-from ms_compress.qat import qat
+from ms_compress.qat import fit_scales, qat
 from ms_compress.run_file import build
-from ms_compress.settings import one_of
+from ms_compress.settings import flag, one_of
 
 __all__ = ["EXPORT", "QUANTIZE"]
 
@@ -24,6 +24,10 @@ class QuantizeRun(SchemeRun):
 
     method: str = field(default="rtn", validator=one_of("rtn", "gptq"))
     """Round to nearest, or GPTQ with the dataset's tokens."""
+    fit_scales: bool = field(default=False, validator=flag)
+    """Search for the scale of each group that errs least."""
+    by_use: bool = field(default=False, validator=flag)
+    """Let GPTQ round columns of the largest inputs first."""
 
 
 def run(settings: dict[str, Any], where: str) -> int:
@@ -40,6 +44,8 @@ def run(settings: dict[str, Any], where: str) -> int:
             batches,
             exceptions=options.exceptions,
             activations=options.activations,
+            by_use=options.by_use,
+            fit_scales=options.fit_scales,
         )
     else:
         qat(
@@ -49,7 +55,10 @@ def run(settings: dict[str, Any], where: str) -> int:
             embeddings=options.embeddings,
             head=options.head,
             activations=options.activations,
+            learned_scales=options.fit_scales,
         )
+        if options.fit_scales:
+            fit_scales(model)
     return finish(model, options)
 
 
