@@ -13,6 +13,7 @@ The same command again goes on from the last checkpoint.
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 
@@ -76,12 +77,32 @@ def train(model: nn.Module, shards: Path, options: argparse.Namespace) -> None:
     """So many steps; the state is kept every 25."""
     kept = options.out / "base.pt"
     optimizers = optimizers_of(model, options.rate)
-    peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     first = resume(kept, model, optimizers)
+
+    def keep_some(step: int) -> None:
+        if (step + 1) % 25 == 0:
+            keep(kept, model, optimizers, step + 1)
+
+    take_steps(model, shards, options, optimizers, share_of_rate, keep_some, seed=1, first=first)
+
+
+def take_steps(
+    model: nn.Module,
+    shards: Path,
+    options: argparse.Namespace,
+    optimizers: list[torch.optim.Optimizer],
+    share_of_rate: Callable[[int, int], float],
+    after_step: Callable[[int], object],
+    *,
+    seed: int,
+    first: int = 0,
+) -> None:
+    """Steps from `first` on, each at its share of the highest rates; prints loss and speed."""
     for block in model.model.layers.values():
         block.compile()
+    peaks = [options.rate, options.rate / 5]
     stream = batches(
-        shards, split="train", sequence_length=LENGTH, batch_size=options.batch, seed=1
+        shards, split="train", sequence_length=LENGTH, batch_size=options.batch, seed=seed
     )
     for _ in range(first):
         next(stream)
@@ -95,11 +116,10 @@ def train(model: nn.Module, shards: Path, options: argparse.Namespace) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        after_step(step)
         if (step + 1) % 10 == 0:
             rate = (step + 1 - first) * options.batch * LENGTH / (monotonic() - began)
             print(f"step {step + 1}  loss {loss.item():.3f}  {rate:,.0f} tokens/s", flush=True)
-        if (step + 1) % 25 == 0:
-            keep(kept, model, optimizers, step + 1)
 
 
 def optimizers_of(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:

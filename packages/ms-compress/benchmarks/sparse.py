@@ -12,10 +12,8 @@ from pathlib import Path
 from time import process_time
 
 import torch
-from base import LENGTH, held_out, loss_of, optimizers_of
-from torch import nn
+from base import held_out, optimizers_of, take_steps
 
-from ms_compress.corpus import batches
 from ms_compress.prune import keep_zeros, prune, sparsity
 from ms_parallel.models import load_model, save_model
 
@@ -27,16 +25,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=32, help="rows of 256 tokens a step")
     parser.add_argument("--rate", type=float, default=0.01, help="Muon's; AdamW takes a fifth")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dense", action="store_true", help="prune nothing")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     model, shards = load_model(options.out / "base"), options.out / "shards"
     before = held_out(model, shards)
     if not options.dense:
         prune(model, "2:4")
     pruned = held_out(model, shards)
     print(f"held-out perplexity {before:.3f}, with zeros {pruned:.3f}", flush=True)
-    retrain(model, shards, options)
+    optimizers = optimizers_of(model, options.rate)
+    take_steps(
+        model, shards, options, optimizers, share_of_rate, lambda step: keep_zeros(model), seed=2
+    )
     save_model(model, options.out / ("dense-longer" if options.dense else "sparse"))
     after = held_out(model, shards)
     print(
@@ -46,28 +48,9 @@ def main() -> None:
     )
 
 
-def retrain(model: nn.Module, shards: Path, options: argparse.Namespace) -> None:
-    """So many steps, up in ten and then down to zero; what was pruned stays zero."""
-    optimizers = optimizers_of(model, options.rate)
-    peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    for block in model.model.layers.values():
-        block.compile()
-    stream = batches(
-        shards, split="train", sequence_length=LENGTH, batch_size=options.batch, seed=2
-    )
-    for step in range(options.steps):
-        share = min((step + 1) / 10, (options.steps - step) / options.steps)
-        for optimizer, peak in zip(optimizers, peaks, strict=True):
-            optimizer.param_groups[0]["lr"] = peak * share
-        batch = next(stream)
-        loss = loss_of(model, batch["tokens"], batch["targets"])
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        keep_zeros(model)
-        if (step + 1) % 10 == 0:
-            print(f"step {step + 1}  loss {loss.item():.3f}  {process_time():.0f} s", flush=True)
+def share_of_rate(step: int, steps: int) -> float:
+    """Up in ten steps, then down to zero."""
+    return min((step + 1) / 10, (steps - step) / steps)
 
 
 if __name__ == "__main__":
