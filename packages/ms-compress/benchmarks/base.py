@@ -96,6 +96,7 @@ def take_steps(
     *,
     seed: int,
     first: int = 0,
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
 ) -> None:
     """Steps from `first` on, each at its share of the highest rates; prints loss and speed."""
     for block in model.model.layers.values():
@@ -111,15 +112,15 @@ def take_steps(
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * share_of_rate(step, options.steps)
         batch = next(stream)
-        loss = loss_of(model, batch["tokens"], batch["targets"])
-        loss.backward()
+        found = (loss or loss_of)(model, batch["tokens"], batch["targets"])
+        found.backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         after_step(step)
         if (step + 1) % 10 == 0:
             rate = (step + 1 - first) * options.batch * LENGTH / (monotonic() - began)
-            print(f"step {step + 1}  loss {loss.item():.3f}  {rate:,.0f} tokens/s", flush=True)
+            print(f"step {step + 1}  loss {found.item():.4f}  {rate:,.0f} tokens/s", flush=True)
 
 
 def optimizers_of(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
