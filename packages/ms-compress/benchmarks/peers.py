@@ -20,7 +20,7 @@ from bench import model as model_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ms_compress import ExportError, export, gptq, perplexity, qat, wanda
+from ms_compress import ExportError, export, fit_scales, gptq, perplexity, qat, wanda
 from ms_compress.corpus import rows
 from ms_compress.evaluate import Evaluation, evaluate
 from ms_compress.report import table
@@ -33,6 +33,7 @@ def main() -> None:
     """Print each comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, nargs="?", help="where base.py has put its base")
+    parser.add_argument("--model", default="base", help="folder in OUT of the decoder")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--rows", type=int, default=64, help="held-out rows of 256 tokens")
     parser.add_argument("--only", choices=("steps", "perplexity", "decode"), action="append")
@@ -96,23 +97,27 @@ def prepared_by_torchao(model: nn.Module, *, inputs: bool) -> nn.Module:
 
 def perplexities(options: argparse.Namespace) -> None:
     """The same base, rounded or pruned by each."""
-    shards, base = options.out / "shards", options.out / "base"
+    shards, base = options.out / "shards", options.out / options.model
     held_out = rows(shards, split="held_out", sequence_length=LENGTH, count=options.rows)
     text = rows(shards, split="train", sequence_length=LENGTH, count=64, seed=7)["tokens"]
     calibration = list(text.split(4))
     ways: Mapping[str, Callable[[], nn.Module]] = {
         "float": lambda: load_model(base),
         "RTN, int4 g32: ours": lambda: qat(load_model(base), "ct.int4_g32"),
+        "RTN, int4 g32: ours, scales fitted": lambda: by_fitted_scales(base, "ct.int4_g32"),
         "RTN, int4 g32: torchao": lambda: rounded_by_torchao(load_model(base)),
-        "RTN, int4 g32: llm-compressor": lambda: by_llm_compressor(options.out, text, "rtn"),
+        "RTN, int4 g32: llm-compressor": lambda: by_llm_compressor(options, text, "rtn"),
         "GPTQ, int4 g32: ours": lambda: by_gptq(base, calibration, "ct.int4_g32"),
-        "GPTQ, int4 g32: llm-compressor": lambda: by_llm_compressor(options.out, text, "gptq"),
+        "GPTQ, int4 g32: ours, scales fitted": lambda: by_gptq(
+            base, calibration, "ct.int4_g32", fit_scales=True
+        ),
+        "GPTQ, int4 g32: llm-compressor": lambda: by_llm_compressor(options, text, "gptq"),
         "GPTQ, int4 g32: torchao": lambda: gptq_of_torchao(base, calibration, 4),
         "GPTQ, int8 rows: ours": lambda: by_gptq(base, calibration, "ct.w8a8"),
         "GPTQ, int8 rows: torchao": lambda: gptq_of_torchao(base, calibration, 8),
         "Wanda, 2:4: ours": lambda: by_wanda(base, calibration),
         "Wanda, 2:4: torchao": lambda: wanda_of_torchao(load_model(base), calibration),
-        "Wanda, 2:4: llm-compressor": lambda: by_llm_compressor(options.out, text, "wanda"),
+        "Wanda, 2:4: llm-compressor": lambda: by_llm_compressor(options, text, "wanda"),
     }
     for name, make in ways.items():
         began = process_time()
@@ -120,16 +125,23 @@ def perplexities(options: argparse.Namespace) -> None:
             model = make()
         except Exception as error:  # a peer's errors share no base but this
             said = " ".join(str(error).split())
-            print(f"{name:34} does not run: {type(error).__name__}: {said[:160]}", flush=True)
+            print(f"{name:38} does not run: {type(error).__name__}: {said[:160]}", flush=True)
             continue
         spent = process_time() - began
-        print(f"{name:34} {perplexity(model, held_out):9.4f}  made in {spent:4.0f} s", flush=True)
+        print(f"{name:38} {perplexity(model, held_out):9.4f}  made in {spent:4.0f} s", flush=True)
 
 
-def by_gptq(base: Path, calibration: list[Tensor], name: str) -> nn.Module:
+def by_fitted_scales(base: Path, name: str) -> nn.Module:
+    """Our rounding to nearest, at scales that err least."""
+    model = qat(load_model(base), name, learned_scales=True)
+    fit_scales(model)
+    return model
+
+
+def by_gptq(base: Path, calibration: list[Tensor], name: str, **how: bool) -> nn.Module:
     """Our GPTQ, of weights alone."""
     model = load_model(base)
-    gptq(model, name, calibration, activations=False)
+    gptq(model, name, calibration, activations=False, **how)
     return model
 
 
@@ -178,7 +190,7 @@ def wanda_of_torchao(model: nn.Module, calibration: list[Tensor]) -> nn.Module:
     return model
 
 
-def by_llm_compressor(out: Path, text: Tensor, way: str) -> nn.Module:
+def by_llm_compressor(options: argparse.Namespace, text: Tensor, way: str) -> nn.Module:
     """Its one-shot methods, on the folder as transformers reads it."""
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -204,13 +216,15 @@ def by_llm_compressor(out: Path, text: Tensor, way: str) -> nn.Module:
         groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
         kind = GPTQModifier if way == "gptq" else QuantizationModifier
         recipe = kind(config_groups=groups, ignore=["lm_head"])
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(out / "base", dtype=torch.float32)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        options.out / options.model, dtype=torch.float32
+    )
     found = Dataset.from_dict(
         {"input_ids": text.tolist(), "attention_mask": torch.ones_like(text).tolist()}
     )
     oneshot(
         model=model,
-        processor=PreTrainedTokenizerFast(tokenizer_file=str(out / "tokenizer.json")),
+        processor=PreTrainedTokenizerFast(tokenizer_file=str(options.out / "tokenizer.json")),
         dataset=found,
         recipe=recipe,
         max_seq_length=text.shape[1],
@@ -221,7 +235,7 @@ def by_llm_compressor(out: Path, text: Tensor, way: str) -> nn.Module:
 
 def decoding(options: argparse.Namespace) -> None:
     """Exports of RTN in their runtimes, beside torch in float32, in alternating rounds."""
-    base = options.out / "base"
+    base = options.out / options.model
     with TemporaryDirectory() as name:
         models = {}
         for scheme in ("ort.matmulnbits", "gguf.q4_0", "gguf.q8_0"):
