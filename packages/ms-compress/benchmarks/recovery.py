@@ -67,7 +67,7 @@ class Recovery:
         100 steps. GPTQ's are learned on.
         """
         if self.options.from_gptq:
-            return self.rounded(name, by_use=True, fit_scales=scheme(name).bits == 3)
+            return self.rounded(name, by_use=True, for_training=True)
         return qat(self.plain(), name)
 
     def rounded(self, name: str, **how: bool) -> nn.Module:
@@ -91,6 +91,7 @@ class Recovery:
             sequence_length=LENGTH,
             learning_rate=asked.sparse_rate if longer else asked.rate,
             distil_weight=asked.distil_weight,
+            hidden_weight=asked.hidden_weight,
         )
         text = rows(
             asked.shards,
@@ -248,6 +249,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="held-out rows of 256 tokens")
     parser.add_argument("--rate", type=float, default=1e-4)
     parser.add_argument("--distil-weight", type=float, default=1.0, help="the text's is the rest")
+    parser.add_argument("--hidden-weight", type=float, default=0.0, help="of layers' outputs")
     parser.add_argument("--sparse-steps", type=int, default=1200, help="after pruning")
     parser.add_argument("--sparse-rate", type=float, default=1e-3)
     parser.add_argument("--tokenizer", help="a tokenizer.json to go with what is exported")

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -13,7 +14,9 @@ from models import decoder, llama, tokens
 
 from ms_compress import ConfigError, LayerError
 from ms_compress.distil import distillation_loss
+from ms_compress.hidden_states import HiddenStates, hidden_distance
 from ms_compress.student import cut_student, kept_layers
+from ms_compress.tuning import Tuning, tune
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "skewed"])
@@ -93,6 +96,43 @@ def test_layers_stay_at_even_distances() -> None:
         cut_student(teacher, layers=9)
     with pytest.raises(LayerError, match="no decoder"):
         cut_student(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("build", [decoder, llama])
+def test_layers_are_drawn_to_those_they_were_cut_from(build: type[nn.Module]) -> None:
+    """With `hidden_weight` they end nearer than by logits alone, and nothing is watched on."""
+    teacher = build(4)
+    text = torch.cat([tokens(16, seed=seed) for seed in range(4)])
+
+    def distance(student: nn.Module) -> float:
+        with HiddenStates.watched(student, teacher) as states, torch.no_grad():
+            student(text[:16])
+            teacher(text[:16])
+            return float(states.distance())
+
+    assert distance(cut_student(teacher)) == 0.0
+    how = Tuning(steps=30, batch_size=16, sequence_length=text.shape[1] - 1, learning_rate=1e-3)
+    ends = []
+    for weight in (0.0, 20.0):
+        student = cut_student(teacher, layers=2)
+        tune(student, text, attrs.evolve(how, hidden_weight=weight), teacher=teacher)
+        ends.append(distance(student))
+        blocks = [block for model in (student, teacher) for block in model.modules()]
+        assert not any(block._forward_hooks for block in blocks)
+    assert ends[1] < 0.9 * ends[0]
+
+
+def test_the_distance_of_hidden_states_is_a_share_of_the_teachers_variance() -> None:
+    """One where a student knows the mean alone; the teacher gets no gradient."""
+    torch.manual_seed(0)
+    drawn = [torch.randn(4, 9, 16) * scale + 3 for scale in (0.1, 50.0)]
+    teacher = [each.requires_grad_() for each in drawn]
+    mean = [each.mean().expand_as(each).detach().requires_grad_() for each in teacher]
+    found = hidden_distance(mean, teacher)
+    torch.testing.assert_close(found, torch.tensor(1.0), rtol=5e-3, atol=0)
+    found.backward()
+    assert all(each.grad is not None for each in mean)
+    assert all(each.grad is None for each in teacher)
 
 
 def logits(model: nn.Module) -> torch.Tensor:

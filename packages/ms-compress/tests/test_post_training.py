@@ -98,6 +98,28 @@ def test_what_gptq_has_rounded_is_on_the_grid_that_is_exported(name: str) -> Non
         torch.testing.assert_close(stored, layer.weight.detach(), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_left_near_what_they_were_are_rounded_as_gptq_has_it(name: str) -> None:
+    """`for_training` changes no code and no scale, and what was pruned stays zero."""
+    batches = [tokens(4)]
+    plain, rounded, near = decoder(1), decoder(1), decoder(1)
+    for model in (rounded, near):
+        prune(model, "2:4")
+    gptq(rounded, name, batches)
+    gptq(near, name, batches, for_training=True)
+    theirs = dict(prepared_layers(rounded))
+    for key, layer in prepared_layers(near):
+        if layer.scheme is None:
+            continue
+        expected = quantise(theirs[key].weight, layer.scheme, theirs[key].factor).weight()
+        stored = quantise(layer.weight, layer.scheme, layer.factor).weight()
+        torch.testing.assert_close(stored, expected, rtol=1e-6, atol=1e-9)
+        was = plain.get_parameter(f"{key}.weight") * layer.mask
+        moved, snapped = (layer.weight - was).abs().mean(), (theirs[key].weight - was).abs().mean()
+        assert moved < 0.6 * snapped
+        assert not bool(layer.weight[~layer.mask].any())
+
+
 @pytest.mark.parametrize("build", [decoder, llama])
 def test_gptq_brings_logits_nearer_than_rounding(build: type[nn.Module]) -> None:
     """Three bits, on tokens that were not used for calibration."""

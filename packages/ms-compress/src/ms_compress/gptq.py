@@ -25,6 +25,8 @@ __all__ = ["gptq", "gptq_weight"]
 
 BLOCK = 128
 """Columns whose errors are gathered before the rest is updated."""
+CELL = 0.45
+"""Of a scale, how far a weight may lie from the middle of its code and be sure to keep it."""
 
 
 def gptq(
@@ -37,6 +39,7 @@ def gptq(
     damping: float = 0.01,
     by_use: bool = False,
     fit_scales: bool = False,
+    for_training: bool = False,
 ) -> None:
     """Prepare a model for a scheme and round its weights by GPTQ, in place.
 
@@ -50,6 +53,8 @@ def gptq(
         by_use: round columns of the largest inputs first, known as act-order; each keeps its place
             and its group's scale, so the file is as without.
         fit_scales: of each group, search for the scale that errs least.
+        for_training: leave each weight as near to what it was as its code allows, not in the middle
+            of what is rounded to that code, from where a small rate of learning hardly moves it.
 
     Raises:
         ConfigError: damping is not above 0.
@@ -78,6 +83,10 @@ def gptq(
             by_use=by_use,
             fit_scales=fit_scales,
         )
+        if for_training:
+            before = layer.weight.detach()
+            kept = before if layer.mask is None else before * layer.mask
+            weight = _nearest_of_code(kept, weight, scales)
         layer.weight.copy_(weight)
         layer.get_parameter(FACTOR).copy_(_factor(layer.weight.detach(), scales, layer.scheme))
 
@@ -182,6 +191,12 @@ def _inverse_root(name: str, hessian: Tensor, damping: float) -> Tensor:
         )
     whole: Tensor = root
     return whole
+
+
+def _nearest_of_code(weight: Tensor, rounded: Tensor, scales: Tensor) -> Tensor:
+    """Weights (N, K), moved no further than for each to be rounded as given."""
+    reach = CELL * scales.abs().repeat_interleave(weight.shape[1] // scales.shape[1], dim=1)
+    return weight.clamp(rounded - reach, rounded + reach).to(weight.dtype)
 
 
 def _factor(rounded: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
