@@ -29,20 +29,25 @@ def run_file(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.parametrize("start", ["nearest", "gptq"])
 def test_qat_trains_exports_and_verifies(
-    run_file: Path, capsys: pytest.CaptureFixture[str]
+    start: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One command from a float model to a folder that onnxruntime agrees with."""
     arguments = ["--set", "scheme=ort.matmulnbits", "--set", "verify=true"]
+    arguments += ["--set", f"start={start}", "--set", f"teacher={run_file.parent}/model"]
+    arguments += ["--set", "tuning.hidden_weight=20"]
     assert main(["qat", str(run_file), *arguments]) == 0
     assert "verified in its runtime" in capsys.readouterr().out
     assert (run_file.parent / "out" / "model.onnx").is_file()
 
 
+@pytest.mark.parametrize("fitted", ["false", "true"])
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_quantize_exports(method: str, run_file: Path) -> None:
+def test_quantize_exports(method: str, fitted: str, run_file: Path) -> None:
     """Without training."""
     arguments = ["--set", "scheme=ct.int4_g32", "--set", f"method={method}"]
+    arguments += ["--set", f"fit_scales={fitted}", "--set", f"by_use={fitted}"]
     assert main(["quantize", str(run_file), *arguments]) == 0
     assert (run_file.parent / "out" / "model.safetensors").is_file()
 
@@ -76,6 +81,7 @@ def test_distill_saves_a_smaller_student(run_file: Path) -> None:
         (["scheme=ct.int4_g32", "model=nowhere"], "no config.json"),
         (["scheme=ct.int4_g32", "rows=400"], "tokens, where 400 rows"),
         (["scheme=ct.int4_g32", 'exceptions=["down"]'], "matches no layer"),
+        (["scheme=gguf.q4_0", "start=gptq", "head=true"], "leave embeddings and head false"),
         (["scheme=ct.int4_g32", "dataset=strange.json"], "tokens are 0 to 9999, and"),
     ],
 )

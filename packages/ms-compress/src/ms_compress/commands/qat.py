@@ -3,16 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from attrs import field, frozen
+from torch import nn
 
 from ms_compress.commands.command import Command
 from ms_compress.commands.finish import finish, tokens_of
 from ms_compress.commands.loading import load
 from ms_compress.commands.run_options import SchemeRun, optional_path
+from ms_compress.errors import ConfigError
+from ms_compress.gptq import gptq
 from ms_compress.prune import keep_zeros, mask_zeros, masks
 from ms_compress.qat import FloatThenQuantised, qat
 from ms_compress.run_file import build
-from ms_compress.settings import flag, whole
+from ms_compress.settings import flag, one_of, whole
 from ms_compress.tuning import tune
 
 __all__ = ["QAT"]
@@ -23,6 +27,8 @@ class QatRun(SchemeRun):
     """Settings of the command."""
 
     learned_scales: bool = field(default=True, validator=flag)
+    start: str = field(default="nearest", validator=one_of("nearest", "gptq"))
+    """From the nearest codes, or from those of GPTQ on the dataset's tokens."""
     float_steps: int = field(default=0, validator=whole(least=0))
     """Steps before anything is rounded."""
     sparse: bool = field(default=False, validator=flag)
@@ -37,15 +43,7 @@ def run(settings: dict[str, Any], where: str) -> int:
     model = load(options.model)
     if options.sparse:
         mask_zeros(model, options.exceptions)
-    qat(
-        model,
-        options.scheme,
-        exceptions=options.exceptions,
-        embeddings=options.embeddings,
-        head=options.head,
-        activations=options.activations,
-        learned_scales=options.learned_scales,
-    )
+    _prepare(model, options)
     schedule = FloatThenQuantised(float_steps=options.float_steps)
     losses = tune(
         model,
@@ -58,6 +56,34 @@ def run(settings: dict[str, Any], where: str) -> int:
     print(f"trained {len(losses)} steps: loss {losses[0]:.4f} to {losses[-1]:.4f}")
     schedule.apply(model, options.float_steps)
     return finish(model, options)
+
+
+def _prepare(model: nn.Module, options: QatRun) -> None:
+    if options.start == "gptq":
+        if options.embeddings or options.head or not options.learned_scales:
+            raise ConfigError(
+                "start=gptq rounds decoder layers alone and learns their scales; leave embeddings"
+                " and head false and learned_scales true"
+            )
+        gptq(
+            model,
+            options.scheme,
+            torch.split(tokens_of(options, model), options.tuning.batch_size),
+            exceptions=options.exceptions,
+            activations=options.activations,
+            by_use=True,
+            for_training=True,
+        )
+        return
+    qat(
+        model,
+        options.scheme,
+        exceptions=options.exceptions,
+        embeddings=options.embeddings,
+        head=options.head,
+        activations=options.activations,
+        learned_scales=options.learned_scales,
+    )
 
 
 QAT = Command(
