@@ -2,14 +2,14 @@
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
 from ms_compress.errors import CompressError, ExportError
 
-__all__ = ["publish", "sync_folder", "write_all", "write_synced", "writing"]
+__all__ = ["publish", "replace", "sync_folder", "write_all", "write_synced", "writing"]
 
 
 def write_all(file: FileIO, content: bytes | memoryview) -> None:
@@ -29,6 +29,16 @@ def write_synced(path: Path, content: bytes) -> None:
 def publish(aside: Path, path: Path) -> None:
     """Rename the synced file or folder `aside` to `path`, and make the new name durable."""
     aside.rename(path)
+    sync_folder(path.parent)
+
+
+def replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` write a file beside `path`, make it durable, and put it in that one's place."""
+    aside = path.with_name(f"{path.name}.new")
+    write(aside)
+    with aside.open("rb") as file:
+        os.fsync(file.fileno())
+    aside.replace(path)
     sync_folder(path.parent)
 
 

@@ -3,10 +3,10 @@
 Larger models train under any loop or engine; a prepared model is an ordinary one.
 """
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 from attrs import field, frozen
@@ -16,13 +16,12 @@ from torch.nn import functional as F
 from ms_compress.distil import Divergence, distillation_loss
 from ms_compress.errors import ConfigError
 from ms_compress.hidden_states import HiddenStates
+from ms_compress.kept_training import KeptTraining, facts_of
 from ms_compress.layers import FACTOR
 from ms_compress.logits import next_token_logits
 from ms_compress.settings import number, one_of, whole
 
 __all__ = ["Tuning", "tune"]
-
-logger = logging.getLogger(__name__)
 
 
 @frozen(kw_only=True)
@@ -67,6 +66,9 @@ def tune(
     teacher: nn.Module | None = None,
     before_step: Callable[[int], object] | None = None,
     after_step: Callable[[int], object] | None = None,
+    on_loss: Callable[[int, float], object] | None = None,
+    kept: Path | None = None,
+    keep_every_s: float = 60.0,
 ) -> list[float]:
     """Train a model on rows of tokens, in a shuffled order that the seed fixes.
 
@@ -77,6 +79,10 @@ def tune(
         teacher: gives the logits to distil; it is left in evaluation mode.
         before_step: called with the step's number, such as a schedule of pruning.
         after_step: likewise, such as `keep_zeros`.
+        on_loss: called with the number of steps made and the last one's loss.
+        kept: a file that the state is written to while it trains, and gone on from if it is there:
+            the weights are then those of a run that was never stopped. It is left to the caller.
+        keep_every_s: seconds between two writes.
 
     Returns:
         The loss of each step.
@@ -89,8 +95,14 @@ def tune(
             f"tokens are of shape {tuple(tokens.shape)}; give rows of more than"
             f" sequence_length={how.sequence_length}"
         )
+    state = None
+    if kept is not None:
+        facts = facts_of(model, tokens, how, teacher is not None)
+        state = KeptTraining(kept, facts, every_s=keep_every_s)
     with _watched(model, teacher, how) as states:
-        losses = _train(model, tokens, how, teacher, states, before_step, after_step)
+        losses = _train(
+            model, tokens, how, teacher, states, before_step, after_step, on_loss, state
+        )
     model.eval()
     return losses
 
@@ -111,11 +123,16 @@ def _train(
     states: HiddenStates | None,
     before_step: Callable[[int], object] | None,
     after_step: Callable[[int], object] | None,
+    on_loss: Callable[[int, float], object] | None,
+    kept: KeptTraining | None,
 ) -> list[float]:
     optimizer = _optimizer(model, how)
     model.train()
-    losses = []
+    losses = [] if kept is None else kept.resume(model, optimizer)
+    done = len(losses)
     for step, rows in zip(range(how.steps), _batches(len(tokens), how), strict=False):
+        if step < done:
+            continue
         if before_step is not None:
             before_step(step)
         text = tokens[rows, : how.sequence_length + 1]
@@ -134,7 +151,10 @@ def _train(
         if after_step is not None:
             after_step(step)
         losses.append(loss.item())
-        logger.info("step %d of %d: loss %.4f", step + 1, how.steps, losses[-1])
+        if on_loss is not None:
+            on_loss(step + 1, losses[-1])
+        if kept is not None:
+            kept.keep(model, optimizer, losses)
     return losses
 
 

@@ -5,13 +5,12 @@ from typing import Any
 from attrs import field, frozen
 
 from ms_compress.commands.command import Command
-from ms_compress.commands.finish import tokens_of
 from ms_compress.commands.loading import load, save
 from ms_compress.commands.run_options import ModelRun
+from ms_compress.commands.training import train, trained
 from ms_compress.run_file import build
 from ms_compress.settings import whole
 from ms_compress.student import cut_student
-from ms_compress.tuning import tune
 
 __all__ = ["DISTILL"]
 
@@ -31,10 +30,10 @@ def run(settings: dict[str, Any], where: str) -> int:
     options = build(DistillRun, settings, where=where)
     teacher = load(options.model)
     student = cut_student(teacher, layers=options.layers, inner=options.inner)
-    losses = tune(student, tokens_of(options, teacher), options.tuning, teacher=teacher)
+    train(student, options, teacher=teacher)
     save(student, options.output_dir)
+    trained(options)
     counts = [sum(p.numel() for p in m.parameters()) for m in (student, teacher)]
-    print(f"trained {len(losses)} steps: loss {losses[0]:.4f} to {losses[-1]:.4f}")
     print(f"{options.output_dir}: {counts[0]:,} parameters of the teacher's {counts[1]:,}")
     return 0
 

@@ -9,11 +9,11 @@ from ms_compress.commands.command import Command
 from ms_compress.commands.finish import tokens_of
 from ms_compress.commands.loading import load, save
 from ms_compress.commands.run_options import ModelRun
+from ms_compress.commands.training import train, trained
 from ms_compress.pattern import Pattern, pattern
 from ms_compress.prune import GradualPruning, keep_zeros, prune, sparsity
 from ms_compress.run_file import build
 from ms_compress.settings import flag, one_of
-from ms_compress.tuning import tune
 from ms_compress.wanda import wanda
 
 __all__ = ["PRUNE"]
@@ -44,16 +44,15 @@ def run(settings: dict[str, Any], where: str) -> int:
         half = max(1, options.tuning.steps // 2)
         schedule = GradualPruning(how=options.pattern, end=half, exceptions=options.exceptions)
     if options.retrain or schedule is not None:
-        losses = tune(
+        train(
             model,
-            tokens_of(options, model),
-            options.tuning,
+            options,
             before_step=None if schedule is None else lambda step: schedule.apply(model, step),
             after_step=lambda step: keep_zeros(model),
         )
-        print(f"trained {len(losses)} steps: loss {losses[0]:.4f} to {losses[-1]:.4f}")
     keep_zeros(model)
     save(model, options.output_dir)
+    trained(options)
     print(f"{options.output_dir}: {sparsity(model):.1%} of the pruned layers' weights are zero")
     return 0
 

@@ -11,13 +11,13 @@ from ms_compress.commands.command import Command
 from ms_compress.commands.finish import finish, tokens_of
 from ms_compress.commands.loading import load
 from ms_compress.commands.run_options import SchemeRun, optional_path
+from ms_compress.commands.training import train, trained
 from ms_compress.errors import ConfigError
 from ms_compress.gptq import gptq
 from ms_compress.prune import keep_zeros, mask_zeros, masks
 from ms_compress.qat import FloatThenQuantised, qat
 from ms_compress.run_file import build
 from ms_compress.settings import flag, one_of, whole
-from ms_compress.tuning import tune
 
 __all__ = ["QAT"]
 
@@ -45,17 +45,17 @@ def run(settings: dict[str, Any], where: str) -> int:
         mask_zeros(model, options.exceptions)
     _prepare(model, options)
     schedule = FloatThenQuantised(float_steps=options.float_steps)
-    losses = tune(
+    train(
         model,
-        tokens_of(options, model),
-        options.tuning,
+        options,
         teacher=None if options.teacher is None else load(options.teacher),
         before_step=lambda step: schedule.apply(model, step),
         after_step=lambda step: keep_zeros(model) if masks(model) else None,
     )
-    print(f"trained {len(losses)} steps: loss {losses[0]:.4f} to {losses[-1]:.4f}")
     schedule.apply(model, options.float_steps)
-    return finish(model, options)
+    code = finish(model, options)
+    trained(options)
+    return code
 
 
 def _prepare(model: nn.Module, options: QatRun) -> None:

@@ -1,0 +1,77 @@
+"""The state of a training in one file, so that what was killed goes on to the same weights."""
+
+import hashlib
+from pathlib import Path
+from time import monotonic
+
+import torch
+from torch import Tensor, nn
+
+from ms_compress.durable import replace, writing
+from ms_compress.errors import ConfigError
+from ms_compress.prune import masks, set_masks
+
+__all__ = ["KeptTraining", "facts_of"]
+
+
+class KeptTraining:
+    """Writes a model, its optimizer and its masks beside, puts them in place whole, reads them.
+
+    Args:
+        path: of the file, which may be there.
+        facts: what the steps follow from; another run's file is refused.
+        every_s: seconds between two writes.
+    """
+
+    def __init__(self, path: Path, facts: list[bytes], *, every_s: float) -> None:
+        self.path = path
+        self._key = hashlib.sha256(b"\0".join(facts)).hexdigest()
+        self._every_s = every_s
+        self._written = monotonic()
+
+    def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        """Losses of the steps already made; model and optimizer are as they were then.
+
+        Raises:
+            ConfigError: the file is of another run, or damaged.
+        """
+        if not self.path.is_file():
+            return []
+        try:
+            state = torch.load(self.path, weights_only=True)
+            key = state["key"]
+        except Exception as error:  # whatever torch makes of a damaged file
+            raise ConfigError(
+                f"{self.path} is damaged ({type(error).__name__}); remove it to begin anew"
+            ) from error
+        if key != self._key:
+            raise ConfigError(
+                f"{self.path} is of a run with other settings, tokens or layers; give those again,"
+                " or remove it to begin anew"
+            )
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        set_masks(model, state["masks"])
+        return list(state["losses"])
+
+    def keep(self, model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float]) -> None:
+        """Write the state, if it is time to."""
+        if monotonic() - self._written < self._every_s:
+            return
+        state = {
+            "key": self._key,
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "masks": masks(model),
+            "losses": losses,
+        }
+        with writing(self.path):
+            replace(self.path, lambda aside: torch.save(state, aside))
+        self._written = monotonic()
+
+
+def facts_of(model: nn.Module, tokens: Tensor, *settings: object) -> list[bytes]:
+    """What the steps of a training follow from: settings, text, and the shapes of parameters."""
+    shapes = [(name, tuple(value.shape)) for name, value in model.named_parameters()]
+    text = tokens.cpu().contiguous().numpy().tobytes()
+    return [repr((settings, shapes)).encode(), hashlib.sha256(text).digest()]

@@ -1,0 +1,75 @@
+"""A training that was stopped goes on to the weights of one that never was, bit for bit."""
+
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import decoder, tokens
+
+from ms_compress import ConfigError, GradualPruning, Tuning, qat, tune
+from ms_compress.prune import keep_zeros, sparsity
+
+HOW = Tuning(steps=7, batch_size=4, sequence_length=32, learning_rate=1e-2)
+
+
+class StoppedError(Exception):
+    """What stands for a kill."""
+
+
+def train(model: nn.Module, kept: Path, *, stop: int | None = None, teacher: bool = False) -> None:
+    """Pruned more and more while it is trained; stopped once so many steps are made."""
+    schedule = GradualPruning(how="2:4", end=5, every=1)
+
+    def on_loss(step: int, loss: float) -> None:
+        if step == stop:
+            raise StoppedError
+
+    tune(
+        model,
+        tokens(16, 33),
+        HOW,
+        teacher=decoder() if teacher else None,
+        before_step=lambda step: schedule.apply(model, step),
+        after_step=lambda step: keep_zeros(model),
+        on_loss=on_loss,
+        kept=kept,
+        keep_every_s=0.0,
+    )
+
+
+def prepared() -> nn.Module:
+    """Learned scales, which the optimizer has a group of their own for."""
+    return qat(decoder(), "gguf.q4_0", learned_scales=True)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 4, 7])
+def test_stopped_at_any_step_it_ends_at_the_same_weights(stop: int, tmp_path: Path) -> None:
+    """Moments, masks, the order of rows and the rate's place are all in the file."""
+    whole, parts, kept = prepared(), prepared(), tmp_path / "out.training"
+    train(whole, tmp_path / "other.training", teacher=True)
+    with pytest.raises(StoppedError):
+        train(parts, kept, stop=stop, teacher=True)
+    again = prepared()
+    train(again, kept, teacher=True)
+    assert sparsity(again) == 0.5
+    for name, value in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+def test_what_another_run_kept_is_refused(tmp_path: Path) -> None:
+    """In a line with the remedy; the file stays."""
+    kept = tmp_path / "out.training"
+    with pytest.raises(StoppedError):
+        train(prepared(), kept, stop=3)
+    before = kept.read_bytes()
+    with pytest.raises(ConfigError, match="a run with other settings, tokens or layers"):
+        tune(prepared(), tokens(16, 33), attrs.evolve(HOW, seed=1), kept=kept)
+    assert kept.read_bytes() == before
+    kept.write_bytes(before[: len(before) // 2])
+    with pytest.raises(ConfigError, match=r"out\.training is damaged"):
+        train(prepared(), kept)
