@@ -64,6 +64,20 @@ def test_prune_then_sparse_qat_keeps_zeros(run_file: Path) -> None:
     assert main(["qat", str(run_file), *more]) == 0
 
 
+@pytest.mark.parametrize("command", ["qat", "prune", "distill"])
+def test_a_folder_that_is_there_is_refused_before_any_step(
+    command: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not after hours of training; what is in it stays."""
+    (run_file.parent / "out").mkdir()
+    more = {"qat": "scheme=gguf.q4_0", "prune": "pattern=2:4", "distill": "layers=1"}[command]
+    assert main([command, str(run_file), "--set", more]) == 2
+    error = capsys.readouterr().err
+    assert "out exists; remove it" in error
+    assert "step" not in error
+    assert not list((run_file.parent / "out").iterdir())
+
+
 def test_distill_saves_a_smaller_student(run_file: Path) -> None:
     """Half the layers and neurons, readable as any model."""
     assert main(["distill", str(run_file), "--set", "layers=1", "--set", "inner=128"]) == 0

@@ -1,6 +1,7 @@
 """How the commands train: with progress on standard error, and going on after a kill."""
 
 from collections.abc import Callable
+from pathlib import Path
 from time import monotonic
 
 from rich.console import Console
@@ -9,6 +10,7 @@ from torch import nn
 
 from ms_compress.commands.finish import tokens_of
 from ms_compress.commands.run_options import ModelRun
+from ms_compress.errors import ConfigError
 from ms_compress.tuning import Tuning, tune
 
 __all__ = ["train", "trained"]
@@ -28,8 +30,13 @@ def train(
     """`tune` on the run's dataset.
 
     Until the run's folder is there, a file beside it keeps the state; `trained` removes it.
+
+    Raises:
+        ConfigError: the folder is there already, which is better said before the training.
     """
-    kept = options.output_dir.with_name(f"{options.output_dir.name}.training")
+    if options.output_dir.exists():
+        raise ConfigError(f"{options.output_dir} exists; remove it, or choose another output_dir")
+    kept = _kept(options)
     kept.parent.mkdir(parents=True, exist_ok=True)
     with _Show(options.tuning) as show:
         losses = tune(
@@ -48,7 +55,11 @@ def train(
 
 def trained(options: ModelRun) -> None:
     """The run's folder is written: its training's state is not needed any more."""
-    options.output_dir.with_name(f"{options.output_dir.name}.training").unlink(missing_ok=True)
+    _kept(options).unlink(missing_ok=True)
+
+
+def _kept(options: ModelRun) -> Path:
+    return options.output_dir.with_name(f"{options.output_dir.name}.training")
 
 
 class _Show:
