@@ -69,6 +69,11 @@ def test_what_another_run_kept_is_refused(tmp_path: Path) -> None:
     before = kept.read_bytes()
     with pytest.raises(ConfigError, match="a run with other settings, tokens or layers"):
         tune(prepared(), tokens(16, 33), attrs.evolve(HOW, seed=1), kept=kept)
+    other = qat(decoder(), "ort.matmulnbits", learned_scales=True)
+    with pytest.raises(ConfigError, match="a run with other settings, tokens or layers"):
+        train(other, kept)
+    with pytest.raises(ConfigError, match="a run with other settings, tokens or layers"):
+        tune(prepared(), tokens(16, 33), HOW, kept=kept, kept_for="another model's folder")
     assert kept.read_bytes() == before
     kept.write_bytes(before[: len(before) // 2])
     with pytest.raises(ConfigError, match=r"out\.training is damaged"):

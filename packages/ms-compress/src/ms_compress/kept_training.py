@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ms_compress.durable import replace, writing
 from ms_compress.errors import ConfigError
+from ms_compress.layers import prepared_layers
 from ms_compress.prune import masks, set_masks
 
 __all__ = ["KeptTraining", "facts_of"]
@@ -71,7 +72,8 @@ class KeptTraining:
 
 
 def facts_of(model: nn.Module, tokens: Tensor, *settings: object) -> list[bytes]:
-    """What the steps of a training follow from: settings, text, and the shapes of parameters."""
+    """What the steps of a training follow from: settings, text, parameters' shapes and schemes."""
     shapes = [(name, tuple(value.shape)) for name, value in model.named_parameters()]
+    schemes = [(name, layer.scheme, layer.activations) for name, layer in prepared_layers(model)]
     text = tokens.cpu().contiguous().numpy().tobytes()
-    return [repr((settings, shapes)).encode(), hashlib.sha256(text).digest()]
+    return [repr((settings, shapes, schemes)).encode(), hashlib.sha256(text).digest()]

@@ -68,6 +68,7 @@ def tune(
     after_step: Callable[[int], object] | None = None,
     on_loss: Callable[[int, float], object] | None = None,
     kept: Path | None = None,
+    kept_for: str = "",
     keep_every_s: float = 60.0,
 ) -> list[float]:
     """Train a model on rows of tokens, in a shuffled order that the seed fixes.
@@ -82,6 +83,8 @@ def tune(
         on_loss: called with the number of steps made and the last one's loss.
         kept: a file that the state is written to while it trains, and gone on from if it is there:
             the weights are then those of a run that was never stopped. It is left to the caller.
+        kept_for: what else the run follows from, such as the names of the model's and the teacher's
+            folders: a file that was kept for another is refused.
         keep_every_s: seconds between two writes.
 
     Returns:
@@ -97,7 +100,7 @@ def tune(
         )
     state = None
     if kept is not None:
-        facts = facts_of(model, tokens, how, teacher is not None)
+        facts = facts_of(model, tokens, how, teacher is not None, kept_for)
         state = KeptTraining(kept, facts, every_s=keep_every_s)
     with _watched(model, teacher, how) as states:
         losses = _train(

@@ -5,7 +5,6 @@ Shapes: B rows, S positions, H hidden, V vocabulary, D width of one head.
 """
 
 import weakref
-from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import torch
@@ -105,18 +104,16 @@ def rotary(
     Returns:
         q and k, rotated, in their own dtypes.
     """
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    width, cos, sin = 2 * cos.shape[-1], cos.unsqueeze(2), sin.unsqueeze(2)
+    turn = _turn_neighbours if interleaved else _turn_halves
     if not interleaved:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-    turn = _turn_neighbours if interleaved else _turn_halves
-    return _rotate(q, cos, sin, turn), _rotate(k, cos, sin, turn)
 
+    def rotated(x: Tensor) -> Tensor:
+        y = turn(x[..., :width].float(), cos, sin).to(x.dtype)
+        return torch.cat((y, x[..., width:]), -1) if x.shape[-1] > width else y
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[..., Tensor]) -> Tensor:
-    width = cos.shape[-1] * (2 if turn is _turn_neighbours else 1)
-    turned, rest = x[..., :width].float(), x[..., width:]
-    y = turn(turned, cos, sin).to(x.dtype)
-    return torch.cat((y, rest), -1) if rest.shape[-1] else y
+    return rotated(q), rotated(k)
 
 
 def _turn_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

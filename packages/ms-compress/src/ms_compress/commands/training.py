@@ -48,6 +48,7 @@ def train(
             after_step=after_step,
             on_loss=show.step,
             kept=kept,
+            kept_for=repr(options),
         )
     print(f"trained {len(losses)} steps: loss {losses[0]:.4f} to {losses[-1]:.4f}")
     return losses
