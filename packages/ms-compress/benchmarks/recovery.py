@@ -165,6 +165,14 @@ def longer(work: Recovery) -> None:
     work.run("float, as many more steps", lambda: work.trained(work.plain()))
 
 
+def taught_float(work: Recovery) -> None:
+    """The base in float by the very loss of distillation, from the base itself: its control."""
+    work.run(
+        "float, as many more steps with distillation",
+        lambda: work.trained(work.plain(), taught=True),
+    )
+
+
 def trained(work: Recovery, *, taught: bool) -> None:
     """Trained on the text, or by a teacher."""
     first = "GPTQ, then " if work.options.from_gptq else ""
@@ -231,6 +239,7 @@ def shares(figures: dict[str, float]) -> None:
 PARTS: dict[str, Callable[[Recovery], None]] = {
     "untrained": untrained,
     "float": longer,
+    "taught-float": taught_float,
     "qat": lambda work: trained(work, taught=False),
     "taught": lambda work: trained(work, taught=True),
     "sparse": sparse,
