@@ -13,11 +13,12 @@ measured anew, the others stay.
 import argparse
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from time import process_time
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ms_compress import ExportError, export, fit_scales, perplexity, qat
 from ms_compress.corpus import rows
@@ -32,7 +33,19 @@ from ms_parallel.models import load_model
 LENGTH = 256
 FOUR_BITS = ("ct.int4_g32", "ort.matmulnbits", "gguf.q4_0")
 THREE_BITS = "ct.int3_g32"
-WAYS = {"by_use": "in order of use", "fit_scales": "scales fitted"}
+WAYS = {"by_use": "in order of use", "by_loss": "by the loss", "fit_scales": "scales fitted"}
+GPTQ = (
+    ("by_use",),
+    ("fit_scales",),
+    ("by_use", "fit_scales"),
+    ("by_loss",),
+    ("by_loss", "fit_scales"),
+)
+FLOATS = (
+    "float",
+    "float, as many more steps",
+    "float, as many more steps with distillation",
+)
 
 
 class Recovery:
@@ -44,11 +57,9 @@ class Recovery:
         self.held_out = rows(
             options.shards, split="held_out", sequence_length=LENGTH, count=options.rows
         )
-        self.calibration = list(
-            rows(options.shards, split="train", sequence_length=LENGTH, count=64, seed=7)[
-                "tokens"
-            ].split(4)
-        )
+        text = rows(options.shards, split="train", sequence_length=LENGTH, count=256, seed=7)
+        self.calibration_for_training = list(text["tokens"].split(4))
+        self.calibration = self.calibration_for_training[:16]
         self.file = self.out / "recovery.json"
 
     @property
@@ -67,12 +78,14 @@ class Recovery:
         100 steps. GPTQ's are learned on.
         """
         if self.options.from_gptq:
-            return self.rounded(name, by_use=True, for_training=True)
+            rows = self.calibration_for_training
+            return self.rounded(name, rows, by_loss=True, for_training=True)
         return qat(self.plain(), name)
 
-    def rounded(self, name: str, **how: bool) -> nn.Module:
-        """By GPTQ."""
-        return changed(self.plain(), lambda model: gptq(model, name, self.calibration, **how))
+    def rounded(self, name: str, rows: list[Tensor] | None = None, **how: bool) -> nn.Module:
+        """By GPTQ, on 64 rows as the peers do, if no others are given."""
+        chosen = rows or self.calibration
+        return changed(self.plain(), lambda model: gptq(model, name, chosen, **how))
 
     def trained(
         self,
@@ -155,22 +168,30 @@ def untrained(work: Recovery) -> None:
         fitted = qat(work.plain(), name, learned_scales=True)
         work.run(f"RTN, scales fitted {name}", lambda m=fitted: changed(m, fit_scales))
         work.run(f"GPTQ {name}", lambda name=name: work.rounded(name), deploy=True)
-        for extra in ({"by_use": True}, {"fit_scales": True}, {"by_use": True, "fit_scales": True}):
-            how = " and ".join(WAYS[each] for each in extra)
-            work.run(f"GPTQ, {how} {name}", lambda n=name, e=extra: work.rounded(n, **e))
+        for ways in GPTQ:
+            how = " and ".join(WAYS[each] for each in ways)
+            work.run(
+                f"GPTQ, {how} {name}",
+                lambda n=name, w=ways: work.rounded(n, **dict.fromkeys(w, True)),
+                deploy=ways == ("by_loss",),
+            )
 
 
 def longer(work: Recovery) -> None:
-    """The base in float, trained as long as every other."""
-    work.run("float, as many more steps", lambda: work.trained(work.plain()))
+    """The base in float, trained as long as every other, and what rounding this one loses."""
+    control(work, FLOATS[1], work.run(FLOATS[1], lambda: work.trained(work.plain())))
 
 
 def taught_float(work: Recovery) -> None:
-    """The base in float by the very loss of distillation, from the base itself: its control."""
-    work.run(
-        "float, as many more steps with distillation",
-        lambda: work.trained(work.plain(), taught=True),
-    )
+    """The base in float by the very loss of distillation, from the base itself; likewise."""
+    how = FLOATS[2]
+    control(work, how, work.run(how, lambda: work.trained(work.plain(), taught=True)))
+
+
+def control(work: Recovery, how: str, model: nn.Module) -> None:
+    """A float model that was trained on, rounded to nearest."""
+    for name in FOUR_BITS:
+        work.run(f"RTN of {how} {name}", lambda name=name: qat(deepcopy(model), name))
 
 
 def trained(work: Recovery, *, taught: bool) -> None:
@@ -222,16 +243,18 @@ def gradual(work: Recovery) -> None:
 
 
 def shares(figures: dict[str, float]) -> None:
-    """Of the perplexity that RTN loses, what came back; and of the way to float trained as long."""
+    """Of the perplexity that RTN loses, what came back: of the base, and of it trained as long."""
     for name, value in figures.items():
-        how, _, chosen = name.partition(" in ")[0].rpartition(" ")
-        lost = figures.get(f"RTN {chosen}")
-        if lost is None or how in ("RTN", "2:4 with QAT"):
+        chosen = next((word for word in name.split() if word in (*FOUR_BITS, THREE_BITS)), "")
+        how = name.partition(f" {chosen}")[0]
+        lost = {to: figures.get(f"RTN of {to} {chosen}") for to in FLOATS}
+        lost["float"] = figures.get(f"RTN {chosen}")
+        if lost["float"] is None or how.startswith("RTN of") or how in ("RTN", "2:4 with QAT"):
             continue
         parts = [
-            f"{(lost - value) / (lost - figures[to]):4.0%} of the way from RTN to {to}"
-            for to in ("float", "float, as many more steps")
-            if to in figures
+            f"{(rounded - value) / (rounded - figures[to]):4.0%} of what RTN loses of {to}"
+            for to, rounded in lost.items()
+            if rounded is not None and to in figures
         ]
         print(f"{name:52} {'; '.join(parts)}")
 

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import decoder, llama, tokens
 
 from ms_compress import CalibrationError, ConfigError, LayerError, export, fit_scales, qat
+from ms_compress.distil import distillation_loss
 from ms_compress.gptq import gptq, gptq_weight
 from ms_compress.layers import prepared_layers
 from ms_compress.logits import model_logits
@@ -87,26 +88,30 @@ def test_a_model_without_learned_scales_has_none_to_fit() -> None:
         fit_scales(qat(decoder(1), "ct.int4_g32"))
 
 
+@pytest.mark.parametrize("by_loss", [False, True])
 @pytest.mark.parametrize("name", ["gguf.q4_0", "ort.matmulnbits", "ct.int3_g32", "ct.w8a8"])
-def test_what_gptq_has_rounded_is_on_the_grid_that_is_exported(name: str) -> None:
+def test_what_gptq_has_rounded_is_on_the_grid_that_is_exported(name: str, by_loss: bool) -> None:
     """Rounding the layer's weight again changes nothing beyond a scale's last bit."""
     model = decoder(1)
-    gptq(model, name, [tokens(4)])
+    gptq(model, name, [tokens(4)], by_loss=by_loss)
     for _, layer in prepared_layers(model):
         assert layer.scheme is not None
         stored = quantise(layer.weight, layer.scheme, layer.factor).weight()
         torch.testing.assert_close(stored, layer.weight.detach(), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("by_loss", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_left_near_what_they_were_are_rounded_as_gptq_has_it(name: str) -> None:
+def test_weights_left_near_what_they_were_are_rounded_as_gptq_has_it(
+    name: str, by_loss: bool
+) -> None:
     """`for_training` changes no code and no scale, and what was pruned stays zero."""
     batches = [tokens(4)]
     plain, rounded, near = decoder(1), decoder(1), decoder(1)
     for model in (rounded, near):
         prune(model, "2:4")
-    gptq(rounded, name, batches)
-    gptq(near, name, batches, for_training=True)
+    gptq(rounded, name, batches, by_loss=by_loss)
+    gptq(near, name, batches, by_loss=by_loss, for_training=True)
     theirs = dict(prepared_layers(rounded))
     for key, layer in prepared_layers(near):
         if layer.scheme is None:
@@ -131,6 +136,32 @@ def test_gptq_brings_logits_nearer_than_rounding(build: type[nn.Module]) -> None
     of_rounding = (model_logits(rounded, unseen) - truth).square().mean()
     of_gptq = (model_logits(better, unseen) - truth).square().mean()
     assert of_gptq < 0.9 * of_rounding
+
+
+@pytest.mark.parametrize("build", [decoder, llama])
+def test_counted_by_the_loss_rounding_leaves_predictions_nearer(build: type[nn.Module]) -> None:
+    """Divergence from the plain model is less than GPTQ's, on tokens that it did not see."""
+    unseen = tokens(8, seed=99)
+    truth = model_logits(build(), unseen)
+
+    def apart(**how: bool) -> float:
+        model = build()
+        gptq(model, "ct.int3_g32", [tokens(8, seed=seed) for seed in range(16)], **how)
+        return float(distillation_loss(model_logits(model, unseen), truth))
+
+    assert apart(by_loss=True) < 0.95 * min(apart(), apart(by_use=True))
+
+
+def test_rounding_by_loss_says_after_which_layer_a_model_has_gone_bad() -> None:
+    """No layer's input is NaN here, but logits are; parameters take gradients as before."""
+    model = decoder(1)
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight")[3] = float("nan")
+    with pytest.raises(
+        CalibrationError, match=r"logits .* weights after model\.layers\.0\.self_attn\.q_proj"
+    ):
+        gptq(model, "ct.int4_g32", [tokens(2)], by_loss=True)
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_calibration_names_the_layer_that_meets_nan() -> None:

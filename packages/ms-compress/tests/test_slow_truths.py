@@ -16,10 +16,11 @@ from ms_compress.distil import Divergence, distillation_loss
 from ms_compress.gptq import gptq_weight
 from ms_compress.layers import prepared_layers
 from ms_compress.prune import masks, prune, set_masks
-from ms_compress.rounding import quantise
+from ms_compress.rounding import quantise, round_at
 from ms_compress.runtimes import open_runtime
 from ms_compress.scheme import Scheme, scheme
 from ms_compress.teaching import DistillationLoss, engine_teacher
+from ms_compress.two_sided import output_squares, round_by_loss
 from ms_compress.wanda import wanda
 from ms_parallel import Engine
 from ms_parallel.optimizer import AdamWConfig
@@ -85,6 +86,94 @@ def test_gptq_by_use_rounds_on_the_scales_that_the_weight_had(name: str) -> None
     assert float(codes.round().max()) <= how.high
     error = (inputs @ (weight - found).t()).square().mean()
     assert error < 0.8 * (inputs @ (weight - plain.weight()).t()).square().mean()
+
+
+def given_earlier(square: Tensor) -> Tensor:
+    """Row j: what earlier errors are multiplied by; the best j-th error is minus their sum.
+
+    Later errors are free: they are done away with by inverting what is left of the inverse.
+    """
+    inverse = torch.linalg.inv(square.double())
+    rows = torch.zeros_like(inverse)
+    for j in range(len(square)):
+        left = torch.linalg.inv(inverse[: j + 1, : j + 1])
+        rows[j, : j + 1] = left[j] / left[j, j]
+    return rows
+
+
+def features(count: int, rank: int) -> Tensor:
+    """Square of features that hang together, sorted by use."""
+    values = torch.randn(4 * count, rank) @ torch.randn(rank, count) + torch.randn(4 * count, count)
+    values = values * torch.linspace(2, 0.5, count)
+    square = values.t() @ values
+    order = square.diagonal().argsort(descending=True)
+    return square[order][:, order]
+
+
+@pytest.mark.parametrize("name", ["ct.int4_g32", "ct.int3_g32", "ort.matmulnbits", "ct.w8a8"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_rounding_by_loss_makes_up_for_every_error_above_and_to_the_left(
+    name: str, sparse: bool
+) -> None:
+    """Each entry is what its definition rounds, given all others; 150 x 160 are four tiles."""
+    torch.manual_seed(0)
+    how = scheme(name)
+    weight, inputs, outputs = torch.randn(150, 160), features(160, 40), features(150, 30)
+    mask = torch.rand(150, 160) > 0.5 if sparse else None
+    found, scales = round_by_loss("layer", weight, inputs, outputs, how, mask=mask, damping=1e-6)
+    kept = weight if mask is None else weight * mask
+    error = (found - kept).double()
+    felt = given_earlier(outputs) @ error @ given_earlier(inputs).t()
+    aim = (kept - (felt - error)).float()
+    steps = scales.repeat_interleave(how.group_of(160), 1)
+    expected = round_at(aim.view(-1, 1), steps.view(-1, 1), how).view_as(aim)
+    expected = expected if mask is None else expected * mask
+    same = torch.isclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert float(same.float().mean()) > 0.998
+    on_a_border = ((aim / steps).frac().abs() - 0.5).abs() < 0.02
+    assert bool((same | on_a_border).all())
+    assert bool((found[:, :32] != quantise(kept, how).weight()[:, :32]).any())
+
+
+@pytest.mark.parametrize("name", ["ct.int4_g32", "gguf.q4_0"])
+def test_where_outputs_are_alike_rounding_by_loss_is_gptq(name: str) -> None:
+    """Two derivations of one rounding, by the Hessian and by its inverse, meet."""
+    torch.manual_seed(0)
+    weight, inputs, how = torch.randn(40, 160), features(160, 40), scheme(name)
+    theirs, scales = gptq_weight("layer", weight, inputs, how, by_use=True)
+    found, same_scales = round_by_loss("layer", weight, inputs, torch.eye(40), how)
+    assert torch.equal(scales, same_scales)
+    equal = torch.isclose(found, theirs, rtol=1e-5, atol=1e-6).all(1)
+    assert float(equal.float().mean()) >= 0.9
+
+
+def test_squares_of_outputs_are_the_curvature_of_the_divergence() -> None:
+    """One token met 4,000 times: ½ Σ O·(Ex)(Ex)ᵀ is how far the model goes from itself.
+
+    For one token the Kronecker product is exact, and what is left is the noise of drawn targets.
+    """
+    made = model(layers=1).double()
+    text = torch.tensor([[7]]).expand(4000, 1)
+    name = "model.layers.0.self_attn.o_proj"
+    layer = made.get_submodule(name)
+    flags = {key: parameter.requires_grad for key, parameter in made.named_parameters()}
+    with torch.no_grad():
+        square = output_squares(made, {name: layer}, text.split(1000))[name] / 4000
+    assert flags == {key: parameter.requires_grad for key, parameter in made.named_parameters()}
+    seen: list[Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda m, args: seen.append(args[0].flatten()))
+    with torch.no_grad():
+        truth = made(text[:1]).log_softmax(-1)
+        handle.remove()
+        for seed in range(3):
+            torch.manual_seed(seed)
+            step = 1e-3 * torch.randn_like(layer.weight)
+            felt = step @ seen[0]
+            layer.weight += step
+            moved = made(text[:1]).log_softmax(-1)
+            layer.weight -= step
+            apart = float((truth.exp() * (truth - moved)).sum())
+            assert float(0.5 * felt @ square.double() @ felt) == pytest.approx(apart, rel=0.1)
 
 
 def test_a_feature_that_is_never_used_does_not_spoil_the_others() -> None:

@@ -5,7 +5,7 @@ statistics of one decoder layer. A layer sees inputs that the layers before it m
 been changed, as in GPTQ (Frantar et al. 2022, arXiv:2210.17323) and Wanda.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,7 @@ def walk(
     statistic: Statistic,
     visit: Callable[[str, nn.Linear, Tensor], None],
     wanted: set[str],
+    begin: Callable[[Mapping[str, nn.Linear]], object] | None = None,
 ) -> None:
     """Visit each wanted linear layer with the statistic of its inputs; it may change its weight.
 
@@ -50,6 +51,7 @@ def walk(
         statistic: what is gathered.
         visit: gets the layer's name, the layer and its statistic.
         wanted: names of layers to visit.
+        begin: gets the wanted layers of a decoder layer before any of them is visited.
 
     Raises:
         CalibrationError: there are no tokens, or a layer's input is not finite.
@@ -67,6 +69,8 @@ def walk(
                 if isinstance(layer, nn.Linear) and f"{prefix}.{name}" in wanted
             }
             held = _gather(block, layers, hidden, calls, statistic)
+            if begin is not None and layers:
+                begin(layers)
             for name, layer in layers.items():
                 visit(name, layer, held.pop(name))
             hidden = [_run(block, x, call) for x, call in zip(hidden, calls, strict=True)]

@@ -8,7 +8,8 @@ Frantar et al. 2022, arXiv:2210.17323, algorithm 1. Differences from the paper:
 Shapes: N rows, K features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -20,6 +21,7 @@ from ms_compress.layers import FACTOR, Prepared
 from ms_compress.qat import qat
 from ms_compress.rounding import fitted_factor, round_at, scales_of
 from ms_compress.scheme import Scheme
+from ms_compress.two_sided import output_squares, round_by_loss
 
 __all__ = ["gptq", "gptq_weight"]
 
@@ -38,6 +40,7 @@ def gptq(
     activations: bool = True,
     damping: float = 0.01,
     by_use: bool = False,
+    by_loss: bool = False,
     fit_scales: bool = False,
     for_training: bool = False,
 ) -> None:
@@ -52,6 +55,9 @@ def gptq(
         damping: share of the mean of the Hessian's diagonal that is added to it.
         by_use: round columns of the largest inputs first, known as act-order; each keeps its place
             and its group's scale, so the file is as without.
+        by_loss: count an error by what it does to the model's predictions, not to the layer's
+            output, in order of use (see `two_sided`); takes a forward and a backward of the whole
+            model for each decoder layer.
         fit_scales: of each group, search for the scale that errs least.
         for_training: leave each weight as near to what it was as its code allows, not in the middle
             of what is rounded to that code, from where a small rate of learning hardly moves it.
@@ -70,21 +76,25 @@ def gptq(
         learned_scales=True,
     )
 
+    squares: dict[str, Tensor] = {}
+
+    def begin(layers: Mapping[str, nn.Linear]) -> None:
+        squares.clear()
+        if by_loss:
+            squares.update(output_squares(model, layers, batches))
+
     def visit(name: str, layer: nn.Linear, hessian: Tensor) -> None:
         assert isinstance(layer, Prepared)
         assert layer.scheme is not None
-        weight, scales = gptq_weight(
-            name,
-            layer.weight.detach(),
-            hessian,
-            layer.scheme,
-            mask=layer.mask,
-            damping=damping,
-            by_use=by_use,
-            fit_scales=fit_scales,
-        )
+        how: dict[str, Any] = {"mask": layer.mask, "damping": damping, "fit_scales": fit_scales}
+        before = layer.weight.detach()
+        if by_loss:
+            weight, scales = round_by_loss(
+                name, before, hessian, squares[name], layer.scheme, **how
+            )
+        else:
+            weight, scales = gptq_weight(name, before, hessian, layer.scheme, by_use=by_use, **how)
         if for_training:
-            before = layer.weight.detach()
             kept = before if layer.mask is None else before * layer.mask
             weight = _nearest_of_code(kept, weight, scales)
         layer.weight.copy_(weight)
@@ -95,7 +105,7 @@ def gptq(
         for name, layer in model.named_modules()
         if isinstance(layer, Prepared) and layer.scheme is not None
     }
-    walk(model, batches, _add_square, visit, wanted)
+    walk(model, batches, _add_square, visit, wanted, begin)
 
 
 def _add_square(held: Tensor | None, inputs: Tensor) -> Tensor:

@@ -21,6 +21,9 @@ from ms_compress.settings import flag, one_of, whole
 
 __all__ = ["QAT"]
 
+CALIBRATION = 256
+"""Rows that GPTQ sees before training: it runs the whole model on them for each decoder layer."""
+
 
 @frozen(kw_only=True)
 class QatRun(SchemeRun):
@@ -28,7 +31,7 @@ class QatRun(SchemeRun):
 
     learned_scales: bool = field(default=True, validator=flag)
     start: str = field(default="nearest", validator=one_of("nearest", "gptq"))
-    """From the nearest codes, or from those of GPTQ on the dataset's tokens."""
+    """From the nearest codes, or from those of GPTQ by the loss, on the dataset's first rows."""
     float_steps: int = field(default=0, validator=whole(least=0))
     """Steps before anything is rounded."""
     sparse: bool = field(default=False, validator=flag)
@@ -68,10 +71,10 @@ def _prepare(model: nn.Module, options: QatRun) -> None:
         gptq(
             model,
             options.scheme,
-            torch.split(tokens_of(options, model), options.tuning.batch_size),
+            torch.split(tokens_of(options, model)[:CALIBRATION], options.tuning.batch_size),
             exceptions=options.exceptions,
             activations=options.activations,
-            by_use=True,
+            by_loss=True,
             for_training=True,
         )
         return

@@ -28,6 +28,8 @@ class QuantizeRun(SchemeRun):
     """Search for the scale of each group that errs least."""
     by_use: bool = field(default=False, validator=flag)
     """Let GPTQ round columns of the largest inputs first."""
+    by_loss: bool = field(default=False, validator=flag)
+    """Let GPTQ count errors by what they do to the model's predictions."""
 
 
 def run(settings: dict[str, Any], where: str) -> int:
@@ -45,6 +47,7 @@ def run(settings: dict[str, Any], where: str) -> int:
             exceptions=options.exceptions,
             activations=options.activations,
             by_use=options.by_use,
+            by_loss=options.by_loss,
             fit_scales=options.fit_scales,
         )
     else:
