@@ -147,6 +147,24 @@ def test_where_outputs_are_alike_rounding_by_loss_is_gptq(name: str) -> None:
     assert float(equal.float().mean()) >= 0.9
 
 
+def test_features_that_are_never_used_leave_the_rounding_of_others_alone() -> None:
+    """An output that the loss does not see, and an input that is always zero."""
+    torch.manual_seed(0)
+    weight, how = torch.randn(24, 64), scheme("ct.int4_g32")
+    inputs, outputs = features(64, 20), 1e-9 * features(24, 8)
+    inputs[63], inputs[:, 63], outputs[23], outputs[:, 23] = 0, 0, 0, 0
+    found, _ = round_by_loss("layer", weight, inputs, outputs, how)
+    alone, _ = round_by_loss("layer", weight[:23], inputs, outputs[:23, :23].clone(), how)
+    assert bool(found.isfinite().all())
+    assert float(torch.isclose(found[:23], alone).float().mean()) > 0.98
+
+    def cost(rounded: Tensor) -> float:
+        error = rounded - weight
+        return float((outputs @ error @ inputs * error).sum())
+
+    assert cost(found) < 0.6 * cost(quantise(weight, how).weight())
+
+
 def test_squares_of_outputs_are_the_curvature_of_the_divergence() -> None:
     """One token met 4,000 times: ½ Σ O·(Ex)(Ex)ᵀ is how far the model goes from itself.
 

@@ -86,15 +86,17 @@ def gptq(
     def visit(name: str, layer: nn.Linear, hessian: Tensor) -> None:
         assert isinstance(layer, Prepared)
         assert layer.scheme is not None
-        how: dict[str, Any] = {"mask": layer.mask, "damping": damping, "fit_scales": fit_scales}
-        before = layer.weight.detach()
-        if by_loss:
-            weight, scales = round_by_loss(
-                name, before, hessian, squares[name], layer.scheme, **how
-            )
-        else:
-            weight, scales = gptq_weight(name, before, hessian, layer.scheme, by_use=by_use, **how)
+        weight, scales = _rounded(
+            name,
+            layer,
+            hessian,
+            squares.get(name),
+            by_use=by_use,
+            damping=damping,
+            fit_scales=fit_scales,
+        )
         if for_training:
+            before = layer.weight.detach()
             kept = before if layer.mask is None else before * layer.mask
             weight = _nearest_of_code(kept, weight, scales)
         layer.weight.copy_(weight)
@@ -106,6 +108,25 @@ def gptq(
         if isinstance(layer, Prepared) and layer.scheme is not None
     }
     walk(model, batches, _add_square, visit, wanted, begin)
+
+
+def _rounded(
+    name: str,
+    layer: Prepared,
+    hessian: Tensor,
+    outputs: Tensor | None,
+    *,
+    by_use: bool,
+    damping: float,
+    fit_scales: bool,
+) -> tuple[Tensor, Tensor]:
+    """Of a layer: by the loss where it is known what the loss makes of outputs."""
+    assert layer.scheme is not None
+    weight = layer.weight.detach()
+    how: dict[str, Any] = {"mask": layer.mask, "damping": damping, "fit_scales": fit_scales}
+    if outputs is None:
+        return gptq_weight(name, weight, hessian, layer.scheme, by_use=by_use, **how)
+    return round_by_loss(name, weight, hessian, outputs, layer.scheme, **how)
 
 
 def _add_square(held: Tensor | None, inputs: Tensor) -> Tensor:

@@ -151,8 +151,9 @@ def _unit_lower(name: str, square: Tensor, damping: float) -> Tensor:
     """A of AᵀDA, the damped square, with D diagonal and A a lower triangle of unit diagonal."""
     damped = square.clone()
     diagonal = damped.diagonal()
-    diagonal[diagonal == 0] = 1.0  # a feature that is never used
-    diagonal += damping * diagonal.mean()
+    usual = diagonal[diagonal != 0].mean()
+    diagonal[diagonal == 0] = usual  # a feature that is never used: any value, as it stands alone
+    diagonal += damping * usual
     # Turned about, a lower triangle times its transpose is an upper one's transpose times it.
     lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
     if int(failed):
