@@ -60,7 +60,7 @@ class Recovery:
         )
         text = rows(options.shards, split="train", sequence_length=LENGTH, count=256, seed=7)
         self.calibration_for_training = list(text["tokens"].split(4))
-        self.calibration = self.calibration_for_training[:16]
+        self.calibration = self.calibration_for_training[: options.calibration // 4]
         self.file = self.out / "recovery.json"
 
     @property
@@ -84,7 +84,7 @@ class Recovery:
         return qat(self.plain(), name)
 
     def rounded(self, name: str, rows: list[Tensor] | None = None, **how: bool) -> nn.Module:
-        """By GPTQ, on 64 rows as the peers do, if no others are given."""
+        """By GPTQ, on as many rows as asked, if no others are given."""
         chosen = rows or self.calibration
         return changed(self.plain(), lambda model: gptq(model, name, chosen, **how))
 
@@ -176,7 +176,7 @@ def changed(model: nn.Module, change: Callable[[nn.Module], object]) -> nn.Modul
 def untrained(work: Recovery) -> None:
     """The base, and what needs no training."""
     work.run("float", work.plain)
-    for name in (*FOUR_BITS, THREE_BITS):
+    for name in work.options.scheme or (*FOUR_BITS, THREE_BITS):
         work.run(f"RTN {name}", lambda name=name: qat(work.plain(), name), deploy=True)
         fitted = qat(work.plain(), name, learned_scales=True)
         work.run(f"RTN, scales fitted {name}", lambda m=fitted: changed(m, fit_scales))
@@ -299,6 +299,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=4, help="rows of 256 tokens a step")
     parser.add_argument("--rows", type=int, default=64, help="held-out rows of 256 tokens")
+    parser.add_argument("--calibration", type=int, default=64, help="rows for GPTQ; the peers' 64")
     parser.add_argument("--rate", type=float, default=1e-4)
     parser.add_argument("--distil-weight", type=float, default=1.0, help="the text's is the rest")
     parser.add_argument("--hidden-weight", type=float, default=0.0, help="of layers' outputs")
