@@ -67,7 +67,7 @@ def round_weight(weight: Tensor, scheme: Scheme, factor: Tensor | None = None) -
     """What the target computes with in a weight's place; `quantise(...).weight()` without codes."""
     wide = _grouped(weight.float(), scheme.group)
     step, scales = _steps(wide, scheme, factor)
-    out = wide.clone() if wide.data_ptr() == weight.data_ptr() else wide
+    out = wide.clone() if weight.dtype == torch.float32 else wide
     return _cast(_round(out, step, scheme).mul_(scales).view(weight.shape), weight.dtype)
 
 
@@ -164,9 +164,17 @@ def round_activations(x: Tensor, how: Activations, largest: Reduce | None = None
     else:
         scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
         torch.div(wide, scale, out=out).clamp_(how.low, how.high).round_()
-    if how.scale_dtype != "float32":
-        scale = scale.to(DTYPES[how.scale_dtype]).float()
+    scale = _held_in(scale, DTYPES[how.scale_dtype])
     return _cast(out.mul_(scale).view(x.shape), x.dtype)
+
+
+def _held_in(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float32 scales, rounded to what a target holds them in."""
+    if scales.dtype == dtype:
+        return scales
+    # Inductor leaves out a cast to less precision and back, but not what is done to its bits.
+    bits = scales.to(dtype).view(torch.int16)
+    return bits.bitwise_and_(-1).view(dtype).float()
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -187,7 +195,7 @@ def _steps(wide: Tensor, scheme: Scheme, factor: Tensor | None) -> tuple[Tensor,
         step = step * factor.float().exp().unsqueeze(-1)
     if scheme.zero_scale:
         step = torch.where(step == 0, scheme.zero_scale, step)
-    scales = step if scheme.scale_dtype == "float32" else step.to(scheme.dtype).float()
+    scales = _held_in(step, scheme.dtype)
     # A learned scale has no unrounded twin in the target: its codes are counted in what is stored.
     return (step if scheme.exact_step and factor is None else scales), scales
 
@@ -201,7 +209,10 @@ def _peak(wide: Tensor, scheme: Scheme) -> Tensor:
     tied = high == -low
     peak = torch.where(high > -low, high, low)
     # MLAS takes the lower of two that are equally far, ggml the first.
-    if scheme.target == "gguf" and bool((tied & (high > 0)).any()):
+    # Looked for first where that is cheap: in a compiled graph it would break the graph.
+    if scheme.target == "gguf" and (
+        torch.compiler.is_compiling() or bool((tied & (high > 0)).any())
+    ):
         first = wide.gather(-1, wide.abs().argmax(-1, keepdim=True))
         peak = torch.where(tied, first, peak)
     return peak

@@ -1,0 +1,73 @@
+"""Under torch.compile a prepared model is one graph, and rounds as its target does."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ms_compress import prune, qat
+from ms_compress.rounding import round_activations, round_weight
+from ms_compress.scheme import NAMES, scheme
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from models import decoder, tokens
+from test_rounding import weights
+
+
+@pytest.fixture(autouse=True)
+def _graphs_of_one_test() -> Iterator[None]:
+    """Compiled graphs of other tests count against the limit of how often one is made again."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inductor_rounds_bit_for_bit(name: str) -> None:
+    """Zeros, ties and scales below float16's normal numbers too: inductor leaves no cast out."""
+    target = scheme(name)
+
+    def rounded(x: Tensor) -> tuple[Tensor, ...]:
+        weight = round_weight(x, target)
+        if target.activations is None:
+            return (weight,)
+        return weight, round_activations(x, target.activations)
+
+    x = torch.cat([weights(1.0), weights(1e-5)])
+    for compiled, eager in zip(torch.compile(rounded, fullgraph=True)(x), rounded(x), strict=True):
+        assert torch.equal(compiled, eager)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_prepared_model_is_one_graph(name: str, learned: bool) -> None:
+    """Forward and backward, pruned or with learned scales, as without the compiler."""
+
+    def trained(wrap: Callable[..., Callable[[Tensor], Tensor]]) -> tuple[Tensor, nn.Module]:
+        model = decoder(1)
+        if not learned:
+            prune(model, "2:4")
+        qat(model, name, learned_scales=learned)
+
+        def loss_of(batch: Tensor) -> Tensor:
+            return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+        loss = wrap(loss_of)(tokens())
+        loss.backward()
+        return loss, model
+
+    loss, model = trained(lambda run: run)
+    compiled_loss, compiled = trained(
+        lambda run: torch.compile(run, fullgraph=True, backend="aot_eager")
+    )
+    torch.testing.assert_close(compiled_loss, loss)
+    found = dict(compiled.named_parameters())
+    for parameter, value in model.named_parameters():
+        assert (found[parameter].grad is None) == (value.grad is None), parameter
+        if value.grad is not None:
+            torch.testing.assert_close(found[parameter].grad, value.grad, rtol=1e-4, atol=1e-6)
