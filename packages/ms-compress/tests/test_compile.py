@@ -43,8 +43,10 @@ def test_inductor_rounds_bit_for_bit(name: str) -> None:
         assert torch.equal(compiled, eager)
 
 
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "learned"),
+    [*((name, False) for name in NAMES), ("ct.int4_g32", True), ("gguf.q4_0", True)],
+)
 def test_prepared_model_is_one_graph(name: str, learned: bool) -> None:
     """Forward and backward, pruned or with learned scales, as without the compiler."""
 
@@ -71,3 +73,12 @@ def test_prepared_model_is_one_graph(name: str, learned: bool) -> None:
         assert (found[parameter].grad is None) == (value.grad is None), parameter
         if value.grad is not None:
             torch.testing.assert_close(found[parameter].grad, value.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_all_schemes_in_one_process() -> None:
+    """No number of a scheme becomes an input of the graph when another scheme follows."""
+    for name in NAMES:
+        model = qat(decoder(1), name)
+        model.compile(fullgraph=True, backend="aot_eager")
+        model(tokens()).sum().backward()
+        assert all(p.grad is not None for p in model.parameters()), name

@@ -193,8 +193,8 @@ def _steps(wide: Tensor, scheme: Scheme, factor: Tensor | None) -> tuple[Tensor,
     step = _peak(wide, scheme).div_(scheme.divisor)
     if factor is not None:
         step = step * factor.float().exp().unsqueeze(-1)
-    if scheme.zero_scale:
-        step = torch.where(step == 0, scheme.zero_scale, step)
+    if scheme.eps_for_zeros:
+        step = torch.where(step == 0, torch.finfo(step.dtype).eps, step)
     scales = _held_in(step, scheme.dtype)
     # A learned scale has no unrounded twin in the target: its codes are counted in what is stored.
     return (step if scheme.exact_step and factor is None else scales), scales

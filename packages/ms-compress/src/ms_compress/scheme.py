@@ -34,13 +34,16 @@ class Activations:
     bits: int
     group: int | None
     """Neighbouring features that share a scale; None: all features of a token."""
-    divisor: float
-    """The scale is the group's largest magnitude divided by this."""
     low: int
     high: int
     scale_dtype: str
     by_inverse: bool
     """Codes are products with divisor / largest, not quotients by the scale."""
+
+    @property
+    def divisor(self) -> float:
+        """The scale is the group's largest magnitude divided by this."""
+        return (self.high - self.low) / 2  # no field: a compiler takes whole numbers as constants
 
 
 @frozen(kw_only=True)
@@ -55,8 +58,6 @@ class Scheme:
     """Weights of one row that share a scale; None: a whole row."""
     low: int
     high: int
-    divisor: float
-    """The scale is the group's peak divided by this."""
     signed_peak: bool
     """The peak is the value of largest magnitude with its sign, else without."""
     rounding: Rounding
@@ -65,8 +66,8 @@ class Scheme:
     exact_step: bool
     """Codes are made with the scale before it is rounded to `scale_dtype`."""
     scale_dtype: str = field(validator=validators.in_(DTYPES))
-    zero_scale: float = 0.0
-    """The scale of a group of zeros."""
+    eps_for_zeros: bool = False
+    """The scale of a group of zeros is float32's epsilon, not 0."""
     activations: Activations | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -81,6 +82,11 @@ class Scheme:
     def symmetric(self) -> bool:
         """A weight of zero has code zero, always: so zeros of a mask survive."""
         return True
+
+    @property
+    def divisor(self) -> float:
+        """The scale is the group's peak divided by this."""
+        return self.low if self.signed_peak else (self.high - self.low) / 2
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,7 +108,6 @@ class Scheme:
 Q8_BLOCKS = Activations(
     bits=8,
     group=32,
-    divisor=127.0,
     low=-127,
     high=127,
     scale_dtype="float16",
@@ -111,7 +116,6 @@ Q8_BLOCKS = Activations(
 EACH_TOKEN = Activations(
     bits=8,
     group=None,
-    divisor=127.5,
     low=-128,
     high=127,
     scale_dtype="float32",
@@ -125,7 +129,6 @@ Q8_0 = Scheme(
     group=32,
     low=-127,
     high=127,
-    divisor=127.0,
     signed_peak=False,
     rounding="away",
     by_inverse=True,
@@ -133,9 +136,7 @@ Q8_0 = Scheme(
     scale_dtype="float16",
     activations=Q8_BLOCKS,
 )
-Q4_0 = evolve(
-    Q8_0, name="gguf.q4_0", bits=4, low=-8, high=7, divisor=-8.0, signed_peak=True, rounding="up"
-)
+Q4_0 = evolve(Q8_0, name="gguf.q4_0", bits=4, low=-8, high=7, signed_peak=True, rounding="up")
 MATMUL_NBITS = evolve(
     Q4_0,
     name="ort.matmulnbits",
@@ -152,13 +153,12 @@ INT4_G32 = Scheme(
     group=32,
     low=-8,
     high=7,
-    divisor=7.5,
     signed_peak=False,
     rounding="even",
     by_inverse=False,
     exact_step=False,
     scale_dtype="float32",
-    zero_scale=torch.finfo(torch.float32).eps,
+    eps_for_zeros=True,
 )
 W8A8 = evolve(
     INT4_G32,
@@ -167,10 +167,9 @@ W8A8 = evolve(
     group=None,
     low=-128,
     high=127,
-    divisor=127.5,
     activations=EACH_TOKEN,
 )
-INT3_G32 = evolve(INT4_G32, name="ct.int3_g32", bits=3, low=-4, high=3, divisor=3.5)
+INT3_G32 = evolve(INT4_G32, name="ct.int3_g32", bits=3, low=-4, high=3)
 """transformers reads it; no deployment kernel of three bits is known to us."""
 
 FIXED = {each.name: each for each in (Q8_0, Q4_0, MATMUL_NBITS, INT4_G32, INT3_G32, W8A8)}
