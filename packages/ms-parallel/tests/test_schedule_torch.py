@@ -101,3 +101,34 @@ def test_ours_is_no_longer_than_the_peers_of_the_same_name():
         costs = Costs.uniform(8)
         theirs = simulate(Schedule.from_csv(text), costs).makespan
         assert simulate(named_schedule(name, 4, 8), costs).makespan <= theirs
+
+
+WAITING = (
+    "0F0,0SEND_F0,0WAIT_SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n"
+    "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0\n"
+)
+
+
+def test_waits_of_newer_tables_are_kept_and_left_out_with_their_messages():
+    """Torch names them from 2.15 on."""
+    schedule = Schedule.from_csv(WAITING)
+    verify(schedule)
+    assert schedule.to_csv() == WAITING
+    alone = "0F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n1F0,1B0\n"
+    assert schedule.to_csv(communication=False) == alone
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "complaint"),
+    [
+        ("0SEND_F0,0WAIT_SEND_F0", "0WAIT_SEND_F0,0SEND_F0", "0WAIT_SEND_F0 (rank 0, action 1)"),
+        ("1WAIT_SEND_B0", "1WAIT_SEND_B0,1WAIT_SEND_B0", "waits a second time"),
+        ("0REDUCE_GRAD,0WAIT", "0WAIT", "waits for 0REDUCE_GRAD"),
+        ("1WAIT_SEND_B0", "1WAIT_SEND_F0", "waits for 1SEND_F0"),
+    ],
+)
+def test_a_wait_out_of_turn_is_refused(right, wrong, complaint):
+    """Before what it waits for, twice, or for nothing."""
+    with pytest.raises(ScheduleError) as error:
+        verify(Schedule.from_csv(WAITING.replace(right, wrong)))
+    assert complaint in str(error.value)

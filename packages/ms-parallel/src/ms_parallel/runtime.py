@@ -142,7 +142,9 @@ class Runtime:
                 peer = schedule.placement[stage + 1]
                 self.mailbox.receive((*key, "B"), peer, self._shape(step, key))
             case _:
-                pass  # FSDP gathers and frees weights and sums their gradients when it is due
+                # FSDP gathers and frees weights and sums their gradients when it is due; sends are
+                # waited for when the row is done.
+                pass
 
     def _shape(self, step: Step, boundary: Key) -> tuple[int, ...]:
         """Under which the shape of what crosses a boundary is remembered."""

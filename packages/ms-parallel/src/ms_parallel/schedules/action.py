@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ms_parallel.errors import ScheduleError
 
-__all__ = ["COMPUTE", "RECEIVES", "SENDS", "Action", "Kind", "parse_action"]
+__all__ = ["COMPUTE", "RECEIVES", "SENDS", "WAITS", "Action", "Kind", "parse_action"]
 
 
 class Kind(StrEnum):
@@ -21,9 +21,13 @@ class Kind(StrEnum):
     RECV_FORWARD = "RECV_F"
     SEND_BACKWARD = "SEND_B"
     RECV_BACKWARD = "RECV_B"
+    WAIT_SEND_FORWARD = "WAIT_SEND_F"
+    """The message has been taken over; torch's tables name it from 2.15 on."""
+    WAIT_SEND_BACKWARD = "WAIT_SEND_B"
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
+    WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"
     OVERLAP = "OVERLAP_F_B"
     """A forward and a backward that run at the same time; they are in `Action.parts`."""
 
@@ -31,7 +35,13 @@ class Kind(StrEnum):
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
-_OF_A_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
+WAITS = {
+    Kind.WAIT_SEND_FORWARD: Kind.SEND_FORWARD,
+    Kind.WAIT_SEND_BACKWARD: Kind.SEND_BACKWARD,
+    Kind.WAIT_REDUCE_GRAD: Kind.REDUCE_GRAD,
+}
+"""What waits for the end of what."""
+_OF_A_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD})
 _BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 
 
@@ -45,7 +55,7 @@ class Action(NamedTuple):
     kind: Kind
     stage: int
     microbatch: int = -1
-    """-1 for an action on a whole stage (UNSHARD, RESHARD, REDUCE_GRAD) and for an overlap."""
+    """-1 for an action on a whole stage (UNSHARD, REDUCE_GRAD and the like) and for an overlap."""
     parts: tuple["Action", ...] = ()
     """The overlapped actions, in the order in which a runtime without overlap does them."""
 
@@ -67,7 +77,7 @@ class Action(NamedTuple):
 
 _SIMPLE = re.compile(
     r"(0|[1-9][0-9]{0,8})"
-    r"(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|B|I|W)"
+    r"((?:WAIT_)?(?:SEND_F|SEND_B|REDUCE_GRAD)|RECV_F|RECV_B|UNSHARD|RESHARD|F|B|I|W)"
     r"(0|[1-9][0-9]{0,8})?"
 )
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")

@@ -5,11 +5,13 @@ from collections.abc import Iterable, Sequence
 from attrs import field, frozen
 
 from ms_parallel.errors import ScheduleError
-from ms_parallel.schedules.action import RECEIVES, SENDS, Action, parse_action
+from ms_parallel.schedules.action import RECEIVES, SENDS, Action, Kind, parse_action
 from ms_parallel.schedules.communication import with_communication
 from ms_parallel.schedules.costs import Ticks
 
 __all__ = ["Schedule", "check_size"]
+
+_WAITS_FOR_SENDS = frozenset({Kind.WAIT_SEND_FORWARD, Kind.WAIT_SEND_BACKWARD})
 
 
 def _homes(placement: Iterable[int]) -> tuple[int, ...]:
@@ -81,7 +83,7 @@ class Schedule:
 
     def computations(self) -> tuple[tuple[Action, ...], ...]:
         """The rows without their sends and receives."""
-        drop = SENDS | RECEIVES
+        drop = SENDS | RECEIVES | _WAITS_FOR_SENDS
         return tuple(tuple(a for a in row if a.kind not in drop) for row in self.actions)
 
     def to_csv(self, *, communication: bool = True) -> str:
@@ -89,7 +91,8 @@ class Schedule:
 
         Args:
             communication: Write sends and receives too (torch's "compute_comms" form);
-                without them the text is torch's "compute_only" form.
+                without them the text is torch's "compute_only" form. Torch itself wants the
+                latter from 2.15 on, as sends in the former must then be waited for by name.
         """
         rows = self.actions if communication else self.computations()
         return "".join(",".join(map(str, row)) + "\n" for row in rows)
@@ -109,7 +112,8 @@ class Schedule:
         rows = [_parse_line(number, line) for number, line in enumerate(text.splitlines())]
         placement = _placement_of(rows)
         microbatches = 1 + max(a.microbatch for row in rows for each in row for a in _flat(each))
-        if any(a.kind in SENDS | RECEIVES for row in rows for a in row):
+        messages = SENDS | RECEIVES | _WAITS_FOR_SENDS
+        if any(a.kind in messages for row in rows for a in row):
             return cls(placement=placement, microbatches=microbatches, actions=rows, name=name)
         return cls.from_computations(rows, placement, microbatches, name)
 

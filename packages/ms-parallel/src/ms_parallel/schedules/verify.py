@@ -14,6 +14,7 @@ from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.action import RECEIVES, SENDS, Action, Kind
 from ms_parallel.schedules.sharded import check_shards
 from ms_parallel.schedules.table import Schedule
+from ms_parallel.schedules.waits import check_waits
 
 __all__ = ["Report", "verify"]
 
@@ -43,6 +44,7 @@ def verify(schedule: Schedule) -> Report:
     _check_order(schedule)
     for rank, row in enumerate(schedule.actions):
         check_shards(rank, row)
+        check_waits(rank, row)
     _check_pairing(schedule)
     _check_progress(schedule)
     return Report(
