@@ -4,9 +4,11 @@ torch is installed first, pinned, and by pip: whatever is installed after it the
 met and pulls no second build. `MS_TORCH` chooses another (`MS_TORCH=torch==2.11.0 nox`).
 """
 
+import functools
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import nox
@@ -27,6 +29,24 @@ SOURCES = {"PYTHONPATH": os.pathsep.join(str(ROOT / "packages" / p / "src") for 
 every_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
 
 
+def job(function: Callable[..., None]) -> Callable[..., None]:
+    """Register a session of nox; where `CI` is set, it leaves no environment on the disk.
+
+    Most environments hold a torch of their own: a whole run keeps 17 GB of them, and no more than
+    one at a time when each goes with its session.
+    """
+
+    @functools.wraps(function)
+    def run(session: nox.Session, **parameters: str) -> None:
+        try:
+            function(session, **parameters)
+        finally:
+            if os.environ.get("CI"):
+                shutil.rmtree(session.virtualenv.location, ignore_errors=True)
+
+    return nox.session(run)
+
+
 def module_of(package: str) -> str:
     """The import name of a package's folder: `ms-data` -> `ms_data`."""
     return package.replace("-", "_")
@@ -43,7 +63,7 @@ def install_all(session: nox.Session, *more: str) -> None:
     session.install(*(f"./packages/{package}" for package in PACKAGES), *more)
 
 
-@nox.session
+@job
 def lint(session: nox.Session) -> None:
     """Style, formatting, and who may import whom."""
     session.install("ruff==0.17.5", "import-linter>=2.1")
@@ -52,7 +72,7 @@ def lint(session: nox.Session) -> None:
     session.run("lint-imports", "--no-cache", env=SOURCES)
 
 
-@nox.session
+@job
 def types(session: nox.Session) -> None:
     """Check types with mypy --strict: packages, and the file that proves that the seams fit."""
     # A class of ms-align's extends one of transformers, whose types are then needed.
@@ -62,7 +82,7 @@ def types(session: nox.Session) -> None:
     session.run("mypy", "--strict", "tests/seams.py", "examples", env=SOURCES)
 
 
-@nox.session
+@job
 @every_package
 def tests(session: nox.Session, package: str) -> None:
     """Tests of one package; arguments after `--` go to pytest."""
@@ -75,14 +95,14 @@ def tests(session: nox.Session, package: str) -> None:
     session.run("pytest", f"packages/{package}/tests", *arguments, env=ONE_THREAD)
 
 
-@nox.session
+@job
 def repository(session: nox.Session) -> None:
     """Test the whole repository: seams, public names, versions, isolation, what the docs say."""
     install_all(session, "-r", "tests/requirements.txt")
     session.run("pytest", "tests", *session.posargs, env=ONE_THREAD)
 
 
-@nox.session
+@job
 @every_package
 def alone(session: nox.Session, package: str) -> None:
     """Run the wheel in a bare environment with only its declared needs; a sibling breaks it."""
@@ -124,7 +144,7 @@ def build_wheel(session: nox.Session, source: Path, name: str) -> Path:
     return wheel
 
 
-@nox.session
+@job
 def readme(session: nox.Session) -> None:
     """Run the Python code of every README and guide."""
     install_all(session, "-r", "tests/requirements.txt")
@@ -133,7 +153,7 @@ def readme(session: nox.Session) -> None:
     session.run("pytest", "-p", "readme_code", *pages, *session.posargs, env=plugin)
 
 
-@nox.session
+@job
 def docs(session: nox.Session) -> None:
     """Build the site: one guide a package, how they compose, API pages from docstrings."""
     session.install("mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.27")
@@ -141,14 +161,14 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--strict", "--quiet", *session.posargs, env=quiet)
 
 
-@nox.session
+@job
 def demo(session: nox.Session) -> None:
     """Pre-train a small model on the running Python's own library; `-- --layout tensor=2`."""
     install_all(session)
     session.run("python", "examples/pretrain_stdlib.py", *session.posargs)
 
 
-@nox.session
+@job
 @every_package
 def soak(session: nox.Session, package: str) -> None:
     """Run the proofs that take minutes: repeated kills, whole grids."""
@@ -159,7 +179,7 @@ def soak(session: nox.Session, package: str) -> None:
     session.run("pytest", tests_folder, *arguments, env=ONE_THREAD, success_codes=[0, 5])
 
 
-@nox.session
+@job
 @every_package
 def bench(session: nox.Session, package: str) -> None:
     """Measure our own figures, as written in the package's benchmarks/README.md."""
@@ -170,7 +190,7 @@ def bench(session: nox.Session, package: str) -> None:
             session.run("python", str(script))
 
 
-@nox.session
+@job
 @every_package
 def peers(session: nox.Session, package: str) -> None:
     """Measure the peers beside us: the same work in one run, alternating."""
@@ -183,7 +203,7 @@ def peers(session: nox.Session, package: str) -> None:
         session.run("python", str(script), *session.posargs)
 
 
-@nox.session
+@job
 def deploy(session: nox.Session) -> None:
     """Build llama.cpp's Python package from source, about 12 minutes, and run the GGUF proof."""
     install_torch(session)
@@ -193,7 +213,7 @@ def deploy(session: nox.Session) -> None:
     session.run("pytest", proof, *session.posargs, env=ONE_THREAD)
 
 
-@nox.session
+@job
 @every_package
 def gpu(session: nox.Session, package: str) -> None:
     """Run the tests and figures that need an accelerator."""
@@ -205,7 +225,7 @@ def gpu(session: nox.Session, package: str) -> None:
         session.run("python", str(script))
 
 
-@nox.session
+@job
 def ascend(session: nox.Session) -> None:
     """Run torch_npu's wheel where there is no NPU; lower the Triton kernels for its chip."""
     install_torch(session)
@@ -238,7 +258,7 @@ def lower_for_ascend(session: nox.Session) -> None:
     session.run(python, script, golden, env=ONE_THREAD, external=True)
 
 
-@nox.session
+@job
 @every_package
 def build(session: nox.Session, package: str) -> None:
     """Build a package's sdist and wheel into dist/ and check what an index would refuse."""
@@ -249,7 +269,7 @@ def build(session: nox.Session, package: str) -> None:
     session.run("twine", "check", "--strict", *files)
 
 
-@nox.session
+@job
 @every_package
 def changelog(session: nox.Session, package: str) -> None:
     """Show what a package's fragments would add to its changelog; `-- --yes` writes it."""
