@@ -1,9 +1,10 @@
 """torchao and llm-compressor beside us: one model, one text, one run.
 
-    python packages/ms-compress/benchmarks/peers.py [OUT] [--rounds 9] [--only steps]
+    python packages/ms-compress/benchmarks/peers.py [OUT] [--rounds 9] [--draws 5] [--only steps]
 
 Steps need nothing; perplexities and decoding need OUT, the folder that base.py trained a decoder
-in. Calibration is 64 rows of 256 tokens for everyone, perplexity is over held-out rows, one thread.
+in. Calibration is 64 rows of 256 tokens for everyone, the same in each draw; perplexity, over
+held-out rows, is the median of the draws and their range. One thread.
 What a peer cannot do on a CPU is printed with its own words.
 """
 
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--model", default="base", help="folder in OUT of the decoder")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--rows", type=int, default=64, help="held-out rows of 256 tokens")
+    parser.add_argument("--draws", type=int, default=1, help="of the rows to calibrate on")
     parser.add_argument("--only", choices=("steps", "perplexity", "decode"), action="append")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -96,39 +98,52 @@ def prepared_by_torchao(model: nn.Module, *, inputs: bool) -> nn.Module:
 
 
 def perplexities(options: argparse.Namespace) -> None:
-    """The same base, rounded or pruned by each."""
+    """The same base, rounded or pruned by each, on the same rows for all in every draw."""
     shards, base = options.out / "shards", options.out / options.model
     held_out = rows(shards, split="held_out", sequence_length=LENGTH, count=options.rows)
-    text = rows(shards, split="train", sequence_length=LENGTH, count=64, seed=7)["tokens"]
-    calibration = list(text.split(4))
-    ways: Mapping[str, Callable[[], nn.Module]] = {
-        "float": lambda: load_model(base),
-        "RTN, int4 g32: ours": lambda: qat(load_model(base), "ct.int4_g32"),
-        "RTN, int4 g32: ours, scales fitted": lambda: by_fitted_scales(base, "ct.int4_g32"),
-        "RTN, int4 g32: torchao": lambda: rounded_by_torchao(load_model(base)),
-        "RTN, int4 g32: llm-compressor": lambda: by_llm_compressor(options, text, "rtn"),
-        "GPTQ, int4 g32: ours": lambda: by_gptq(base, calibration, "ct.int4_g32"),
-        "GPTQ, int4 g32: ours, scales fitted": lambda: by_gptq(
-            base, calibration, "ct.int4_g32", fit_scales=True
+    draws = [
+        rows(shards, split="train", sequence_length=LENGTH, count=64, seed=7 + draw)["tokens"]
+        for draw in range(options.draws)
+    ]
+    ways: Mapping[str, Callable[[Tensor], nn.Module]] = {
+        "float": lambda text: load_model(base),
+        "RTN, int4 g32: ours": lambda text: qat(load_model(base), "ct.int4_g32"),
+        "RTN, int4 g32: ours, scales fitted": lambda text: by_fitted_scales(base, "ct.int4_g32"),
+        "RTN, int4 g32: torchao": lambda text: rounded_by_torchao(load_model(base)),
+        "RTN, int4 g32: llm-compressor": lambda text: by_llm_compressor(options, text, "rtn"),
+        "GPTQ, int4 g32: ours": lambda text: by_gptq(base, text, "ct.int4_g32"),
+        "GPTQ, int4 g32: ours, scales fitted": lambda text: by_gptq(
+            base, text, "ct.int4_g32", fit_scales=True
         ),
-        "GPTQ, int4 g32: llm-compressor": lambda: by_llm_compressor(options, text, "gptq"),
-        "GPTQ, int4 g32: torchao": lambda: gptq_of_torchao(base, calibration, 4),
-        "GPTQ, int8 rows: ours": lambda: by_gptq(base, calibration, "ct.w8a8"),
-        "GPTQ, int8 rows: torchao": lambda: gptq_of_torchao(base, calibration, 8),
-        "Wanda, 2:4: ours": lambda: by_wanda(base, calibration),
-        "Wanda, 2:4: torchao": lambda: wanda_of_torchao(load_model(base), calibration),
-        "Wanda, 2:4: llm-compressor": lambda: by_llm_compressor(options, text, "wanda"),
+        "GPTQ, int4 g32: ours, by the loss": lambda text: by_gptq(
+            base, text, "ct.int4_g32", by_loss=True
+        ),
+        "GPTQ, int4 g32: ours, both": lambda text: by_gptq(
+            base, text, "ct.int4_g32", by_loss=True, fit_scales=True
+        ),
+        "GPTQ, int4 g32: llm-compressor": lambda text: by_llm_compressor(options, text, "gptq"),
+        "GPTQ, int4 g32: torchao": lambda text: gptq_of_torchao(base, text, 4),
+        "GPTQ, int8 rows: ours": lambda text: by_gptq(base, text, "ct.w8a8"),
+        "GPTQ, int8 rows: torchao": lambda text: gptq_of_torchao(base, text, 8),
+        "Wanda, 2:4: ours": lambda text: by_wanda(base, text),
+        "Wanda, 2:4: torchao": lambda text: wanda_of_torchao(load_model(base), text),
+        "Wanda, 2:4: llm-compressor": lambda text: by_llm_compressor(options, text, "wanda"),
     }
     for name, make in ways.items():
+        found = []
         began = process_time()
-        try:
-            model = make()
-        except Exception as error:  # a peer's errors share no base but this
-            said = " ".join(str(error).split())
-            print(f"{name:38} does not run: {type(error).__name__}: {said[:160]}", flush=True)
-            continue
-        spent = process_time() - began
-        print(f"{name:38} {perplexity(model, held_out):9.4f}  made in {spent:4.0f} s", flush=True)
+        for text in draws:
+            try:
+                model = make(text)
+            except Exception as error:  # a peer's errors share no base but this
+                said = " ".join(str(error).split())
+                print(f"{name:38} does not run: {type(error).__name__}: {said[:160]}", flush=True)
+                break
+            found.append(perplexity(model, held_out))
+        else:
+            spent = (process_time() - began) / len(draws)
+            span = f"({min(found):.4f} to {max(found):.4f})"
+            print(f"{name:38} {median(found):9.4f} {span}  in {spent:4.0f} s", flush=True)
 
 
 def by_fitted_scales(base: Path, name: str) -> nn.Module:
@@ -138,17 +153,17 @@ def by_fitted_scales(base: Path, name: str) -> nn.Module:
     return model
 
 
-def by_gptq(base: Path, calibration: list[Tensor], name: str, **how: bool) -> nn.Module:
+def by_gptq(base: Path, text: Tensor, name: str, **how: bool) -> nn.Module:
     """Our GPTQ, of weights alone."""
     model = load_model(base)
-    gptq(model, name, calibration, activations=False, **how)
+    gptq(model, name, list(text.split(4)), activations=False, **how)
     return model
 
 
-def by_wanda(base: Path, calibration: list[Tensor]) -> nn.Module:
+def by_wanda(base: Path, text: Tensor) -> nn.Module:
     """Our Wanda."""
     model = load_model(base)
-    wanda(model, "2:4", calibration)
+    wanda(model, "2:4", list(text.split(4)))
     return model
 
 
@@ -161,7 +176,7 @@ def rounded_by_torchao(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def gptq_of_torchao(base: Path, calibration: list[Tensor], bits: int) -> nn.Module:
+def gptq_of_torchao(base: Path, text: Tensor, bits: int) -> nn.Module:
     """Its prototype: four bits in groups, or eight bits with one scale a row."""
     from torchao.prototype.gptq import GPTQConfig
     from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
@@ -169,21 +184,21 @@ def gptq_of_torchao(base: Path, calibration: list[Tensor], bits: int) -> nn.Modu
     how = Int4WeightOnlyConfig(group_size=32) if bits == 4 else Int8WeightOnlyConfig()
     model = load_model(base)
     quantize_(model, GPTQConfig(step="observe", base_config=how))
-    for tokens in calibration:
+    for tokens in text.split(4):
         model(tokens)
     quantize_(model, GPTQConfig(step="convert", base_config=how))
     return model
 
 
 @torch.no_grad()
-def wanda_of_torchao(model: nn.Module, calibration: list[Tensor]) -> nn.Module:
+def wanda_of_torchao(model: nn.Module, text: Tensor) -> nn.Module:
     """Its WandaSparsifier, on the same layers."""
     from torchao.sparsity import WandaSparsifier
 
     linear = [name for name, each in model.named_modules() if type(each) is nn.Linear]
     sparsifier = WandaSparsifier(semi_structured_block_size=4)
     sparsifier.prepare(model, config=[{"tensor_fqn": f"{name}.weight"} for name in linear])
-    for tokens in calibration:
+    for tokens in text.split(4):
         model(tokens)
     sparsifier.step()
     sparsifier.squash_mask()
