@@ -37,6 +37,7 @@ CONFIG = DecoderConfig(
 )
 TARGETS = {
     "ct.int4_g32": {"learned_scales": True},
+    "ct.int3_g32": {},
     "ct.w8a8": {},
     # Inputs are left alone: with norms of one they lie on borders between codes.
     "gguf.q4_0": {

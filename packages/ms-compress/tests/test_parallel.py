@@ -52,6 +52,17 @@ def test_losses_equal_those_of_one_process(layout: dict[str, int], tmp_path: Pat
         assert run["losses"] == pytest.approx(expected, abs=1e-5)
 
 
+def test_losses_at_the_schemes_own_scales_equal_those_of_one_process(tmp_path: Path) -> None:
+    """Within 1e-5 too: no weight lies on a border between codes by the scheme's own doing."""
+    expected = of_one_process("ct.int3_g32", False, tmp_path / "one")
+    layout = {"data": 2, "tensor": 2}
+    runs = run_processes(
+        4, RUNS, "train", layout=layout, scheme="ct.int3_g32", folder=str(tmp_path / "out")
+    )
+    for run in runs:
+        assert run["losses"] == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"data": 2, "pipeline": 2}], ids=str)
 def test_tied_heads_train_alike(layout: dict[str, int], tmp_path: Path) -> None:
     """Embedding and head of one weight, on one stage or two, within 1e-5."""

@@ -10,6 +10,7 @@ import attrs
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch.nn import functional as F
 
 from ms_compress.scheme import DTYPES, Activations, Rounding, Scheme
 
@@ -156,11 +157,11 @@ def round_activations(x: Tensor, how: Activations, largest: Reduce | None = None
     peak = out.amax(-1, keepdim=True)
     if largest is not None and how.group is None:
         peak = largest(peak)
-    scale = peak / how.divisor
+    divisor = torch.full_like(peak, how.divisor)
+    scale = peak / divisor
     if how.by_inverse:
-        # A block of zeros has the inverse 0; max / 127 is not 127 / max, and the target has both.
-        inverse = torch.where(peak > 0, how.divisor / peak, 0.0)
-        torch.mul(wide, inverse, out=out).round_()
+        # max / 127 is not 127 / max, and the target has both.
+        torch.mul(wide, _finite(divisor / peak), out=out).round_()
     else:
         scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
         torch.div(wide, scale, out=out).clamp_(how.low, how.high).round_()
@@ -177,6 +178,11 @@ def _held_in(scales: Tensor, dtype: torch.dtype) -> Tensor:
     return bits.bitwise_and_(-1).view(dtype).float()
 
 
+def _finite(inverse: Tensor) -> Tensor:
+    """Zero where there is no inverse: of zeros, and of what is so small that its scale is zero."""
+    return torch.where(inverse.isfinite(), inverse, 0.0)
+
+
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """To a dtype; a cast to the same would lose the gradient in torch 2.11's compiler."""
     return x if x.dtype == dtype else x.to(dtype)
@@ -190,7 +196,9 @@ def _grouped(tensor: Tensor, group: int | None) -> Tensor:
 
 def _steps(wide: Tensor, scheme: Scheme, factor: Tensor | None) -> tuple[Tensor, Tensor]:
     """What codes are counted in, and what is stored, both (N, G, 1) float32."""
-    step = _peak(wide, scheme).div_(scheme.divisor)
+    peak = _peak(wide, scheme)
+    # By a tensor: a GPU multiplies by a number's inverse, which is another scale in its last bit.
+    step = peak.div_(torch.full_like(peak, scheme.divisor))
     if factor is not None:
         step = step * factor.float().exp().unsqueeze(-1)
     if scheme.eps_for_zeros:
@@ -222,7 +230,7 @@ def _divide(wide: Tensor, step: Tensor, scheme: Scheme) -> Tensor:
     """Weights in units of the step, in place."""
     if not scheme.by_inverse:
         return wide.div_(step)
-    return wide.mul_(torch.where(step == 0, 0.0, 1.0 / step))
+    return wide.mul_(_finite(step.reciprocal()))
 
 
 def _round(wide: Tensor, step: Tensor, scheme: Scheme) -> Tensor:
@@ -239,7 +247,12 @@ def _codes(ratio: Tensor, scheme: Scheme) -> Tensor:
         half = 0.5 - scheme.low
         return ratio.add_(half).floor_().clamp_(0, scheme.high - scheme.low).add_(scheme.low)
     if scheme.rounding == "even":
-        return ratio.clamp_(scheme.low, scheme.high).round_()
+        # A group's lowest weight, if no other is as far from zero, lies on this border exactly. Its
+        # code is the even one however the quotient was rounded: else one bit of a weight, such as
+        # another order of summing leaves, would move it by a whole step.
+        border = (scheme.low + 0.5) * (1 - 2**-20)
+        ratio = F.threshold_(ratio, border, scheme.low)
+        return ratio.clamp_(max=scheme.high).round_()
     return _nearest(ratio, scheme.rounding).clamp_(scheme.low, scheme.high)
 
 
