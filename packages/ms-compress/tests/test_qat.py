@@ -37,6 +37,52 @@ def test_gradients_pass_straight_through(name: str) -> None:
     torch.testing.assert_close(layer[0].bias.grad, flow.sum((0, 1)))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_is_that_of_a_linear_layer_with_the_rounded_weight(name: str) -> None:
+    """Products in bfloat16 of what was rounded in float32; gradients in the parameters' dtype."""
+    torch.manual_seed(0)
+    layer, plain = nn.Sequential(nn.Linear(64, 8)), nn.Linear(64, 8)
+    plain.load_state_dict(layer[0].state_dict())
+    with torch.no_grad():
+        plain.weight.copy_(round_weight(plain.weight, scheme(name)))
+    qat(layer, name, activations=False)
+    x, again = (torch.randn(5, 64).requires_grad_() for _ in range(2))
+    again.data.copy_(x.data)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, expected = layer(x), plain(again)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected)
+    flow = torch.randn_like(out)
+    out.backward(flow)
+    expected.backward(flow)
+    for ours, theirs in ((x, again), (layer[0].weight, plain.weight), (layer[0].bias, plain.bias)):
+        assert ours.grad is not None
+        assert ours.grad.dtype == torch.float32
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_a_single_vector_passes_as_through_a_linear_layer() -> None:
+    """Inputs (K,), backward too."""
+    layer = qat(nn.Sequential(nn.Linear(64, 8)), "gguf.q4_0")
+    rows = torch.randn(1, 64)
+    layer(rows[0]).sum().backward()
+    of_vector = layer[0].weight.grad.clone()
+    layer.zero_grad()
+    layer(rows).sum().backward()
+    assert torch.equal(of_vector, layer[0].weight.grad)
+
+
+def test_an_input_that_was_overwritten_is_rounded_again() -> None:
+    """Under inference mode too, where torch counts no versions."""
+    layer = qat(nn.Sequential(nn.Linear(64, 8)), "gguf.q4_0")
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            x, new = torch.randn(2, 64), torch.randn(2, 64)
+            layer(x)
+            x.copy_(new)
+            assert torch.equal(layer(x), layer(new))
+
+
 @pytest.mark.parametrize("name", ["ct.int4_g32", "ort.matmulnbits"])
 def test_a_scale_learns_by_lsq(name: str) -> None:
     """Where codes do not change with the scale, its gradient is codes less ratio, times scale."""

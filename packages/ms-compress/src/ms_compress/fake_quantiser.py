@@ -82,6 +82,14 @@ class FakeInput(torch.autograd.Function):
         return gradient, None
 
 
+def _autocast(x: Tensor) -> Tensor:
+    """In what autocast computes products in, so that only this is kept for the backward."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
 class FakeLinear(torch.autograd.Function):
     """A linear map of a rounded input and a rounded weight, in one function."""
 
@@ -98,6 +106,7 @@ class FakeLinear(torch.autograd.Function):
     ) -> Tensor:
         """(..., K) to (..., N)."""
         rounded = x if rule.activations is None else _inputs.of(x, rule.activations, largest)
+        rounded = _autocast(rounded)
         ctx.save_for_backward(rounded, weight, factor, mask)
         ctx.rule = rule
         return torch.nn.functional.linear(rounded, effective(weight, factor, mask, rule), bias)
@@ -108,12 +117,12 @@ class FakeLinear(torch.autograd.Function):
         """Of input, weight, factor and bias."""
         rounded, weight, factor, mask = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        flat = gradient.flatten(0, -2)
+        flat = gradient.reshape(-1, gradient.shape[-1])
         of_x = of_weight = of_factor = of_bias = None
         if needs[0]:
-            of_x = gradient @ effective(weight, factor, mask, ctx.rule)
+            of_x = gradient @ effective(weight, factor, mask, ctx.rule).to(gradient.dtype)
         if needs[1] or needs[2]:
-            product = flat.t() @ rounded.flatten(0, -2)
+            product = flat.t() @ rounded.reshape(-1, rounded.shape[-1])
             of_weight, of_factor = gradients(product, weight, factor, mask, ctx.rule)
         if needs[4]:
             of_bias = flat.sum(0)
@@ -127,25 +136,26 @@ class _Inputs:
     """
 
     def __init__(self) -> None:
-        self._source: weakref.ref[Tensor] | None = None
-        self._key: tuple[object, ...] = ()
-        self._rounded: Tensor | None = None
+        # One tuple, taken and replaced at once: other threads have inputs of their own.
+        self._last: tuple[weakref.ref[Tensor], tuple[object, ...], Tensor] | None = None
 
     def of(self, x: Tensor, how: Activations, largest: Reduce | None) -> Tensor:
         """`round_activations` of an input."""
-        if torch.compiler.is_compiling():  # which finds what is computed twice by itself
+        # A compiler finds what is computed twice by itself; inference counts no versions.
+        if torch.compiler.is_compiling() or x.is_inference():
             return round_activations(x, how, largest)
-        version = 0 if x.is_inference() else x._version
-        key = (version, how, largest is None)
-        known = self._source is not None and self._source() is x and self._key == key
-        if not known or self._rounded is None:
-            self._rounded = round_activations(x, how, largest)
-            self._source, self._key = weakref.ref(x, self._forget), key
-        return self._rounded
+        key = (x._version, how, largest is None)
+        last = self._last
+        if last is not None and last[0]() is x and last[1] == key:
+            return last[2]
+        rounded = round_activations(x, how, largest)
+        self._last = (weakref.ref(x, self._forget), key, rounded)
+        return rounded
 
     def _forget(self, gone: "weakref.ref[Tensor]") -> None:
-        if self._source is gone:
-            self._source, self._rounded = None, None
+        last = self._last
+        if last is not None and last[0] is gone:
+            self._last = None
 
 
 _inputs = _Inputs()

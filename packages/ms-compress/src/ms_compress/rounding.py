@@ -251,7 +251,7 @@ def _codes(ratio: Tensor, scheme: Scheme) -> Tensor:
         # code is the even one however the quotient was rounded: else one bit of a weight, such as
         # another order of summing leaves, would move it by a whole step.
         border = (scheme.low + 0.5) * (1 - 2**-20)
-        ratio = F.threshold_(ratio, border, scheme.low)
+        ratio = F.threshold(ratio, border, scheme.low, inplace=True)
         return ratio.clamp_(max=scheme.high).round_()
     return _nearest(ratio, scheme.rounding).clamp_(scheme.low, scheme.high)
 
