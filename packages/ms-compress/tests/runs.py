@@ -9,15 +9,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from ms_compress import CompressError, export, qat
 from ms_compress.pattern import pattern
-from ms_compress.prune import prune, set_masks
+from ms_compress.prune import mask_zeros, prune, set_masks
 from ms_parallel import AdamWConfig, Engine, Layout, NextTokenLoss
 from ms_parallel.groups import connect
 from ms_parallel.models import DecoderConfig, StagedModel
@@ -142,6 +144,16 @@ def orders(split: bool) -> dict[str, str]:
     def two_of_four(model: nn.Module) -> None:
         prune(model, "2:4")
 
+    def masked(model: nn.Module) -> None:
+        set_masks(model, {"0": torch.ones(64, 128, dtype=torch.bool)})
+
+    def replicate(model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model)
+
+    def two_axes(model: nn.Module) -> None:
+        wide_mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("rows", "columns"))
+        distribute_module(model, wide_mesh)
+
     return {
         "qat, split": outcome(plain, parallel),
         "split, qat": outcome(parallel, plain),
@@ -155,4 +167,11 @@ def orders(split: bool) -> dict[str, str]:
         "wide, split": outcome(wide, parallel),
         "split, whole rows": outcome(parallel, whole_rows),
         "shard, prune": outcome(shard, two_of_four),
+        "shard, mask": outcome(shard, masked),
+        "shard, zeros": outcome(shard, mask_zeros),
+        "learned, replicate": outcome(learned, replicate),
+        "replicate, qat": outcome(replicate, plain),
+        "replicate, learned": outcome(replicate, learned),
+        "two axes, qat": outcome(two_axes, plain),
+        "qat, two axes": outcome(plain, two_axes),
     }

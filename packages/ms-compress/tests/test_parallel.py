@@ -98,10 +98,15 @@ def test_orders_of_wrapping_are_right_or_refused() -> None:
     """Each order computes what one process does, or raises when the model is prepared."""
     for found in run_processes(2, RUNS, "orders", split=True):
         fine = ["qat, split", "split, qat", "split, learned", "qat, shard", "shard, qat"]
-        assert {found[name] for name in [*fine, "learned, shard"]} == {"equal"}
+        fine += ["learned, shard", "learned, replicate", "replicate, qat"]
+        assert {found[name] for name in fine} == {"equal"}
         assert "split the model first, then prepare it" in found["learned, split"]
         assert "prepare first, then shard" in found["shard, learned"]
         for order in ("split, wide", "wide, split"):
             assert "rows of 64 split over 2 processes cut groups of 64" in found[order]
         assert "one scale a row" in found["split, whole rows"]
-        assert "prune it before it is sharded" in found["shard, prune"]
+        for order in ("shard, prune", "shard, mask", "shard, zeros"):
+            assert "prune it before it is sharded" in found[order]
+        assert "prepare the model first, then wrap it" in found["replicate, learned"]
+        for order in ("two axes, qat", "qat, two axes"):
+            assert "split over 2 axes of processes; split linear layers over one" in found[order]

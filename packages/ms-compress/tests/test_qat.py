@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import decoder, tokens
+from models import decoder, llama, tokens
 
-from ms_compress import FloatThenQuantised, LayerError, Tuning, qat, tune
+from ms_compress import FloatThenQuantised, LayerError, Tuning, prune, qat, tune
 from ms_compress.layers import FACTOR, PreparedLinear
 from ms_compress.rounding import quantise, round_weight
 from ms_compress.scheme import NAMES, scheme
@@ -150,6 +151,58 @@ def test_what_cannot_be_prepared_is_named_and_nothing_is_changed() -> None:
     twice = qat(decoder(), "gguf.q4_0")
     with pytest.raises(LayerError, match=r"already prepared for gguf\.q4_0"):
         qat(twice, "ct.int4_g32")
+
+
+def test_experts_in_one_tensor_are_refused_not_left_out() -> None:
+    """Mixture models of transformers hold them so; what is excepted stays in float knowingly."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        vocab_size=64,
+    )
+    model = transformers.MixtralForCausalLM(config)
+    with pytest.raises(LayerError, match=r"mlp\.experts is a MixtralExperts.*name it as an exc"):
+        qat(model, "ct.int4_g32", exceptions=["*.gate"])
+    with pytest.raises(LayerError, match=r"mlp\.experts is a MixtralExperts"):
+        prune(model, "2:4", exceptions=["*.gate"])
+    qat(model, "ct.int4_g32", exceptions=["*.gate", "*.experts"])
+    normed = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)))
+    with pytest.raises(LayerError, match=r"0\.parametrizations\.weight is a Parametriz"):
+        qat(normed, "ct.int4_g32")
+
+
+def test_both_uses_of_a_tied_weight_are_excepted_or_neither() -> None:
+    """They are one tensor in the file."""
+    both = {"embeddings": True, "head": True}
+    for name in ("lm_head", "model.embed_tokens"):
+        with pytest.raises(
+            LayerError, match=r"are one weight.*name both as exceptions, or neither"
+        ):
+            qat(llama(tied=True), "gguf.q4_0", exceptions=[name], **both)
+    qat(llama(tied=True), "gguf.q4_0", exceptions=["lm_head", "model.embed_tokens"], **both)
+    staged = qat(decoder(), "gguf.q4_0", exceptions=["model.embed_tokens"], **both)
+    assert type(staged.model.embed_tokens) is nn.Embedding
+    untied = qat(decoder(tied=False), "gguf.q4_0", exceptions=["lm_head"], head=True)
+    assert not isinstance(untied.lm_head, PreparedLinear)
+
+
+def test_preparing_twice_rounds_the_heads_input_once() -> None:
+    """The final norm has one hook, where the head is a product with a weight and no layer."""
+    model = decoder()
+    for _ in range(2):
+        qat(model, "gguf.q4_0", embeddings=True, head=True)
+    assert len(model.model.norm._forward_hooks) == 1
+
+
+def test_an_embedding_whose_forward_changes_its_weight_is_refused() -> None:
+    """The rows of max_norm would be those of another weight than the file's."""
+    with pytest.raises(LayerError, match=r"0 has max_norm=1\.0"):
+        qat(nn.Sequential(nn.Embedding(8, 64, max_norm=1.0)), "gguf.q4_0", embeddings=True)
 
 
 def test_the_rate_of_tuning_rises_over_a_tenth_and_falls_to_zero() -> None:

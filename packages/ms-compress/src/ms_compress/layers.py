@@ -24,6 +24,7 @@ __all__ = [
     "Prepared",
     "PreparedEmbedding",
     "PreparedLinear",
+    "check_axes",
     "check_layer",
     "prepare_layer",
     "prepared_layers",
@@ -106,9 +107,13 @@ class Prepared(nn.Module):
     def _check_split(self, name: str, param: Any) -> None:
         if name == "weight" and self.scheme is not None:
             check_groups(self.layer_name, param, self.scheme)
-        if name == "weight" and self.kept is not None and self.kept.shape == param.shape:
-            self.kept = _part(self.kept, param)
         weight: Any = self.weight
+        # A weight that was split already is replaced by its like, as load_state_dict does.
+        split_now = name == "weight" and not isinstance(weight, DTensor)
+        if split_now:
+            check_axes(self.layer_name, param)
+        if split_now and self.kept is not None and self.kept.shape == param.shape:
+            self.kept = _part(self.kept, param)
         if name == FACTOR and isinstance(weight, DTensor) and param.placements != weight.placements:
             raise OrderError(
                 f"{self.layer_name}: its weight is split as {weight.placements}, its learned scales"
@@ -135,7 +140,9 @@ class PreparedEmbedding(Prepared, nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         """(...) int64 to (..., K)."""
         if isinstance(self.weight, DTensor) or self.factor is not None or self.mask is not None:
-            return F.embedding(tokens, self.effective_weight(), self.padding_idx)
+            weight = self.effective_weight()
+            often = self.scale_grad_by_freq
+            return F.embedding(tokens, weight, self.padding_idx, scale_grad_by_freq=often)
         self.computed_in = self.weight.dtype
         # Rows are rounded one by one, so those that are looked up are all that need it.
         rows = super().forward(tokens)
@@ -202,8 +209,22 @@ def check_layer(layer: nn.Module, name: str, scheme: Scheme | None) -> None:
             f"{name} is a {type(layer).__name__}, which cannot be prepared; nn.Linear and"
             " nn.Embedding can: name it as an exception"
         )
+    if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
+        raise LayerError(
+            f"{name} has max_norm={layer.max_norm}, by which a forward changes its weight; name it"
+            " as an exception"
+        )
     if scheme is not None:
         check_groups(name, layer.weight, scheme)  # type: ignore[arg-type]
+
+
+def check_axes(name: str, weight: Tensor) -> None:
+    """Refuse a weight that is split over more axes of processes than one."""
+    if isinstance(weight, DTensor) and weight.device_mesh.ndim != 1:
+        raise OrderError(
+            f"{name} is split over {weight.device_mesh.ndim} axes of processes; split linear layers"
+            " over one, with ColwiseParallel or RowwiseParallel"
+        )
 
 
 def check_groups(name: str, weight: Tensor, scheme: Scheme) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ms_compress.errors import ConfigError, LayerError, OrderError
-from ms_compress.layers import prepare_layer, prepared_layers
+from ms_compress.layers import check_layer, prepare_layer, prepared_layers
 from ms_compress.pattern import Pattern, pattern
 from ms_compress.selection import select
 from ms_compress.settings import whole
@@ -69,13 +69,18 @@ def check_pattern(
     model: nn.Module, wanted: Pattern, chosen: Sequence[tuple[str, nn.Module]]
 ) -> None:
     """Refuse a model that was split, or rows that the pattern does not divide."""
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise OrderError("the model is sharded by fully_shard; prune it before it is sharded")
+    _check_not_sharded(model)
     for name, layer in chosen:
+        check_layer(layer, name, None)
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if isinstance(weight, DTensor):
             raise OrderError(f"{name} is split over processes; prune the model before it is split")
         wanted.check(name, weight.shape[1])
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise OrderError("the model is sharded by fully_shard; prune it before it is sharded")
 
 
 def _score(scores: Mapping[str, Tensor], name: str, weight: Tensor) -> Tensor:
@@ -100,7 +105,9 @@ def set_masks(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
 
     Raises:
         LayerError: a name or shape is not this model's.
+        OrderError: the model is sharded by fully_shard.
     """
+    _check_not_sharded(model)
     layers = dict(model.named_modules())
     for name, mask in kept.items():
         layer = layers.get(name)
@@ -121,8 +128,14 @@ def keep_zeros(model: nn.Module) -> None:
 
 
 def mask_zeros(model: nn.Module, exceptions: Sequence[str] = ()) -> None:
-    """Mask weights that are exactly zero: what was pruned in a model that was saved and read."""
+    """Mask weights that are exactly zero: what was pruned in a model that was saved and read.
+
+    Raises:
+        OrderError: the model is sharded by fully_shard.
+    """
+    _check_not_sharded(model)
     for name, layer in select(model, exceptions):
+        check_layer(layer, name, None)
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if bool((weight == 0).any()):
             _set_mask(layer, name, weight.detach() != 0)

@@ -1,6 +1,6 @@
 """Quantisation-aware training: a model's layers, prepared in place, compute as the target will."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -8,10 +8,17 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ms_compress.errors import ConfigError, LayerError, OrderError
 from ms_compress.fake_quantiser import fake_input
-from ms_compress.layers import Prepared, check_layer, prepare_layer, prepared_layers
+from ms_compress.layers import (
+    Prepared,
+    check_axes,
+    check_layer,
+    prepare_layer,
+    prepared_layers,
+)
 from ms_compress.rounding import fitted_factor
 from ms_compress.scheme import Scheme, scheme
 from ms_compress.selection import is_tied, select
@@ -60,13 +67,13 @@ def qat(
     chosen = select(model, exceptions, embeddings=embeddings, head=head)
     if not chosen:
         raise LayerError(f"nothing in {type(model).__name__} is left to prepare for {how}")
-    if learned_scales and any(isinstance(each, FSDPModule) for each in model.modules()):
-        raise OrderError(
-            "learned scales are parameters, which fully_shard must see; prepare first, then shard"
-        )
-    _check_embeddings(model, how, embeddings=embeddings, head=head)
+    sharded = any(isinstance(each, FSDPModule) for each in model.modules())
+    _check_wrappers(model, sharded=sharded, learned_scales=learned_scales)
+    _check_embeddings(model, how, dict(chosen), embeddings=embeddings, head=head)
     for name, layer in chosen:
         check_layer(layer, name, how)
+        if not sharded:
+            check_axes(name, layer.weight)  # type: ignore[arg-type]
     tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
     for name, layer in chosen:
         # The two uses of a tied weight may lie on two stages: it keeps the scheme's own scales.
@@ -79,7 +86,7 @@ def qat(
             learned_scales=learned_scales and not shared,
         )
     if head and _is_staged(model) and getattr(model, "last", True):
-        _round_head_input(model, _head_of(model, dict(chosen)))
+        _round_head_input(model, dict(chosen))
     return model
 
 
@@ -139,15 +146,22 @@ class FloatThenQuantised:
         return on
 
 
-def _head_of(model: nn.Module, chosen: dict[str, nn.Module]) -> Prepared:
-    """What holds the head's weight; it rounds no input of its own, as it may not be called."""
-    name = "lm_head" if "lm_head" in chosen else "model.embed_tokens"
-    layer = chosen[name]
-    assert isinstance(layer, Prepared)
-    return layer
+def _check_wrappers(model: nn.Module, *, sharded: bool, learned_scales: bool) -> None:
+    """Refuse what came around a model before its learned scales did."""
+    if learned_scales and sharded:
+        raise OrderError(
+            "learned scales are parameters, which fully_shard must see; prepare first, then shard"
+        )
+    if learned_scales and isinstance(model, DistributedDataParallel):
+        raise OrderError(
+            "learned scales are parameters, which DistributedDataParallel must see; prepare the"
+            " model first, then wrap it"
+        )
 
 
-def _check_embeddings(model: nn.Module, how: Scheme, *, embeddings: bool, head: bool) -> None:
+def _check_embeddings(
+    model: nn.Module, how: Scheme, chosen: Container[str], *, embeddings: bool, head: bool
+) -> None:
     """A tied weight is one tensor in the file: both uses are rounded, or neither."""
     if embeddings and how.target == "ct":
         raise LayerError(
@@ -162,22 +176,43 @@ def _check_embeddings(model: nn.Module, how: Scheme, *, embeddings: bool, head: 
         ),
         None,
     )
-    if tied is None or embeddings == head:
+    if tied is None:
         return
-    raise LayerError(
-        f"{tied} is also the head's weight, which {how} stores once; set embeddings and head alike"
-    )
+    product = next((name for name, _ in model.named_modules() if name.endswith("lm_head")), tied)
+    if embeddings != head:
+        raise LayerError(
+            f"{tied} is also the head's weight, which {how} stores once; set embeddings and head"
+            " alike"
+        )
+    if (tied in chosen) != (product in chosen):
+        raise LayerError(
+            f"{tied} and {product} are one weight, which {how} stores once; name both as"
+            " exceptions, or neither"
+        )
 
 
-def _round_head_input(model: nn.Module, head: Prepared) -> None:
-    """Round what the final norm gives, where the head is a product with a weight, not a layer."""
+def _round_head_input(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
+    """Round what the final norm gives, where the head is a product with a weight, not a layer.
 
-    def rounded(norm: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        how = head.rule.activations
-        return output if how is None else fake_input(output, how)
-
+    What holds that weight rounds no input of its own, as it may not be called.
+    """
+    head = chosen.get("lm_head", chosen.get("model.embed_tokens"))
     norm: nn.Module = model.model.norm  # type: ignore[assignment]
-    norm.register_forward_hook(rounded)
+    if head is None or any(isinstance(each, _HeadInput) for each in norm._forward_hooks.values()):
+        return
+    assert isinstance(head, Prepared)
+    norm.register_forward_hook(_HeadInput(head))
+
+
+@frozen(eq=False)
+class _HeadInput:
+    """A hook of the final norm."""
+
+    head: Prepared
+
+    def __call__(self, norm: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        how = self.head.rule.activations
+        return output if how is None else fake_input(output, how)
 
 
 def _is_staged(model: nn.Module) -> bool:

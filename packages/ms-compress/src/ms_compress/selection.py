@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from torch import Tensor, nn
+from torch import nn
 
 from ms_compress.errors import ConfigError, LayerError
 from ms_compress.layers import Prepared
@@ -71,6 +71,9 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _has_matrix(layer: nn.Module) -> bool:
-    """A layer with a matrix of its own: linear, an embedding, or of a kind we refuse."""
-    weight = layer._parameters.get("weight")
-    return isinstance(layer, Prepared) or (isinstance(weight, Tensor) and weight.ndim == 2)
+    """A layer with a matrix of its own: linear, an embedding, or of a kind we refuse.
+
+    Such as experts held in one tensor of three dimensions, convolutions, and parametrised layers.
+    """
+    own = layer._parameters.values()
+    return isinstance(layer, Prepared) or any(each is not None and each.ndim >= 2 for each in own)
