@@ -1,5 +1,7 @@
 """The decoder: documents do not see one another, caches and stages change nothing."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import Tensor
@@ -50,6 +52,19 @@ def small(kind: str, layers: int = 4) -> StagedModel:
 def tokens(rows: int, count: int) -> Tensor:
     """Random tokens, the same at every call."""
     return torch.randint(64, (rows, count), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_deep_copy_is_a_model_of_its_own(kind: str) -> None:
+    """As a reference or an average of weights wants it; operators alone are shared."""
+    model, text = small(kind), tokens(2, 6)
+    before = model(text)
+    copied = deepcopy(model)
+    assert torch.equal(copied(text), before)
+    for parameter in copied.parameters():
+        parameter.zero_()
+    assert torch.equal(model(text), before)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,6 +5,7 @@ Shapes: B rows, S positions, H hidden, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,16 @@ class StagedModel(nn.Module, ABC):
             self.model.norm = norm()
             if not (config.tie_word_embeddings and first):
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StagedModel":
+        """A model of its own; operators, which may be a whole module of Python, are shared."""
+        for block in self.modules():
+            if (ops := getattr(block, "ops", None)) is not None:
+                memo[id(ops)] = ops
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
+        return copied
 
     @property
     def head_weight(self) -> Tensor:
