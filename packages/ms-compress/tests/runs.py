@@ -1,6 +1,7 @@
 """Small QAT runs that every layout must repeat; functions that `run_processes` calls."""
 
 import hashlib
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,20 @@ def export_same_weights(layout: dict[str, int], scheme: str, folder: str) -> dic
                 parameter.fill_(0.05)
     out = export(list(engine.stages.values()), Path(folder))
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.iterdir()}
+
+
+def export_that_fails(layout: dict[str, int], folder: str, limit_bytes: int | None) -> str:
+    """What a process is told when the first cannot write: the folder exists, or is too large."""
+    groups = connect(Layout(**layout), device="cpu")
+    engine = Engine(CONFIG, groups=groups, prepare=lambda s: qat(s, "ct.int4_g32"))
+    if dist.get_rank() == 0 and limit_bytes is not None:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        export(list(engine.stages.values()), Path(folder))
+    except CompressError as error:
+        return f"{type(error).__name__}: {error}"
+    return "exported"
 
 
 def orders(split: bool) -> dict[str, str]:

@@ -19,6 +19,7 @@ from ms_compress.errors import ExportError
 from ms_compress.layers import FACTOR, Prepared
 from ms_compress.rounding import Quantised, quantise
 from ms_compress.scheme import Scheme
+from ms_compress.together import Together
 
 __all__ = ["Entry", "Source"]
 
@@ -72,6 +73,7 @@ class Source:
             _drop_gathered(stage)
         self.config = _config(stages[0])
         self._device = next(stages[0].parameters()).device
+        self.together = Together(self._device)
         self._layers: dict[str, nn.Module] = {}
         self._own: dict[str, Tensor] = {}
         offers: dict[str, Entry] = {}
@@ -97,9 +99,13 @@ class Source:
 
         Returns:
             Codes and scales of a prepared layer's weight, else a plain tensor on the CPU.
+
+        Raises:
+            ExportError: another process failed.
         """
         entry = self.entries[name]
         mine = self._local(entry)
+        self.together.go_on()
         if entry.scheme is None:
             return self._assemble(entry, mine, entry.shape, entry.dtype, ratio=1)
         group = entry.scheme.group_of(entry.shape[1])
