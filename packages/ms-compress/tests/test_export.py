@@ -1,5 +1,6 @@
 """What an exported folder's own runtime computes is what training computed."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,17 @@ def test_mixed_precision_is_deployed_with_the_codes_it_trained(tmp_path: Path) -
     assert torch.equal(stored[f"{name}.weight_packed"], pack(computed.codes, 4))
     assert torch.equal(stored[f"{name}.weight_scale"], computed.scales)
     assert not torch.equal(stored[f"{name}.weight_packed"], pack(unrounded.codes, 4))
+
+
+@pytest.mark.parametrize("name", ["ct.int4_g32", "ort.matmulnbits"])
+def test_a_head_untied_by_hand_is_in_the_file(name: str, tmp_path: Path) -> None:
+    """Though the model was built with a tied one; config.json then says what the file holds."""
+    model = llama(tied=True)
+    head = model.get_submodule("lm_head")
+    head.weight = nn.Parameter(head.weight.detach().roll(1, dims=0))
+    prepared = qat(model, name, head=True)
+    folder = export(prepared, tmp_path / "out", verify=True)
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 @pytest.mark.parametrize("quantised", [False, True])

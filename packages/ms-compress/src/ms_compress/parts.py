@@ -19,6 +19,7 @@ from ms_compress.errors import ExportError
 from ms_compress.layers import FACTOR, Prepared
 from ms_compress.rounding import Quantised, quantise
 from ms_compress.scheme import Scheme
+from ms_compress.selection import is_tied
 from ms_compress.together import Together
 
 __all__ = ["Entry", "Source"]
@@ -78,20 +79,19 @@ class Source:
         self._own: dict[str, Tensor] = {}
         offers: dict[str, Entry] = {}
         for stage in stages:
-            for name, entry, layer in _offers(stage, tied=self._is_tied()):
+            for name, entry, layer in _offers(stage, tied=_is_tied(stage, self.config)):
                 offers[name] = entry
                 self._layers[name] = layer
                 self._own[name] = layer._parameters[name.rpartition(".")[2]]  # type: ignore[assignment]
         self.entries: Mapping[str, Entry] = _merge(_exchange(offers))
         """In an order that does not depend on the layout."""
+        if self.config.get("tie_word_embeddings"):
+            self.config["tie_word_embeddings"] = HEAD not in self.entries
 
     @property
     def is_first(self) -> bool:
         """Whether this process gets what is read."""
         return _rank() == 0
-
-    def _is_tied(self) -> bool:
-        return bool(self.config.get("tie_word_embeddings"))
 
     @torch.no_grad()
     def read(self, name: str) -> Quantised | Tensor | None:
@@ -172,6 +172,13 @@ class Source:
                 dist.recv(got.view(torch.uint8), part.rank)
                 whole[box] = got.cpu()
         return whole
+
+
+def _is_tied(stage: nn.Module, config: Mapping[str, Any]) -> bool:
+    """Whether the head has no weight of its own; a model built so may have been given one since."""
+    embeddings = [each for each in stage.modules() if isinstance(each, nn.Embedding)]
+    shared = not embeddings or any(is_tied(stage, each) for each in embeddings)
+    return bool(config.get("tie_word_embeddings")) and shared
 
 
 def _offers(stage: nn.Module, *, tied: bool) -> list[tuple[str, Entry, nn.Module]]:
