@@ -9,11 +9,12 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import decoder, llama, qwen3, tokens
+from models import decoder, llama, qwen2, qwen3, tokens
 from safetensors.torch import load_file
 from torch import nn
 
 from ms_compress import ExportError, LayerError, SchemeError, export, qat, verify
+from ms_compress.decoder_config import decoder_config
 from ms_compress.export.compressed_tensors import pack
 from ms_compress.layers import FACTOR
 from ms_compress.logits import model_logits
@@ -59,6 +60,43 @@ def test_onnxruntime_computes_the_logits(model: str, tmp_path: Path) -> None:
     found = compare(model_logits(prepared, tokens()), open_runtime(folder, "ort").logits(tokens()))
     assert found.largest <= 1e-5
     assert found.argmax == 1.0
+
+
+@pytest.mark.parametrize("kinds", [("full_attention", "sliding_attention"), ("sliding_attention",)])
+def test_onnxruntime_slides_the_layers_that_slide(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    """A window of 8 keys over texts of 48, in one layer of two and in all: at most 1e-5 off."""
+    prepared = qat(qwen2(*kinds), "ort.matmulnbits")
+    folder = export(prepared, tmp_path / "out")
+    found = compare(model_logits(prepared, tokens()), open_runtime(folder, "ort").logits(tokens()))
+    assert found.largest <= 1e-5
+
+
+def test_windows_are_those_of_each_family() -> None:
+    """Llama has none, Mistral's are of all layers, Qwen's of those that its config.json names."""
+    sizes = llama(4).config.to_dict()  # type: ignore[operator,union-attr]
+
+    def windows(**settings: object) -> tuple[int | None, ...]:
+        return decoder_config(sizes | {"sliding_window": 8} | settings, "ONNX").windows
+
+    none, every = (None,) * 4, (8,) * 4
+    kinds = ["sliding_attention", "full_attention"] * 2
+    used = {"model_type": "qwen3", "use_sliding_window": True}
+    assert windows() == none
+    assert windows(model_type="mistral") == every
+    assert windows(model_type="mistral", sliding_window=None) == none
+    assert windows(model_type="mistral", sliding_window=128) == none  # as long as texts may be
+    assert windows(model_type="qwen2", use_sliding_window=False, layer_types=kinds) == none
+    assert windows(**used, layer_types=kinds) == (8, None, 8, None)
+    assert windows(**used, max_window_layers=3) == (None, None, None, 8)
+    with pytest.raises(ExportError, match="layer_types"):
+        windows(**used, layer_types=["linear_attention"] * 4)
+
+
+def test_gguf_refuses_a_window_in_any_layer(tmp_path: Path) -> None:
+    """llama.cpp's graphs of these families have none; no layer may slide unseen."""
+    prepared = qat(qwen2("full_attention", "sliding_attention"), "gguf.q4_0")
+    with pytest.raises(ExportError, match=r"sliding_window is 8, which llama\.cpp does not apply"):
+        export(prepared, tmp_path / "out")
 
 
 def test_a_cache_of_keys_gives_the_same_tokens(tmp_path: Path) -> None:

@@ -69,9 +69,10 @@ def check(source: Source) -> None:
     """
     library()
     config = decoder_config(source.config, "GGUF")
-    if config.window is not None:
+    window = next((each for each in config.windows if each is not None), None)
+    if window is not None:
         raise ExportError(
-            f"GGUF: sliding_window is {config.window}, which llama.cpp does not apply to"
+            f"GGUF: sliding_window is {window}, which llama.cpp does not apply to"
             f" {config.family}; set it to None if the model is used within it"
         )
     check_names(source.entries, "GGUF")
