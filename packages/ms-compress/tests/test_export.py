@@ -124,6 +124,16 @@ def test_an_export_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_adapters_are_merged_before_an_export(tmp_path: Path) -> None:
+    """Those of PEFT, which no target reads beside codes; the merged model is exported as any."""
+    peft = pytest.importorskip("peft")
+    how = peft.LoraConfig(r=8, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(qat(llama(1), "ct.int4_g32"), how)
+    with pytest.raises(ExportError, match=r"export what model\.merge_and_unload\(\) returns"):
+        export(adapted, tmp_path / "out")
+    export(adapted.merge_and_unload(), tmp_path / "out", verify=True)
+
+
 def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
     """It is replaced only when asked, and then as a whole."""
     prepared = qat(decoder(), "ct.int4_g32")

@@ -84,6 +84,13 @@ def test_files_from_shards_are_those_of_one_process(scheme: str, tmp_path: Path)
         assert all(run == expected for run in runs)
 
 
+def test_what_wraps_a_model_is_not_in_its_files(tmp_path: Path) -> None:
+    """Compiled, checkpointed, replicated or sharded: byte for byte the plain model's, names too."""
+    for found in run_processes(2, RUNS, "export_wrapped", folder=str(tmp_path)):
+        assert len(found["plain"]) == 6  # files of three targets
+        assert all(files == found["plain"] for files in found.values())
+
+
 @pytest.mark.parametrize("layout", [{"data": 2}, {"pipeline": 2}], ids=str)
 @pytest.mark.parametrize("limit_bytes", [None, 20_000], ids=["exists", "no space"])
 def test_no_process_waits_for_one_that_cannot_write(

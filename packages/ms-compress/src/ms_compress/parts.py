@@ -21,6 +21,7 @@ from ms_compress.rounding import Quantised, quantise
 from ms_compress.scheme import Scheme
 from ms_compress.selection import is_tied
 from ms_compress.together import Together
+from ms_compress.wrappers import architecture, bare_name, check_merged, unwrapped
 
 __all__ = ["Entry", "Source"]
 
@@ -64,13 +65,15 @@ class Source:
         model: whole, or this process's stage or stages of it; plain, split or sharded.
 
     Raises:
-        ExportError: the processes do not hold all of a tensor between them, or a value is NaN or
-            infinite.
+        ExportError: the processes do not hold all of a tensor between them, a value is NaN or
+            infinite, or an adapter is not merged.
     """
 
     def __init__(self, model: nn.Module | Sequence[nn.Module]) -> None:
-        stages = [model] if isinstance(model, nn.Module) else list(model)
+        given = [model] if isinstance(model, nn.Module) else list(model)
+        stages = [unwrapped(stage) for stage in given]
         for stage in stages:
+            check_merged(stage)
             _drop_gathered(stage)
         self.config = _config(stages[0])
         self._device = next(stages[0].parameters()).device
@@ -184,7 +187,8 @@ def _is_tied(stage: nn.Module, config: Mapping[str, Any]) -> bool:
 def _offers(stage: nn.Module, *, tied: bool) -> list[tuple[str, Entry, nn.Module]]:
     """Each tensor that a stage holds a part of."""
     offers: list[tuple[str, Entry, nn.Module]] = []
-    for prefix, layer in stage.named_modules():
+    for path, layer in stage.named_modules():
+        prefix = bare_name(path)
         for key, parameter in layer.named_parameters(recurse=False):
             name = f"{prefix}.{key}" if prefix else key
             if key == FACTOR or (tied and name == HEAD):
@@ -284,7 +288,7 @@ def _config(model: nn.Module) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         document: dict[str, Any] = config.to_dict()
-        document["architectures"] = [type(model).__name__]
+        document["architectures"] = [architecture(model)]
         return document
     if type(config).__module__.startswith("ms_parallel"):
         from ms_parallel.models.registry import config_document
