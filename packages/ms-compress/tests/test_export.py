@@ -124,6 +124,22 @@ def test_an_export_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "value"),
+    [("gguf.q4_0", "weight", 1e6), ("ct.int4_g32", FACTOR, 100.0), ("ct.w8a8", FACTOR, torch.nan)],
+)
+def test_scales_that_are_not_finite_are_refused(
+    name: str, tensor: str, value: float, tmp_path: Path
+) -> None:
+    """Beyond float16, or beyond float32 once a learned factor is applied: the layer is named."""
+    prepared = qat(decoder(), name, learned_scales=True)
+    layer = "model.layers.1.mlp.up_proj"
+    prepared.get_submodule(layer).get_parameter(tensor).data[3, 0] = value
+    with pytest.raises(ExportError, match=rf"{layer}\.weight: 1 of its scales"):
+        export(prepared, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_adapters_are_merged_before_an_export(tmp_path: Path) -> None:
     """Those of PEFT, which no target reads beside codes; the merged model is exported as any."""
     peft = pytest.importorskip("peft")

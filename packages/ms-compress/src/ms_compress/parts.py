@@ -104,7 +104,7 @@ class Source:
             Codes and scales of a prepared layer's weight, else a plain tensor on the CPU.
 
         Raises:
-            ExportError: another process failed.
+            ExportError: a scale is NaN or infinite, or another process failed.
         """
         entry = self.entries[name]
         mine = self._local(entry)
@@ -121,6 +121,11 @@ class Source:
         )
         if codes is None or scales is None:
             return None
+        if strange := int((~scales.isfinite()).sum()):
+            raise ExportError(
+                f"{name}: {strange} of its scales are NaN or infinite as {entry.scheme} has them;"
+                " make its weights or learned scales smaller, or name the layer as an exception"
+            )
         return Quantised(codes=codes, scales=scales)
 
     def _local(self, entry: Entry) -> Any:
