@@ -99,6 +99,18 @@ def test_gguf_refuses_a_window_in_any_layer(tmp_path: Path) -> None:
         export(prepared, tmp_path / "out")
 
 
+def test_inputs_are_rounded_there_where_they_were_in_training(tmp_path: Path) -> None:
+    """`ct.w8a8` of weights alone: transformers rounds no input, and the difference is 0.0."""
+    prepared = qat(decoder(), "ct.w8a8", activations=False)
+    folder = export(prepared, tmp_path / "out")
+    expected = model_logits(prepared, tokens())
+    assert torch.equal(open_runtime(folder, "ct").logits(tokens()), expected)
+    mixed = qat(decoder(), "ct.w8a8", activations=False, exceptions=["*.down_proj"])
+    qat(mixed, "ct.w8a8", exceptions=["*.self_attn.*", "*.gate_proj", "*.up_proj"])
+    with pytest.raises(LayerError, match=r"mlp\.down_proj rounds its input and .*_proj does not"):
+        export(mixed, tmp_path / "mixed")
+
+
 def test_a_cache_of_keys_gives_the_same_tokens(tmp_path: Path) -> None:
     """Decoding in onnxruntime token by token finds what the model finds over the whole text."""
     prepared = qat(decoder(), "ort.matmulnbits")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ms_compress.errors import ExportError
 from ms_compress.layers import FACTOR, Prepared
 from ms_compress.rounding import Quantised, quantise
-from ms_compress.scheme import Scheme
+from ms_compress.scheme import Activations, Scheme
 from ms_compress.selection import is_tied
 from ms_compress.together import Together
 from ms_compress.wrappers import architecture, bare_name, check_merged, unwrapped
@@ -50,6 +50,8 @@ class Entry:
     """The layer's kind: `linear`, `embedding` or `other`."""
     scheme: Scheme | None
     """Of a prepared layer's weight."""
+    activations: Activations | None
+    """How that layer rounds its input."""
     parts: tuple[Part, ...]
 
     @property
@@ -198,7 +200,7 @@ def _offers(stage: nn.Module, *, tied: bool) -> list[tuple[str, Entry, nn.Module
             name = f"{prefix}.{key}" if prefix else key
             if key == FACTOR or (tied and name == HEAD):
                 continue
-            scheme = layer.scheme if isinstance(layer, Prepared) and key == "weight" else None
+            prepared = isinstance(layer, Prepared) and key == "weight"
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             part = Part(
                 rank=_rank(),
@@ -216,7 +218,8 @@ def _offers(stage: nn.Module, *, tied: bool) -> list[tuple[str, Entry, nn.Module
                         shape=tuple(parameter.shape),
                         dtype=parameter.dtype,
                         kind=found,
-                        scheme=scheme,
+                        scheme=layer.scheme if prepared else None,
+                        activations=layer.activations if prepared else None,
                         parts=(part,),
                     ),
                     layer,
@@ -248,14 +251,7 @@ def _merge(offers: list[dict[str, Entry]]) -> dict[str, Entry]:
                 f"{name}: the processes hold {covered} of {torch.Size(first.shape).numel()} values;"
                 " export from every process of the layout"
             )
-        entries[name] = Entry(
-            name=name,
-            shape=first.shape,
-            dtype=first.dtype,
-            kind=first.kind,
-            scheme=first.scheme,
-            parts=tuple(boxes.values()),
-        )
+        entries[name] = evolve(first, parts=tuple(boxes.values()))
     return entries
 
 
