@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import decoder, llama, qwen2, qwen3, tokens
+from models import decoder, deepseek, llama, qwen2, qwen3, tokens
 from safetensors.torch import load_file
 from torch import nn
 
@@ -160,6 +160,29 @@ def test_adapters_are_merged_before_an_export(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"export what model\.merge_and_unload\(\) returns"):
         export(adapted, tmp_path / "out")
     export(adapted.merge_and_unload(), tmp_path / "out", verify=True)
+
+
+def test_buffers_that_a_model_keeps_are_in_the_file(tmp_path: Path) -> None:
+    """DeepSeek's routing as transformers reads it back; those that it makes anew are not."""
+    model = deepseek()
+    model.register_buffer("seen", torch.tensor(True))
+    model.register_buffer("table", torch.ones(2), persistent=False)
+    folder = export(qat(model, "ct.int4_g32", exceptions=["*.gate"]), tmp_path / "out")
+    stored = load_file(folder / "model.safetensors")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(stored[bias], model.get_buffer(bias))
+    assert torch.equal(stored["seen"], torch.tensor(True))
+    assert "table" not in stored
+    verify(model, folder, "ct")
+
+
+@pytest.mark.parametrize("name", ["gguf.q4_0", "ort.matmulnbits"])
+def test_a_buffer_that_the_target_does_not_know_is_refused(name: str, tmp_path: Path) -> None:
+    """As a parameter is: what it does to the model is not known either."""
+    model = qat(decoder(), name)
+    model.get_submodule("model.layers.1.mlp").register_buffer("limit", torch.ones(2))
+    with pytest.raises(LayerError, match=r"know the tensor 'model\.layers\.1\.mlp\.limit'"):
+        export(model, tmp_path / "out")
 
 
 def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
