@@ -15,12 +15,13 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from ms_compress.calibration import walk
+from ms_compress.calibration import check_calibration, walk
 from ms_compress.errors import CalibrationError, ConfigError
 from ms_compress.layers import FACTOR, Prepared
 from ms_compress.qat import qat
 from ms_compress.rounding import fitted_factor, round_at, scales_of
 from ms_compress.scheme import Scheme
+from ms_compress.selection import select
 from ms_compress.two_sided import output_squares, round_by_loss
 
 __all__ = ["gptq", "gptq_weight"]
@@ -63,11 +64,14 @@ def gptq(
             of what is rounded to that code, from where a small rate of learning hardly moves it.
 
     Raises:
-        ConfigError: damping is not above 0.
-        CalibrationError: a layer's input is not finite; layers before it are rounded already.
+        ConfigError: damping is not above 0, or an exception matches nothing.
+        LayerError: the model is no decoder that we know, or a layer cannot be taken.
+        CalibrationError: there are no tokens or a weight is not finite, and the model is as it was;
+            or a layer's input is not finite, and layers before it are rounded already.
     """
     if not damping > 0:
         raise ConfigError(f"damping is {damping}; give a share above 0, such as 0.01")
+    check_calibration(model, batches, {name for name, _ in select(model, exceptions)})
     qat(
         model,
         scheme_name,
