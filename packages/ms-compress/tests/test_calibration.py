@@ -194,3 +194,19 @@ def test_every_module_is_left_in_the_mode_it_was_in(look: str) -> None:
         with pytest.raises(IndexError):
             model_logits(model, tokens() + 1000)
     assert {name: module.training for name, module in model.named_modules()} == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no accelerator here")
+@pytest.mark.parametrize("how", [{}, {"by_use": True, "fit_scales": True}, {"by_loss": True}])
+def test_on_an_accelerator_a_pruned_model_is_rounded_where_it_lies(how: dict[str, bool]) -> None:
+    """Tokens come from the CPU; weights are finite, on the accelerator, and zero where masked."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    model = llama().to(device)
+    wanda(model, "2:4", [tokens()])
+    gptq(model, "ct.int4_g32", [tokens()], **how)
+    for _, layer in prepared_layers(model):
+        assert layer.weight.device.type == device.type
+        assert bool(layer.weight.isfinite().all())
+        assert not bool(layer.weight[~layer.mask].any())
