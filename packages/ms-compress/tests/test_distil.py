@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import decoder, enlarged, llama, tokens
 
 from ms_compress import ConfigError, LayerError, qat
-from ms_compress.distil import distillation_loss
+from ms_compress.distil import Divergence, distillation_loss
 from ms_compress.hidden_states import HiddenStates, hidden_distance
 from ms_compress.selection import blocks_of
 from ms_compress.student import cut_student, kept_layers
@@ -54,6 +54,69 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(kind: str) -> None:
     assert student.grad is not None
     assert float(student.grad.abs().max()) < 1e-6
     assert teacher.grad is None
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "skewed"])
+def test_what_stands_at_a_position_that_does_not_count_is_not_looked_at(kind: Divergence) -> None:
+    """NaN and infinity of either model there leave loss and gradient as they are."""
+    torch.manual_seed(0)
+    student, teacher = torch.randn(2, 5, 11), torch.randn(2, 5, 11)
+    targets = torch.zeros(2, 5, dtype=torch.int64)
+    targets[0, 2:] = -100
+    ends = []
+    for bad in (0.0, float("nan"), float("inf")):
+        student[0, 3, 4], teacher[0, 2] = bad, bad
+        leaf = student.clone().requires_grad_()
+        loss = distillation_loss(leaf, teacher, kind=kind, targets=targets)
+        loss.backward()
+        assert leaf.grad is not None
+        ends.append((loss.detach(), leaf.grad))
+    for loss, gradient in ends:
+        assert torch.equal(loss, ends[0][0])
+        assert torch.equal(gradient, ends[0][1])
+    assert not bool(ends[0][1][0, 2:].any())
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "skewed"])
+def test_an_entry_that_neither_model_gives_is_as_if_it_were_not_there(
+    kind: Divergence, skew: float
+) -> None:
+    """A vocabulary that is masked with -inf: the loss of the rest, and no gradient there."""
+    torch.manual_seed(0)
+    student, teacher = torch.randn(3, 11), torch.randn(3, 11)
+    student[:, 8:], teacher[:, 8:] = -torch.inf, -torch.inf
+    of_all, of_rest = (student[:, :end].clone().requires_grad_() for end in (11, 8))
+    found = distillation_loss(of_all, teacher, kind=kind, temperature=0.7, skew=skew)
+    expected = distillation_loss(of_rest, teacher[:, :8], kind=kind, temperature=0.7, skew=skew)
+    found.backward()
+    expected.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    assert of_all.grad is not None
+    torch.testing.assert_close(of_all.grad[:, :8], of_rest.grad, rtol=1e-5, atol=1e-7)
+    assert not bool(of_all.grad[:, 8:].any())
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "skewed"])
+def test_what_one_model_alone_leaves_out_costs_nothing_or_everything(kind: Divergence) -> None:
+    """Nothing where the distribution that weighs has none of it, infinity where it has."""
+    torch.manual_seed(0)
+    full, lacking = torch.randn(3, 7), torch.randn(3, 7)
+    lacking[:, 5:] = -torch.inf
+    rest, part = full.double().softmax(-1), lacking.double().softmax(-1)
+    mixed = 0.1 * part + 0.9 * rest if kind == "skewed" else rest
+    truth = (torch.xlogy(part, part) - torch.xlogy(part, mixed)).sum(-1).mean().float()
+    costs_nothing = {"teacher": lacking, "student": full}
+    if kind == "reverse":
+        costs_nothing = {"teacher": full, "student": lacking}
+    leaf = costs_nothing["student"].clone().requires_grad_()
+    found = distillation_loss(leaf, costs_nothing["teacher"], kind=kind)
+    torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-6)
+    found.backward()
+    assert leaf.grad is not None
+    assert bool(leaf.grad.isfinite().all())
+    turned = distillation_loss(costs_nothing["teacher"], costs_nothing["student"], kind=kind)
+    assert bool(turned.isinf()) == (kind != "skewed")
 
 
 def test_other_vocabularies_are_refused() -> None:
