@@ -148,3 +148,10 @@ def test_orders_of_wrapping_are_right_or_refused() -> None:
         assert "prepare the model first, then wrap it" in found["replicate, learned"]
         for order in ("two axes, qat", "qat, two axes"):
             assert "split over 2 axes of processes; split linear layers over one" in found[order]
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2), (2, 2)])
+def test_what_is_masked_is_stored_as_zero_on_every_process(data: int, tensor: int) -> None:
+    """Sharded, split or both; weights that stay are left as they are."""
+    for found in run_processes(data * tensor, RUNS, "zeros_kept", data=data, tensor=tensor):
+        assert found == {"0": True, "1": True}
