@@ -11,7 +11,6 @@ Shapes: N rows, K features.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 
@@ -186,9 +185,7 @@ def gptq_weight(
                 # The group may go on beyond this block, where errors are not yet made up for.
                 part = slice(column, column + group)
                 ahead = left[:, part] if stays is None else left[:, part] * stays[:, part]
-                scales.append(
-                    _scales(ahead, _one_group(scheme), None if cost is None else cost[part])
-                )
+                scales.append(_scales(ahead, scheme, None if cost is None else cost[part]))
             here = slice(column, column + 1)
             scale = scales[-1] if spread is None else spread[:, here]
             value = round_at(left[:, here], scale, scheme)
@@ -206,10 +203,6 @@ def _scales(weight: Tensor, scheme: Scheme, cost: Tensor | None) -> Tensor:
     """The scheme's own, or those that err least at a cost (K,) of each feature; (N, G)."""
     factor = None if cost is None else fitted_factor(weight, scheme, cost)
     return scales_of(weight, scheme, factor)
-
-
-def _one_group(scheme: Scheme) -> Scheme:
-    return attrs.evolve(scheme, group=None)
 
 
 def _inverse_root(name: str, hessian: Tensor, damping: float) -> Tensor:
