@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 from ms_compress import CompressError, export, qat
 from ms_compress.pattern import pattern
-from ms_compress.prune import keep_zeros, masks, prune, set_masks
+from ms_compress.prune import keep_zeros, mask_zeros, masks, prune, set_masks
 from ms_parallel import AdamWConfig, Engine, Layout, NextTokenLoss
 from ms_parallel.groups import connect
 from ms_parallel.models import DecoderConfig, StagedModel
@@ -141,6 +141,9 @@ def orders(split: bool) -> dict[str, str]:
     def two_of_four(model: nn.Module) -> None:
         prune(model, "2:4")
 
+    def given(model: nn.Module) -> None:
+        set_masks(model, {"0": torch.ones(64, 128, dtype=torch.bool)})
+
     return {
         "qat, split": outcome(plain, parallel),
         "split, qat": outcome(parallel, plain),
@@ -154,6 +157,9 @@ def orders(split: bool) -> dict[str, str]:
         "wide, split": outcome(wide, parallel),
         "split, whole rows": outcome(parallel, whole_rows),
         "shard, prune": outcome(shard, two_of_four),
+        "shard, masks": outcome(shard, given),
+        "shard, zeros": outcome(shard, mask_zeros),
+        "split, zeros": outcome(parallel, mask_zeros),
     }
 
 

@@ -93,7 +93,9 @@ def test_orders_of_wrapping_are_right_or_refused() -> None:
         for order in ("split, wide", "wide, split"):
             assert "rows of 64 split over 2 processes cut groups of 64" in found[order]
         assert "one scale a row" in found["split, whole rows"]
-        assert "prune it before it is sharded" in found["shard, prune"]
+        for order in ("shard, prune", "shard, masks", "shard, zeros"):
+            assert "prune it before it is sharded" in found[order]
+        assert "prune the model before it is split" in found["split, zeros"]
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2), (2, 2)])

@@ -70,13 +70,22 @@ def check_pattern(
     model: nn.Module, wanted: Pattern, chosen: Sequence[tuple[str, nn.Module]]
 ) -> None:
     """Refuse a model that was split, or rows that the pattern does not divide."""
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise OrderError("the model is sharded by fully_shard; prune it before it is sharded")
+    _check_whole(model, chosen)
     for name, layer in chosen:
         weight: Tensor = layer.weight  # type: ignore[assignment]
-        if isinstance(weight, DTensor):
-            raise OrderError(f"{name} is split over processes; prune the model before it is split")
         wanted.check(name, weight.shape[1])
+
+
+def _check_whole(model: nn.Module, chosen: Sequence[tuple[str, nn.Module]]) -> None:
+    _check_unsharded(model)
+    for name, layer in chosen:
+        if isinstance(layer.weight, DTensor):
+            raise OrderError(f"{name} is split over processes; prune the model before it is split")
+
+
+def _check_unsharded(model: nn.Module) -> None:
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise OrderError("the model is sharded by fully_shard; prune it before it is sharded")
 
 
 def _check_scores(scores: Mapping[str, Tensor], chosen: Sequence[tuple[str, nn.Module]]) -> None:
@@ -110,7 +119,10 @@ def set_masks(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
 
     Raises:
         LayerError: a name or shape is not this model's.
+        OrderError: the model is sharded.
     """
+    if kept:
+        _check_unsharded(model)
     layers = dict(model.named_modules())
     for name, mask in kept.items():
         layer = layers.get(name)
@@ -139,8 +151,15 @@ def keep_zeros(model: nn.Module) -> None:
 
 
 def mask_zeros(model: nn.Module, exceptions: Sequence[str] = ()) -> None:
-    """Mask weights that are exactly zero: what was pruned in a model that was saved and read."""
-    for name, layer in select(model, exceptions):
+    """Mask weights that are exactly zero: what was pruned in a model that was saved and read.
+
+    Raises:
+        ConfigError: an exception matches nothing.
+        OrderError: the model is split or sharded.
+    """
+    chosen = select(model, exceptions)
+    _check_whole(model, chosen)
+    for name, layer in chosen:
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if bool((weight == 0).any()):
             _set_mask(layer, name, weight.detach() != 0)
