@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from ms_compress import CompressError, export, qat
+from ms_compress import CompressError, export, fit_scales, qat
 from ms_compress.pattern import pattern
 from ms_compress.prune import keep_zeros, mask_zeros, masks, prune, set_masks
 from ms_parallel import AdamWConfig, Engine, Layout, NextTokenLoss
@@ -254,6 +254,7 @@ def orders(split: bool) -> dict[str, str]:
         "replicate, learned": outcome(replicate, learned),
         "two axes, qat": outcome(two_axes, plain),
         "qat, two axes": outcome(plain, two_axes),
+        "split, zeros": outcome(parallel, mask_zeros),
     }
 
 
@@ -287,3 +288,20 @@ def zeros_kept(data: int, tensor: int) -> dict[str, bool]:
         name: torch.equal(model.get_parameter(f"{name}.weight").full_tensor(), weight)
         for name, weight in expected.items()
     }
+
+
+def fitted(shard: bool) -> list[list[float]]:
+    """Learned scales that `fit_scales` sets in a pruned layer, after a forward."""
+    if shard and not dist.is_initialized():
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 97), nn.Linear(97, 64))
+    prune(model, 0.5, exceptions=["1"])
+    qat(model, "ct.int4_g32", exceptions=["1"], learned_scales=True)
+    if shard:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        model(torch.ones(2, 64))
+    fit_scales(model)
+    factor: Any = model.get_parameter("0.scale_factor")
+    whole: list[list[float]] = (factor.full_tensor() if shard else factor).tolist()
+    return whole

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
-from runs import export_same_weights, train
+from runs import export_same_weights, fitted, train
 
 RUNS = Path(__file__).parent / "runs.py"
 ONE: dict[tuple[str, bool], list[float]] = {}
@@ -148,6 +148,7 @@ def test_orders_of_wrapping_are_right_or_refused() -> None:
         assert "prepare the model first, then wrap it" in found["replicate, learned"]
         for order in ("two axes, qat", "qat, two axes"):
             assert "split over 2 axes of processes; split linear layers over one" in found[order]
+        assert "prune the model before it is split" in found["split, zeros"]
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2), (2, 2)])
@@ -155,3 +156,11 @@ def test_what_is_masked_is_stored_as_zero_on_every_process(data: int, tensor: in
     """Sharded, split or both; weights that stay are left as they are."""
     for found in run_processes(data * tensor, RUNS, "zeros_kept", data=data, tensor=tensor):
         assert found == {"0": True, "1": True}
+
+
+def test_scales_are_fitted_on_shards_as_in_one_process() -> None:
+    """Of a pruned model, whose mask each process has whole."""
+    expected = fitted(shard=False)
+    assert any(value != 0 for row in expected for value in row)
+    for found in run_processes(2, RUNS, "fitted", shard=True):
+        assert found == expected

@@ -26,6 +26,7 @@ __all__ = [
     "PreparedLinear",
     "check_axes",
     "check_layer",
+    "drop_gathered",
     "prepare_layer",
     "prepared_layers",
 ]
@@ -82,7 +83,11 @@ class Prepared(nn.Module):
         chunks = weight.__create_chunk_list__()  # type: ignore[no-untyped-call]
         if not chunks:  # more processes than rows
             return mask.new_empty(sizes)
-        starts = [at % size for at, size in zip(chunks[0].offsets, mask.shape, strict=True)]
+        starts = []
+        for offset, held, whole in zip(chunks[0].offsets, mask.shape, weight.shape, strict=True):
+            # The mesh's last axis is tensor parallelism's, whose parts but the last are of a size.
+            part = whole if held == whole else -(-whole // weight.device_mesh.size(-1))
+            starts.append(offset % part)
         return mask[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))]
 
     def set_mask(self, kept: Tensor) -> None:
@@ -270,6 +275,13 @@ def check_groups(name: str, weight: Tensor, scheme: Scheme) -> None:
                 f" split over at most {features // group} processes that divide"
                 f" {features // group}"
             )
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Make parameters FSDP's own shards again, where a forward left gathered copies."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _factor(weight: Tensor, scheme: Scheme) -> nn.Parameter:

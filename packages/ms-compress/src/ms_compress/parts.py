@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ms_compress.errors import ExportError
-from ms_compress.layers import FACTOR, Prepared
+from ms_compress.layers import FACTOR, Prepared, drop_gathered
 from ms_compress.rounding import Quantised, quantise
 from ms_compress.scheme import Activations, Scheme
 from ms_compress.selection import is_tied
@@ -76,7 +75,7 @@ class Source:
         stages = [unwrapped(stage) for stage in given]
         for stage in stages:
             check_merged(stage)
-            _drop_gathered(stage)
+            drop_gathered(stage)
         self.config = _config(stages[0])
         self._device = next(stages[0].parameters()).device
         self.together = Together(self._device)
@@ -139,9 +138,9 @@ class Source:
         layer = self._layers[entry.name]
         if not isinstance(layer, Prepared) or entry.name.rpartition(".")[2] != "weight":
             return local
-        mask = layer.mask
+        mask = layer.stored_mask
         if mask is not None:
-            local = local * _window(mask, parameter, tuple(local.shape))
+            local = local * mask
         if entry.scheme is None:
             return local
         factor = layer.factor
@@ -274,23 +273,6 @@ def _box(tensor: Tensor) -> tuple[int, ...]:
         return (0,) * tensor.ndim
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     return tuple(chunks[0].offsets) if chunks else (0,) * tensor.ndim
-
-
-def _window(mask: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """The part of a mask, which covers a tensor-parallel part, that an FSDP shard of it covers."""
-    starts = []
-    for offset, held, whole in zip(_box(weight), mask.shape, weight.shape, strict=True):
-        # The mesh's last axis is tensor parallelism's, whose parts but the last are of one size.
-        part = whole if held == whole else -(-whole // weight.device_mesh.size(-1))  # type: ignore[attr-defined]
-        starts.append(offset % part)
-    return mask[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))]
-
-
-def _drop_gathered(model: nn.Module) -> None:
-    """Make parameters FSDP's own shards again, where a forward left gathered copies."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _config(model: nn.Module) -> dict[str, Any]:

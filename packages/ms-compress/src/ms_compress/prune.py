@@ -14,7 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ms_compress.errors import ConfigError, LayerError, OrderError
-from ms_compress.layers import Prepared, check_layer, prepare_layer, prepared_layers
+from ms_compress.layers import (
+    Prepared,
+    check_layer,
+    drop_gathered,
+    prepare_layer,
+    prepared_layers,
+)
 from ms_compress.pattern import Pattern, pattern
 from ms_compress.selection import select
 from ms_compress.settings import whole
@@ -70,16 +76,21 @@ def check_pattern(
     model: nn.Module, wanted: Pattern, chosen: Sequence[tuple[str, nn.Module]]
 ) -> None:
     """Refuse a model that was split, or rows that the pattern does not divide."""
-    _check_not_sharded(model)
+    _check_whole(model, chosen)
     for name, layer in chosen:
-        check_layer(layer, name, None)
         weight: Tensor = layer.weight  # type: ignore[assignment]
-        if isinstance(weight, DTensor):
-            raise OrderError(f"{name} is split over processes; prune the model before it is split")
         wanted.check(name, weight.shape[1])
 
 
-def _check_not_sharded(model: nn.Module) -> None:
+def _check_whole(model: nn.Module, chosen: Sequence[tuple[str, nn.Module]]) -> None:
+    _check_unsharded(model)
+    for name, layer in chosen:
+        check_layer(layer, name, None)
+        if isinstance(layer.weight, DTensor):
+            raise OrderError(f"{name} is split over processes; prune the model before it is split")
+
+
+def _check_unsharded(model: nn.Module) -> None:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise OrderError("the model is sharded by fully_shard; prune it before it is sharded")
 
@@ -115,9 +126,10 @@ def set_masks(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
 
     Raises:
         LayerError: a name or shape is not this model's.
-        OrderError: the model is sharded by fully_shard.
+        OrderError: the model is sharded.
     """
-    _check_not_sharded(model)
+    if kept:
+        _check_unsharded(model)
     layers = dict(model.named_modules())
     for name, mask in kept.items():
         layer = layers.get(name)
@@ -135,9 +147,7 @@ def keep_zeros(model: nn.Module) -> None:
 
     Each process of a split or sharded model does so to its own part.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # a copy that a forward has gathered is not what is stored
+    drop_gathered(model)  # a copy is not what is stored
     for _, layer in prepared_layers(model):
         weight, mask = layer.weight, layer.stored_mask
         if mask is not None:
@@ -149,11 +159,12 @@ def mask_zeros(model: nn.Module, exceptions: Sequence[str] = ()) -> None:
     """Mask weights that are exactly zero: what was pruned in a model that was saved and read.
 
     Raises:
-        OrderError: the model is sharded by fully_shard.
+        ConfigError: an exception matches nothing.
+        OrderError: the model is split or sharded.
     """
-    _check_not_sharded(model)
-    for name, layer in select(model, exceptions):
-        check_layer(layer, name, None)
+    chosen = select(model, exceptions)
+    _check_whole(model, chosen)
+    for name, layer in chosen:
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if bool((weight == 0).any()):
             _set_mask(layer, name, weight.detach() != 0)

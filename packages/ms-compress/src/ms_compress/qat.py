@@ -16,6 +16,7 @@ from ms_compress.layers import (
     Prepared,
     check_axes,
     check_layer,
+    drop_gathered,
     prepare_layer,
     prepared_layers,
 )
@@ -100,21 +101,19 @@ def fit_scales(model: nn.Module) -> None:
     Raises:
         LayerError: no layer has learned scales.
     """
-    found = [
-        (layer, factor)
-        for _, layer in prepared_layers(model)
-        if (factor := layer.factor) is not None
-    ]
+    drop_gathered(model)
+    found = [layer for _, layer in prepared_layers(model) if layer.factor is not None]
     if not found:
         raise LayerError(
             f"no layer of {type(model).__name__} has scales to set; prepare it with"
             " learned_scales=True"
         )
-    for layer, factor in found:
+    for layer in found:
         assert layer.scheme is not None
-        weight, held = _local(layer.weight), _local(factor)
-        kept = weight if layer.mask is None else weight * layer.mask
-        held.copy_(fitted_factor(kept, layer.scheme))
+        assert layer.factor is not None
+        weight, mask = _local(layer.weight), layer.stored_mask
+        kept = weight if mask is None else weight * mask
+        _local(layer.factor).copy_(fitted_factor(kept, layer.scheme))
 
 
 def _local(parameter: Tensor) -> Tensor:
