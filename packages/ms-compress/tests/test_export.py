@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from attrs import evolve
@@ -166,7 +167,6 @@ def test_scales_that_are_not_finite_are_refused(
 
 def test_adapters_are_merged_before_an_export(tmp_path: Path) -> None:
     """Those of PEFT, which no target reads beside codes; the merged model is exported as any."""
-    peft = pytest.importorskip("peft")
     how = peft.LoraConfig(r=8, target_modules=["q_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(qat(llama(1), "ct.int4_g32"), how)
     with pytest.raises(ExportError, match=r"export what model\.merge_and_unload\(\) returns"):
