@@ -114,3 +114,18 @@ def test_what_another_run_kept_is_refused(tmp_path: Path) -> None:
     kept.write_bytes(before[: len(before) // 2])
     with pytest.raises(ConfigError, match=r"out\.training is damaged"):
         train(prepared(), kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no accelerator here")
+def test_on_an_accelerator_a_stopped_training_goes_on(tmp_path: Path) -> None:
+    """Tokens come from the CPU, and the accelerator's generator has a state of its own."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    kept = tmp_path / "out.training"
+    with pytest.raises(StoppedError):
+        train(dropping().to(device), kept, stop=3)
+    assert {"cpu", device.type} == torch.load(kept, weights_only=True)["random"].keys()
+    again = dropping().to(device)
+    train(again, kept)
+    assert all(bool(parameter.isfinite().all()) for parameter in again.parameters())

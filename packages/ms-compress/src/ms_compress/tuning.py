@@ -75,15 +75,15 @@ def tune(
 
     Args:
         model: of ms-parallel or transformers; changed in place.
-        tokens: (R, L) int64, L more than `sequence_length`: targets are the next tokens.
+        tokens: (R, L) int64, L more than `sequence_length`: targets are the next tokens. They may
+            lie on another device than the model.
         how: the settings.
         teacher: gives the logits to distil; it is left in evaluation mode.
         before_step: called with the step's number, such as a schedule of pruning.
         after_step: likewise, such as `keep_zeros`.
         on_loss: called with the number of steps made and the last one's loss.
         kept: a file that the state is written to while it trains, and gone on from if it is there:
-            the weights are then those of a run that was never stopped, with dropout too. It is left
-            to the caller.
+            the weights are then those of a run that was never stopped. It is left to the caller.
         kept_for: what else the run follows from, such as the names of the model's and the teacher's
             folders: a file that was kept for another is refused.
         keep_every_s: seconds between two writes.
@@ -132,6 +132,7 @@ def _train(
 ) -> list[float]:
     optimizer = _optimizer(model, how)
     model.train()
+    device = next(model.parameters()).device
     losses = [] if kept is None else kept.resume(model, optimizer)
     done = len(losses)
     for step, rows in zip(range(how.steps), _batches(len(tokens), how), strict=False):
@@ -139,7 +140,7 @@ def _train(
             continue
         if before_step is not None:
             before_step(step)
-        text = tokens[rows, : how.sequence_length + 1]
+        text = tokens[rows, : how.sequence_length + 1].to(device)
         loss = _loss(model, text, how, teacher)
         if states is not None:
             loss = loss + how.hidden_weight * states.distance()
