@@ -83,8 +83,7 @@ def tune(
         after_step: likewise, such as `keep_zeros`.
         on_loss: called with the number of steps made and the last one's loss.
         kept: a file that the state is written to while it trains, and gone on from if it is there:
-            the weights are then those of a run that was never stopped, with dropout too. It is left
-            to the caller.
+            the weights are then those of a run that was never stopped. It is left to the caller.
         kept_for: what else the run follows from, such as the names of the model's and the teacher's
             folders: a file that was kept for another is refused.
         keep_every_s: seconds between two writes.
