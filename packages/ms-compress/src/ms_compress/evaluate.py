@@ -77,9 +77,12 @@ def evaluate(evaluation: Evaluation) -> Report:
         sequence_length=evaluation.sequence_length,
         count=evaluation.sequences,
     )
+    named = _folders(evaluation)
+    for _, facts in named:
+        _check(facts, held_out["tokens"], evaluation)
     with _threads(evaluation.threads):
-        opened = _open(evaluation)
-        values = [perplexity(one.runtime, held_out) for one in opened]
+        opened = [_open(name, facts, evaluation.threads) for name, facts in named]
+        values = [_perplexity(one, held_out) for one in opened]
         _time(opened, held_out["tokens"], evaluation)
     return Report(
         title=evaluation.title,
@@ -96,24 +99,51 @@ def evaluate(evaluation: Evaluation) -> Report:
     )
 
 
-def _open(evaluation: Evaluation) -> list[_Opened]:
-    named = [("float", evaluation.baseline)]
+def _folders(evaluation: Evaluation) -> list[tuple[str, Footprint]]:
+    """What is known of each, by the name of how it was made; the baseline first."""
+    named = [("float", footprint(evaluation.baseline))]
     for name, folders in evaluation.models.items():
         many = [folders] if isinstance(folders, str | Path) else folders
-        named += [(name, str(folder)) for folder in many]
-    facts = [footprint(folder) for _, folder in named]
-    if facts[0].target != "float":
+        named += [(name, footprint(folder)) for folder in many]
+    if named[0][1].target != "float":
         raise ConfigError(
-            f"baseline: {evaluation.baseline} is a {facts[0].target} model; give a plain one"
+            f"baseline: {evaluation.baseline} is a {named[0][1].target} model; give a plain one"
         )
-    return [
-        _Opened(
-            name=name,
-            facts=fact,
-            runtime=open_runtime(Path(folder), fact.target, threads=evaluation.threads),
+    return named
+
+
+def _check(facts: Footprint, tokens: Tensor, evaluation: Evaluation) -> None:
+    """Refuse a text that the model of a folder cannot read."""
+    if facts.vocabulary is not None and int(tokens.max()) >= facts.vocabulary:
+        raise DataError(
+            f"{evaluation.data}: the text has token {int(tokens.max())}, and {facts.folder} a"
+            f" vocabulary of {facts.vocabulary}; give text of the model's own tokenizer"
         )
-        for (name, folder), fact in zip(named, facts, strict=True)
-    ]
+    lengths = {
+        "sequence_length": evaluation.sequence_length,
+        "prefill_tokens and decode_tokens": evaluation.prefill_tokens + evaluation.decode_tokens,
+    }
+    for what, length in lengths.items():
+        if facts.positions is not None and length > facts.positions:
+            raise ConfigError(
+                f"{facts.folder} knows {facts.positions} positions, fewer than the {length} of"
+                f" {what}; ask for less"
+            )
+
+
+def _open(name: str, facts: Footprint, threads: int) -> _Opened:
+    return _Opened(
+        name=name,
+        facts=facts,
+        runtime=open_runtime(facts.folder, facts.target, threads=threads),
+    )
+
+
+def _perplexity(one: _Opened, held_out: Mapping[str, Tensor]) -> float:
+    try:
+        return perplexity(one.runtime, held_out)
+    except DataError as error:
+        raise DataError(f"{one.facts.folder}: {error}") from error
 
 
 def _time(opened: Sequence[_Opened], tokens: Tensor, evaluation: Evaluation) -> None:

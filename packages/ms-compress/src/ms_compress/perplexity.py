@@ -25,7 +25,8 @@ def perplexity(
         batch_size: rows at once.
 
     Raises:
-        DataError: the vocabulary does not hold the text's tokens, or no target counts.
+        DataError: the vocabulary does not hold the text's tokens, no target counts, or a loss is
+            NaN.
     """
     if isinstance(text, Tensor):
         text = {"tokens": text[:, :-1], "targets": text[:, 1:]}
@@ -40,6 +41,8 @@ def perplexity(
                 f" {logits.shape[-1]}; use the model's own tokenizer"
             )
         total += float(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
+        if math.isnan(total):
+            raise DataError(f"the model in {name} gives a loss that is NaN; look at its weights")
         count += int((targets >= 0).sum())
     if not count:
         raise DataError("no held-out token has a target; use longer sequences")

@@ -5,7 +5,6 @@ is made on both sides. A reader takes the name of a Hugging Face tensor; what is
 is a KeyError.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from ms_compress.decoder_config import decoder_config
 from ms_compress.export import compressed_tensors, gguf, onnx
+from ms_compress.folder_config import quantization
 
 __all__ = ["Reader", "reader"]
 
@@ -33,8 +33,8 @@ def _compressed(folder: Path) -> Reader:
     from compressed_tensors.compressors import unpack_from_int32
     from compressed_tensors.quantization import QuantizationConfig, dequantize
 
-    said = json.loads((folder / "config.json").read_text("utf-8"))["quantization_config"]
-    (group,) = QuantizationConfig.model_validate(said).config_groups.values()
+    said = QuantizationConfig.model_validate(quantization(folder))
+    (group,) = said.config_groups.values()
     path = folder / compressed_tensors.FILE
 
     def read(name: str) -> Tensor:
@@ -68,7 +68,7 @@ def _gguf(folder: Path, document: Mapping[str, Any]) -> Reader:
     config = decoder_config(document, "GGUF")
     file = library.GGUFReader(folder / gguf.FILE)
     found = {tensor.name: tensor for tensor in file.tensors}
-    said = bytes(file.fields["general.architecture"].parts[-1]).decode()
+    said = file.fields["general.architecture"].contents()
     architecture = next(each for each, name in library.MODEL_ARCH_NAMES.items() if name == said)
     names = library.get_tensor_name_map(architecture, config.layers)
     rotated = {"q_proj": config.heads, "k_proj": config.key_heads} if said == "llama" else {}
