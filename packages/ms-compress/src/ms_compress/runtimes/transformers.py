@@ -38,7 +38,11 @@ class TransformersRuntime:
         try:
             with _quiet():
                 self.model, found = known.from_pretrained(
-                    folder, dtype=dtype, local_files_only=True, output_loading_info=True
+                    folder,
+                    dtype=dtype,
+                    local_files_only=True,
+                    ignore_mismatched_sizes=True,  # they are told of, not printed
+                    output_loading_info=True,
                 )
                 _check_loaded(folder, found)
                 self.model.train(False)
@@ -68,10 +72,11 @@ class TransformersRuntime:
 
 def _check_loaded(folder: Path, found: Mapping[str, Any]) -> None:
     """Where a tensor is missing, transformers draws another at random."""
-    for kind in ("missing", "unexpected", "mismatched"):
-        if names := sorted(map(str, found[f"{kind}_keys"])):
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ExportError(f"{folder}: {names[0]}{more} is {kind}; export it again")
+    for kind in ("mismatched", "missing", "unexpected"):
+        names = sorted(key if isinstance(key, str) else key[0] for key in found[f"{kind}_keys"])
+        if names:
+            more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+            raise ExportError(f"{folder}: {names[0]}{more} {kind}; export it again")
 
 
 def _dtype(folder: Path) -> torch.dtype:
