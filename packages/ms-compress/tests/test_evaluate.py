@@ -139,7 +139,9 @@ def test_evaluate_writes_a_table_a_page_and_its_facts(
     assert base.prefill_ratio == base.decode_ratio == 1.0
     assert all(abs(one.perplexity / base.perplexity - 1) < 0.05 for one in report.results)
     assert table(report) == (tmp_path / "report" / "report.txt").read_text()
-    assert "RTN int4" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "RTN int4" in said.out
+    assert "row 12/12  RTN int4 in onnxruntime" in said.err
     assert not list(tmp_path.glob("report/*.partial"))
 
 

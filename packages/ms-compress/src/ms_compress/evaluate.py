@@ -5,7 +5,7 @@ alternate over all runtimes; a ratio is taken within a round, so a slow moment o
 both of its sides.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,7 @@ from ms_compress.settings import text, whole
 __all__ = ["Evaluation", "evaluate"]
 
 Folders = str | Sequence[str]
+Progress = Callable[[int, int, str], object]
 
 
 def _models(instance: object, attribute: "Attribute[object]", value: object) -> None:
@@ -64,8 +65,13 @@ class _Opened:
     times: list[tuple[float, float]] = Factory(list)
 
 
-def evaluate(evaluation: Evaluation) -> Report:
+def evaluate(evaluation: Evaluation, *, progress: Progress | None = None) -> Report:
     """Measure every folder in its runtime, the baseline first.
+
+    Args:
+        evaluation: what is measured.
+        progress: called with how many rows are read, in how many all folders come to, and with
+            the folder's name and runtime.
 
     Raises:
         ExportError: a folder cannot be read, or its runtime is not installed.
@@ -82,7 +88,10 @@ def evaluate(evaluation: Evaluation) -> Report:
         _check(facts, held_out["tokens"], evaluation)
     with _threads(evaluation.threads):
         opened = [_open(name, facts, evaluation.threads) for name, facts in named]
-        values = [_perplexity(one, held_out) for one in opened]
+        values = [
+            _perplexity(one, held_out, _share(progress, one, i, len(opened)))
+            for i, one in enumerate(opened)
+        ]
         _time(opened, held_out["tokens"], evaluation)
     return Report(
         title=evaluation.title,
@@ -139,9 +148,23 @@ def _open(name: str, facts: Footprint, threads: int) -> _Opened:
     )
 
 
-def _perplexity(one: _Opened, held_out: Mapping[str, Tensor]) -> float:
+def _share(
+    progress: Progress | None, one: _Opened, number: int, folders: int
+) -> Callable[[int, int], object] | None:
+    """What one folder's perplexity tells, as a part of all folders'."""
+    if progress is None:
+        return None
+    what = f"{one.name} in {one.runtime.name}"
+    return lambda done, rows: progress(number * rows + done, folders * rows, what)
+
+
+def _perplexity(
+    one: _Opened,
+    held_out: Mapping[str, Tensor],
+    progress: Callable[[int, int], object] | None,
+) -> float:
     try:
-        return perplexity(one.runtime, held_out)
+        return perplexity(one.runtime, held_out, progress=progress)
     except DataError as error:
         raise DataError(f"{one.facts.folder}: {error}") from error
 

@@ -67,7 +67,7 @@ def verify(
     with _in_float32(model):
         expected = model_logits(model, tokens)
     found = compare(expected, runtime.logits(tokens))
-    limit = _limit(model)
+    limit = _limit(model, target)
     if not found.mean <= limit * found.spread:
         raise VerifyError(
             f"{folder}: its runtime's logits are off by {found.mean:.3g} on average, where the"
@@ -110,13 +110,13 @@ def _difference(expected: Tensor, found: Tensor) -> str:
     return f"{count} of its {apart.numel()} values differ, by up to {float(apart.max()):.3g}"
 
 
-def _limit(model: nn.Module) -> float:
+def _limit(model: nn.Module, target: str) -> float:
     """How far logits may be off on average, in units of their spread."""
     layers = [layer for _, layer in prepared_layers(model)]
     if any(layer.is_narrowed for layer in layers):
         return 0.05  # mixed precision: the model cannot be asked in float32
-    schemes = {layer.scheme for layer in layers if layer.scheme is not None}
-    return 0.02 if any(scheme.activations is not None for scheme in schemes) else 1e-4
+    rounded = target == "gguf" or any(layer.activations is not None for layer in layers)
+    return 0.02 if rounded else 1e-4
 
 
 def compare(expected: Tensor, got: Tensor) -> Agreement:

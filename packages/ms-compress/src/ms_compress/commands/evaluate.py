@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ms_compress.commands.command import Command
+from ms_compress.commands.progress import Shown
 from ms_compress.durable import write_whole, writing
 from ms_compress.errors import ConfigError
 from ms_compress.evaluate import Evaluation, evaluate
@@ -29,7 +30,8 @@ def run(settings: dict[str, Any], where: str) -> int:
         raise ConfigError(f"{where}: out is {out!r}; give a folder for the report")
     evaluation = build(Evaluation, settings, where=where)
     with _place(Path(out)) as (facts, plain, page):
-        report = evaluate(evaluation)
+        with Shown("row", tokens=evaluation.sequence_length) as shown:
+            report = evaluate(evaluation, progress=shown.made)
         text = table(report)
         document = msgspec.json.format(msgspec.json.encode(report))
         write_whole({facts: document, plain: text.encode(), page: render(report).encode()})
