@@ -40,6 +40,25 @@ def publish(aside: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
+def replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` write a file beside `path`, make it durable, and put it in that one's place."""
+    aside = path.with_name(f"{path.name}.new")
+    write(aside)
+    with aside.open("rb") as file:
+        os.fsync(file.fileno())
+    aside.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names inside a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_whole(contents: Mapping[Path, bytes]) -> None:
     """Write small files that belong together: none appears before all of them are on the disk.
 
@@ -60,25 +79,6 @@ def write_whole(contents: Mapping[Path, bytes]) -> None:
             with suppress(OSError):
                 aside.unlink()
         raise
-
-
-def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` write a file beside `path`, make it durable, and put it in that one's place."""
-    aside = path.with_name(f"{path.name}.new")
-    write(aside)
-    with aside.open("rb") as file:
-        os.fsync(file.fileno())
-    aside.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names inside a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
