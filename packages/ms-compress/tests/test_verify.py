@@ -8,13 +8,15 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import VOCABULARY, decoder, enlarged, llama, qwen3
 from mutants import GGUF, mutate_gguf, mutate_onnx, mutate_safetensors
 
-from ms_compress import VerifyError, export, qat, verify
+from ms_compress import ExportError, VerifyError, export, qat, verify
+from ms_compress.runtimes import open_runtime
 from ms_compress.verify import check_weights, probe
 from ms_parallel.models import Decoder, initialise
 from ms_parallel.models.config import RopeScaling
@@ -126,6 +128,17 @@ def test_a_folder_without_one_of_the_tensors_is_refused(tmp_path: Path) -> None:
     folder = export(qat(decoder(1), "gguf.q4_0"), tmp_path / "out")
     with pytest.raises(VerifyError, match=r"model\.layers\.1\.\S+ is not in it"):
         check_weights(prepared, folder, "gguf")
+
+
+def test_what_the_runtime_leaves_out_does_not_refuse_an_export(tmp_path: Path) -> None:
+    """Such as a buffer of the model's own: all that is computed is compared."""
+    model = qat(decoder(), "ct.int4_g32")
+    folder = export(model, tmp_path / "out")
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), "seen": torch.ones(1)}, path, metadata={"format": "pt"})
+    verify(model, folder, "ct")
+    with pytest.raises(ExportError, match="seen is unexpected"):
+        open_runtime(folder, "ct")
 
 
 def stretched() -> nn.Module:
