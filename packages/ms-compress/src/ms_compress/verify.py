@@ -21,7 +21,7 @@ from ms_compress.logits import model_logits
 from ms_compress.parts import Source
 from ms_compress.rounding import Quantised
 from ms_compress.runtimes import open_runtime
-from ms_compress.stored import reader
+from ms_compress.stored import Reader, reader
 
 __all__ = ["Agreement", "check_weights", "compare", "verify"]
 
@@ -89,18 +89,20 @@ def check_weights(model: nn.Module, folder: str | Path, target: str) -> None:
     read = reader(Path(folder), target, source.config)
     for name in source.entries:
         value = source.read(name)
-        if value is None:  # the first process has it, and compares
-            continue
-        expected = value.weight() if isinstance(value, Quantised) else value.float()
-        try:
-            found = read(name)
-        except KeyError as error:
-            raise VerifyError(f"{folder}: {name} is not in it; export it again") from error
-        if found.shape != expected.shape or not torch.equal(found, expected):
-            raise VerifyError(
-                f"{folder}: {name} is not this model's: {_difference(expected, found)}; export it"
-                " again"
-            )
+        if value is not None:  # the first process has it, and compares
+            _check_weight(folder, name, value, read)
+
+
+def _check_weight(folder: str | Path, name: str, value: Quantised | Tensor, read: Reader) -> None:
+    expected = value.weight() if isinstance(value, Quantised) else value.float()
+    try:
+        found = read(name)
+    except KeyError as error:
+        raise VerifyError(f"{folder}: {name} is not in it; export it again") from error
+    if found.shape != expected.shape or not torch.equal(found, expected):
+        raise VerifyError(
+            f"{folder}: {name} is not this model's: {_difference(expected, found)}; export it again"
+        )
 
 
 def _difference(expected: Tensor, found: Tensor) -> str:
