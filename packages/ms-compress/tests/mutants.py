@@ -50,12 +50,20 @@ def permuted_twice(name: str, raw: np.ndarray) -> np.ndarray:
     return raw if heads is None else permuted(torch.from_numpy(raw), heads).numpy()
 
 
+def swapped_rows(name: str, raw: np.ndarray) -> np.ndarray:
+    """Two rows of a late layer have changed places, with their scales: logits hardly notice."""
+    if name == "blk.1.attn_q.weight":
+        raw[[0, 1]] = raw[[1, 0]]
+    return raw
+
+
 GGUF: dict[str, Mutant] = {
     "swapped nibbles": swapped_nibbles,
     "shifted scales": shifted_scales,
     "dropped scales": dropped_scales,
     "unpermuted": unpermuted,
     "permuted twice": permuted_twice,
+    "swapped rows": swapped_rows,
 }
 
 

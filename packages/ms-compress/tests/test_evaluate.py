@@ -19,6 +19,7 @@ from folders import VOCABULARY, model, write_model, write_shards
 from ms_compress import ConfigError, DataError, ExportError, export, qat
 from ms_compress.cli import main
 from ms_compress.corpus import rows
+from ms_compress.durable import write_whole
 from ms_compress.evaluate import Evaluation, evaluate
 from ms_compress.footprint import footprint
 from ms_compress.perplexity import perplexity
@@ -138,8 +139,37 @@ def test_evaluate_writes_a_table_a_page_and_its_facts(
     assert base.prefill_ratio == base.decode_ratio == 1.0
     assert all(abs(one.perplexity / base.perplexity - 1) < 0.05 for one in report.results)
     assert table(report) == (tmp_path / "report" / "report.txt").read_text()
-    assert "RTN int4" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "RTN int4" in said.out
+    assert "row 12/12  RTN int4 in onnxruntime" in said.err
     assert not list(tmp_path.glob("report/*.partial"))
+
+
+@pytest.mark.parametrize("trap", ["a file", "a folder in the page's place"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
+    trap: str, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though the model is no model either; what is there stays."""
+    out = tmp_path / "report"
+    if trap == "a file":
+        out.write_text("mine")
+    else:
+        (out / "report.html").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    run = write_run(tmp_path / "run.toml", baseline=f"{tmp_path}/nothing", data=f"{work}/shards")
+    assert main(["evaluate", str(run), "--set", f"out={out}"]) == 2
+    assert str(out) in capsys.readouterr().err
+    run.unlink()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_report_appears_with_all_its_files_or_none(tmp_path: Path) -> None:
+    """The last does not fit: the others, which do, stay as they were."""
+    (tmp_path / "a").write_text("old")
+    contents = {tmp_path / "a": b"new", tmp_path / ("b" * 250): b"new"}
+    with pytest.raises(ExportError, match="File name too long"):
+        write_whole(contents)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
 
 
 def test_bad_input_is_one_line(
@@ -210,6 +240,13 @@ def test_an_evaluation_needs_folders_by_name() -> None:
         Evaluation(baseline="a", models=["b"], data="c")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="no shards"):
         evaluate(Evaluation(baseline="a", models={}, data="c"))
+
+
+def write_run(path: Path, **settings: object) -> Path:
+    """A run file without models to compare."""
+    lines = {**settings, "models": {}}
+    path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in lines.items()))
+    return path
 
 
 def made(ratios: list[tuple[float, float]]) -> Report:

@@ -4,17 +4,25 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import decoder
-from mutants import mutate_onnx, mutate_safetensors
+from models import VOCABULARY, decoder, enlarged, llama, qwen3
+from mutants import GGUF, mutate_gguf, mutate_onnx, mutate_safetensors
 
-from ms_compress import VerifyError, export, qat, verify
-from ms_compress.verify import probe
+from ms_compress import ExportError, VerifyError, export, qat, verify
+from ms_compress.runtimes import open_runtime
+from ms_compress.verify import check_weights, probe
+from ms_parallel.models import Decoder, initialise
+from ms_parallel.models.config import RopeScaling
+
+UNASKED = (2, 5)
+"""Tokens that the probe of their vocabulary lacks."""
 
 
 def nibbles(name: str, tensor: Tensor) -> Tensor:
@@ -42,12 +50,22 @@ def turned(name: str, tensor: Tensor) -> Tensor:
     return tensor.reshape(4, 2, 16, -1).transpose(1, 2).reshape(tensor.shape).contiguous()
 
 
-@pytest.mark.parametrize("change", [nibbles, shifted, dropped, turned])
+def swapped(name: str, tensor: Tensor) -> Tensor:
+    """Two rows of a late layer have changed places, with their scales: logits hardly notice."""
+    return _swapped(tensor) if name.startswith("model.layers.1.mlp.up_proj.weight_") else tensor
+
+
+def unasked(name: str, tensor: Tensor) -> Tensor:
+    """So have the embeddings of two tokens that are not in the probe."""
+    return _swapped(tensor, *UNASKED) if "embed_tokens" in name else tensor
+
+
+@pytest.mark.parametrize("change", [nibbles, shifted, dropped, turned, swapped, unasked])
 def test_a_wrong_compressed_tensors_folder_is_refused(
     change: Callable[[str, Tensor], Tensor], tmp_path: Path
 ) -> None:
     """Transformers reads each of these without complaint."""
-    model = qat(decoder(), "ct.int4_g32")
+    model = qat(decoder(tied=False), "ct.int4_g32")
     folder = export(model, tmp_path / "out")
     verify(model, folder, "ct")
     mutate_safetensors(str(folder / "model.safetensors"), change)
@@ -55,10 +73,12 @@ def test_a_wrong_compressed_tensors_folder_is_refused(
         verify(model, folder, "ct")
 
 
-@pytest.mark.parametrize("change", ["nibbles", "shifted", "dropped", "turned"])
+@pytest.mark.parametrize(
+    "change", ["nibbles", "shifted", "dropped", "turned", "swapped", "unasked"]
+)
 def test_a_wrong_onnx_file_is_refused(change: str, tmp_path: Path) -> None:
     """So does onnxruntime."""
-    model = qat(decoder(), "ort.matmulnbits")
+    model = qat(decoder(tied=False), "ort.matmulnbits")
     folder = export(model, tmp_path / "out")
     verify(model, folder, "ort")
 
@@ -71,11 +91,73 @@ def test_a_wrong_onnx_file_is_refused(change: str, tmp_path: Path) -> None:
             return np.ones_like(array)
         if change == "turned" and "q_proj" in name:
             return array.reshape(4, 2, 16, -1).swapaxes(1, 2).reshape(array.shape)
+        if change == "swapped" and "layers.1.mlp.up_proj." in name:
+            array[[0, 1]] = array[[1, 0]]
+        if change == "unasked" and name == "model.embed_tokens.rows":
+            array[list(UNASKED)] = array[list(reversed(UNASKED))]
         return array
 
     mutate_onnx(str(folder / "model.onnx"), apply)
     with pytest.raises(VerifyError, match="is not this model"):
         verify(model, folder, "ort")
+
+
+@pytest.mark.parametrize("name", ["gguf.q4_0", "gguf.q8_0"])
+@pytest.mark.parametrize("model", [decoder, lambda: llama(tied=True), qwen3])
+def test_a_gguf_file_holds_the_very_weights(
+    name: str, model: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    """As gguf's own library reads them, whatever order its rows are in."""
+    prepared = qat(model(), name, embeddings=True, head=True)
+    check_weights(prepared, export(prepared, tmp_path / "out"), "gguf")
+
+
+@pytest.mark.parametrize("mutant", GGUF)
+def test_a_gguf_file_of_other_weights_is_refused(mutant: str, tmp_path: Path) -> None:
+    """By the tensor's name, without llama.cpp."""
+    prepared = qat(decoder(), "gguf.q4_0")
+    folder = export(prepared, tmp_path / "out")
+    mutate_gguf(str(folder / "model.gguf"), GGUF[mutant])
+    with pytest.raises(VerifyError, match=r"layers\.\d\.[a-z_.]+\.weight is not this model's"):
+        check_weights(prepared, folder, "gguf")
+
+
+def test_a_folder_without_one_of_the_tensors_is_refused(tmp_path: Path) -> None:
+    """It is named, though the runtime may do without."""
+    prepared = qat(decoder(), "gguf.q4_0")
+    folder = export(qat(decoder(1), "gguf.q4_0"), tmp_path / "out")
+    with pytest.raises(VerifyError, match=r"model\.layers\.1\.\S+ is not in it"):
+        check_weights(prepared, folder, "gguf")
+
+
+def test_what_the_runtime_leaves_out_does_not_refuse_an_export(tmp_path: Path) -> None:
+    """Such as a buffer of the model's own: all that is computed is compared."""
+    model = qat(decoder(), "ct.int4_g32")
+    folder = export(model, tmp_path / "out")
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), "seen": torch.ones(1)}, path, metadata={"format": "pt"})
+    verify(model, folder, "ct")
+    with pytest.raises(ExportError, match="seen is unexpected"):
+        open_runtime(folder, "ct")
+
+
+def stretched() -> nn.Module:
+    """With llama3's frequencies, whose last bit ms-parallel and transformers do not share."""
+    how = RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=64)
+    model = Decoder(attrs.evolve(decoder(4).config, rope_scaling=how))
+    initialise(model, 0)
+    return enlarged(model)
+
+
+@pytest.mark.parametrize("name", ["ct.int4_g32", "ct.w8a8"])
+def test_inputs_that_are_rounded_may_fall_on_either_side_of_a_border(
+    name: str, tmp_path: Path
+) -> None:
+    """A bit of a frequency moves a code here and there under w8a8, and logits by 1e-3 of theirs."""
+    model = qat(stretched(), name)
+    found = verify(model, export(model, tmp_path / "out"), "ct")
+    rounded = name == "ct.w8a8"
+    assert (found.mean > 1e-4 * found.spread) == rounded
 
 
 def test_an_export_that_fails_its_check_leaves_nothing(
@@ -96,3 +178,10 @@ def test_a_probe_is_spread_over_the_vocabulary() -> None:
     found = probe(5000)
     assert int(found.max()) < 5000
     assert found.unique().numel() > 90
+    assert not set(UNASKED) & set(probe(VOCABULARY).flatten().tolist())
+
+
+def _swapped(tensor: Tensor, first: int = 0, second: int = 1) -> Tensor:
+    """Two rows in each other's place."""
+    tensor[[first, second]] = tensor[[second, first]]
+    return tensor

@@ -2,14 +2,22 @@
 
 import errno
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
 from ms_compress.errors import CompressError, ExportError
 
-__all__ = ["publish", "replace", "sync_folder", "write_all", "write_synced", "writing"]
+__all__ = [
+    "publish",
+    "replace",
+    "sync_folder",
+    "write_all",
+    "write_synced",
+    "write_whole",
+    "writing",
+]
 
 
 def write_all(file: FileIO, content: bytes | memoryview) -> None:
@@ -49,6 +57,28 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_whole(contents: Mapping[Path, bytes]) -> None:
+    """Write small files that belong together: none appears before all of them are on the disk.
+
+    Raises:
+        ExportError: the disk refuses one.
+    """
+    asides = {path: path.with_name(f"{path.name}.partial") for path in contents}
+    try:
+        for path, aside in asides.items():
+            with writing(path):
+                aside.unlink(missing_ok=True)
+                write_synced(aside, contents[path])
+        for path, aside in asides.items():
+            with writing(path):
+                publish(aside, path)
+    except BaseException:
+        for aside in asides.values():
+            with suppress(OSError):
+                aside.unlink()
+        raise
 
 
 @contextmanager

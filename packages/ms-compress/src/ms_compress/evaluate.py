@@ -5,7 +5,7 @@ alternate over all runtimes; a ratio is taken within a round, so a slow moment o
 both of its sides.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,7 @@ from ms_compress.settings import text, whole
 __all__ = ["Evaluation", "evaluate"]
 
 Folders = str | Sequence[str]
+Progress = Callable[[int, int, str], object]
 
 
 def _models(instance: object, attribute: "Attribute[object]", value: object) -> None:
@@ -64,8 +65,13 @@ class _Opened:
     times: list[tuple[float, float]] = Factory(list)
 
 
-def evaluate(evaluation: Evaluation) -> Report:
+def evaluate(evaluation: Evaluation, *, progress: Progress | None = None) -> Report:
     """Measure every folder in its runtime, the baseline first.
+
+    Args:
+        evaluation: what is measured.
+        progress: called with how many rows are read, in how many all folders come to, and with
+            the folder's name and runtime.
 
     Raises:
         ExportError: a folder cannot be read, or its runtime is not installed.
@@ -77,9 +83,15 @@ def evaluate(evaluation: Evaluation) -> Report:
         sequence_length=evaluation.sequence_length,
         count=evaluation.sequences,
     )
+    named = _folders(evaluation)
+    for _, facts in named:
+        _check(facts, held_out["tokens"], evaluation)
     with _threads(evaluation.threads):
-        opened = _open(evaluation)
-        values = [perplexity(one.runtime, held_out) for one in opened]
+        opened = [_open(name, facts, evaluation.threads) for name, facts in named]
+        values = [
+            _perplexity(one, held_out, _share(progress, one, i, len(opened)))
+            for i, one in enumerate(opened)
+        ]
         _time(opened, held_out["tokens"], evaluation)
     return Report(
         title=evaluation.title,
@@ -96,24 +108,65 @@ def evaluate(evaluation: Evaluation) -> Report:
     )
 
 
-def _open(evaluation: Evaluation) -> list[_Opened]:
-    named = [("float", evaluation.baseline)]
+def _folders(evaluation: Evaluation) -> list[tuple[str, Footprint]]:
+    """What is known of each, by the name of how it was made; the baseline first."""
+    named = [("float", footprint(evaluation.baseline))]
     for name, folders in evaluation.models.items():
         many = [folders] if isinstance(folders, str | Path) else folders
-        named += [(name, str(folder)) for folder in many]
-    facts = [footprint(folder) for _, folder in named]
-    if facts[0].target != "float":
+        named += [(name, footprint(folder)) for folder in many]
+    if named[0][1].target != "float":
         raise ConfigError(
-            f"baseline: {evaluation.baseline} is a {facts[0].target} model; give a plain one"
+            f"baseline: {evaluation.baseline} is a {named[0][1].target} model; give a plain one"
         )
-    return [
-        _Opened(
-            name=name,
-            facts=fact,
-            runtime=open_runtime(Path(folder), fact.target, threads=evaluation.threads),
+    return named
+
+
+def _check(facts: Footprint, tokens: Tensor, evaluation: Evaluation) -> None:
+    """Refuse a text that the model of a folder cannot read."""
+    if facts.vocabulary is not None and int(tokens.max()) >= facts.vocabulary:
+        raise DataError(
+            f"{evaluation.data}: the text has token {int(tokens.max())}, and {facts.folder} a"
+            f" vocabulary of {facts.vocabulary}; give text of the model's own tokenizer"
         )
-        for (name, folder), fact in zip(named, facts, strict=True)
-    ]
+    lengths = {
+        "sequence_length": evaluation.sequence_length,
+        "prefill_tokens and decode_tokens": evaluation.prefill_tokens + evaluation.decode_tokens,
+    }
+    for what, length in lengths.items():
+        if facts.positions is not None and length > facts.positions:
+            raise ConfigError(
+                f"{facts.folder} knows {facts.positions} positions, fewer than the {length} of"
+                f" {what}; ask for less"
+            )
+
+
+def _open(name: str, facts: Footprint, threads: int) -> _Opened:
+    return _Opened(
+        name=name,
+        facts=facts,
+        runtime=open_runtime(facts.folder, facts.target, threads=threads),
+    )
+
+
+def _share(
+    progress: Progress | None, one: _Opened, number: int, folders: int
+) -> Callable[[int, int], object] | None:
+    """What one folder's perplexity tells, as a part of all folders'."""
+    if progress is None:
+        return None
+    what = f"{one.name} in {one.runtime.name}"
+    return lambda done, rows: progress(number * rows + done, folders * rows, what)
+
+
+def _perplexity(
+    one: _Opened,
+    held_out: Mapping[str, Tensor],
+    progress: Callable[[int, int], object] | None,
+) -> float:
+    try:
+        return perplexity(one.runtime, held_out, progress=progress)
+    except DataError as error:
+        raise DataError(f"{one.facts.folder}: {error}") from error
 
 
 def _time(opened: Sequence[_Opened], tokens: Tensor, evaluation: Evaluation) -> None:

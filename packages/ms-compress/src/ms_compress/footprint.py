@@ -1,28 +1,31 @@
 """What an exported folder is: whose runtime reads it, its bytes on disk, its number of weights."""
 
-import json
 from collections import Counter
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 from safetensors import SafetensorError, safe_open
 
-from ms_compress.decoder_config import decoder_config
 from ms_compress.errors import ExportError
 from ms_compress.export import gguf, onnx
+from ms_compress.folder_config import quantization, read_config
 
 __all__ = ["Footprint", "footprint"]
 
 WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.onnx", "*.onnx.data")
 BESIDE = (".weight_scale", ".weight_shape")
 """Tensors of compressed-tensors that say how a weight is held, and are none."""
+ONNX_BESIDE = {"MatMulNBits": (2, 3), "GatherBlockQuantized": (2, 3), "GroupQueryAttention": (7, 8)}
+"""Inputs that are scales, zero points and rotary tables."""
 
 
 @frozen(kw_only=True)
 class Footprint:
     """What is known of a folder without running it."""
 
+    folder: Path
     target: str
     """`float`, `ct`, `ort` or `gguf`, as `open_runtime` takes it."""
     scheme: str
@@ -31,11 +34,23 @@ class Footprint:
     """Of the files that hold weights."""
     weights: int
     """Numbers of the model, tied ones counted once."""
+    vocabulary: int | None
+    """None where the folder does not say."""
+    positions: int | None
+    """The longest text; None where the folder does not say."""
 
     @property
     def bits_a_weight(self) -> float:
         """All bytes, in bits, over the number of weights."""
         return 8 * self.size_bytes / self.weights
+
+
+@frozen(kw_only=True)
+class _Found:
+    scheme: str
+    weights: int
+    vocabulary: int | None
+    positions: int | None
 
 
 def footprint(folder: str | Path) -> Footprint:
@@ -47,43 +62,32 @@ def footprint(folder: str | Path) -> Footprint:
     folder = Path(folder)
     size = sum(path.stat().st_size for each in WEIGHT_FILES for path in folder.glob(each))
     if (folder / gguf.FILE).is_file():
-        target, (scheme, weights) = "gguf", _gguf(folder / gguf.FILE)
+        target, found = "gguf", _gguf(folder / gguf.FILE)
     elif (folder / onnx.FILE).is_file():
-        target, (scheme, weights) = "ort", _onnx(folder)
+        target, found = "ort", _onnx(folder / onnx.FILE)
     elif (folder / "config.json").is_file() and size:
-        quantization = _config(folder).get("quantization_config")
-        target = "float" if quantization is None else "ct"
-        dtype, weights = _safetensors(folder)
-        scheme = dtype if quantization is None else _packed(quantization)
+        target = "float" if quantization(folder) is None else "ct"
+        found = _safetensors(folder)
     else:
         raise ExportError(
             f"{folder}: no model is in it; give a folder with model.gguf, model.onnx, or config"
             ".json and safetensors"
         )
-    if not weights:
+    if not found.weights:
         raise ExportError(f"{folder}: its files hold no weights; export it again")
-    return Footprint(target=target, scheme=scheme, size_bytes=size, weights=weights)
+    return Footprint(
+        folder=folder,
+        target=target,
+        scheme=found.scheme,
+        size_bytes=size,
+        weights=found.weights,
+        vocabulary=found.vocabulary,
+        positions=found.positions,
+    )
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        document: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ExportError(f"{folder}/config.json: cannot be read: {error}") from error
-    return document
-
-
-def _packed(quantization: dict[str, Any]) -> str:
-    """The first group's words, of compressed-tensors."""
-    for group in quantization.get("config_groups", {}).values():
-        weights = group.get("weights") or {}
-        size = weights.get("group_size")
-        return f"{weights.get('num_bits')}-bit {f'g{size}' if size else 'rows'}"
-    return str(quantization.get("quant_method", "quantised"))
-
-
-def _safetensors(folder: Path) -> tuple[str, int]:
-    """The dtype of most numbers, and how many there are; packed ones by the shape they say."""
+def _safetensors(folder: Path) -> _Found:
+    """Packed weights count by the shape that is said of them."""
     kinds: Counter[str] = Counter()
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -96,46 +100,101 @@ def _safetensors(folder: Path) -> tuple[str, int]:
                     if name.endswith(".weight_packed"):
                         said = name.removesuffix("packed") + "shape"
                         shape = file.get_tensor(said).tolist()
-                    count = 1
-                    for size in shape:
-                        count *= size
-                    kinds[str(view.get_dtype())] += count
+                    kinds[str(view.get_dtype())] += prod(shape)
         except (OSError, SafetensorError) as error:
             raise ExportError(f"{path}: cannot be read: {error}") from error
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
     most = kinds.most_common(1)[0][0] if kinds else ""
-    return names.get(most, most), sum(kinds.values())
+    config, how = read_config(folder), quantization(folder)
+    return _Found(
+        scheme=names.get(most, most) if how is None else _packed(folder, how),
+        weights=sum(kinds.values()),
+        vocabulary=_whole(config.get("vocab_size")),
+        positions=_whole(config.get("max_position_embeddings")),
+    )
 
 
-def _gguf(path: Path) -> tuple[str, int]:
+def _packed(folder: Path, how: dict[str, Any]) -> str:
+    """The first group's words, of compressed-tensors."""
     try:
-        tensors = gguf.library().GGUFReader(path).tensors
+        weights = next(iter(how["config_groups"].values()))["weights"]
+        bits, group = weights["num_bits"], weights["group_size"]
+    except (AttributeError, KeyError, StopIteration, TypeError) as error:
+        raise ExportError(
+            f"{folder}/config.json: its quantization_config does not say the weights' num_bits and"
+            " group_size; export it again"
+        ) from error
+    return f"{bits}-bit {f'g{group}' if group else 'rows'}"
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _gguf(path: Path) -> _Found:
+    try:
+        file = gguf.library().GGUFReader(path)
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise ExportError(f"{path}: the gguf library cannot read it: {error}") from error
     kinds: Counter[str] = Counter()
-    for tensor in tensors:
+    for tensor in file.tensors:
         if tensor.name != "rope_freqs.weight":
             kinds[tensor.tensor_type.name] += int(tensor.n_elements)
-    return (kinds.most_common(1)[0][0] if kinds else ""), sum(kinds.values())
+    rows = (int(each.shape[-1]) for each in file.tensors if each.name == "token_embd.weight")
+    return _Found(
+        scheme=kinds.most_common(1)[0][0] if kinds else "",
+        weights=sum(kinds.values()),
+        vocabulary=next(rows, None),
+        positions=_said(file, f"{_said(file, 'general.architecture')}.context_length"),
+    )
 
 
-def _onnx(folder: Path) -> tuple[str, int]:
-    config = decoder_config(_config(folder), "ONNX")
+def _said(file: Any, name: str) -> Any:
+    field = file.fields.get(name)
+    return None if field is None else field.contents()
+
+
+def _onnx(path: Path) -> _Found:
     library = onnx.library()
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped,unused-ignore]
 
     try:
-        graph = library.load(folder / onnx.FILE, load_external_data=False).graph
+        graph = library.load(path, load_external_data=False).graph
     except (OSError, DecodeError) as error:
-        raise ExportError(
-            f"{folder / onnx.FILE}: the onnx library cannot read it: {error}"
-        ) from error
+        raise ExportError(f"{path}: the onnx library cannot read it: {error}") from error
     node = next((each for each in graph.node if each.op_type == "MatMulNBits"), None)
-    scheme = "float32"
-    if node is not None:
-        said = {each.name: each.i for each in node.attribute}
-        scheme = f"{said['bits']}-bit g{said['block_size']}"
-    queries, keys = (n * config.head_width for n in (config.heads, config.key_heads))
-    block = config.hidden * (2 * queries + 2 * keys + 3 * config.inner + 2)
-    ends = config.vocabulary * config.hidden * (1 if config.tied else 2) + config.hidden
-    return scheme, ends + config.layers * block
+    said = {} if node is None else {each.name: each.i for each in node.attribute}
+    logits = next((each for each in graph.output if each.name == "logits"), None)
+    sizes = [] if logits is None else logits.type.tensor_type.shape.dim
+    return _Found(
+        scheme=f"{said['bits']}-bit g{said['block_size']}" if said else "float32",
+        weights=_onnx_weights(library, graph, said.get("bits", 8)),
+        vocabulary=(sizes[-1].dim_value or None) if sizes else None,
+        positions=_onnx_positions(graph),
+    )
+
+
+def _onnx_weights(library: Any, graph: Any, bits: int) -> int:
+    kinds = library.TensorProto
+    numbers = {kinds.FLOAT: 1, kinds.FLOAT16: 1, kinds.UINT8: 8 // bits}
+    beside = {
+        name
+        for node in graph.node
+        for place, name in enumerate(node.input)
+        if place in ONNX_BESIDE.get(node.op_type, ())
+    }
+    return sum(
+        prod(each.dims) * numbers.get(each.data_type, 0)
+        for each in graph.initializer
+        if each.name not in beside
+    )
+
+
+def _onnx_positions(graph: Any) -> int | None:
+    """The rows of the rotary table."""
+    tables = {
+        node.input[7]
+        for node in graph.node
+        if node.op_type == "GroupQueryAttention" and len(node.input) > 7
+    }
+    return next((each.dims[0] for each in graph.initializer if each.name in tables), None)

@@ -1,7 +1,7 @@
 """Perplexity of a text, in this process or in a runtime."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,7 +14,11 @@ __all__ = ["perplexity"]
 
 
 def perplexity(
-    model: nn.Module | Runtime, text: Tensor | Mapping[str, Tensor], *, batch_size: int = 4
+    model: nn.Module | Runtime,
+    text: Tensor | Mapping[str, Tensor],
+    *,
+    batch_size: int = 4,
+    progress: Callable[[int, int], object] | None = None,
 ) -> float:
     """Exp of the mean loss of a token.
 
@@ -23,9 +27,11 @@ def perplexity(
         text: rows of tokens (N, L) int64, the targets being the next ones; or `tokens` and
             `targets`, (N, S) int64, where targets of -100 do not count.
         batch_size: rows at once.
+        progress: called with how many rows are done, and how many there are.
 
     Raises:
-        DataError: the vocabulary does not hold the text's tokens, or no target counts.
+        DataError: the vocabulary does not hold the text's tokens, no target counts, or a loss is
+            NaN.
     """
     if isinstance(text, Tensor):
         text = {"tokens": text[:, :-1], "targets": text[:, 1:]}
@@ -40,7 +46,11 @@ def perplexity(
                 f" {logits.shape[-1]}; use the model's own tokenizer"
             )
         total += float(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
+        if math.isnan(total):
+            raise DataError(f"the model in {name} gives a loss that is NaN; look at its weights")
         count += int((targets >= 0).sum())
+        if progress is not None:
+            progress(first + len(tokens), len(text["tokens"]))
     if not count:
         raise DataError("no held-out token has a target; use longer sequences")
     return math.exp(min(total / count, 700.0))

@@ -1,9 +1,10 @@
 """Is a folder, read by its own runtime, the model that was exported?
 
-Logits of a probe are compared with those that the prepared model computes in training. What may
-differ is the order of sums; where a target rounds activations, a value that lies on the border
-between two codes may fall on either side of it, so there the middle of the differences is held.
-A model of narrower weights is compared as float32 has it, which is what runtimes compute in.
+Each tensor must be the model's, bit for bit, as the format's own library reads it. That the runtime
+does with them what training did is asked by the logits of a probe, in which the order of sums may
+differ. Where inputs are rounded, one that lies on the border between two codes may fall on either
+side of it and move all that follows, so there more is allowed. A model of narrower weights is
+compared as float32 has it, which is what runtimes compute in.
 """
 
 from collections.abc import Iterator
@@ -17,10 +18,13 @@ from torch import Tensor, nn
 from ms_compress.errors import VerifyError
 from ms_compress.layers import prepared_layers
 from ms_compress.logits import model_logits
+from ms_compress.parts import Source
+from ms_compress.rounding import Quantised
 from ms_compress.runtimes import open_runtime
+from ms_compress.stored import Reader, reader
 from ms_compress.wrappers import unwrapped
 
-__all__ = ["Agreement", "compare", "verify"]
+__all__ = ["Agreement", "check_weights", "compare", "verify"]
 
 PROBE_ROWS = 2
 PROBE_POSITIONS = 48
@@ -43,11 +47,11 @@ class Agreement:
 def verify(
     model: nn.Module, folder: str | Path, target: str, *, tokens: Tensor | None = None
 ) -> Agreement:
-    """Compare a folder, as its target's runtime computes it, with the model it came from.
+    """Compare a folder, its tensors and what its target's runtime computes, with its model.
 
     Args:
         model: prepared; its evaluation mode is used. Weights narrower than float32 are wide while
-            it is asked.
+            it is asked. If several processes hold it, all of them must call.
         folder: exported.
         target: `"ct"`, `"ort"` or `"gguf"`.
         tokens: (B, S) int64 to compare on; by default numbers spread over the vocabulary.
@@ -59,12 +63,13 @@ def verify(
     folder, model = Path(folder), unwrapped(model)
     if tokens is None:
         tokens = probe(_vocabulary(model))
+    # What a runtime leaves out, such as a buffer of the model's own, its logits may do without.
+    runtime = open_runtime(folder, target, strict=False)
+    check_weights(model, folder, target)
     with _in_float32(model):
         expected = model_logits(model, tokens)
-    found = compare(expected, open_runtime(folder, target).logits(tokens))
-    limit = 0.02 if target == "gguf" else 1e-4
-    if any(layer.is_narrowed for _, layer in prepared_layers(model)):
-        limit = 0.05  # mixed precision: the model cannot be asked in float32
+    found = compare(expected, runtime.logits(tokens))
+    limit = _limit(model, target)
     if not found.mean <= limit * found.spread:
         raise VerifyError(
             f"{folder}: its runtime's logits are off by {found.mean:.3g} on average, where the"
@@ -72,6 +77,51 @@ def verify(
             " the file is not this model, export it again"
         )
     return found
+
+
+def check_weights(model: nn.Module, folder: str | Path, target: str) -> None:
+    """Compare each tensor of a folder, as its format's own library reads it, with the model's.
+
+    Raises:
+        VerifyError: names the first tensor that differs by a bit.
+        ExportError: the format's library is missing.
+    """
+    source = Source(model)
+    with source.together:
+        read = reader(Path(folder), target, source.config)
+        for name in source.entries:
+            value = source.read(name)
+            if value is not None:  # the first process has it, and compares
+                _check_weight(folder, name, value, read)
+
+
+def _check_weight(folder: str | Path, name: str, value: Quantised | Tensor, read: Reader) -> None:
+    expected = value.weight() if isinstance(value, Quantised) else value.float()
+    try:
+        found = read(name)
+    except KeyError as error:
+        raise VerifyError(f"{folder}: {name} is not in it; export it again") from error
+    if found.shape != expected.shape or not torch.equal(found, expected):
+        raise VerifyError(
+            f"{folder}: {name} is not this model's: {_difference(expected, found)}; export it again"
+        )
+
+
+def _difference(expected: Tensor, found: Tensor) -> str:
+    if found.shape != expected.shape:
+        return f"it is of shape {tuple(found.shape)}, not {tuple(expected.shape)}"
+    apart = (found - expected).abs()
+    count = int((apart != 0).sum())
+    return f"{count} of its {apart.numel()} values differ, by up to {float(apart.max()):.3g}"
+
+
+def _limit(model: nn.Module, target: str) -> float:
+    """How far logits may be off on average, in units of their spread."""
+    layers = [layer for _, layer in prepared_layers(model)]
+    if any(layer.is_narrowed for layer in layers):
+        return 0.05  # mixed precision: the model cannot be asked in float32
+    rounded = target == "gguf" or any(layer.activations is not None for layer in layers)
+    return 0.02 if rounded else 1e-4
 
 
 def compare(expected: Tensor, got: Tensor) -> Agreement:

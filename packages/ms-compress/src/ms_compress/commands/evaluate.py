@@ -1,19 +1,25 @@
 """`ms-compress evaluate`: one table, and one page."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import msgspec
 
 from ms_compress.commands.command import Command
-from ms_compress.durable import publish, write_synced, writing
+from ms_compress.commands.progress import Shown
+from ms_compress.durable import write_whole, writing
 from ms_compress.errors import ConfigError
 from ms_compress.evaluate import Evaluation, evaluate
-from ms_compress.report import table, write_report
+from ms_compress.report import render, table
 from ms_compress.run_file import build
 
 __all__ = ["EVALUATE"]
+
+FILES = ("report.json", "report.txt", "report.html")
 
 
 def run(settings: dict[str, Any], where: str) -> int:
@@ -22,24 +28,35 @@ def run(settings: dict[str, Any], where: str) -> int:
     out = settings.pop("out", None)
     if not isinstance(out, str):
         raise ConfigError(f"{where}: out is {out!r}; give a folder for the report")
-    report = evaluate(build(Evaluation, settings, where=where))
-    folder = Path(out)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    text = table(report)
-    _write(folder / "report.json", msgspec.json.format(msgspec.json.encode(report)))
-    _write(folder / "report.txt", text.encode())
-    write_report(report, folder / "report.html")
+    evaluation = build(Evaluation, settings, where=where)
+    with _place(Path(out)) as (facts, plain, page):
+        with Shown("row", tokens=evaluation.sequence_length) as shown:
+            report = evaluate(evaluation, progress=shown.made)
+        text = table(report)
+        document = msgspec.json.format(msgspec.json.encode(report))
+        write_whole({facts: document, plain: text.encode(), page: render(report).encode()})
     sys.stdout.write(text)
     return 0
 
 
-def _write(path: Path, content: bytes) -> None:
-    aside = path.with_name(path.name + ".partial")
-    with writing(path):
-        aside.unlink(missing_ok=True)
-        write_synced(aside, content)
-        publish(aside, path)
+@contextmanager
+def _place(folder: Path) -> Iterator[list[Path]]:
+    """The files to write in a folder that can be written, which goes again if none comes of it."""
+    paths = [folder / name for name in FILES]
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()
+        for path in paths:
+            if path.is_dir():
+                raise ConfigError(f"{path} is a folder; remove it, or choose another out")
+        yield paths
+    except BaseException:
+        for each in made:
+            with suppress(OSError):
+                each.rmdir()
+        raise
 
 
 EVALUATE = Command(

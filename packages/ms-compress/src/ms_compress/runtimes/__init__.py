@@ -25,8 +25,14 @@ class Runtime(Protocol):
         ...
 
 
-def open_runtime(folder: Path, target: str, *, threads: int = 1) -> Runtime:
+def open_runtime(folder: Path, target: str, *, threads: int = 1, strict: bool = True) -> Runtime:
     """The runtime of a target, on a folder that was exported for it; `"float"` is plain torch.
+
+    Args:
+        folder: exported.
+        target: `"ct"`, `"ort"`, `"gguf"` or `"float"`.
+        threads: of the runtimes that do not share torch's.
+        strict: refuse a folder with tensors that the runtime leaves out.
 
     Raises:
         ExportError: the runtime is not installed, or cannot read the folder.
@@ -34,7 +40,7 @@ def open_runtime(folder: Path, target: str, *, threads: int = 1) -> Runtime:
     if target == "ct":
         from ms_compress.runtimes.transformers import TransformersRuntime
 
-        return TransformersRuntime(folder)
+        return TransformersRuntime(folder, strict=strict)
     if target == "ort":
         from ms_compress.runtimes.onnxruntime import OnnxRuntime
 

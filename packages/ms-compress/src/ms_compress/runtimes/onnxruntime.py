@@ -1,6 +1,5 @@
 """onnxruntime on the CPU."""
 
-import json
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,18 +27,19 @@ class OnnxRuntime:
             ) from error
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # what is fatal alone: its errors are raised too
         try:
             self.session: Any = onnxruntime.InferenceSession(
                 folder / "model.onnx", options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:  # its errors share no base but this
             raise ExportError(f"{folder}: onnxruntime cannot read it: {error}") from error
-        config = json.loads((folder / "config.json").read_text())
-        heads = config["num_attention_heads"]
-        self.layers = config["num_hidden_layers"]
-        self.key_heads = config.get("num_key_value_heads") or heads
-        self.width = config.get("head_dim") or config["hidden_size"] // heads
+        self.folder = folder
+        shapes = {each.name: each.shape for each in self.session.get_inputs()}
+        self.layers = sum(name.endswith(".key") for name in shapes)
+        if not self.layers:
+            raise ExportError(f"{folder}: its graph has no past_key_values; export it again")
+        _, self.key_heads, _, self.width = shapes["past_key_values.0.key"]
 
     def _run(self, tokens: Any, past: list[Any]) -> list[Any]:
         """Logits and the keys and values of all positions so far."""
@@ -52,7 +52,10 @@ class OnnxRuntime:
         feed = dict(zip(names, past, strict=True))
         feed["input_ids"] = tokens
         feed["attention_mask"] = np.ones((len(tokens), total), dtype=np.int64)
-        outs: list[Any] = self.session.run(None, feed)
+        try:
+            outs: list[Any] = self.session.run(None, feed)
+        except Exception as error:
+            raise ExportError(f"{self.folder}: onnxruntime cannot run it: {error}") from error
         return outs
 
     def _empty(self, rows: int) -> list[Any]:

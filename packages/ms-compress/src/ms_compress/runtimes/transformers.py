@@ -1,7 +1,9 @@
 """transformers, which reads compressed-tensors."""
 
-import json
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ms_compress.errors import ExportError
+from ms_compress.folder_config import quantization, read_config
 
 __all__ = ["TransformersRuntime"]
 
@@ -19,7 +22,7 @@ class TransformersRuntime:
 
     name = "transformers"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, strict: bool = True) -> None:
         try:
             import compressed_tensors  # noqa: F401 - transformers imports it by itself
             import transformers
@@ -28,13 +31,25 @@ class TransformersRuntime:
                 "reading compressed-tensors needs transformers and compressed-tensors:"
                 " pip install 'ms-compress[ct]'"
             ) from error
-        _quiet()
+        self.model: Any
+        known: Any = transformers.AutoModelForCausalLM
+        quantization(folder)
+        dtype = _dtype(folder)
         try:
-            self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=_dtype(folder), local_files_only=True
-            )
-            self.model.train(False)
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+            with _quiet():
+                self.model, found = known.from_pretrained(
+                    folder,
+                    dtype=dtype,
+                    local_files_only=True,
+                    ignore_mismatched_sizes=True,  # they are told of, not printed
+                    output_loading_info=True,
+                )
+                _check_loaded(folder, found, strict)
+                self.model.train(False)
+                self.logits(torch.zeros(1, 1, dtype=torch.int64))  # unpacks the weights
+        except ExportError:
+            raise
+        except Exception as error:  # its parts' errors share no base but this
             raise ExportError(f"{folder}: transformers cannot read it: {error}") from error
 
     @torch.no_grad()
@@ -55,12 +70,32 @@ class TransformersRuntime:
         return prefilled - began, perf_counter() - prefilled
 
 
-def _dtype(folder: Path) -> Any:
-    config = json.loads((folder / "config.json").read_text())
-    return getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
+def _check_loaded(folder: Path, found: Mapping[str, Any], strict: bool) -> None:
+    """Where a tensor is missing, transformers draws another at random; what it lacks it leaves."""
+    for kind in ("mismatched", "missing", *(("unexpected",) if strict else ())):
+        names = sorted(key if isinstance(key, str) else key[0] for key in found[f"{kind}_keys"])
+        if names:
+            more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+            raise ExportError(f"{folder}: {names[0]}{more} {kind}; export it again")
 
 
-def _quiet() -> None:
-    """Its advice on loading says nothing of a file that was just written."""
-    for name in ("transformers.modeling_utils", "transformers.quantizers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+def _dtype(folder: Path) -> torch.dtype:
+    config = read_config(folder)
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ExportError(f"{folder}/config.json: dtype is {name!r}; float32 was exported")
+    return dtype
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Its advice on loading says nothing of a finished file, and its bars nothing of its name."""
+    log = logging.getLogger("transformers")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        log.setLevel(level)
