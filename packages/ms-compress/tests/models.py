@@ -60,6 +60,24 @@ def qwen3(layers: int = 2) -> nn.Module:
     return enlarged(transformers.Qwen3ForCausalLM(config))
 
 
+def qwen2(*kinds: str, window: int = 8) -> nn.Module:
+    """Transformers' Qwen 2, a layer for each kind: `full_attention` or `sliding_attention`."""
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=len(kinds),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=128,
+        use_sliding_window=True,
+        sliding_window=window,
+        layer_types=list(kinds),
+    )
+    return enlarged(transformers.Qwen2ForCausalLM(config))
+
+
 def enlarged(model: nn.Module) -> nn.Module:
     """Matrices three times as large, for logits with a spread of about 0.7; norms not of one.
 

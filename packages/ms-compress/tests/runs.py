@@ -1,12 +1,17 @@
 """Small QAT runs that every layout must repeat; functions that `run_processes` calls."""
 
 import hashlib
+import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -96,6 +101,55 @@ def export_same_weights(layout: dict[str, int], scheme: str, folder: str) -> dic
                 parameter.fill_(0.05)
     out = export(list(engine.stages.values()), Path(folder))
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.iterdir()}
+
+
+def export_that_fails(layout: dict[str, int], folder: str, limit_bytes: int | None) -> str:
+    """What a process is told when the first cannot write: the folder exists, or is too large."""
+    groups = connect(Layout(**layout), device="cpu")
+    engine = Engine(CONFIG, groups=groups, prepare=lambda s: qat(s, "ct.int4_g32"))
+    if dist.get_rank() == 0 and limit_bytes is not None:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        export(list(engine.stages.values()), Path(folder))
+    except CompressError as error:
+        return f"{type(error).__name__}: {error}"
+    return "exported"
+
+
+def export_wrapped(folder: str) -> dict[str, dict[str, str]]:
+    """Digests of one model's files, by scheme and file, for each way in which it is wrapped."""
+    from models import llama
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+
+    def checkpointed(model: nn.Module) -> nn.Module:
+        is_block = lambda each: type(each).__name__ == "LlamaDecoderLayer"  # noqa: E731
+        apply_activation_checkpointing(model, check_fn=is_block)
+        return model
+
+    def compiled(model: nn.Module) -> Any:
+        model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp, backend="eager")  # type: ignore[union-attr,index]
+        return torch.compile(model, backend="eager")
+
+    wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "plain": lambda model: model,
+        "compiled": compiled,
+        "checkpointed": checkpointed,
+        "replicated": nn.parallel.DistributedDataParallel,
+        "sharded": fully_shard,
+    }
+    found: dict[str, dict[str, str]] = {}
+    for wrapper, wrap in wrappers.items():
+        found[wrapper] = {}
+        for scheme in ("ct.int4_g32", "gguf.q4_0", "ort.matmulnbits"):
+            out = export(wrap(qat(llama(1), scheme)), Path(folder) / wrapper / scheme)
+            found[wrapper] |= {
+                f"{scheme} {path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
+                for path in out.iterdir()
+            }
+    return found
 
 
 def orders(split: bool) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """What an exported folder's own runtime computes is what training computed."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,11 +9,12 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import decoder, llama, qwen3, tokens
+from models import decoder, llama, qwen2, qwen3, tokens
 from safetensors.torch import load_file
 from torch import nn
 
 from ms_compress import ExportError, LayerError, SchemeError, export, qat, verify
+from ms_compress.decoder_config import decoder_config
 from ms_compress.export.compressed_tensors import pack
 from ms_compress.layers import FACTOR
 from ms_compress.logits import model_logits
@@ -60,6 +62,43 @@ def test_onnxruntime_computes_the_logits(model: str, tmp_path: Path) -> None:
     assert found.argmax == 1.0
 
 
+@pytest.mark.parametrize("kinds", [("full_attention", "sliding_attention"), ("sliding_attention",)])
+def test_onnxruntime_slides_the_layers_that_slide(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    """A window of 8 keys over texts of 48, in one layer of two and in all: at most 1e-5 off."""
+    prepared = qat(qwen2(*kinds), "ort.matmulnbits")
+    folder = export(prepared, tmp_path / "out")
+    found = compare(model_logits(prepared, tokens()), open_runtime(folder, "ort").logits(tokens()))
+    assert found.largest <= 1e-5
+
+
+def test_windows_are_those_of_each_family() -> None:
+    """Llama has none, Mistral's are of all layers, Qwen's of those that its config.json names."""
+    sizes = llama(4).config.to_dict()  # type: ignore[operator,union-attr]
+
+    def windows(**settings: object) -> tuple[int | None, ...]:
+        return decoder_config(sizes | {"sliding_window": 8} | settings, "ONNX").windows
+
+    none, every = (None,) * 4, (8,) * 4
+    kinds = ["sliding_attention", "full_attention"] * 2
+    used = {"model_type": "qwen3", "use_sliding_window": True}
+    assert windows() == none
+    assert windows(model_type="mistral") == every
+    assert windows(model_type="mistral", sliding_window=None) == none
+    assert windows(model_type="mistral", sliding_window=128) == none  # as long as texts may be
+    assert windows(model_type="qwen2", use_sliding_window=False, layer_types=kinds) == none
+    assert windows(**used, layer_types=kinds) == (8, None, 8, None)
+    assert windows(**used, max_window_layers=3) == (None, None, None, 8)
+    with pytest.raises(ExportError, match="layer_types"):
+        windows(**used, layer_types=["linear_attention"] * 4)
+
+
+def test_gguf_refuses_a_window_in_any_layer(tmp_path: Path) -> None:
+    """llama.cpp's graphs of these families have none; no layer may slide unseen."""
+    prepared = qat(qwen2("full_attention", "sliding_attention"), "gguf.q4_0")
+    with pytest.raises(ExportError, match=r"sliding_window is 8, which llama\.cpp does not apply"):
+        export(prepared, tmp_path / "out")
+
+
 def test_a_cache_of_keys_gives_the_same_tokens(tmp_path: Path) -> None:
     """Decoding in onnxruntime token by token finds what the model finds over the whole text."""
     prepared = qat(decoder(), "ort.matmulnbits")
@@ -83,6 +122,32 @@ def test_an_export_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="no configuration"):
         export(strange, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "value"),
+    [("gguf.q4_0", "weight", 1e6), ("ct.int4_g32", FACTOR, 100.0), ("ct.w8a8", FACTOR, torch.nan)],
+)
+def test_scales_that_are_not_finite_are_refused(
+    name: str, tensor: str, value: float, tmp_path: Path
+) -> None:
+    """Beyond float16, or beyond float32 once a learned factor is applied: the layer is named."""
+    prepared = qat(decoder(), name, learned_scales=True)
+    layer = "model.layers.1.mlp.up_proj"
+    prepared.get_submodule(layer).get_parameter(tensor).data[3, 0] = value
+    with pytest.raises(ExportError, match=rf"{layer}\.weight: 1 of its scales"):
+        export(prepared, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_adapters_are_merged_before_an_export(tmp_path: Path) -> None:
+    """Those of PEFT, which no target reads beside codes; the merged model is exported as any."""
+    peft = pytest.importorskip("peft")
+    how = peft.LoraConfig(r=8, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(qat(llama(1), "ct.int4_g32"), how)
+    with pytest.raises(ExportError, match=r"export what model\.merge_and_unload\(\) returns"):
+        export(adapted, tmp_path / "out")
+    export(adapted.merge_and_unload(), tmp_path / "out", verify=True)
 
 
 def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
@@ -131,6 +196,17 @@ def test_mixed_precision_is_deployed_with_the_codes_it_trained(tmp_path: Path) -
     assert torch.equal(stored[f"{name}.weight_packed"], pack(computed.codes, 4))
     assert torch.equal(stored[f"{name}.weight_scale"], computed.scales)
     assert not torch.equal(stored[f"{name}.weight_packed"], pack(unrounded.codes, 4))
+
+
+@pytest.mark.parametrize("name", ["ct.int4_g32", "ort.matmulnbits"])
+def test_a_head_untied_by_hand_is_in_the_file(name: str, tmp_path: Path) -> None:
+    """Though the model was built with a tied one; config.json then says what the file holds."""
+    model = llama(tied=True)
+    head = model.get_submodule("lm_head")
+    head.weight = nn.Parameter(head.weight.detach().roll(1, dims=0))
+    prepared = qat(model, name, head=True)
+    folder = export(prepared, tmp_path / "out", verify=True)
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 @pytest.mark.parametrize("quantised", [False, True])

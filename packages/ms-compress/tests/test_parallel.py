@@ -1,5 +1,6 @@
 """QAT under data, tensor and pipeline parallelism is QAT in one process; so are its files."""
 
+import re
 import sys
 from math import prod
 from pathlib import Path
@@ -92,6 +93,37 @@ def test_files_from_shards_are_those_of_one_process(scheme: str, tmp_path: Path)
             folder=str(tmp_path / str(number)),
         )
         assert all(run == expected for run in runs)
+
+
+def test_what_wraps_a_model_is_not_in_its_files(tmp_path: Path) -> None:
+    """Compiled, checkpointed, replicated or sharded: byte for byte the plain model's, names too."""
+    for found in run_processes(2, RUNS, "export_wrapped", folder=str(tmp_path)):
+        assert len(found["plain"]) == 6  # files of three targets
+        assert all(files == found["plain"] for files in found.values())
+
+
+@pytest.mark.parametrize("layout", [{"data": 2}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize("limit_bytes", [None, 20_000], ids=["exists", "no space"])
+def test_no_process_waits_for_one_that_cannot_write(
+    limit_bytes: int | None, layout: dict[str, int], tmp_path: Path
+) -> None:
+    """The first refuses before it writes, or fails while others send: all end, with its reason."""
+    folder = tmp_path / "out"
+    if limit_bytes is None:
+        folder.mkdir()
+    first, second = run_processes(
+        2,
+        RUNS,
+        "export_that_fails",
+        timeout_s=60,
+        layout=layout,
+        folder=str(folder),
+        limit_bytes=limit_bytes,
+    )
+    reason = "exists; remove it" if limit_bytes is None else "File too large"
+    assert re.match(f"ExportError: .*{reason}", first)
+    assert re.match(f"ExportError: process 0 failed.*{reason}", second)
+    assert [*tmp_path.rglob("*")] == ([folder] if limit_bytes is None else [])
 
 
 def test_orders_of_wrapping_are_right_or_refused() -> None:

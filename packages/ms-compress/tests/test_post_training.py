@@ -255,6 +255,36 @@ def test_gradual_pruning_rises_and_never_returns() -> None:
     assert shares == [0.0, 0.7, 0.8]  # 0.8 · (1 - ½³) = 0.7
 
 
+@pytest.mark.parametrize("how", ["2:4", 0.8])
+def test_gradual_pruning_takes_nothing_back_that_an_optimizer_has_moved(how: str | float) -> None:
+    """Momentum moves stored weights that are masked; they are not larger for it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+    schedule, last, moved = GradualPruning(how=how, end=60, every=5), None, 0
+    for step in range(61):
+        if last is not None:
+            moved += int(model[0].weight[~last].count_nonzero())
+        if schedule.apply(model, step):
+            now = masks(model)["0"].clone()
+            assert last is None or not bool((now & ~last).any())
+            last = now
+        inputs = torch.randn(16, 64)
+        (model(inputs) - inputs.roll(1, 1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert moved > 1000
+    assert sparsity(model) == pytest.approx(schedule.how.sparsity, abs=1e-3)
+
+
+def test_scores_that_lack_a_layer_mask_nothing() -> None:
+    """The layers before it stay dense too."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+    with pytest.raises(LayerError, match=r"1: there are no scores of shape \(32, 64\)"):
+        prune(model, 0.5, scores={"0": torch.rand(64, 64)})
+    assert masks(model) == {}
+
+
 def test_masks_are_found_again_in_zeros() -> None:
     """A model that was saved and read needs nothing but its weights."""
     model = decoder()

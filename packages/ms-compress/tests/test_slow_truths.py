@@ -15,8 +15,9 @@ from ms_compress import export, qat
 from ms_compress.distil import Divergence, distillation_loss
 from ms_compress.gptq import gptq_weight
 from ms_compress.layers import prepared_layers
+from ms_compress.pattern import NOfM
 from ms_compress.prune import masks, prune, set_masks
-from ms_compress.rounding import quantise, round_at
+from ms_compress.rounding import quantise, round_at, scales_of
 from ms_compress.runtimes import open_runtime
 from ms_compress.scheme import Scheme, scheme
 from ms_compress.teaching import DistillationLoss, engine_teacher
@@ -26,15 +27,16 @@ from ms_parallel import Engine
 from ms_parallel.optimizer import AdamWConfig
 
 
-def naive_gptq(weight: Tensor, hessian: Tensor, how: Scheme, damping: float) -> Tensor:
+def naive_gptq(
+    weight: Tensor, hessian: Tensor, how: Scheme, damping: float, mask: Tensor
+) -> Tensor:
     """Optimal brain quantisation in order, equation 2 of the paper: the inverse anew each column.
 
     No Cholesky factor, no blocks: after a column is fixed, the Hessian of those that are left is
-    inverted from its own entries, in float64.
+    inverted from its own entries, in float64. A pruned weight is fixed at zero, and what the errors
+    before have made of it is an error like any other (SparseGPT, arXiv:2301.00774).
     """
-    from ms_compress.rounding import round_at, scales_of
-
-    left = weight.double().clone()
+    left = (weight * mask).double()
     damped = hessian.double() + damping * hessian.double().diagonal().mean() * torch.eye(
         len(hessian), dtype=torch.float64
     )
@@ -42,17 +44,19 @@ def naive_gptq(weight: Tensor, hessian: Tensor, how: Scheme, damping: float) -> 
     out = torch.zeros_like(left)
     for column in range(left.shape[1]):
         if column % group == 0:
-            peers = left[:, column : column + group].float()
-            scale = scales_of(peers, how)
+            part = slice(column, column + group)
+            scale = scales_of(left[:, part].float() * mask[:, part], how)
         out[:, column] = round_at(left[:, column : column + 1].float(), scale, how)[:, 0].double()
+        out[:, column] *= mask[:, column]
         inverse = torch.linalg.inv(damped[column:, column:])
         error = (left[:, column] - out[:, column]) / inverse[0, 0]
         left[:, column:] -= error[:, None] * inverse[0]
     return out
 
 
+@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("name", ["ct.int4_g32", "ct.int3_g32", "ort.matmulnbits"])
-def test_gptq_is_optimal_brain_quantisation(name: str) -> None:
+def test_gptq_is_optimal_brain_quantisation(name: str, sparse: bool) -> None:
     """Across a boundary of its blocks too: 160 columns are more than one block of 128.
 
     Float32 may round a weight that lies on the border of two codes the other way, and what follows
@@ -62,11 +66,13 @@ def test_gptq_is_optimal_brain_quantisation(name: str) -> None:
     inputs = torch.randn(700, 160) @ torch.randn(160, 160)
     weight, how = torch.randn(48, 160), scheme(name)
     hessian = inputs.t() @ inputs
-    found, _ = gptq_weight("layer", weight, hessian, how, damping=0.01)
-    truth = naive_gptq(weight, hessian, how, 0.01).float()
+    mask = NOfM(2, 4).keep(weight.abs()) if sparse else torch.ones_like(weight, dtype=torch.bool)
+    found, _ = gptq_weight("layer", weight, hessian, how, mask=mask if sparse else None)
+    truth = naive_gptq(weight, hessian, how, 0.01, mask).float()
     same = torch.isclose(found, truth, rtol=1e-3, atol=1e-5).all(1)
     assert float(same.float().mean()) >= 0.9
-    plain = quantise(weight, how).weight()
+    assert not bool(found[~mask].any())
+    plain = quantise(weight * mask, how).weight()
     assert not torch.isclose(plain, truth, rtol=1e-3, atol=1e-5).all(1).any()
 
 
@@ -135,13 +141,15 @@ def test_rounding_by_loss_makes_up_for_every_error_above_and_to_the_left(
     assert bool((found[:, :32] != quantise(kept, how).weight()[:, :32]).any())
 
 
+@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("name", ["ct.int4_g32", "gguf.q4_0"])
-def test_where_outputs_are_alike_rounding_by_loss_is_gptq(name: str) -> None:
+def test_where_outputs_are_alike_rounding_by_loss_is_gptq(name: str, sparse: bool) -> None:
     """Two derivations of one rounding, by the Hessian and by its inverse, meet."""
     torch.manual_seed(0)
     weight, inputs, how = torch.randn(40, 160), features(160, 40), scheme(name)
-    theirs, scales = gptq_weight("layer", weight, inputs, how, by_use=True)
-    found, same_scales = round_by_loss("layer", weight, inputs, torch.eye(40), how)
+    mask = NOfM(2, 4).keep(weight.abs()) if sparse else None
+    theirs, scales = gptq_weight("layer", weight, inputs, how, mask=mask, by_use=True)
+    found, same_scales = round_by_loss("layer", weight, inputs, torch.eye(40), how, mask=mask)
     assert torch.equal(scales, same_scales)
     equal = torch.isclose(found, theirs, rtol=1e-5, atol=1e-6).all(1)
     assert float(equal.float().mean()) >= 0.9

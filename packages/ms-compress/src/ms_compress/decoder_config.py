@@ -50,8 +50,8 @@ class DecoderConfig:
     eps: float
     theta: float
     tied: bool
-    window: int | None
-    """Keys that a query sees; None for all."""
+    windows: tuple[int | None, ...]
+    """Keys that a query sees, layer by layer; None for all."""
     frequency_divisors: tuple[float, ...] | None
     """(head_width / 2,) what rotary frequencies are divided by."""
     linear_factor: float | None
@@ -78,10 +78,6 @@ def decoder_config(document: Mapping[str, Any], target: str) -> DecoderConfig:
     heads = document["num_attention_heads"]
     width = document.get("head_dim") or document["hidden_size"] // heads
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
-    positions = document["max_position_embeddings"]
-    window = document.get("sliding_window")
-    if document.get("use_sliding_window") is False or (window is not None and window >= positions):
-        window = None
     theta = rope.get("rope_theta", document.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     divisors, factor = _rope(kind, rope, theta, width, target)
@@ -94,11 +90,11 @@ def decoder_config(document: Mapping[str, Any], target: str) -> DecoderConfig:
         heads=heads,
         key_heads=document.get("num_key_value_heads") or heads,
         head_width=width,
-        positions=positions,
+        positions=document["max_position_embeddings"],
         eps=document.get("rms_norm_eps", 1e-6),
         theta=theta,
         tied=bool(document.get("tie_word_embeddings")),
-        window=window,
+        windows=_windows(family, document, target),
         frequency_divisors=divisors,
         linear_factor=factor,
         bos=_first(document.get("bos_token_id")),
@@ -122,6 +118,29 @@ def check_names(names: Iterable[str], target: str) -> None:
                 f"{target} does not know the tensor {name!r}; it knows decoders of the families"
                 f" {', '.join(FAMILIES)} with their own layers alone"
             )
+
+
+def _windows(family: str, document: Mapping[str, Any], target: str) -> tuple[int | None, ...]:
+    """As transformers' models of each family read their settings."""
+    count: int = document["num_hidden_layers"]
+    window: int | None = document.get("sliding_window")
+    if family == "llama" or window is None or window >= document["max_position_embeddings"]:
+        return (None,) * count
+    if family == "mistral":
+        return (window,) * count
+    if not document.get("use_sliding_window"):
+        return (None,) * count
+    kinds = document.get("layer_types")
+    if kinds is None:
+        first = document.get("max_window_layers", 28)
+        return tuple(None if layer < first else window for layer in range(count))
+    of_kind = {"full_attention": None, "sliding_attention": window}
+    if len(kinds) != count or not of_kind.keys() >= set(kinds):
+        raise ExportError(
+            f"{target}: layer_types is {kinds!r}; it must give {' or '.join(of_kind)} for each of"
+            f" {count} layers"
+        )
+    return tuple(of_kind[kind] for kind in kinds)
 
 
 def _rope(

@@ -1,10 +1,10 @@
 """Export: a prepared model as a folder that its target runs, whole or not at all."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import nn
 
 from ms_compress.durable import publish, sync_folder, writing
@@ -57,45 +57,53 @@ def export(
 
     Raises:
         LayerError: a layer that the target does not know, or nothing is prepared.
-        ExportError: the model as a whole is unknown to the target, or the disk refuses.
+        ExportError: the model as a whole is unknown to the target, the disk refuses, or another
+            process failed.
         VerifyError: the runtime reads another model than this one; nothing is left.
     """
     folder = Path(folder)
     source = Source(model)
-    how = _scheme_of(source, target)
-    module = {"ct": compressed_tensors, "gguf": gguf, "ort": onnx}[how.target]
-    module.check(source)
-    if verify and not isinstance(model, nn.Module):
-        raise ConfigError("verify needs the whole model in one process; verify the folder there")
-    aside = folder.with_name(folder.name + ".partial")
-    if source.is_first and folder.exists() and not overwrite:
-        raise ExportError(f"{folder} exists; remove it, or ask to overwrite it")
-    tokenizer_path = _tokenizer(tokenizer)
-    try:
-        if source.is_first:
+    with source.together:
+        how = _scheme_of(source, target)
+        {"ct": compressed_tensors, "gguf": gguf, "ort": onnx}[how.target].check(source)
+        if verify and not isinstance(model, nn.Module):
+            raise ConfigError(
+                "verify needs the whole model in one process; verify the folder there"
+            )
+        if source.is_first and folder.exists() and not overwrite:
+            raise ExportError(f"{folder} exists; remove it, or ask to overwrite it")
+        tokenizer_path = _tokenizer(tokenizer)
+        with _aside(folder, source) as aside:
             with writing(folder):
-                shutil.rmtree(aside, ignore_errors=True)
-                aside.mkdir(parents=True)
-        with writing(folder):
-            _write(how, source, aside, tokenizer_path, accuracy_level)
-        if source.is_first and tokenizer_path is not None:
-            _copy_tokenizer(tokenizer_path, aside)
-        if verify:
-            assert isinstance(model, nn.Module)
-            verify_folder(model, aside, how.target)
-        if source.is_first:
-            with writing(folder):
-                sync_folder(aside)
-                if folder.exists():
-                    shutil.rmtree(folder)
-                publish(aside, folder)
-    except BaseException:
-        if source.is_first:
-            shutil.rmtree(aside, ignore_errors=True)
-        raise
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+                _write(how, source, aside, tokenizer_path, accuracy_level)
+            if source.is_first and tokenizer_path is not None:
+                _copy_tokenizer(tokenizer_path, aside)
+            if verify:
+                assert isinstance(model, nn.Module)
+                verify_folder(model, aside, how.target)
     return folder
+
+
+@contextmanager
+def _aside(folder: Path, source: Source) -> Iterator[Path]:
+    """A place beside a folder, which takes the folder's name when all is well, else is removed."""
+    aside = folder.with_name(folder.name + ".partial")
+    if not source.is_first:
+        yield aside
+        return
+    try:
+        with writing(folder):
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        yield aside
+        with writing(folder):
+            sync_folder(aside)
+            if folder.exists():
+                shutil.rmtree(folder)
+            publish(aside, folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def _write(

@@ -15,12 +15,13 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from ms_compress.calibration import walk
+from ms_compress.calibration import check_calibration, walk
 from ms_compress.errors import CalibrationError, ConfigError
 from ms_compress.layers import FACTOR, Prepared
 from ms_compress.qat import qat
 from ms_compress.rounding import fitted_factor, round_at, scales_of
 from ms_compress.scheme import Scheme
+from ms_compress.selection import select
 from ms_compress.two_sided import output_squares, round_by_loss
 
 __all__ = ["gptq", "gptq_weight"]
@@ -63,11 +64,14 @@ def gptq(
             of what is rounded to that code, from where a small rate of learning hardly moves it.
 
     Raises:
-        ConfigError: damping is not above 0.
-        CalibrationError: a layer's input is not finite; layers before it are rounded already.
+        ConfigError: damping is not above 0, or an exception matches nothing.
+        LayerError: the model is no decoder that we know, or a layer cannot be taken.
+        CalibrationError: there are no tokens or a weight is not finite, and the model is as it was;
+            or a layer's input is not finite, and layers before it are rounded already.
     """
     if not damping > 0:
         raise ConfigError(f"damping is {damping}; give a share above 0, such as 0.01")
+    check_calibration(model, batches, {name for name, _ in select(model, exceptions)})
     qat(
         model,
         scheme_name,
@@ -166,29 +170,31 @@ def gptq_weight(
     group = scheme.group_of(features)
     cost = hessian.diagonal() if fit_scales else None
     fixed = _scales(kept, scheme, cost) if by_use else None
-    order = hessian.diagonal().argsort(descending=True) if by_use else torch.arange(features)
-    left = weight.float()[:, order]
+    order = torch.arange(features, device=weight.device)
+    if by_use:
+        order = hessian.diagonal().argsort(descending=True)
+    left = kept[:, order]
     inverse = _inverse_root(name, hessian[order][:, order], damping)
     stays = None if mask is None else mask[:, order]
+    spread = None if fixed is None else fixed.repeat_interleave(group, dim=1)[:, order]
     rounded, scales = torch.zeros_like(left), []
     for first in range(0, features, BLOCK):
         last = min(first + BLOCK, features)
         errors = torch.zeros_like(left[:, first:last])
         for column in range(first, last):
-            if stays is not None:
-                left[:, column] *= stays[:, column]
-            if fixed is None and column % group == 0:
+            if spread is None and column % group == 0:
                 # The group may go on beyond this block, where errors are not yet made up for.
                 part = slice(column, column + group)
                 ahead = left[:, part] if stays is None else left[:, part] * stays[:, part]
                 scales.append(
                     _scales(ahead, _one_group(scheme), None if cost is None else cost[part])
                 )
-            of_group = int(order[column]) // group
-            scale = scales[-1] if fixed is None else fixed[:, of_group : of_group + 1]
-            value = left[:, column : column + 1]
-            rounded[:, column : column + 1] = round_at(value, scale, scheme)
-            error = (value - rounded[:, column : column + 1]) / inverse[column, column]
+            here = slice(column, column + 1)
+            scale = scales[-1] if spread is None else spread[:, here]
+            value = round_at(left[:, here], scale, scheme)
+            # What earlier errors have made of a pruned weight is an error too, and handed on.
+            rounded[:, here] = value if stays is None else value * stays[:, here]
+            error = (left[:, here] - rounded[:, here]) / inverse[column, column]
             left[:, column:last] -= error * inverse[column, column:last]
             errors[:, column - first] = error.squeeze(1)
         left[:, last:] -= errors @ inverse[first:last, last:]

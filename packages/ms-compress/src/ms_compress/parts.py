@@ -19,6 +19,9 @@ from ms_compress.errors import ExportError
 from ms_compress.layers import FACTOR, Prepared
 from ms_compress.rounding import Quantised, quantise
 from ms_compress.scheme import Scheme
+from ms_compress.selection import is_tied
+from ms_compress.together import Together
+from ms_compress.wrappers import architecture, bare_name, check_merged, unwrapped
 
 __all__ = ["Entry", "Source"]
 
@@ -62,34 +65,36 @@ class Source:
         model: whole, or this process's stage or stages of it; plain, split or sharded.
 
     Raises:
-        ExportError: the processes do not hold all of a tensor between them, or a value is NaN or
-            infinite.
+        ExportError: the processes do not hold all of a tensor between them, a value is NaN or
+            infinite, or an adapter is not merged.
     """
 
     def __init__(self, model: nn.Module | Sequence[nn.Module]) -> None:
-        stages = [model] if isinstance(model, nn.Module) else list(model)
+        given = [model] if isinstance(model, nn.Module) else list(model)
+        stages = [unwrapped(stage) for stage in given]
         for stage in stages:
+            check_merged(stage)
             _drop_gathered(stage)
         self.config = _config(stages[0])
         self._device = next(stages[0].parameters()).device
+        self.together = Together(self._device)
         self._layers: dict[str, nn.Module] = {}
         self._own: dict[str, Tensor] = {}
         offers: dict[str, Entry] = {}
         for stage in stages:
-            for name, entry, layer in _offers(stage, tied=self._is_tied()):
+            for name, entry, layer in _offers(stage, tied=_is_tied(stage, self.config)):
                 offers[name] = entry
                 self._layers[name] = layer
                 self._own[name] = layer._parameters[name.rpartition(".")[2]]  # type: ignore[assignment]
         self.entries: Mapping[str, Entry] = _merge(_exchange(offers))
         """In an order that does not depend on the layout."""
+        if self.config.get("tie_word_embeddings"):
+            self.config["tie_word_embeddings"] = HEAD not in self.entries
 
     @property
     def is_first(self) -> bool:
         """Whether this process gets what is read."""
         return _rank() == 0
-
-    def _is_tied(self) -> bool:
-        return bool(self.config.get("tie_word_embeddings"))
 
     @torch.no_grad()
     def read(self, name: str) -> Quantised | Tensor | None:
@@ -97,9 +102,13 @@ class Source:
 
         Returns:
             Codes and scales of a prepared layer's weight, else a plain tensor on the CPU.
+
+        Raises:
+            ExportError: a scale is NaN or infinite, or another process failed.
         """
         entry = self.entries[name]
         mine = self._local(entry)
+        self.together.go_on()
         if entry.scheme is None:
             return self._assemble(entry, mine, entry.shape, entry.dtype, ratio=1)
         group = entry.scheme.group_of(entry.shape[1])
@@ -112,6 +121,11 @@ class Source:
         )
         if codes is None or scales is None:
             return None
+        if strange := int((~scales.isfinite()).sum()):
+            raise ExportError(
+                f"{name}: {strange} of its scales are NaN or infinite as {entry.scheme} has them;"
+                " make its weights or learned scales smaller, or name the layer as an exception"
+            )
         return Quantised(codes=codes, scales=scales)
 
     def _local(self, entry: Entry) -> Any:
@@ -168,10 +182,18 @@ class Source:
         return whole
 
 
+def _is_tied(stage: nn.Module, config: Mapping[str, Any]) -> bool:
+    """Whether the head has no weight of its own; a model built so may have been given one since."""
+    embeddings = [each for each in stage.modules() if isinstance(each, nn.Embedding)]
+    shared = not embeddings or any(is_tied(stage, each) for each in embeddings)
+    return bool(config.get("tie_word_embeddings")) and shared
+
+
 def _offers(stage: nn.Module, *, tied: bool) -> list[tuple[str, Entry, nn.Module]]:
     """Each tensor that a stage holds a part of."""
     offers: list[tuple[str, Entry, nn.Module]] = []
-    for prefix, layer in stage.named_modules():
+    for path, layer in stage.named_modules():
+        prefix = bare_name(path)
         for key, parameter in layer.named_parameters(recurse=False):
             name = f"{prefix}.{key}" if prefix else key
             if key == FACTOR or (tied and name == HEAD):
@@ -271,7 +293,7 @@ def _config(model: nn.Module) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         document: dict[str, Any] = config.to_dict()
-        document["architectures"] = [type(model).__name__]
+        document["architectures"] = [architecture(model)]
         return document
     if type(config).__module__.startswith("ms_parallel"):
         from ms_parallel.models.registry import config_document

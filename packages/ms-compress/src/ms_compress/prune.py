@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ms_compress.errors import ConfigError, LayerError, OrderError
-from ms_compress.layers import prepare_layer, prepared_layers
+from ms_compress.layers import Prepared, prepare_layer, prepared_layers
 from ms_compress.pattern import Pattern, pattern
 from ms_compress.selection import select
 from ms_compress.settings import whole
@@ -44,24 +44,25 @@ def prune(
     Args:
         model: plain or prepared for quantisation, not split or sharded.
         how: `"2:4"`, a share such as 0.5, or a pattern.
-        scores: what is lost by pruning each weight, (N, K) by layer; magnitudes by default.
-
+        scores: what is lost by pruning each weight, (N, K) by layer; by default magnitudes, and of
+            weights that are masked already, less than of any other.
         exceptions: patterns of module names that are left dense.
         share: of weights to prune on the way to the pattern's own.
 
     Raises:
         ConfigError: no such pattern, or an exception that matches nothing.
-        LayerError: the pattern does not divide a layer's rows; nothing is masked then.
+        LayerError: the pattern does not divide a layer's rows, or scores lack a layer; nothing is
+            masked then.
         OrderError: the model is split or sharded; prune it before.
     """
     wanted = pattern(how)
     chosen = select(model, exceptions)
     check_pattern(model, wanted, chosen)
+    if scores is not None:
+        _check_scores(scores, chosen)
     for name, layer in chosen:
-        weight: Tensor = layer.weight  # type: ignore[assignment]
-        score = weight.detach().abs() if scores is None else _score(scores, name, weight)
-        kept = wanted.keep(score, share)
-        _set_mask(layer, name, kept)
+        score = _magnitudes(layer) if scores is None else scores[name]
+        _set_mask(layer, name, wanted.keep(score, share))
     keep_zeros(model)
 
 
@@ -78,10 +79,19 @@ def check_pattern(
         wanted.check(name, weight.shape[1])
 
 
-def _score(scores: Mapping[str, Tensor], name: str, weight: Tensor) -> Tensor:
-    if name not in scores or scores[name].shape != weight.shape:
-        raise LayerError(f"{name}: there are no scores of shape {tuple(weight.shape)} for it")
-    return scores[name]
+def _check_scores(scores: Mapping[str, Tensor], chosen: Sequence[tuple[str, nn.Module]]) -> None:
+    for name, layer in chosen:
+        weight: Tensor = layer.weight  # type: ignore[assignment]
+        if name not in scores or scores[name].shape != weight.shape:
+            raise LayerError(f"{name}: there are no scores of shape {tuple(weight.shape)} for it")
+
+
+def _magnitudes(layer: nn.Module) -> Tensor:
+    """Of what is computed with: a masked weight may have been moved, and stays below all others."""
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    magnitudes = weight.detach().abs()
+    mask = layer.mask if isinstance(layer, Prepared) else None
+    return magnitudes if mask is None else magnitudes.masked_fill(~mask, -1.0)
 
 
 def _set_mask(layer: nn.Module, name: str, kept: Tensor) -> None:
@@ -164,7 +174,7 @@ class GradualPruning:
     def apply(self, model: nn.Module, step: int) -> bool:
         """Mask the model as step number `step`, from 0, wants it; whether masks changed.
 
-        A weight that was pruned is zero, so it has the lowest magnitude and stays pruned.
+        A weight that was pruned scores lowest, wherever an optimizer has moved it, and stays so.
         """
         due = self.begin <= step <= self.end and (step - self.begin) % self.every == 0
         if not due and step != self.end:

@@ -18,6 +18,7 @@ from ms_compress.errors import VerifyError
 from ms_compress.layers import prepared_layers
 from ms_compress.logits import model_logits
 from ms_compress.runtimes import open_runtime
+from ms_compress.wrappers import unwrapped
 
 __all__ = ["Agreement", "compare", "verify"]
 
@@ -55,7 +56,7 @@ def verify(
         VerifyError: they are not the same model.
         ExportError: the runtime is missing or cannot read the folder.
     """
-    folder = Path(folder)
+    folder, model = Path(folder), unwrapped(model)
     if tokens is None:
         tokens = probe(_vocabulary(model))
     with _in_float32(model):

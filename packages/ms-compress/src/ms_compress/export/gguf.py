@@ -5,6 +5,7 @@ and k change places, with their scales and biases. Source: convert_hf_to_gguf.py
 """
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,10 @@ def check(source: Source) -> None:
     """
     library()
     config = decoder_config(source.config, "GGUF")
-    if config.window is not None:
+    window = next((each for each in config.windows if each is not None), None)
+    if window is not None:
         raise ExportError(
-            f"GGUF: sliding_window is {config.window}, which llama.cpp does not apply to"
+            f"GGUF: sliding_window is {window}, which llama.cpp does not apply to"
             f" {config.family}; set it to None if the model is used within it"
         )
     check_names(source.entries, "GGUF")
@@ -86,24 +88,23 @@ def write(source: Source, folder: Path, tokenizer: Path | None = None) -> None:
         return
     gguf = library()
     architecture = "llama" if config.family in PERMUTED else config.family
-    writer = gguf.GGUFWriter(None, architecture)
-    _add_facts(writer, gguf, config, source)
-    add_tokenizer(writer, gguf, tokenizer, config)
-    divisors = config.frequency_divisors
-    if divisors is not None:
-        _add_info(writer, gguf, "rope_freqs.weight", (len(divisors),), None)
-    for entry in source.entries.values():
-        _add_info(writer, gguf, tensor_name(entry.name), entry.shape, entry)
-    writer.write_header_to_file(path=folder / FILE)
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    if divisors is not None:
-        writer.write_tensor_data(np.array(divisors, dtype=np.float32))
-    for entry in source.entries.values():
-        value = source.read(entry.name)
-        assert value is not None
-        writer.write_tensor_data(_bytes(entry, value, config))
-    writer.close()
+    with closing(gguf.GGUFWriter(None, architecture)) as writer:
+        _add_facts(writer, gguf, config, source)
+        add_tokenizer(writer, gguf, tokenizer, config)
+        divisors = config.frequency_divisors
+        if divisors is not None:
+            _add_info(writer, gguf, "rope_freqs.weight", (len(divisors),), None)
+        for entry in source.entries.values():
+            _add_info(writer, gguf, tensor_name(entry.name), entry.shape, entry)
+        writer.write_header_to_file(path=folder / FILE)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        if divisors is not None:
+            writer.write_tensor_data(np.array(divisors, dtype=np.float32))
+        for entry in source.entries.values():
+            value = source.read(entry.name)
+            assert value is not None
+            writer.write_tensor_data(_bytes(entry, value, config))
 
 
 def tensor_name(name: str) -> str:

@@ -256,7 +256,7 @@ class Graph:
             kv_num_heads=config.key_heads,
             do_rotary=1,
             rotary_interleaved=0,
-            local_window_size=-1 if config.window is None else config.window,
+            local_window_size=config.windows[layer] or -1,
         )
         return self._linear(out, f"{prefix}.o_proj")
 
