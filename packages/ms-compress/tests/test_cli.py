@@ -8,10 +8,13 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from folders import write_run
+from folders import write_run, write_shards
 from models import tokens
 
+from ms_compress import ConfigError, DataError
 from ms_compress.cli import main
+from ms_compress.corpus import read_tokens
+from ms_compress.evaluate import Evaluation
 from ms_parallel import load_model, save_model
 
 
@@ -209,3 +212,17 @@ def test_calibration_tells_how_far_it_is(
     error = capsys.readouterr().err
     assert error.index("layer 0/2") < error.index("layer 2/2")
     assert "s a layer" in error
+
+
+def test_rows_are_counted_before_they_are_read(tmp_path: Path) -> None:
+    """Asked for a thousand million, it does not first read all there are."""
+    shards = write_shards(tmp_path)
+    with pytest.raises(DataError, match="rows of 17 tokens, where 1000000000 rows are asked for"):
+        read_tokens(shards, count=10**9, length=17)
+    assert read_tokens(shards, count=3, length=17).shape == (3, 17)
+
+
+def test_threads_beyond_those_of_any_host_are_refused() -> None:
+    """A runtime that starts a hundred thousand ends the process."""
+    with pytest.raises(ConfigError, match=r"threads is 100000; .* at most 1024"):
+        Evaluation(baseline="base", models={}, data="shards", threads=100000)

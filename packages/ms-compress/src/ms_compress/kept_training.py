@@ -1,6 +1,7 @@
 """The state of a training in one file, so that what was killed goes on to the same weights."""
 
 import hashlib
+import logging
 from pathlib import Path
 from time import monotonic
 
@@ -8,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ms_compress.durable import replace, writing
-from ms_compress.errors import ConfigError
+from ms_compress.errors import ConfigError, ExportError
 from ms_compress.layers import prepared_layers
 from ms_compress.prune import masks, set_masks
 
 __all__ = ["KeptTraining", "facts_of", "holds_all"]
+
+logger = logging.getLogger(__name__)
 
 
 class KeptTraining:
@@ -65,7 +68,12 @@ class KeptTraining:
         *,
         last: bool,
     ) -> None:
-        """Write the state, if it is time to or the step was the last."""
+        """Write the state, if it is time to or the step was the last.
+
+        Raises:
+            ExportError: it cannot be written. After the last step that is only logged, as all that
+                is left to do is to use the model.
+        """
         if monotonic() - self._written < self._every_s and not last:
             return
         state = {
@@ -76,8 +84,13 @@ class KeptTraining:
             "masks": masks(model),
             "losses": losses,
         }
-        with writing(self.path):
-            replace(self.path, lambda file: torch.save(state, file))
+        try:
+            with writing(self.path):
+                replace(self.path, lambda file: torch.save(state, file))
+        except ExportError as error:
+            if not last:
+                raise
+            logger.warning("%s; the training is done, and goes on without", error)
         self._written = monotonic()
 
 

@@ -22,11 +22,10 @@ def run(settings: dict[str, Any], where: str) -> int:
     out = settings.pop("out", None)
     if not isinstance(out, str):
         raise ConfigError(f"{where}: out is {out!r}; give a folder for the report")
-    evaluation = build(Evaluation, settings, where=where)
+    report = evaluate(build(Evaluation, settings, where=where))
     folder = Path(out)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    report = evaluate(evaluation)
     text = table(report)
     _write(folder / "report.json", msgspec.json.format(msgspec.json.encode(report)))
     _write(folder / "report.txt", text.encode())
