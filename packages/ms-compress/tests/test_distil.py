@@ -1,22 +1,27 @@
 """Divergences from a teacher, and students that are cut from one."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.distributions import Categorical, kl_divergence
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import decoder, llama, tokens
+from models import decoder, enlarged, llama, tokens
 
-from ms_compress import ConfigError, LayerError
-from ms_compress.distil import distillation_loss
+from ms_compress import ConfigError, LayerError, qat
+from ms_compress.distil import Divergence, distillation_loss
 from ms_compress.hidden_states import HiddenStates, hidden_distance
+from ms_compress.selection import blocks_of
 from ms_compress.student import cut_student, kept_layers
 from ms_compress.tuning import Tuning, tune
+from ms_parallel.models import Decoder, DecoderConfig, initialise
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "skewed"])
@@ -49,6 +54,69 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(kind: str) -> None:
     assert student.grad is not None
     assert float(student.grad.abs().max()) < 1e-6
     assert teacher.grad is None
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "skewed"])
+def test_what_stands_at_a_position_that_does_not_count_is_not_looked_at(kind: Divergence) -> None:
+    """NaN and infinity of either model there leave loss and gradient as they are."""
+    torch.manual_seed(0)
+    student, teacher = torch.randn(2, 5, 11), torch.randn(2, 5, 11)
+    targets = torch.zeros(2, 5, dtype=torch.int64)
+    targets[0, 2:] = -100
+    ends = []
+    for bad in (0.0, float("nan"), float("inf")):
+        student[0, 3, 4], teacher[0, 2] = bad, bad
+        leaf = student.clone().requires_grad_()
+        loss = distillation_loss(leaf, teacher, kind=kind, targets=targets)
+        loss.backward()
+        assert leaf.grad is not None
+        ends.append((loss.detach(), leaf.grad))
+    for loss, gradient in ends:
+        assert torch.equal(loss, ends[0][0])
+        assert torch.equal(gradient, ends[0][1])
+    assert not bool(ends[0][1][0, 2:].any())
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "skewed"])
+def test_an_entry_that_neither_model_gives_is_as_if_it_were_not_there(
+    kind: Divergence, skew: float
+) -> None:
+    """A vocabulary that is masked with -inf: the loss of the rest, and no gradient there."""
+    torch.manual_seed(0)
+    student, teacher = torch.randn(3, 11), torch.randn(3, 11)
+    student[:, 8:], teacher[:, 8:] = -torch.inf, -torch.inf
+    of_all, of_rest = (student[:, :end].clone().requires_grad_() for end in (11, 8))
+    found = distillation_loss(of_all, teacher, kind=kind, temperature=0.7, skew=skew)
+    expected = distillation_loss(of_rest, teacher[:, :8], kind=kind, temperature=0.7, skew=skew)
+    found.backward()
+    expected.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    assert of_all.grad is not None
+    torch.testing.assert_close(of_all.grad[:, :8], of_rest.grad, rtol=1e-5, atol=1e-7)
+    assert not bool(of_all.grad[:, 8:].any())
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "skewed"])
+def test_what_one_model_alone_leaves_out_costs_nothing_or_everything(kind: Divergence) -> None:
+    """Nothing where the distribution that weighs has none of it, infinity where it has."""
+    torch.manual_seed(0)
+    full, lacking = torch.randn(3, 7), torch.randn(3, 7)
+    lacking[:, 5:] = -torch.inf
+    rest, part = full.double().softmax(-1), lacking.double().softmax(-1)
+    mixed = 0.1 * part + 0.9 * rest if kind == "skewed" else rest
+    truth = (torch.xlogy(part, part) - torch.xlogy(part, mixed)).sum(-1).mean().float()
+    costs_nothing = {"teacher": lacking, "student": full}
+    if kind == "reverse":
+        costs_nothing = {"teacher": full, "student": lacking}
+    leaf = costs_nothing["student"].clone().requires_grad_()
+    found = distillation_loss(leaf, costs_nothing["teacher"], kind=kind)
+    torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-6)
+    found.backward()
+    assert leaf.grad is not None
+    assert bool(leaf.grad.isfinite().all())
+    turned = distillation_loss(costs_nothing["teacher"], costs_nothing["student"], kind=kind)
+    assert bool(turned.isinf()) == (kind != "skewed")
 
 
 def test_other_vocabularies_are_refused() -> None:
@@ -96,6 +164,95 @@ def test_layers_stay_at_even_distances() -> None:
         cut_student(teacher, layers=9)
     with pytest.raises(LayerError, match="no decoder"):
         cut_student(nn.Linear(2, 2))
+
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 192,
+    "sliding_window": 8,
+}
+
+
+def gemma3() -> nn.Module:
+    """Three layers with a window, and one that sees all."""
+    torch.manual_seed(0)
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    config = transformers.Gemma3TextConfig(num_hidden_layers=4, layer_types=kinds, **SIZES)
+    return enlarged(transformers.Gemma3ForCausalLM(config))
+
+
+def qwen2() -> nn.Module:
+    """Two layers that see all, and two with a window."""
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        num_hidden_layers=4, use_sliding_window=True, max_window_layers=2, **SIZES
+    )
+    return enlarged(transformers.Qwen2ForCausalLM(config))
+
+
+def smollm3() -> nn.Module:
+    """The third layer has no rotary positions."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "sliding_window": None}
+    config = transformers.SmolLM3Config(
+        num_hidden_layers=4, no_rope_layers=[1, 1, 0, 1], pad_token_id=0, **sizes
+    )
+    return enlarged(transformers.SmolLM3ForCausalLM(config))
+
+
+def windowed() -> nn.Module:
+    """The last two layers have a window."""
+    sizes = {key: size for key, size in SIZES.items() if key != "sliding_window"}
+    config = DecoderConfig(
+        model_type="qwen2",
+        num_hidden_layers=4,
+        max_position_embeddings=128,
+        attention_bias=True,
+        sliding_window=8,
+        sliding_layers=(2, 3),
+        **sizes,
+    )
+    model = Decoder(config)
+    initialise(model, 0)
+    return enlarged(model)
+
+
+@pytest.mark.parametrize("keep", [2, 3])
+@pytest.mark.parametrize("build", [gemma3, qwen2, smollm3, windowed])
+def test_a_kept_layer_sees_as_far_as_in_its_teacher(
+    build: Callable[[], nn.Module], keep: int
+) -> None:
+    """Where the layers that are cut do nothing, the student computes what its teacher does."""
+    teacher = build()
+    with torch.no_grad():
+        for number, (_, block) in enumerate(blocks_of(teacher)):
+            if number not in kept_layers(4, keep):
+                block.get_parameter("self_attn.o_proj.weight").zero_()
+                block.get_parameter("mlp.down_proj.weight").zero_()
+    student = cut_student(teacher, layers=keep)
+    torch.testing.assert_close(logits(student), logits(teacher), rtol=1e-4, atol=1e-5)
+
+
+def test_a_student_of_qwen2_counts_its_own_layers_before_the_window() -> None:
+    """Which readers of its config.json take the layers' kinds from."""
+    student: Any = cut_student(qwen2(), layers=3)
+    assert kept_layers(4, 3) == [0, 2, 3]
+    assert student.config.max_window_layers == 1
+
+
+def test_a_student_of_a_prepared_teacher_is_cut_from_its_weights_alone() -> None:
+    """Learned scales stay behind; the student is a plain model."""
+    plain, teacher = llama(4), llama(4)
+    qat(teacher, "ct.int4_g32", learned_scales=True)
+    student = cut_student(teacher, layers=2, inner=128)
+    expected = cut_student(plain, layers=2, inner=128)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(student.state_dict()[name], value), name
+    assert len(student.state_dict()) == len(expected.state_dict())
 
 
 @pytest.mark.parametrize("build", [decoder, llama])

@@ -137,3 +137,10 @@ def test_orders_of_wrapping_are_right_or_refused() -> None:
             assert "rows of 64 split over 2 processes cut groups of 64" in found[order]
         assert "one scale a row" in found["split, whole rows"]
         assert "prune it before it is sharded" in found["shard, prune"]
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2), (2, 2)])
+def test_what_is_masked_is_stored_as_zero_on_every_process(data: int, tensor: int) -> None:
+    """Sharded, split or both; weights that stay are left as they are."""
+    for found in run_processes(data * tensor, RUNS, "zeros_kept", data=data, tensor=tensor):
+        assert found == {"0": True, "1": True}

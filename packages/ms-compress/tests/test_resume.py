@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import decoder, tokens
+from models import decoder, llama, tokens
 
 from ms_compress import ConfigError, ExportError, GradualPruning, Tuning, qat, tune
 from ms_compress.prune import keep_zeros, sparsity
@@ -62,6 +62,42 @@ def test_stopped_at_any_step_it_ends_at_the_same_weights(stop: int, tmp_path: Pa
         assert torch.equal(again.state_dict()[name], value), name
 
 
+def dropping() -> nn.Module:
+    """With dropout, which draws from torch's own generator."""
+    model = llama()
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.2
+    return model
+
+
+def test_dropout_goes_on_from_where_it_was_stopped(tmp_path: Path) -> None:
+    """Whatever has been drawn since: the generator's state is in the file too."""
+    whole, parts, again = dropping(), dropping(), dropping()
+    torch.manual_seed(3)
+    train(whole, tmp_path / "other.training")
+    kept = tmp_path / "out.training"
+    torch.manual_seed(3)
+    with pytest.raises(StoppedError):
+        train(parts, kept, stop=3)
+    torch.manual_seed(4)
+    train(again, kept)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+def test_a_file_without_the_generators_state_is_refused(tmp_path: Path) -> None:
+    """As versions before have written it."""
+    kept = tmp_path / "out.training"
+    with pytest.raises(StoppedError):
+        train(prepared(), kept, stop=3)
+    state = torch.load(kept, weights_only=True)
+    del state["random"]
+    torch.save(state, kept)
+    with pytest.raises(ConfigError, match="does not hold the state of random numbers"):
+        train(prepared(), kept)
+
+
 def test_what_another_run_kept_is_refused(tmp_path: Path) -> None:
     """In a line with the remedy; the file stays."""
     kept = tmp_path / "out.training"
@@ -96,3 +132,18 @@ def test_a_last_state_that_the_disk_refuses_does_not_end_the_run(
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert "File too large" in caplog.text
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no accelerator here")
+def test_on_an_accelerator_a_stopped_training_goes_on(tmp_path: Path) -> None:
+    """Tokens come from the CPU, and the accelerator's generator has a state of its own."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    kept = tmp_path / "out.training"
+    with pytest.raises(StoppedError):
+        train(dropping().to(device), kept, stop=3)
+    assert {"cpu", device.type} == torch.load(kept, weights_only=True)["random"].keys()
+    again = dropping().to(device)
+    train(again, kept)
+    assert all(bool(parameter.isfinite().all()) for parameter in again.parameters())

@@ -13,6 +13,8 @@ __all__ = ["Divergence", "distillation_loss"]
 
 Divergence = Literal["forward", "reverse", "skewed"]
 KINDS = ("forward", "reverse", "skewed")
+NONE = -1e30
+"""A logit of probability 0 in float32, whose logarithm is finite."""
 
 
 def distillation_loss(
@@ -36,10 +38,11 @@ def distillation_loss(
         kind: which divergence.
         temperature: above 0.
         skew: λ of `skewed`, from 0, below 1; 0 is `forward`.
-        targets: (...) int64; positions of -100 do not count.
+        targets: (...) int64; positions of -100 do not count, whatever their logits are.
 
     Returns:
-        A float32 scalar; 0 where no position counts.
+        A float32 scalar; 0 where no position counts. Of logits of -inf, an entry adds 0 where the
+        distribution that is averaged over has none of it, and infinity where the other alone has.
 
     Raises:
         ConfigError: an argument is out of range, or the vocabularies differ.
@@ -55,6 +58,23 @@ def distillation_loss(
             f"student's logits are {tuple(student.shape)}, teacher's {tuple(teacher.shape)}; both"
             " need one vocabulary"
         )
+    counted = None if targets is None else targets != -100
+    tokens = None
+    # Looked for first, as it is rare; in a compiled graph that would break the graph.
+    if not torch.compiler.is_compiling():
+        tokens = _divergences(student, teacher, kind, temperature, skew)
+    if tokens is None or not bool(tokens.isfinite().all()):
+        pair = _without_nan(student.float(), teacher.detach().float(), kind, counted)
+        tokens = _divergences(*pair, kind, temperature, skew)
+    if counted is None:
+        return tokens.mean()
+    return (tokens * counted).sum() / counted.sum().clamp(min=1)
+
+
+def _divergences(
+    student: Tensor, teacher: Tensor, kind: Divergence, temperature: float, skew: float
+) -> Tensor:
+    """Of each position, (...) float32."""
     log_q = F.log_softmax(student.float() / temperature, -1)
     log_p = F.log_softmax(teacher.detach().float() / temperature, -1)
     if kind == "reverse":
@@ -66,8 +86,21 @@ def distillation_loss(
             )
             log_q = parts.logsumexp(0)
         each = F.kl_div(log_q, log_p, reduction="none", log_target=True)
-    tokens = each.sum(-1) * temperature**2
-    if targets is None:
-        return tokens.mean()
-    counted = targets != -100
-    return (tokens * counted).sum() / counted.sum().clamp(min=1)
+    return each.sum(-1) * temperature**2
+
+
+def _without_nan(
+    student: Tensor, teacher: Tensor, kind: Divergence, counted: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Logits whose divergence is finite where the definition is.
+
+    Positions that do not count are alike in both. Where the distribution that is averaged over has
+    none of an entry, 0 · (-inf) is to be 0, in the gradient too.
+    """
+    if counted is not None:
+        ignored = ~counted.unsqueeze(-1)
+        student, teacher = student.masked_fill(ignored, 0.0), teacher.masked_fill(ignored, 0.0)
+    averaged, other = (student, teacher) if kind == "reverse" else (teacher, student)
+    averaged = averaged.clamp(min=NONE)
+    other = other.masked_fill((averaged == NONE) & (other < NONE), NONE)
+    return (averaged, other) if kind == "reverse" else (other, averaged)

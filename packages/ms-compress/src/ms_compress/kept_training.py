@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class KeptTraining:
-    """Writes a model, its optimizer and its masks beside, puts them in place whole, reads them.
+    """Writes what the next steps follow from beside, puts it in place whole, reads it.
+
+    That is the model, its masks, the optimizer and the state of torch's generators.
 
     Args:
         path: of the file, which may be there.
@@ -55,9 +57,15 @@ class KeptTraining:
                 f"{self.path} is of a run with other settings, tokens or layers; give those again,"
                 " or remove it to begin anew"
             )
+        if "random" not in state:
+            raise ConfigError(
+                f"{self.path} does not hold the state of random numbers, which an older version"
+                " left out; remove it to begin anew"
+            )
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         set_masks(model, state["masks"])
+        _set_random_states(state["random"])
         return list(state["losses"])
 
     def keep(
@@ -81,6 +89,7 @@ class KeptTraining:
             "kept_for": self._kept_for,
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
+            "random": _random_states(),
             "masks": masks(model),
             "losses": losses,
         }
@@ -109,3 +118,19 @@ def facts_of(model: nn.Module, tokens: Tensor, *settings: object) -> list[bytes]
     schemes = [(name, layer.scheme, layer.activations) for name, layer in prepared_layers(model)]
     text = tokens.cpu().contiguous().numpy().tobytes()
     return [repr((settings, shapes, schemes)).encode(), hashlib.sha256(text).digest()]
+
+
+def _random_states() -> dict[str, Tensor]:
+    """Of torch's generators, which dropout draws from, by kind of device."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.accelerator.is_available():
+        kind = str(torch.accelerator.current_accelerator())
+        states[kind] = torch.get_device_module(kind).get_rng_state()
+    return states
+
+
+def _set_random_states(states: dict[str, Tensor]) -> None:
+    """A file may be of a machine with another accelerator, or without."""
+    torch.set_rng_state(states["cpu"])
+    for kind in states.keys() & _random_states().keys() - {"cpu"}:
+        torch.get_device_module(kind).set_rng_state(states[kind])

@@ -69,6 +69,21 @@ class Prepared(nn.Module):
             self.kept = self.kept.to(self.weight.device)
         return self.kept
 
+    @property
+    def stored_mask(self) -> Tensor | None:
+        """Bool of the weights that this process stores: under FSDP, its shard of `mask`."""
+        mask, weight = self.mask, self.weight
+        if mask is None or not isinstance(weight, DTensor):
+            return mask
+        sizes = weight.to_local().shape
+        if sizes == mask.shape:
+            return mask
+        chunks = weight.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        if not chunks:  # more processes than rows
+            return mask.new_empty(sizes)
+        starts = [at % size for at, size in zip(chunks[0].offsets, mask.shape, strict=True)]
+        return mask[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))]
+
     def set_mask(self, kept: Tensor) -> None:
         """Mask the layer.
 

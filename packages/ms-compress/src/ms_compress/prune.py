@@ -124,10 +124,18 @@ def set_masks(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def keep_zeros(model: nn.Module) -> None:
-    """Make stored weights zero where they are masked; call it after steps of the optimizer."""
+    """Make stored weights zero where they are masked; call it after steps of the optimizer.
+
+    Each process of a split or sharded model does so to its own part.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a copy that a forward has gathered is not what is stored
     for _, layer in prepared_layers(model):
-        if layer.mask is not None and not isinstance(layer.weight, DTensor):
-            layer.weight.mul_(layer.mask)
+        weight, mask = layer.weight, layer.stored_mask
+        if mask is not None:
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            local.mul_(mask)
 
 
 def mask_zeros(model: nn.Module, exceptions: Sequence[str] = ()) -> None:

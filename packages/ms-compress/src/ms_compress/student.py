@@ -12,9 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ms_compress.errors import ConfigError, LayerError
+from ms_compress.layers import FACTOR
 from ms_compress.selection import blocks_of
 
 __all__ = ["cut_student", "kept_layers"]
+
+BY_LAYER = ("layer_types", "no_rope_layers")
+"""Lists in a configuration of transformers that say something of each layer."""
 
 
 def kept_layers(layers: int, keep: int) -> list[int]:
@@ -33,7 +37,8 @@ def cut_student(
     """A new model with some of a teacher's layers, and some neurons of each feed-forward.
 
     Args:
-        teacher: a decoder of ms-parallel or transformers, whole; left as it is.
+        teacher: a decoder of ms-parallel or transformers, whole; left as it is. Of a prepared one
+            the weights are taken, not the scales that it has learned for its own.
         layers: how many stay; all by default.
         inner: neurons of each feed-forward that stay; all by default.
 
@@ -47,11 +52,11 @@ def cut_student(
     inner = width if inner is None else inner
     if not 1 <= inner <= width:
         raise ConfigError(f"{inner} neurons of {width} cannot be kept; give 1 to {width}")
-    student = _fresh(teacher, len(depth), inner)
+    student = _fresh(teacher, depth, inner)
     rest = {
         name: value
         for name, value in teacher.state_dict().items()
-        if not name.startswith("model.layers.")
+        if not name.startswith("model.layers.") and not name.endswith(FACTOR)
     }
     unknown = student.load_state_dict(rest, strict=False).unexpected_keys
     if unknown:
@@ -68,25 +73,34 @@ def _width(block: nn.Module) -> int:
     return int(mlp.down_proj.weight.shape[1])
 
 
-def _fresh(teacher: nn.Module, layers: int, inner: int) -> nn.Module:
-    """A model of the teacher's kind with other sizes."""
+def _fresh(teacher: nn.Module, depth: list[int], inner: int) -> nn.Module:
+    """A model of the teacher's kind with other sizes; each layer is of the kind it is cut from."""
     config: Any = teacher.config
     if hasattr(config, "to_dict"):
         sizes = copy.deepcopy(config)
-        sizes.num_hidden_layers, sizes.intermediate_size = layers, inner
-        if getattr(sizes, "layer_types", None):
-            sizes.layer_types = sizes.layer_types[:layers]
+        sizes.num_hidden_layers, sizes.intermediate_size = len(depth), inner
+        for name in BY_LAYER:
+            if values := getattr(config, name, None):
+                setattr(sizes, name, [values[number] for number in depth])
+        if (first := getattr(config, "max_window_layers", None)) is not None:
+            sizes.max_window_layers = sum(number < first for number in depth)
     else:
         import attrs
 
-        sizes = attrs.evolve(config, num_hidden_layers=layers, intermediate_size=inner)
+        changed: dict[str, Any] = {"num_hidden_layers": len(depth), "intermediate_size": inner}
+        if (sliding := getattr(config, "sliding_layers", None)) is not None:
+            kept = (at for at, number in enumerate(depth) if number in sliding)
+            changed["sliding_layers"] = tuple(kept)
+        sizes = attrs.evolve(config, **changed)
     weight = next(teacher.parameters())
     student: nn.Module = type(teacher)(sizes)
     return student.to(device=weight.device, dtype=weight.dtype)
 
 
 def _copy_block(source: nn.Module, target: nn.Module, inner: int) -> None:
-    values = source.state_dict()
+    values = {
+        name: value for name, value in source.state_dict().items() if not name.endswith(FACTOR)
+    }
     gate, up, down = (values[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
     size = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
     kept = size.topk(inner).indices.sort().values

@@ -75,7 +75,8 @@ def tune(
 
     Args:
         model: of ms-parallel or transformers; changed in place.
-        tokens: (R, L) int64, L more than `sequence_length`: targets are the next tokens.
+        tokens: (R, L) int64, L more than `sequence_length`: targets are the next tokens. They may
+            lie on another device than the model.
         how: the settings.
         teacher: gives the logits to distil; it is left in evaluation mode.
         before_step: called with the step's number, such as a schedule of pruning.
@@ -137,6 +138,7 @@ def _train(
 ) -> list[float]:
     optimizer = _optimizer(model, how)
     model.train()
+    device = next(model.parameters()).device
     losses = [] if kept is None else kept.resume(model, optimizer)
     done = len(losses)
     for step, rows in zip(range(how.steps), _batches(len(tokens), how), strict=False):
@@ -144,7 +146,7 @@ def _train(
             continue
         if before_step is not None:
             before_step(step)
-        text = tokens[rows, : how.sequence_length + 1]
+        text = tokens[rows, : how.sequence_length + 1].to(device)
         loss = _loss(model, text, how, teacher)
         if states is not None:
             loss = loss + how.hidden_weight * states.distance()

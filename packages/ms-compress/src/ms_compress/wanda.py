@@ -38,7 +38,8 @@ def wanda(
 
     Raises:
         LayerError: the pattern does not divide a layer's rows; nothing is masked then.
-        CalibrationError: a layer's input is not finite.
+        CalibrationError: there are no tokens or a weight is not finite, and nothing is masked; or a
+            layer's input is not finite, and layers before it are masked already.
     """
     wanted = pattern(how)
     if isinstance(wanted, Unstructured):
