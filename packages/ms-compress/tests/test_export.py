@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attrs import evolve
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import decoder, deepseek, llama, qwen2, qwen3, tokens
@@ -134,6 +135,17 @@ def test_an_export_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="no configuration"):
         export(strange, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("group", [8, 48, 512])
+def test_groups_that_a_target_does_not_take_are_refused(group: int) -> None:
+    """As onnxruntime and llama.cpp would when they read the file; compressed-tensors takes any."""
+    name = f"ort.matmulnbits_g{group}"
+    with pytest.raises(SchemeError, match=f"{name}: .* groups of 16, 32, 64, 128, 256"):
+        scheme(name)
+    with pytest.raises(SchemeError, match=r"gguf\.q4_0: .* groups of 32$"):
+        scheme(evolve(scheme("gguf.q4_0"), group=group))
+    assert scheme(f"ct.int4_g{group}").group == group
 
 
 @pytest.mark.parametrize(
