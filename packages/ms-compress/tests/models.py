@@ -27,12 +27,12 @@ def decoder(layers: int = 2, *, tied: bool = True, seed: int = 0) -> Decoder:
     return enlarged(model)
 
 
-def llama(layers: int = 2, *, tied: bool = False) -> nn.Module:
+def llama(layers: int = 2, *, tied: bool = False, inner: int = 256) -> nn.Module:
     """Transformers' Llama."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=128,
-        intermediate_size=256,
+        intermediate_size=inner,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -151,6 +151,32 @@ def export_wrapped(folder: str) -> dict[str, dict[str, str]]:
     return found
 
 
+def export_odd_rows(folder: str) -> dict[str, str]:
+    """Digests of the weights of a masked model, whole, split unevenly, and sharded beside."""
+    from models import llama
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    found = {}
+    for name in ("whole", "split", "split and sharded"):
+        model = llama(1, inner=97)
+        prune(model, 0.5)
+        qat(model, "ct.int4_g32", exceptions=["*.down_proj"])
+        mlp = model.get_submodule("model.layers.0.mlp")
+        with torch.no_grad():  # as an optimizer's momentum would; masks undo it
+            for each in (mlp.up_proj, mlp.gate_proj):
+                each.weight.add_(0.1)  # type: ignore[operator,union-attr]
+        if name != "whole":
+            by_rows = {"up_proj": ColwiseParallel(), "gate_proj": ColwiseParallel()}
+            parallelize_module(mlp, mesh["tensor"], by_rows)
+        if name == "split and sharded":
+            fully_shard(mlp, mesh=mesh["data"])
+        out = export(model, Path(folder) / name) / "model.safetensors"
+        found[name] = hashlib.sha256(out.read_bytes()).hexdigest()
+    return found
+
+
 def orders(split: bool) -> dict[str, str]:
     """What torch's own wrappers and `qat` say of each order, on two processes."""
     if not dist.is_initialized():

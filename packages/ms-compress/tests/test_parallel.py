@@ -84,6 +84,12 @@ def test_files_from_shards_are_those_of_one_process(scheme: str, tmp_path: Path)
         assert all(run == expected for run in runs)
 
 
+def test_masks_of_rows_that_split_unevenly_are_exported(tmp_path: Path) -> None:
+    """97 rows are 49 and 48, of which FSDP's shards are 25, 24, 24 and 24: the same file."""
+    for found in run_processes(4, RUNS, "export_odd_rows", folder=str(tmp_path)):
+        assert len(set(found.values())) == 1
+
+
 def test_what_wraps_a_model_is_not_in_its_files(tmp_path: Path) -> None:
     """Compiled, checkpointed, replicated or sharded: byte for byte the plain model's, names too."""
     for found in run_processes(2, RUNS, "export_wrapped", folder=str(tmp_path)):

@@ -141,7 +141,7 @@ class Source:
             return local
         mask = layer.mask
         if mask is not None:
-            local = local * _window(mask, _box(parameter), tuple(local.shape))
+            local = local * _window(mask, parameter, tuple(local.shape))
         if entry.scheme is None:
             return local
         factor = layer.factor
@@ -276,9 +276,13 @@ def _box(tensor: Tensor) -> tuple[int, ...]:
     return tuple(chunks[0].offsets) if chunks else (0,) * tensor.ndim
 
 
-def _window(mask: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+def _window(mask: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """The part of a mask, which covers a tensor-parallel part, that an FSDP shard of it covers."""
-    starts = [offset % size for offset, size in zip(offsets, mask.shape, strict=True)]
+    starts = []
+    for offset, held, whole in zip(_box(weight), mask.shape, weight.shape, strict=True):
+        # The mesh's last axis is tensor parallelism's, whose parts but the last are of one size.
+        part = whole if held == whole else -(-whole // weight.device_mesh.size(-1))  # type: ignore[attr-defined]
+        starts.append(offset % part)
     return mask[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))]
 
 
