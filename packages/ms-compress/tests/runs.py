@@ -102,7 +102,9 @@ def export_same_weights(layout: dict[str, int], scheme: str, folder: str) -> dic
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.iterdir()}
 
 
-def export_that_fails(layout: dict[str, int], folder: str, limit_bytes: int | None) -> str:
+def export_that_fails(
+    layout: dict[str, int], folder: str, tokenizer: str, limit_bytes: int | None
+) -> str:
     """What a process is told when the first cannot write: the folder exists, or is too large."""
     groups = connect(Layout(**layout), device="cpu")
     engine = Engine(CONFIG, groups=groups, prepare=lambda s: qat(s, "ct.int4_g32"))
@@ -110,7 +112,7 @@ def export_that_fails(layout: dict[str, int], folder: str, limit_bytes: int | No
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
     try:
-        export(list(engine.stages.values()), Path(folder))
+        export(list(engine.stages.values()), Path(folder), tokenizer=tokenizer)
     except CompressError as error:
         return f"{type(error).__name__}: {error}"
     return "exported"

@@ -98,14 +98,15 @@ def test_what_wraps_a_model_is_not_in_its_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [{"data": 2}, {"pipeline": 2}], ids=str)
-@pytest.mark.parametrize("limit_bytes", [None, 20_000], ids=["exists", "no space"])
+@pytest.mark.parametrize("limit_bytes", [None, 20_000, 10**6], ids=["exists", "early", "late"])
 def test_no_process_waits_for_one_that_cannot_write(
     limit_bytes: int | None, layout: dict[str, int], tmp_path: Path
 ) -> None:
-    """The first refuses before it writes, or fails while others send: all end, with its reason."""
-    folder = tmp_path / "out"
+    """The first fails before others send, while they do, or after: all end, with its reason."""
+    folder, tokenizer = tmp_path / "new" / "out", tmp_path / "tokenizer.json"
+    tokenizer.write_bytes(b" " * 2 * 10**6)
     if limit_bytes is None:
-        folder.mkdir()
+        folder.mkdir(parents=True)
     first, second = run_processes(
         2,
         RUNS,
@@ -113,12 +114,13 @@ def test_no_process_waits_for_one_that_cannot_write(
         timeout_s=60,
         layout=layout,
         folder=str(folder),
+        tokenizer=str(tokenizer),
         limit_bytes=limit_bytes,
     )
     reason = "exists; remove it" if limit_bytes is None else "File too large"
     assert re.match(f"ExportError: .*{reason}", first)
     assert re.match(f"ExportError: process 0 failed.*{reason}", second)
-    assert [*tmp_path.rglob("*")] == ([folder] if limit_bytes is None else [])
+    assert [*folder.parent.iterdir()] == ([folder] if limit_bytes is None else [])
 
 
 def test_orders_of_wrapping_are_right_or_refused() -> None:
