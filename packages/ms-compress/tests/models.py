@@ -27,12 +27,12 @@ def decoder(layers: int = 2, *, tied: bool = True, seed: int = 0) -> Decoder:
     return enlarged(model)
 
 
-def llama(layers: int = 2, *, tied: bool = False) -> nn.Module:
+def llama(layers: int = 2, *, tied: bool = False, inner: int = 256) -> nn.Module:
     """Transformers' Llama."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=128,
-        intermediate_size=256,
+        intermediate_size=inner,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -76,6 +76,36 @@ def qwen2(*kinds: str, window: int = 8) -> nn.Module:
         layer_types=list(kinds),
     )
     return enlarged(transformers.Qwen2ForCausalLM(config))
+
+
+def deepseek() -> nn.Module:
+    """Transformers' DeepSeek V3, whose routing a buffer corrects: it is in its folders too."""
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=32,
+        q_lora_rank=32,
+        qk_rope_head_dim=32,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=128,
+    )
+    model = enlarged(transformers.DeepseekV3ForCausalLM(config))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_()
+    return model
 
 
 def enlarged(model: nn.Module) -> nn.Module:

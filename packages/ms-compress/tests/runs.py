@@ -103,7 +103,9 @@ def export_same_weights(layout: dict[str, int], scheme: str, folder: str) -> dic
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.iterdir()}
 
 
-def export_that_fails(layout: dict[str, int], folder: str, limit_bytes: int | None) -> str:
+def export_that_fails(
+    layout: dict[str, int], folder: str, tokenizer: str, limit_bytes: int | None
+) -> str:
     """What a process is told when the first cannot write: the folder exists, or is too large."""
     groups = connect(Layout(**layout), device="cpu")
     engine = Engine(CONFIG, groups=groups, prepare=lambda s: qat(s, "ct.int4_g32"))
@@ -111,7 +113,7 @@ def export_that_fails(layout: dict[str, int], folder: str, limit_bytes: int | No
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
     try:
-        export(list(engine.stages.values()), Path(folder))
+        export(list(engine.stages.values()), Path(folder), tokenizer=tokenizer)
     except CompressError as error:
         return f"{type(error).__name__}: {error}"
     return "exported"
@@ -149,6 +151,32 @@ def export_wrapped(folder: str) -> dict[str, dict[str, str]]:
                 f"{scheme} {path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
                 for path in out.iterdir()
             }
+    return found
+
+
+def export_odd_rows(folder: str) -> dict[str, str]:
+    """Digests of the weights of a masked model, whole, split unevenly, and sharded beside."""
+    from models import llama
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    found = {}
+    for name in ("whole", "split", "split and sharded"):
+        model = llama(1, inner=97)
+        prune(model, 0.5)
+        qat(model, "ct.int4_g32", exceptions=["*.down_proj"])
+        mlp = model.get_submodule("model.layers.0.mlp")
+        with torch.no_grad():  # as an optimizer's momentum would; masks undo it
+            for each in (mlp.up_proj, mlp.gate_proj):
+                each.weight.add_(0.1)  # type: ignore[operator,union-attr]
+        if name != "whole":
+            by_rows = {"up_proj": ColwiseParallel(), "gate_proj": ColwiseParallel()}
+            parallelize_module(mlp, mesh["tensor"], by_rows)
+        if name == "split and sharded":
+            fully_shard(mlp, mesh=mesh["data"])
+        out = export(model, Path(folder) / name) / "model.safetensors"
+        found[name] = hashlib.sha256(out.read_bytes()).hexdigest()
     return found
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from attrs import evolve
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import decoder, llama, qwen2, qwen3, tokens
+from models import decoder, deepseek, llama, qwen2, qwen3, tokens
 from safetensors.torch import load_file
 from torch import nn
 
@@ -99,6 +100,18 @@ def test_gguf_refuses_a_window_in_any_layer(tmp_path: Path) -> None:
         export(prepared, tmp_path / "out")
 
 
+def test_inputs_are_rounded_there_where_they_were_in_training(tmp_path: Path) -> None:
+    """`ct.w8a8` of weights alone: transformers rounds no input, and the difference is 0.0."""
+    prepared = qat(decoder(), "ct.w8a8", activations=False)
+    folder = export(prepared, tmp_path / "out")
+    expected = model_logits(prepared, tokens())
+    assert torch.equal(open_runtime(folder, "ct").logits(tokens()), expected)
+    mixed = qat(decoder(), "ct.w8a8", activations=False, exceptions=["*.down_proj"])
+    qat(mixed, "ct.w8a8", exceptions=["*.self_attn.*", "*.gate_proj", "*.up_proj"])
+    with pytest.raises(LayerError, match=r"mlp\.down_proj rounds its input and .*_proj does not"):
+        export(mixed, tmp_path / "mixed")
+
+
 def test_a_cache_of_keys_gives_the_same_tokens(tmp_path: Path) -> None:
     """Decoding in onnxruntime token by token finds what the model finds over the whole text."""
     prepared = qat(decoder(), "ort.matmulnbits")
@@ -122,6 +135,17 @@ def test_an_export_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="no configuration"):
         export(strange, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("group", [8, 48, 512])
+def test_groups_that_a_target_does_not_take_are_refused(group: int) -> None:
+    """As onnxruntime and llama.cpp would when they read the file; compressed-tensors takes any."""
+    name = f"ort.matmulnbits_g{group}"
+    with pytest.raises(SchemeError, match=f"{name}: .* groups of 16, 32, 64, 128, 256"):
+        scheme(name)
+    with pytest.raises(SchemeError, match=r"gguf\.q4_0: .* groups of 32$"):
+        scheme(evolve(scheme("gguf.q4_0"), group=group))
+    assert scheme(f"ct.int4_g{group}").group == group
 
 
 @pytest.mark.parametrize(
@@ -148,6 +172,29 @@ def test_adapters_are_merged_before_an_export(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"export what model\.merge_and_unload\(\) returns"):
         export(adapted, tmp_path / "out")
     export(adapted.merge_and_unload(), tmp_path / "out", verify=True)
+
+
+def test_buffers_that_a_model_keeps_are_in_the_file(tmp_path: Path) -> None:
+    """DeepSeek's routing as transformers reads it back; those that it makes anew are not."""
+    model = deepseek()
+    model.register_buffer("seen", torch.tensor(True))
+    model.register_buffer("table", torch.ones(2), persistent=False)
+    folder = export(qat(model, "ct.int4_g32", exceptions=["*.gate"]), tmp_path / "out")
+    stored = load_file(folder / "model.safetensors")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(stored[bias], model.get_buffer(bias))
+    assert torch.equal(stored["seen"], torch.tensor(True))
+    assert "table" not in stored
+    verify(model, folder, "ct")
+
+
+@pytest.mark.parametrize("name", ["gguf.q4_0", "ort.matmulnbits"])
+def test_a_buffer_that_the_target_does_not_know_is_refused(name: str, tmp_path: Path) -> None:
+    """As a parameter is: what it does to the model is not known either."""
+    model = qat(decoder(), name)
+    model.get_submodule("model.layers.1.mlp").register_buffer("limit", torch.ones(2))
+    with pytest.raises(LayerError, match=r"know the tensor 'model\.layers\.1\.mlp\.limit'"):
+        export(model, tmp_path / "out")
 
 
 def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:

@@ -95,6 +95,12 @@ def test_files_from_shards_are_those_of_one_process(scheme: str, tmp_path: Path)
         assert all(run == expected for run in runs)
 
 
+def test_masks_of_rows_that_split_unevenly_are_exported(tmp_path: Path) -> None:
+    """97 rows are 49 and 48, of which FSDP's shards are 25, 24, 24 and 24: the same file."""
+    for found in run_processes(4, RUNS, "export_odd_rows", folder=str(tmp_path)):
+        assert len(set(found.values())) == 1
+
+
 def test_what_wraps_a_model_is_not_in_its_files(tmp_path: Path) -> None:
     """Compiled, checkpointed, replicated or sharded: byte for byte the plain model's, names too."""
     for found in run_processes(2, RUNS, "export_wrapped", folder=str(tmp_path)):
@@ -103,14 +109,15 @@ def test_what_wraps_a_model_is_not_in_its_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [{"data": 2}, {"pipeline": 2}], ids=str)
-@pytest.mark.parametrize("limit_bytes", [None, 20_000], ids=["exists", "no space"])
+@pytest.mark.parametrize("limit_bytes", [None, 20_000, 10**6], ids=["exists", "early", "late"])
 def test_no_process_waits_for_one_that_cannot_write(
     limit_bytes: int | None, layout: dict[str, int], tmp_path: Path
 ) -> None:
-    """The first refuses before it writes, or fails while others send: all end, with its reason."""
-    folder = tmp_path / "out"
+    """The first fails before others send, while they do, or after: all end, with its reason."""
+    folder, tokenizer = tmp_path / "new" / "out", tmp_path / "tokenizer.json"
+    tokenizer.write_bytes(b" " * 2 * 10**6)
     if limit_bytes is None:
-        folder.mkdir()
+        folder.mkdir(parents=True)
     first, second = run_processes(
         2,
         RUNS,
@@ -118,12 +125,13 @@ def test_no_process_waits_for_one_that_cannot_write(
         timeout_s=60,
         layout=layout,
         folder=str(folder),
+        tokenizer=str(tokenizer),
         limit_bytes=limit_bytes,
     )
     reason = "exists; remove it" if limit_bytes is None else "File too large"
     assert re.match(f"ExportError: .*{reason}", first)
     assert re.match(f"ExportError: process 0 failed.*{reason}", second)
-    assert [*tmp_path.rglob("*")] == ([folder] if limit_bytes is None else [])
+    assert [*folder.parent.iterdir()] == ([folder] if limit_bytes is None else [])
 
 
 def test_orders_of_wrapping_are_right_or_refused() -> None:

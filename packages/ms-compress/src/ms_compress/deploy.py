@@ -77,8 +77,8 @@ def export(
         with _aside(folder, source, overwrite=overwrite) as aside:
             with writing(folder):
                 _write(how, source, aside, tokenizer_path, accuracy_level)
-            if source.is_first and tokenizer_path is not None:
-                _copy_tokenizer(tokenizer_path, aside)
+                if source.is_first and tokenizer_path is not None:
+                    _copy_tokenizer(tokenizer_path, aside)
             if verify:
                 assert isinstance(model, nn.Module)
                 verify_folder(model, aside, how.target)

@@ -5,12 +5,12 @@ being written. Weights are rounded where they lie, so what travels is codes.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ms_compress.errors import ExportError
 from ms_compress.layers import FACTOR, Prepared
 from ms_compress.rounding import Quantised, quantise
-from ms_compress.scheme import Scheme
+from ms_compress.scheme import Activations, Scheme
 from ms_compress.selection import is_tied
 from ms_compress.together import Together
 from ms_compress.wrappers import architecture, bare_name, check_merged, unwrapped
@@ -50,6 +50,8 @@ class Entry:
     """The layer's kind: `linear`, `embedding` or `other`."""
     scheme: Scheme | None
     """Of a prepared layer's weight."""
+    activations: Activations | None
+    """How that layer rounds its input."""
     parts: tuple[Part, ...]
 
     @property
@@ -82,10 +84,10 @@ class Source:
         self._own: dict[str, Tensor] = {}
         offers: dict[str, Entry] = {}
         for stage in stages:
-            for name, entry, layer in _offers(stage, tied=_is_tied(stage, self.config)):
-                offers[name] = entry
-                self._layers[name] = layer
-                self._own[name] = layer._parameters[name.rpartition(".")[2]]  # type: ignore[assignment]
+            for entry, layer, tensor in _offers(stage, tied=_is_tied(stage, self.config)):
+                offers[entry.name] = entry
+                self._layers[entry.name] = layer
+                self._own[entry.name] = tensor
         self.entries: Mapping[str, Entry] = _merge(_exchange(offers))
         """In an order that does not depend on the layout."""
         if self.config.get("tie_word_embeddings"):
@@ -139,7 +141,7 @@ class Source:
             return local
         mask = layer.mask
         if mask is not None:
-            local = local * _window(mask, _box(parameter), tuple(local.shape))
+            local = local * _window(mask, parameter, tuple(local.shape))
         if entry.scheme is None:
             return local
         factor = layer.factor
@@ -174,10 +176,10 @@ class Source:
                 if whole is not None:
                     whole[box] = mine.cpu()
                 else:
-                    dist.send(mine.contiguous().view(torch.uint8), 0)
+                    dist.send(mine.contiguous().flatten().view(torch.uint8), 0)
             elif whole is not None:
                 got = torch.empty(whole[box].shape, dtype=dtype, device=self._device)
-                dist.recv(got.view(torch.uint8), part.rank)
+                dist.recv(got.flatten().view(torch.uint8), part.rank)
                 whole[box] = got.cpu()
         return whole
 
@@ -189,40 +191,46 @@ def _is_tied(stage: nn.Module, config: Mapping[str, Any]) -> bool:
     return bool(config.get("tie_word_embeddings")) and shared
 
 
-def _offers(stage: nn.Module, *, tied: bool) -> list[tuple[str, Entry, nn.Module]]:
-    """Each tensor that a stage holds a part of."""
-    offers: list[tuple[str, Entry, nn.Module]] = []
+def _offers(stage: nn.Module, *, tied: bool) -> Iterator[tuple[Entry, nn.Module, Tensor]]:
+    """Each tensor that a stage holds a part of, with its layer."""
     for path, layer in stage.named_modules():
         prefix = bare_name(path)
-        for key, parameter in layer.named_parameters(recurse=False):
+        for key, tensor in _kept(layer):
             name = f"{prefix}.{key}" if prefix else key
-            if key == FACTOR or (tied and name == HEAD):
-                continue
-            scheme = layer.scheme if isinstance(layer, Prepared) and key == "weight" else None
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            part = Part(
-                rank=_rank(),
-                offsets=_box(parameter),
-                sizes=tuple(local.shape),
-                strange=int((~local.detach().isfinite()).sum()),
-            )
-            kind = {nn.Linear: "linear", nn.Embedding: "embedding"}
-            found = next((word for each, word in kind.items() if isinstance(layer, each)), "other")
-            offers.append(
-                (
-                    name,
-                    Entry(
-                        name=name,
-                        shape=tuple(parameter.shape),
-                        dtype=parameter.dtype,
-                        kind=found,
-                        scheme=scheme,
-                        parts=(part,),
-                    ),
-                    layer,
-                )
-            )
-    return offers
+            if not (tied and name == HEAD):
+                yield _offer(name, layer, tensor), layer, tensor
+
+
+def _kept(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A layer's own tensors that have a place in a file: parameters and persistent buffers."""
+    for key, parameter in layer.named_parameters(recurse=False):
+        if key != FACTOR:
+            yield key, parameter
+    for key, buffer in layer.named_buffers(recurse=False):
+        if key not in layer._non_persistent_buffers_set:
+            yield key, buffer
+
+
+def _offer(name: str, layer: nn.Module, tensor: Tensor) -> Entry:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    part = Part(
+        rank=_rank(),
+        offsets=_box(tensor),
+        sizes=tuple(local.shape),
+        strange=int((~local.detach().isfinite()).sum()),
+    )
+    kinds = {nn.Linear: "linear", nn.Embedding: "embedding"}
+    is_weight = name.rpartition(".")[2] == "weight"
+    prepared = layer if isinstance(layer, Prepared) and is_weight else None
+    return Entry(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        kind=next((word for each, word in kinds.items() if isinstance(layer, each)), "other"),
+        scheme=None if prepared is None else prepared.scheme,
+        activations=None if prepared is None else prepared.activations,
+        parts=(part,),
+    )
 
 
 def _merge(offers: list[dict[str, Entry]]) -> dict[str, Entry]:
@@ -248,14 +256,7 @@ def _merge(offers: list[dict[str, Entry]]) -> dict[str, Entry]:
                 f"{name}: the processes hold {covered} of {torch.Size(first.shape).numel()} values;"
                 " export from every process of the layout"
             )
-        entries[name] = Entry(
-            name=name,
-            shape=first.shape,
-            dtype=first.dtype,
-            kind=first.kind,
-            scheme=first.scheme,
-            parts=tuple(boxes.values()),
-        )
+        entries[name] = evolve(first, parts=tuple(boxes.values()))
     return entries
 
 
@@ -275,9 +276,13 @@ def _box(tensor: Tensor) -> tuple[int, ...]:
     return tuple(chunks[0].offsets) if chunks else (0,) * tensor.ndim
 
 
-def _window(mask: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+def _window(mask: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """The part of a mask, which covers a tensor-parallel part, that an FSDP shard of it covers."""
-    starts = [offset % size for offset, size in zip(offsets, mask.shape, strict=True)]
+    starts = []
+    for offset, held, whole in zip(_box(weight), mask.shape, weight.shape, strict=True):
+        # The mesh's last axis is tensor parallelism's, whose parts but the last are of one size.
+        part = whole if held == whole else -(-whole // weight.device_mesh.size(-1))  # type: ignore[attr-defined]
+        starts.append(offset % part)
     return mask[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))]
 
 

@@ -25,6 +25,8 @@ Rounding = Literal["away", "even", "up"]
 """A half goes away from zero, to the even neighbour, or (as floor(v + ½) does) up."""
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+GROUPS = {"gguf": (32,), "ort": (16, 32, 64, 128, 256)}
+"""What a block of llama.cpp holds, and MatMulNBits takes; compressed-tensors takes any."""
 
 
 @frozen(kw_only=True)
@@ -187,21 +189,23 @@ def scheme(name: "str | Scheme") -> Scheme:
     """The scheme of a name such as `"gguf.q4_0"`; a scheme is returned as it is.
 
     Raises:
-        SchemeError: there is none; the message gives the nearest.
+        SchemeError: there is none, or its target takes no such group; the message gives the
+            nearest name, or the groups that fit.
     """
-    if isinstance(name, Scheme):
-        return name
+    found = name if isinstance(name, Scheme) else _named(name)
+    taken = GROUPS.get(found.target, (found.group,))
+    if found.group not in taken:
+        raise SchemeError(
+            f"{found}: group is {found.group}; {found.target} takes groups of"
+            f" {', '.join(map(str, taken))}"
+        )
+    return found
+
+
+def _named(name: str) -> Scheme:
     if name in FIXED:
         return FIXED[name]
     for pattern, base in GROUPED.items():
         if match := pattern.fullmatch(name):
-            return _grouped(base, name, int(match[1]))
+            return evolve(base, name=name, group=int(match[1]))
     raise SchemeError(f"there is no scheme {name!r}; {nearest(name, NAMES)}")
-
-
-def _grouped(base: Scheme, name: str, group: int) -> Scheme:
-    if base.target == "ort" and (group < 16 or group & (group - 1)):
-        raise SchemeError(f"{name}: MatMulNBits takes groups of a power of two from 16 up")
-    if group < 1:
-        raise SchemeError(f"{name}: a group holds at least 1 weight")
-    return evolve(base, name=name, group=group)

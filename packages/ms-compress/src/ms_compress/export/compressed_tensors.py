@@ -1,7 +1,7 @@
 """Folders of Hugging Face compressed-tensors, for transformers and vLLM.
 
-Weights of up to 7 bits are `pack-quantized`: a row's codes, plus 2^(bits-1), as a stream of bits
-in int32 words, the first in the lowest bits. Weights of 8 bits are `int-quantized`.
+Weights are `pack-quantized`: a row's codes, plus 2^(bits-1), as a stream of bits in int32 words,
+the first in the lowest bits. Of 8 bits, with inputs rounded too, they are `int-quantized`.
 Source: compressed-tensors, `pack_to_int32` and `QuantizationConfig`.
 """
 
@@ -19,7 +19,7 @@ from ms_compress.errors import LayerError
 from ms_compress.export.safetensors_file import Slot, TensorFile
 from ms_compress.parts import Entry, Source
 from ms_compress.rounding import Quantised
-from ms_compress.scheme import Scheme
+from ms_compress.scheme import Activations, Scheme
 
 __all__ = ["check", "pack", "write"]
 
@@ -30,7 +30,7 @@ def check(source: Source) -> None:
     """Refuse what the format has no place for.
 
     Raises:
-        LayerError: an embedding is quantised.
+        LayerError: an embedding is quantised, or some layers round their inputs and some do not.
     """
     for entry in source.entries.values():
         if entry.scheme is not None and entry.kind != "linear":
@@ -38,6 +38,14 @@ def check(source: Source) -> None:
                 f"{entry.module}: compressed-tensors holds no quantised embedding that"
                 " transformers reads; prepare the model without embeddings, and untie the head"
             )
+    quantised = [entry for entry in source.entries.values() if entry.scheme is not None]
+    rounding = [entry.module for entry in quantised if entry.activations is not None]
+    plain = [entry.module for entry in quantised if entry.activations is None]
+    if rounding and plain:
+        raise LayerError(
+            f"{rounding[0]} rounds its input and {plain[0]} does not; one scheme is written for all"
+            " layers: prepare them alike"
+        )
 
 
 def write(source: Source, folder: Path) -> None:
@@ -89,7 +97,7 @@ def _slots(entry: Entry) -> dict[str, Slot]:
     rows, features = entry.shape
     groups = features // entry.scheme.group_of(features)
     scales = Slot(shape=(rows, groups), dtype=entry.scheme.dtype)
-    if entry.scheme.bits == 8:
+    if not _is_packed(entry):
         return {
             f"{entry.module}.weight_scale": scales,
             entry.name: Slot(shape=entry.shape, dtype=torch.int8),
@@ -106,7 +114,7 @@ def _tensors(entry: Entry, value: Quantised | Tensor) -> dict[str, Tensor]:
     if isinstance(value, Tensor):
         return {entry.name: value}
     assert entry.scheme is not None
-    if entry.scheme.bits == 8:
+    if not _is_packed(entry):
         return {f"{entry.module}.weight_scale": value.scales, entry.name: value.codes}
     return {
         f"{entry.module}.weight_shape": torch.tensor(entry.shape),
@@ -118,13 +126,13 @@ def _tensors(entry: Entry, value: Quantised | Tensor) -> dict[str, Tensor]:
 def _quantization(entries: Mapping[str, Entry]) -> dict[str, Any]:
     """The `quantization_config` of config.json."""
     linear = [e for e in entries.values() if e.kind == "linear" and e.name.endswith(".weight")]
-    scheme = next(e.scheme for e in linear if e.scheme is not None)
+    scheme, first = next((e.scheme, e) for e in linear if e.scheme is not None)
     ignored = [entry.module for entry in linear if entry.scheme is None]
     if "lm_head.weight" not in entries:
         ignored.append("lm_head")
     return {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized" if scheme.bits == 8 else "pack-quantized",
+        "format": "pack-quantized" if _is_packed(first) else "int-quantized",
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
@@ -133,11 +141,17 @@ def _quantization(entries: Mapping[str, Entry]) -> dict[str, Any]:
             "group_0": {
                 "targets": ["Linear"],
                 "weights": _arguments(scheme),
-                "input_activations": _input_arguments(scheme),
+                "input_activations": _input_arguments(first.activations),
                 "output_activations": None,
             }
         },
     }
+
+
+def _is_packed(entry: Entry) -> bool:
+    """Transformers reads `int-quantized` weights with rounded inputs alone."""
+    assert entry.scheme is not None
+    return entry.scheme.bits < 8 or entry.activations is None
 
 
 def _arguments(scheme: Scheme) -> dict[str, Any]:
@@ -155,11 +169,11 @@ def _arguments(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def _input_arguments(scheme: Scheme) -> dict[str, Any] | None:
-    if scheme.activations is None:
+def _input_arguments(activations: Activations | None) -> dict[str, Any] | None:
+    if activations is None:
         return None
     return {
-        "num_bits": scheme.activations.bits,
+        "num_bits": activations.bits,
         "type": "int",
         "symmetric": True,
         "strategy": "token",

@@ -15,10 +15,14 @@ from ms_compress.durable import write_all
 __all__ = ["Slot", "TensorFile"]
 
 NAMES = {
+    torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
     torch.int8: "I8",
+    torch.int16: "I16",
     torch.int32: "I32",
     torch.int64: "I64",
 }
