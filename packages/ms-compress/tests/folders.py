@@ -1,6 +1,9 @@
 """A small plain model and a small text, as folders that commands read."""
 
+import json
 from pathlib import Path
+
+from models import decoder, tokens
 
 import ms_data
 from ms_parallel.models import Decoder, DecoderConfig, initialise, save_model
@@ -43,3 +46,16 @@ def write_shards(folder: Path) -> Path:
     ms_data.train_tokenizer(texts, vocab_size=VOCABULARY, out=tokenizer)
     ms_data.build(texts, tokenizer=tokenizer, out=folder / "shards", hold_out=0.2)
     return folder / "shards"
+
+
+def write_run(folder: Path) -> Path:
+    """A saved model, tokens, and a run file for both."""
+    save_model(decoder(), folder / "model")
+    (folder / "tokens.json").write_text(json.dumps(tokens(16, 33).tolist()))
+    file = folder / "run.toml"
+    file.write_text(
+        f'model = "{folder}/model"\noutput_dir = "{folder}/out"\n'
+        f'dataset = "{folder}/tokens.json"\nrows = 16\n'
+        "[tuning]\nsteps = 3\nbatch_size = 4\nsequence_length = 32\n"
+    )
+    return file

@@ -8,25 +8,21 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import decoder, tokens
+from folders import write_run, write_shards
+from models import tokens
 
+from ms_compress import ConfigError, DataError
 from ms_compress.cli import main
+from ms_compress.corpus import read_tokens
+from ms_compress.evaluate import Evaluation
 from ms_parallel import load_model, save_model
 
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     """A saved model, tokens, and a run file for both."""
-    save_model(decoder(), tmp_path / "model")
-    (tmp_path / "tokens.json").write_text(json.dumps(tokens(16, 33).tolist()))
     (tmp_path / "strange.json").write_text(json.dumps([[0, 9999] * 264]))
-    file = tmp_path / "run.toml"
-    file.write_text(
-        f'model = "{tmp_path}/model"\noutput_dir = "{tmp_path}/out"\n'
-        f'dataset = "{tmp_path}/tokens.json"\nrows = 16\n'
-        "[tuning]\nsteps = 3\nbatch_size = 4\nsequence_length = 32\n"
-    )
-    return file
+    return write_run(tmp_path)
 
 
 @pytest.mark.parametrize("start", ["nearest", "gptq"])
@@ -98,6 +94,29 @@ def test_distill_saves_a_smaller_student(run_file: Path) -> None:
         (["scheme=ct.int4_g32", 'exceptions=["down"]'], "matches no layer"),
         (["scheme=gguf.q4_0", "start=gptq", "head=true"], "leave embeddings and head false"),
         (["scheme=ct.int4_g32", "dataset=strange.json"], "tokens are 0 to 9999, and"),
+        (["scheme=ct.int4_g32", "dataset=huge.json"], "not a JSON list of lists of tokens"),
+        (["scheme=3"], "scheme is 3; give the name of a scheme"),
+        (["scheme=[1]"], "scheme is [1]; give the name of a scheme"),
+        (["scheme=ct.int4_g32", "model=5"], "model is 5; give a path"),
+        (["scheme=ct.int4_g32", "output_dir=5"], "output_dir is 5; give a path"),
+        (["scheme=ct.int4_g32", "dataset=5"], "dataset is 5; give a path"),
+        (["scheme=ct.int4_g32", "teacher=5"], "teacher is 5; give a path"),
+        (["scheme=ct.int4_g32", "exceptions=3"], "exceptions is 3; give a list of patterns"),
+        (["scheme=ct.int4_g32", "exceptions=[1]"], "exceptions is [1]; give a list of patterns"),
+        (["scheme=ct.int4_g32", "exceptions=down"], "the exception 'down' matches no layer"),
+        (["scheme=ct.int4_g32", "tuning=3"], "tuning is 3; give a table of settings"),
+        (["scheme=ct.int4_g32", f"tuning.seed={2**63}"], f"at least 0 and at most {2**63 - 1}"),
+        (["scheme=ct.int4_g32", "tuning.batch_size=3000000000"], "there are 16 rows of tokens"),
+        (["scheme=ct.int4_g32", "float_steps=3"], "float_steps is 3 of tuning.steps=3"),
+        (["scheme=ct.int4_g32", "sparse=true"], "no weight of"),
+        (["scheme=ct.int4_g32", "output_dir="], "output_dir is '.'; give a path that ends in"),
+        (["scheme=ct.int4_g32", "output_dir=/"], "output_dir is '/'; give a path that ends in"),
+        (["scheme=ct.int4_g32", "output_dir=.."], "output_dir is '..'; give a path that ends in"),
+        (["scheme=ct.int4_g32", 'output_dir="a\\u0000b"'], "give a path that ends in the name"),
+        (["scheme=ct.int4_g32", f"output_dir={'a' * 250}"], "give a path that ends in the name"),
+        (["scheme=ct.int4_g32", "output_dir=run.toml/x"], "cannot write run.toml/x"),
+        (["scheme=ct.int4_g32", "output_dir=run.toml/x/y"], "cannot write run.toml/x/y"),
+        (["scheme=ct.int4_g32", "output_dir=/proc/no/x"], "cannot write /proc/no/x"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -109,6 +128,7 @@ def test_bad_input_is_one_line(
 ) -> None:
     """What, where and the remedy; exit code 2; nothing is written."""
     monkeypatch.chdir(run_file.parent)
+    Path("huge.json").write_text("[[1e400]]")
     settings = [part for each in arguments for part in ("--set", each)]
     assert main(["qat", str(run_file), *settings]) == 2
     error = capsys.readouterr().err
@@ -124,7 +144,9 @@ def test_bad_input_is_one_line(
         ("prune", ["pattern=2:4", "method=wanda"], "are NaN or infinite"),
         ("quantize", ["scheme=ct.int4_g32"], "model.layers.1.mlp.up_proj.weight: 1 of its values"),
         ("export", ["scheme=gguf.q4_0"], "model.layers.1.mlp.up_proj.weight: 1 of its values"),
-        ("qat", ["scheme=gguf.q4_0"], "step 0: the loss is nan; look at the model's weights"),
+        ("qat", ["scheme=gguf.q4_0"], "model.layers.1.mlp.up_proj.weight: 1 of its values"),
+        ("prune", ["pattern=2:4"], "step 0: the loss is nan; look at the model's weights"),
+        ("prune", ["pattern=2:4", "retrain=false"], "mlp.up_proj.weight: 1 of its values"),
     ],
 )
 def test_a_model_with_a_nan_is_refused(
@@ -134,7 +156,7 @@ def test_a_model_with_a_nan_is_refused(
     run_file: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Where it is met: in calibration, in training, or in what is written."""
+    """Where it is met: before what ends in an export, in training, or in what is written."""
     broken = load_model(run_file.parent / "model")
     with torch.no_grad():
         broken.get_parameter("model.layers.1.mlp.up_proj.weight")[0, 0] = torch.nan
@@ -145,3 +167,62 @@ def test_a_model_with_a_nan_is_refused(
     assert message in error
     assert error.count("\n") == 1
     assert not list(run_file.parent.glob("out*"))
+
+
+@pytest.mark.parametrize("pattern", ["[1]", "{a = 1}", "true", "abc"])
+def test_what_is_no_pattern_is_refused(
+    pattern: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever type TOML gives it."""
+    assert main(["prune", str(run_file), "--set", f"pattern={pattern}"]) == 2
+    assert "is no pattern; give '2:4' or a share" in capsys.readouterr().err
+
+
+def test_a_lone_exception_is_one_pattern(run_file: Path) -> None:
+    """Not one for each of its letters."""
+    arguments = ["--set", "scheme=ct.int4_g32", "--set", "exceptions=*.down_proj"]
+    assert main(["export", str(run_file), *arguments]) == 0
+    config = json.loads((run_file.parent / "out" / "config.json").read_text())
+    assert "model.layers.0.mlp.down_proj" in config["quantization_config"]["ignore"]
+
+
+@pytest.mark.parametrize("command", ["export", "quantize", "qat"])
+def test_verify_is_an_option_too(
+    command: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same as the setting."""
+    assert main([command, str(run_file), "--set", "scheme=ort.matmulnbits", "--verify"]) == 0
+    assert "verified in its runtime" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("quantize", ["scheme=ct.int4_g32", "method=gptq", "by_loss=true"]),
+        ("qat", ["scheme=ct.int4_g32", "start=gptq"]),
+        ("prune", ["pattern=2:4", "method=wanda"]),
+    ],
+)
+def test_calibration_tells_how_far_it_is(
+    command: str, arguments: list[str], run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From its first moment to its last layer."""
+    settings = [part for each in arguments for part in ("--set", each)]
+    assert main([command, str(run_file), *settings]) == 0
+    error = capsys.readouterr().err
+    assert error.index("layer 0/2") < error.index("layer 2/2")
+    assert "s a layer" in error
+
+
+def test_rows_are_counted_before_they_are_read(tmp_path: Path) -> None:
+    """Asked for a thousand million, it does not first read all there are."""
+    shards = write_shards(tmp_path)
+    with pytest.raises(DataError, match="rows of 17 tokens, where 1000000000 rows are asked for"):
+        read_tokens(shards, count=10**9, length=17)
+    assert read_tokens(shards, count=3, length=17).shape == (3, 17)
+
+
+def test_threads_beyond_those_of_any_host_are_refused() -> None:
+    """A runtime that starts a hundred thousand ends the process."""
+    with pytest.raises(ConfigError, match=r"threads is 100000; .* at most 1024"):
+        Evaluation(baseline="base", models={}, data="shards", threads=100000)

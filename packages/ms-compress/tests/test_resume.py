@@ -1,5 +1,6 @@
 """A training that was stopped goes on to the weights of one that never was, bit for bit."""
 
+import resource
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 from models import decoder, llama, tokens
 
-from ms_compress import ConfigError, GradualPruning, Tuning, qat, tune
+from ms_compress import ConfigError, ExportError, GradualPruning, Tuning, qat, tune
 from ms_compress.prune import keep_zeros, sparsity
 
 HOW = Tuning(steps=7, batch_size=4, sequence_length=32, learning_rate=1e-2)
@@ -114,6 +115,23 @@ def test_what_another_run_kept_is_refused(tmp_path: Path) -> None:
     kept.write_bytes(before[: len(before) // 2])
     with pytest.raises(ConfigError, match=r"out\.training is damaged"):
         train(prepared(), kept)
+
+
+def test_a_last_state_that_the_disk_refuses_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One in between does; the disk may still take the smaller model that follows."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+    try:
+        kept = tmp_path / "out.training"
+        tune(prepared(), tokens(16, 33), HOW, kept=kept)
+        with pytest.raises(ExportError, match=r"out\.training: File too large"):
+            tune(prepared(), tokens(16, 33), HOW, kept=kept, keep_every_s=0.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert "File too large" in caplog.text
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.gpu

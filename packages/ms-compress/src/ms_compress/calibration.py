@@ -45,6 +45,7 @@ def walk(
     visit: Callable[[str, nn.Linear, Tensor], None],
     wanted: set[str],
     begin: Callable[[Mapping[str, nn.Linear]], object] | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> None:
     """Visit each wanted linear layer with the statistic of its inputs; it may change its weight.
 
@@ -55,6 +56,7 @@ def walk(
         visit: gets the layer's name, the layer and its statistic.
         wanted: names of layers to visit.
         begin: gets the wanted layers of a decoder layer before any of them is visited.
+        progress: called with the decoder layers that are done, from none on, and all there are.
 
     Raises:
         LayerError: the model is no decoder that we know.
@@ -63,7 +65,11 @@ def walk(
     check_calibration(model, batches, wanted)
     with evaluating(model):
         hidden, calls = _arguments(model, batches)
-        for (prefix, block), of_block in zip(blocks_of(model), calls, strict=True):
+        for number, ((prefix, block), of_block) in enumerate(
+            zip(blocks_of(model), calls, strict=True)
+        ):
+            if progress is not None:
+                progress(number, len(calls))
             layers = {
                 f"{prefix}.{name}": layer
                 for name, layer in block.named_modules()
@@ -75,6 +81,8 @@ def walk(
             for name, layer in layers.items():
                 visit(name, layer, held.pop(name))
             hidden = [_run(block, x, call) for x, call in zip(hidden, of_block, strict=True)]
+        if progress is not None:
+            progress(len(calls), len(calls))
 
 
 def check_calibration(model: nn.Module, batches: Sequence[Tensor], wanted: Container[str]) -> None:

@@ -17,6 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         settings = read_settings(options.run_file, options.set)
+        settings |= {flag: True for flag in options.command.flags if getattr(options, flag)}
         return int(options.command.run(settings, options.run_file))
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
@@ -50,6 +51,10 @@ def _parser() -> argparse.ArgumentParser:
             metavar="KEY=VALUE",
             help="change one setting; table.key=value reaches into a table",
         )
+        for flag in command.flags:
+            one.add_argument(
+                f"--{flag}", action="store_true", help=f"the same as --set {flag}=true"
+            )
         one.set_defaults(command=command)
     return parser
 

@@ -63,21 +63,28 @@ def read_tokens(dataset: str | Path, *, count: int, length: int) -> Tensor:
         DataError: there is too little, or it is no dataset.
     """
     path = Path(dataset)
-    if path.is_file():
-        flat = _from_json(path)
-    else:
-        taken = rows(path, split="train", sequence_length=length, count=count)
-        flat = taken["tokens"].flatten()
-    if len(flat) < count * length:
-        raise DataError(f"{path}: {len(flat)} tokens, where {count} rows of {length} are asked for")
+    if not path.is_file():
+        stream = _stream(path, "train", length, 1, 0)
+        _check_rows(path, stream.samples_per_epoch, count, length)
+        return rows(path, split="train", sequence_length=length, count=count)["tokens"]
+    flat = _from_json(path)
+    _check_rows(path, len(flat) // length, count, length)
     return flat[: count * length].view(count, length)
+
+
+def _check_rows(path: Path, there: int, count: int, length: int) -> None:
+    if there < count:
+        raise DataError(
+            f"{path}: it has {there} rows of {length} tokens, where {count} rows are asked for;"
+            " lower rows or sequence_length"
+        )
 
 
 def _from_json(path: Path) -> Tensor:
     try:
         document: Any = json.loads(path.read_text())
         return torch.tensor([int(token) for row in document for token in row], dtype=torch.int64)
-    except (ValueError, TypeError, OSError, RuntimeError) as error:
+    except (ValueError, TypeError, OSError, RuntimeError, OverflowError) as error:
         raise DataError(f"{path}: not a JSON list of lists of tokens: {error}") from error
 
 

@@ -1,20 +1,23 @@
 """Export: a prepared model as a folder that its target runs, whole or not at all."""
 
+import json
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from torch import nn
 
-from ms_compress.durable import publish, sync_folder, writing
+from ms_compress.decoder_config import decoder_config
+from ms_compress.durable import whole_folder, writing
 from ms_compress.errors import ConfigError, ExportError, LayerError
 from ms_compress.export import compressed_tensors, gguf, onnx
+from ms_compress.export.gguf_tokenizer import check_tokenizer
 from ms_compress.parts import Source
 from ms_compress.scheme import Scheme, scheme
 from ms_compress.verify import verify as verify_folder
 
-__all__ = ["export"]
+__all__ = ["check_export", "export"]
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -65,15 +68,13 @@ def export(
     source = Source(model)
     with source.together:
         how = _scheme_of(source, target)
-        {"ct": compressed_tensors, "gguf": gguf, "ort": onnx}[how.target].check(source)
+        tokenizer_path = _tokenizer(tokenizer)
+        _check(source, how, tokenizer_path)
         if verify and not isinstance(model, nn.Module):
             raise ConfigError(
                 "verify needs the whole model in one process; verify the folder there"
             )
-        if source.is_first and folder.exists() and not overwrite:
-            raise ExportError(f"{folder} exists; remove it, or ask to overwrite it")
-        tokenizer_path = _tokenizer(tokenizer)
-        with _aside(folder, source) as aside:
+        with _aside(folder, source, overwrite=overwrite) as aside:
             with writing(folder):
                 _write(how, source, aside, tokenizer_path, accuracy_level)
                 if source.is_first and tokenizer_path is not None:
@@ -84,26 +85,31 @@ def export(
     return folder
 
 
-@contextmanager
-def _aside(folder: Path, source: Source) -> Iterator[Path]:
-    """A place beside a folder, which takes the folder's name when all is well, else is removed."""
-    aside = folder.with_name(folder.name + ".partial")
-    if not source.is_first:
-        yield aside
-        return
-    try:
-        with writing(folder):
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-        yield aside
-        with writing(folder):
-            sync_folder(aside)
-            if folder.exists():
-                shutil.rmtree(folder)
-            publish(aside, folder)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+def check_export(
+    model: nn.Module, target: str | Scheme, *, tokenizer: str | Path | None = None
+) -> None:
+    """Raise what `export` would of a model for a target, before work that is to end in it.
+
+    Args:
+        model: whole, in one process; prepared or not yet.
+        target: the scheme.
+        tokenizer: as of `export`.
+
+    Raises:
+        LayerError, ExportError: as of `export`.
+    """
+    _check(Source(model), scheme(target), _tokenizer(tokenizer))
+
+
+def _check(source: Source, how: Scheme, tokenizer: Path | None) -> None:
+    {"ct": compressed_tensors, "gguf": gguf, "ort": onnx}[how.target].check(source)
+    if how.target == "gguf" and tokenizer is not None:
+        check_tokenizer(tokenizer, decoder_config(source.config, "GGUF"))
+
+
+def _aside(folder: Path, source: Source, *, overwrite: bool) -> AbstractContextManager[Path]:
+    """Where the first process writes; others write nothing."""
+    return whole_folder(folder, overwrite=overwrite) if source.is_first else nullcontext(folder)
 
 
 def _write(
@@ -139,7 +145,13 @@ def _tokenizer(given: str | Path | None) -> Path | None:
     path = Path(given)
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
-        raise ExportError(f"{path}: there is no such tokenizer")
+        raise ExportError(f"{path}: there is no such tokenizer; give a tokenizer.json")
+    try:
+        known = "vocab" in json.loads(path.read_bytes())["model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        known = False
+    if not known:
+        raise ExportError(f"{path}: it holds no tokenizer; give a tokenizer.json")
     return path
 
 

@@ -54,7 +54,7 @@ class Evaluation:
     prefill_tokens: int = field(default=128, validator=whole())
     decode_tokens: int = field(default=32, validator=whole())
     rounds: int = field(default=5, validator=whole())
-    threads: int = field(default=1, validator=whole())
+    threads: int = field(default=1, validator=whole(most=1024))
 
 
 @frozen(kw_only=True)

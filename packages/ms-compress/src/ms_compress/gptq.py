@@ -8,7 +8,7 @@ Frantar et al. 2022, arXiv:2210.17323, algorithm 1. Differences from the paper:
 Shapes: N rows, K features.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ def gptq(
     by_loss: bool = False,
     fit_scales: bool = False,
     for_training: bool = False,
+    progress: Callable[[int, int], object] | None = None,
 ) -> None:
     """Prepare a model for a scheme and round its weights by GPTQ, in place.
 
@@ -61,6 +62,7 @@ def gptq(
         fit_scales: of each group, search for the scale that errs least.
         for_training: leave each weight as near to what it was as its code allows, not in the middle
             of what is rounded to that code, from where a small rate of learning hardly moves it.
+        progress: called with the decoder layers that are done, from none on, and all there are.
 
     Raises:
         ConfigError: damping is not above 0, or an exception matches nothing.
@@ -110,7 +112,7 @@ def gptq(
         for name, layer in model.named_modules()
         if isinstance(layer, Prepared) and layer.scheme is not None
     }
-    walk(model, batches, _add_square, visit, wanted, begin)
+    walk(model, batches, _add_square, visit, wanted, begin, progress)
 
 
 def _rounded(

@@ -1,6 +1,7 @@
 """The state of a training in one file, so that what was killed goes on to the same weights."""
 
 import hashlib
+import logging
 from pathlib import Path
 from time import monotonic
 
@@ -8,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ms_compress.durable import replace, writing
-from ms_compress.errors import ConfigError
+from ms_compress.errors import ConfigError, ExportError
 from ms_compress.layers import prepared_layers
 from ms_compress.prune import masks, set_masks
 
-__all__ = ["KeptTraining", "facts_of"]
+__all__ = ["KeptTraining", "facts_of", "holds_all"]
+
+logger = logging.getLogger(__name__)
 
 
 class KeptTraining:
@@ -23,12 +26,14 @@ class KeptTraining:
     Args:
         path: of the file, which may be there.
         facts: what the steps follow from; another run's file is refused.
+        kept_for: those of them that the caller gave.
         every_s: seconds between two writes.
     """
 
-    def __init__(self, path: Path, facts: list[bytes], *, every_s: float) -> None:
+    def __init__(self, path: Path, facts: list[bytes], *, kept_for: str, every_s: float) -> None:
         self.path = path
         self._key = hashlib.sha256(b"\0".join(facts)).hexdigest()
+        self._kept_for = kept_for
         self._every_s = every_s
         self._written = monotonic()
 
@@ -63,21 +68,48 @@ class KeptTraining:
         _set_random_states(state["random"])
         return list(state["losses"])
 
-    def keep(self, model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float]) -> None:
-        """Write the state, if it is time to."""
-        if monotonic() - self._written < self._every_s:
+    def keep(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        losses: list[float],
+        *,
+        last: bool,
+    ) -> None:
+        """Write the state, if it is time to or the step was the last.
+
+        Raises:
+            ExportError: it cannot be written. After the last step that is only logged, as all that
+                is left to do is to use the model.
+        """
+        if monotonic() - self._written < self._every_s and not last:
             return
         state = {
             "key": self._key,
+            "kept_for": self._kept_for,
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "random": _random_states(),
             "masks": masks(model),
             "losses": losses,
         }
-        with writing(self.path):
-            replace(self.path, lambda aside: torch.save(state, aside))
+        try:
+            with writing(self.path):
+                replace(self.path, lambda file: torch.save(state, file))
+        except ExportError as error:
+            if not last:
+                raise
+            logger.warning("%s; the training is done, and goes on without", error)
         self._written = monotonic()
+
+
+def holds_all(path: Path, kept_for: str, steps: int) -> bool:
+    """Whether a file holds all steps of a training that was kept for just this."""
+    try:
+        state = torch.load(path, weights_only=True, mmap=True)
+        return bool(state["kept_for"] == kept_for and len(state["losses"]) == steps)
+    except Exception:  # whatever torch makes of a damaged file
+        return False
 
 
 def facts_of(model: nn.Module, tokens: Tensor, *settings: object) -> list[bytes]:

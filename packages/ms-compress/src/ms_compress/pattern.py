@@ -119,4 +119,6 @@ def pattern(text: str | float | Pattern) -> Pattern:
             text = float(text)
         except ValueError as error:
             raise ConfigError(f"{text!r} is no pattern; give '2:4' or a share as 0.5") from error
+    if isinstance(text, bool) or not (isinstance(text, int | float) or hasattr(text, "keep")):
+        raise ConfigError(f"{text!r} is no pattern; give '2:4' or a share as 0.5")
     return Unstructured(float(text)) if isinstance(text, int | float) else text

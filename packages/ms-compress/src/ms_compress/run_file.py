@@ -67,8 +67,17 @@ def build(kind: type[T], settings: Mapping[str, Any], *, where: str) -> T:
 
 
 def _value_of(each: "Attribute[Any]", value: Any, where: str) -> Any:
-    nested = each.metadata.get("table")
-    return build(nested, value, where=where) if nested and isinstance(value, dict) else value
+    if nested := each.metadata.get("table"):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: {each.alias} is {value!r}; give a table of settings")
+        return build(nested, value, where=where)
+    convert: Any = each.converter
+    try:
+        return value if convert is None else convert(value)
+    except CompressError as error:
+        raise type(error)(f"{where}: {error}") from error
+    except TypeError as error:
+        raise ConfigError(f"{where}: {each.alias} is {value!r}; {error}") from error
 
 
 def _missing(error: TypeError) -> str:

@@ -12,17 +12,21 @@ from ms_compress.errors import ConfigError
 __all__ = ["flag", "nearest", "number", "one_of", "text", "whole"]
 
 Check = Callable[[Any, "Attribute[Any]", Any], None]
+MOST = 2**63 - 1
+"""That 64 bits hold."""
 
 
-def whole(*, least: int = 1, optional: bool = False) -> Check:
-    """A whole number of at least `least`; None too if `optional`."""
+def whole(*, least: int = 1, most: int = MOST, optional: bool = False) -> Check:
+    """A whole number from `least` to `most`; None too if `optional`."""
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         if optional and value is None:
             return
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            told = most < MOST or (isinstance(value, int) and value > most)
+            upper = f" and at most {most}" if told else ""
             raise ConfigError(
-                f"{attribute.name} is {value!r}; give a whole number of at least {least}"
+                f"{attribute.name} is {value!r}; give a whole number of at least {least}{upper}"
             )
 
     return check

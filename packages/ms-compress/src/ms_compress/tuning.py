@@ -82,8 +82,9 @@ def tune(
         before_step: called with the step's number, such as a schedule of pruning.
         after_step: likewise, such as `keep_zeros`.
         on_loss: called with the number of steps made and the last one's loss.
-        kept: a file that the state is written to while it trains, and gone on from if it is there:
-            the weights are then those of a run that was never stopped. It is left to the caller.
+        kept: a file that the state is written to while it trains and at its end, and gone on from
+            if it is there: the weights are then those of a run that was never stopped. It is left
+            to the caller.
         kept_for: what else the run follows from, such as the names of the model's and the teacher's
             folders: a file that was kept for another is refused.
         keep_every_s: seconds between two writes.
@@ -92,8 +93,13 @@ def tune(
         The loss of each step.
 
     Raises:
-        ConfigError: there are no rows, or a loss is not finite.
+        ConfigError: there are fewer rows than a batch takes, or a loss is not finite.
     """
+    if how.batch_size > len(tokens) > 0:
+        raise ConfigError(
+            f"batch_size is {how.batch_size}, and there are {len(tokens)} rows of tokens; give as"
+            " many rows, or a smaller batch"
+        )
     if not len(tokens) or tokens.shape[1] <= how.sequence_length:
         raise ConfigError(
             f"tokens are of shape {tuple(tokens.shape)}; give rows of more than"
@@ -102,7 +108,7 @@ def tune(
     state = None
     if kept is not None:
         facts = facts_of(model, tokens, how, teacher is not None, kept_for)
-        state = KeptTraining(kept, facts, every_s=keep_every_s)
+        state = KeptTraining(kept, facts, kept_for=kept_for, every_s=keep_every_s)
     with _watched(model, teacher, how) as states:
         losses = _train(
             model, tokens, how, teacher, states, before_step, after_step, on_loss, state
@@ -159,7 +165,7 @@ def _train(
         if on_loss is not None:
             on_loss(step + 1, losses[-1])
         if kept is not None:
-            kept.keep(model, optimizer, losses)
+            kept.keep(model, optimizer, losses, last=step + 1 == how.steps)
     return losses
 
 

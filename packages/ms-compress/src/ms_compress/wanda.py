@@ -4,7 +4,7 @@ Sun et al. 2023, arXiv:2306.11695: the score of a weight is its magnitude times 
 input feature over the calibration tokens, compared within each row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import torch
@@ -25,6 +25,7 @@ def wanda(
     batches: Sequence[Tensor],
     *,
     exceptions: Sequence[str] = (),
+    progress: Callable[[int, int], object] | None = None,
 ) -> None:
     """Mask every linear layer but the head by Wanda's scores, in place.
 
@@ -33,6 +34,7 @@ def wanda(
         how: `"2:4"`, a share such as 0.5 (of each row), or a pattern.
         batches: calibration tokens, (B, S) int64 each.
         exceptions: patterns of names of layers that are left dense.
+        progress: called with the decoder layers that are done, from none on, and all there are.
 
     Raises:
         LayerError: the pattern does not divide a layer's rows; nothing is masked then.
@@ -49,7 +51,8 @@ def wanda(
         scores = layer.weight.detach().abs().float() * squares.sqrt()
         prepare_layer(layer, name, None).set_mask(wanted.keep(scores))
 
-    walk(model, batches, _add_squares, visit, {name for name, _ in chosen})
+    names = {name for name, _ in chosen}
+    walk(model, batches, _add_squares, visit, names, progress=progress)
     keep_zeros(model)
 
 

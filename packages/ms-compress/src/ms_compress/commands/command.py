@@ -18,3 +18,5 @@ class Command:
     example: str
     run: Callable[[dict[str, Any], str], int]
     """Takes settings and the file's name, for messages; returns the exit code, 0 or 1."""
+    flags: tuple[str, ...] = ()
+    """Settings that an option of this name makes true."""

@@ -7,7 +7,7 @@ from attrs import field, frozen
 from ms_compress.commands.command import Command
 from ms_compress.commands.loading import load, save
 from ms_compress.commands.run_options import ModelRun
-from ms_compress.commands.training import train, trained
+from ms_compress.commands.training import output, train, trained
 from ms_compress.run_file import build
 from ms_compress.settings import whole
 from ms_compress.student import cut_student
@@ -28,11 +28,12 @@ class DistillRun(ModelRun):
 def run(settings: dict[str, Any], where: str) -> int:
     """Cut, train, save; prints the folder."""
     options = build(DistillRun, settings, where=where)
-    teacher = load(options.model)
-    student = cut_student(teacher, layers=options.layers, inner=options.inner)
-    train(student, options, teacher=teacher)
-    save(student, options.output_dir)
-    trained(options)
+    with output(options):
+        teacher = load(options.model)
+        student = cut_student(teacher, layers=options.layers, inner=options.inner)
+        train(student, options, teacher=teacher)
+        save(student, options.output_dir)
+        trained(options)
     counts = [sum(p.numel() for p in m.parameters()) for m in (student, teacher)]
     print(f"{options.output_dir}: {counts[0]:,} parameters of the teacher's {counts[1]:,}")
     return 0

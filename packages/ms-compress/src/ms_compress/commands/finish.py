@@ -1,13 +1,23 @@
-"""What commands do last: export a model, or say what came of it."""
+"""What commands do last, export a model, and what they ask before: whether it can be done."""
+
+from importlib.util import find_spec
+from pathlib import Path
 
 from torch import Tensor, nn
 
 from ms_compress.commands.run_options import ModelRun, SchemeRun
 from ms_compress.corpus import read_tokens
-from ms_compress.deploy import export
-from ms_compress.errors import ConfigError, DataError
+from ms_compress.deploy import check_export, export
+from ms_compress.errors import ConfigError, DataError, ExportError
 
-__all__ = ["finish", "tokens_of"]
+__all__ = ["check", "finish", "tokens_of"]
+
+RUNTIMES = {
+    "ct": (("transformers", "compressed_tensors"), "ct"),
+    "gguf": (("llama_cpp",), "llama"),
+    "ort": (("onnxruntime",), "ort"),
+}
+"""What `verify` imports for each target, and the extra that installs it."""
 
 
 def tokens_of(options: ModelRun, model: nn.Module) -> Tensor:
@@ -30,13 +40,35 @@ def tokens_of(options: ModelRun, model: nn.Module) -> Tensor:
     return tokens
 
 
+def check(model: nn.Module, options: SchemeRun) -> None:
+    """Refuse, before any work, what cannot be exported or verified after it.
+
+    Raises:
+        ExportError: the target does not take the model or the tokenizer, or a library is missing.
+        LayerError: the target does not take a layer.
+    """
+    modules, extra = RUNTIMES[options.scheme.target]
+    missing = [name for name in modules if find_spec(name) is None]
+    if options.verify and missing:
+        raise ExportError(
+            f"verify needs {' and '.join(missing)}: pip install 'ms-compress[{extra}]', or leave"
+            " verify out"
+        )
+    check_export(model, options.scheme, tokenizer=_tokenizer(options))
+
+
 def finish(model: nn.Module, options: SchemeRun) -> int:
     """Export, and print where."""
-    tokenizer = options.tokenizer
-    if tokenizer is None and (options.model / "tokenizer.json").is_file():
-        tokenizer = str(options.model / "tokenizer.json")
-    folder = export(model, options.output_dir, verify=options.verify, tokenizer=tokenizer)
+    folder = export(model, options.output_dir, verify=options.verify, tokenizer=_tokenizer(options))
     size = sum(path.stat().st_size for path in folder.iterdir())
     checked = ", verified in its runtime" if options.verify else ""
     print(f"{folder}: {options.scheme}, {size / 1e6:.2f} MB{checked}")
     return 0
+
+
+def _tokenizer(options: SchemeRun) -> Path | None:
+    """The one that is named, or the model's own."""
+    if options.tokenizer is not None:
+        return Path(options.tokenizer)
+    own = options.model / "tokenizer.json"
+    return own if own.is_file() else None

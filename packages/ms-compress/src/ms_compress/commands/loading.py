@@ -1,13 +1,18 @@
 """Models of a run file."""
 
+import hashlib
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from ms_compress.durable import whole_folder, writing
 from ms_compress.errors import ConfigError, ExportError
 
-__all__ = ["load", "save"]
+__all__ = ["digest", "load", "save"]
+
+CONTENTS = (".json", ".safetensors", ".bin")
+"""Files of a folder that its model follows from."""
 
 
 def load(folder: str | Path) -> nn.Module:
@@ -40,17 +45,33 @@ def _load_with_transformers(path: Path) -> nn.Module:
     return model
 
 
+def digest(folder: Path) -> str:
+    """Of what a model's folder holds: another one after any change to it."""
+    whole = hashlib.blake2b()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in CONTENTS:
+            with path.open("rb") as file:
+                held = hashlib.file_digest(file, hashlib.blake2b).digest()
+            whole.update(path.name.encode() + b"\0" + held)
+    return whole.hexdigest()
+
+
 def save(model: nn.Module, folder: Path) -> None:
-    """Write a model's stored weights as a Hugging Face folder.
+    """Write a model's stored weights as a Hugging Face folder, whole or not at all.
 
     Raises:
-        ExportError: the folder exists.
+        ExportError: the folder exists or cannot be written, or a weight is NaN or infinite.
     """
-    if folder.exists():
-        raise ExportError(f"{folder} exists; remove it or choose another output_dir")
-    if hasattr(model.config, "to_dict"):
-        model.save_pretrained(folder)  # type: ignore[operator]
-        return
-    import ms_parallel
+    for name, value in model.named_parameters():
+        if strange := int((~value.detach().isfinite()).sum()):
+            raise ExportError(
+                f"{name}: {strange} of its values are NaN or infinite; look at the training, or at"
+                " the folder that it was read from"
+            )
+    with whole_folder(folder) as aside, writing(folder):
+        if hasattr(model.config, "to_dict"):
+            model.save_pretrained(aside)  # type: ignore[operator]
+            return
+        import ms_parallel
 
-    ms_parallel.save_model(model, folder)  # type: ignore[arg-type]
+        ms_parallel.save_model(model, aside)  # type: ignore[arg-type]

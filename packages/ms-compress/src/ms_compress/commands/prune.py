@@ -4,12 +4,14 @@ from typing import Any
 
 import torch
 from attrs import field, frozen
+from torch import nn
 
 from ms_compress.commands.command import Command
 from ms_compress.commands.finish import tokens_of
 from ms_compress.commands.loading import load, save
+from ms_compress.commands.progress import Shown
 from ms_compress.commands.run_options import ModelRun
-from ms_compress.commands.training import train, trained
+from ms_compress.commands.training import output, train, trained
 from ms_compress.pattern import Pattern, pattern
 from ms_compress.prune import GradualPruning, keep_zeros, prune, sparsity
 from ms_compress.run_file import build
@@ -33,28 +35,41 @@ class PruneRun(ModelRun):
 def run(settings: dict[str, Any], where: str) -> int:
     """Prune, train on, save; prints the folder."""
     options = build(PruneRun, settings, where=where)
-    model = load(options.model)
-    schedule = None
-    if options.method == "wanda":
-        batches = torch.split(tokens_of(options, model), options.tuning.batch_size)
-        wanda(model, options.pattern, batches, exceptions=options.exceptions)
-    elif options.method == "magnitude":
-        prune(model, options.pattern, exceptions=options.exceptions)
-    else:
-        half = max(1, options.tuning.steps // 2)
-        schedule = GradualPruning(how=options.pattern, end=half, exceptions=options.exceptions)
-    if options.retrain or schedule is not None:
-        train(
-            model,
-            options,
-            before_step=None if schedule is None else lambda step: schedule.apply(model, step),
-            after_step=lambda step: keep_zeros(model),
-        )
-    keep_zeros(model)
-    save(model, options.output_dir)
-    trained(options)
+    with output(options):
+        model = load(options.model)
+        schedule = _prune(model, options)
+        if options.retrain or schedule is not None:
+            train(
+                model,
+                options,
+                before_step=None if schedule is None else lambda step: schedule.apply(model, step),
+                after_step=lambda step: keep_zeros(model),
+            )
+        keep_zeros(model)
+        save(model, options.output_dir)
+        trained(options)
     print(f"{options.output_dir}: {sparsity(model):.1%} of the pruned layers' weights are zero")
     return 0
+
+
+def _prune(model: nn.Module, options: PruneRun) -> GradualPruning | None:
+    """At once, or by the schedule that is returned."""
+    if options.method == "gradual":
+        half = max(1, options.tuning.steps // 2)
+        return GradualPruning(how=options.pattern, end=half, exceptions=options.exceptions)
+    if options.method == "magnitude":
+        prune(model, options.pattern, exceptions=options.exceptions)
+        return None
+    batches = torch.split(tokens_of(options, model), options.tuning.batch_size)
+    with Shown("layer") as shown:
+        wanda(
+            model,
+            options.pattern,
+            batches,
+            exceptions=options.exceptions,
+            progress=shown.made,
+        )
+    return None
 
 
 PRUNE = Command(

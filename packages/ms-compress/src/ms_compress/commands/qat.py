@@ -8,10 +8,11 @@ from attrs import field, frozen
 from torch import nn
 
 from ms_compress.commands.command import Command
-from ms_compress.commands.finish import finish, tokens_of
+from ms_compress.commands.finish import check, finish, tokens_of
 from ms_compress.commands.loading import load
+from ms_compress.commands.progress import Shown
 from ms_compress.commands.run_options import SchemeRun, optional_path
-from ms_compress.commands.training import train, trained
+from ms_compress.commands.training import output, train, trained
 from ms_compress.errors import ConfigError
 from ms_compress.gptq import gptq
 from ms_compress.prune import keep_zeros, mask_zeros, masks
@@ -39,44 +40,80 @@ class QatRun(SchemeRun):
     teacher: Path | None = field(default=None, converter=optional_path)
     """A model folder whose logits are distilled."""
 
-
-def run(settings: dict[str, Any], where: str) -> int:
-    """Prepare, train, export; prints the folder."""
-    options = build(QatRun, settings, where=where)
-    model = load(options.model)
-    if options.sparse:
-        mask_zeros(model, options.exceptions)
-    _prepare(model, options)
-    schedule = FloatThenQuantised(float_steps=options.float_steps)
-    train(
-        model,
-        options,
-        teacher=None if options.teacher is None else load(options.teacher),
-        before_step=lambda step: schedule.apply(model, step),
-        after_step=lambda step: keep_zeros(model) if masks(model) else None,
-    )
-    schedule.apply(model, options.float_steps)
-    code = finish(model, options)
-    trained(options)
-    return code
-
-
-def _prepare(model: nn.Module, options: QatRun) -> None:
-    if options.start == "gptq":
-        if options.embeddings or options.head or not options.learned_scales:
+    def __attrs_post_init__(self) -> None:
+        plain = self.learned_scales and not (self.embeddings or self.head)
+        if self.start == "gptq" and not plain:
             raise ConfigError(
                 "start=gptq rounds decoder layers alone and learns their scales; leave embeddings"
                 " and head false and learned_scales true"
             )
-        gptq(
+        if self.float_steps >= self.tuning.steps:
+            raise ConfigError(
+                f"float_steps is {self.float_steps} of tuning.steps={self.tuning.steps}, so no step"
+                " would meet what is rounded; give fewer"
+            )
+
+
+def run(settings: dict[str, Any], where: str) -> int:
+    """Prepare, train, export; prints the folder."""
+    options = build(QatRun, settings, where=where)
+    with output(options):
+        model = load(options.model)
+        check(model, options)
+        teacher = _teacher(model, options)
+        if options.sparse:
+            _keep_zeros(model, options)
+        _prepare(model, options)
+        schedule = FloatThenQuantised(float_steps=options.float_steps)
+        train(
             model,
-            options.scheme,
-            torch.split(tokens_of(options, model)[:CALIBRATION], options.tuning.batch_size),
-            exceptions=options.exceptions,
-            activations=options.activations,
-            by_loss=True,
-            for_training=True,
+            options,
+            teacher=teacher,
+            before_step=lambda step: schedule.apply(model, step),
+            after_step=lambda step: keep_zeros(model) if masks(model) else None,
         )
+        schedule.apply(model, options.float_steps)
+        code = finish(model, options)
+        trained(options)
+    return code
+
+
+def _teacher(model: nn.Module, options: QatRun) -> nn.Module | None:
+    if options.teacher is None:
+        return None
+    teacher = load(options.teacher)
+    sizes = [int(each.config.vocab_size) for each in (model, teacher)]  # type: ignore[union-attr,arg-type]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"teacher has a vocabulary of {sizes[1]}, and the model one of {sizes[0]}; give a"
+            " teacher that reads the same tokens"
+        )
+    return teacher
+
+
+def _keep_zeros(model: nn.Module, options: QatRun) -> None:
+    mask_zeros(model, options.exceptions)
+    if not masks(model):
+        raise ConfigError(
+            f"sparse is true, and no weight of {options.model} is zero; prune it first, or leave"
+            " sparse out"
+        )
+
+
+def _prepare(model: nn.Module, options: QatRun) -> None:
+    if options.start == "gptq":
+        batches = torch.split(tokens_of(options, model)[:CALIBRATION], options.tuning.batch_size)
+        with Shown("layer") as shown:
+            gptq(
+                model,
+                options.scheme,
+                batches,
+                exceptions=options.exceptions,
+                activations=options.activations,
+                by_loss=True,
+                for_training=True,
+                progress=shown.made,
+            )
         return
     qat(
         model,
@@ -94,4 +131,5 @@ QAT = Command(
     help="train a model as its target will compute, and export it",
     example="ms-compress qat RUN.toml --set scheme=gguf.q4_0 --set tuning.steps=200",
     run=run,
+    flags=("verify",),
 )

@@ -7,7 +7,7 @@ from typing import Any
 from ms_compress.decoder_config import DecoderConfig
 from ms_compress.errors import ExportError
 
-__all__ = ["add_tokenizer"]
+__all__ = ["add_tokenizer", "check_tokenizer"]
 
 SPLITS = {
     "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|"
@@ -34,15 +34,8 @@ def add_tokenizer(writer: Any, gguf: Any, path: Path | None, config: DecoderConf
         writer.add_tokenizer_model("none")
         return
     document = _read(path)
-    added = {each["id"]: each for each in document.get("added_tokens") or []}
-    vocabulary = document["model"]["vocab"]
-    by_number = {number: text for text, number in vocabulary.items()}
-    by_number |= {number: each["content"] for number, each in added.items()}
-    if by_number and max(by_number) >= config.vocabulary:
-        raise ExportError(
-            f"{path}: token {max(by_number)} is beyond the model's vocabulary of"
-            f" {config.vocabulary}; is it this model's tokenizer?"
-        )
+    added = _added(document)
+    by_number = _numbered(document, path, config)
     types = gguf.TokenType
     tokens, kinds = [], []
     for number in range(config.vocabulary):
@@ -63,6 +56,29 @@ def add_tokenizer(writer: Any, gguf: Any, path: Path | None, config: DecoderConf
     if begin is not None:
         writer.add_bos_token_id(begin)
     writer.add_add_bos_token(False)
+
+
+def check_tokenizer(path: Path, config: DecoderConfig) -> None:
+    """Raise what `add_tokenizer` would."""
+    document = _read(path)
+    _numbered(document, path, config)
+    _split(document, path)
+
+
+def _added(document: Any) -> dict[int, Any]:
+    return {each["id"]: each for each in document.get("added_tokens") or []}
+
+
+def _numbered(document: Any, path: Path, config: DecoderConfig) -> dict[int, str]:
+    """The texts of tokens by number."""
+    by_number = {number: text for text, number in document["model"]["vocab"].items()}
+    by_number |= {number: each["content"] for number, each in _added(document).items()}
+    if by_number and max(by_number) >= config.vocabulary:
+        raise ExportError(
+            f"{path}: token {max(by_number)} is beyond the model's vocabulary of"
+            f" {config.vocabulary}; is it this model's tokenizer?"
+        )
+    return by_number
 
 
 def _read(path: Path) -> Any:

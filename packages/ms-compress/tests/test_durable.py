@@ -1,0 +1,102 @@
+"""Folders that appear whole, of one writer, whatever is killed or run twice."""
+
+import fcntl
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from forks import die, ended, started
+from models import decoder
+
+from ms_compress import ExportError, export, qat
+from ms_compress.durable import alone, replace, whole_folder, writing
+
+
+def forked(act: Callable[[], object]) -> int:
+    """The status of a process that does this."""
+    return ended(started(act))
+
+
+def test_a_folder_has_one_writer_at_a_time(tmp_path: Path) -> None:
+    """Another is refused at once, in this process or another one; what the first writes stays."""
+    out = tmp_path / "out"
+
+    def second() -> None:
+        with whole_folder(out) as aside:
+            (aside / "theirs").touch()
+
+    with whole_folder(out) as aside:
+        (aside / "mine").touch()
+        assert forked(second) == 1
+        with pytest.raises(ExportError, match="another process is writing"):
+            second()
+        assert forked(lambda: export(qat(decoder(1), "ct.int4_g32"), out)) == 1
+    assert [path.name for path in out.iterdir()] == ["mine"]
+    assert list(tmp_path.iterdir()) == [out]
+    with pytest.raises(ExportError, match="out exists; remove it"):
+        second()
+
+
+def test_what_a_killed_writer_left_is_no_obstacle(tmp_path: Path) -> None:
+    """Its lock is open, and its files go."""
+    out = tmp_path / "out"
+
+    def killed() -> None:
+        with whole_folder(out) as aside:
+            (aside / "half").touch()
+            die()
+
+    assert forked(killed) == -signal.SIGKILL
+    assert not out.exists()
+    with whole_folder(out) as aside:
+        (aside / "whole").touch()
+    assert [path.name for path in out.iterdir()] == ["whole"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_lock_whose_name_was_removed_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its holder ended between its opening here and its taking; others will ask by the name."""
+    out, lock, take = tmp_path / "out", tmp_path / "out.lock", fcntl.flock
+
+    def late(descriptor: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", take)
+        lock.unlink()
+        take(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with alone(out):
+        with pytest.raises(ExportError, match="another process is writing"), alone(out):
+            pass
+        assert lock.is_file()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_the_disk_refuses_leaves_nothing_aside(tmp_path: Path) -> None:
+    """`torch.save` hides the reason in an error of its own; the file before stays as it was."""
+    path = tmp_path / "out.training"
+    replace(path, lambda file: file.write(b"before"))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+    try:
+        with pytest.raises(ExportError, match=r"out\.training: File too large"), writing(path):
+            replace(path, lambda file: torch.save(torch.zeros(100_000), file))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_refusal_without_a_number_is_told_as_a_full_disk_may_be(tmp_path: Path) -> None:
+    """So says numpy when a disk takes a part of an array."""
+    told = pytest.raises(ExportError, match="1024 requested and 0 written; the disk may be full")
+    with told, writing(tmp_path / "out"), Path("/dev/full").open("wb", buffering=0) as file:
+        np.zeros(1024).tofile(file)

@@ -1,0 +1,172 @@
+"""Commands that are killed, run twice at once, or asked for what cannot be: nothing is lost."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parent))
+from folders import write_run
+from forks import die, ended, started
+
+from ms_compress.cli import main
+from ms_compress.durable import alone
+from ms_parallel import load_model, save_model
+
+COMMANDS = {
+    "qat": ["scheme=ct.int4_g32"],
+    "quantize": ["scheme=ct.int4_g32"],
+    "prune": ["pattern=2:4"],
+    "distill": ["layers=1"],
+}
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """A saved model, tokens, and a run file for both."""
+    return write_run(tmp_path)
+
+
+def run(command: str, file: Path, *settings: str) -> int:
+    """The command on its file."""
+    given = [*COMMANDS[command], *settings]
+    return main([command, str(file), *(part for each in given for part in ("--set", each))])
+
+
+def killed_in(place: str, command: str, file: Path, *settings: str) -> None:
+    """Run the command in a process that is killed when it calls a function."""
+
+    def act() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(place, die)
+            run(command, file, *settings)
+
+    assert ended(started(act)) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_two_runs_never_share_an_output(
+    command: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second is refused at its first moment, and leaves the first what it has."""
+    out = run_file.parent / "out"
+    with alone(out):
+        assert run(command, run_file) == 2
+        error = capsys.readouterr().err
+        assert "another process is writing" in error
+        assert "step" not in error
+        assert [path.name for path in run_file.parent.glob("out*")] == ["out.lock"]
+    assert run(command, run_file) == 0
+    assert list(run_file.parent.glob("out*")) == [out]
+
+
+@pytest.mark.parametrize("command", ["prune", "distill"])
+def test_killed_while_it_saves_the_same_command_goes_on(
+    command: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a step more, as the state is kept once more after the last one."""
+    killed_in("ms_parallel.models.save._publish", command, run_file)
+    assert not (run_file.parent / "out").exists()
+    capsys.readouterr()
+    assert run(command, run_file) == 0
+    assert "step" not in capsys.readouterr().err
+    load_model(run_file.parent / "out")
+    assert [path.name for path in run_file.parent.glob("out*")] == ["out"]
+
+
+def test_killed_after_its_export_a_run_leaves_no_state_for_ever(run_file: Path) -> None:
+    """The same command, refused for the folder, removes it; another's state stays."""
+    killed_in("ms_compress.commands.qat.trained", "qat", run_file)
+    state = run_file.parent / "out.training"
+    before = (run_file.parent / "out" / "model.safetensors").read_bytes()
+    assert run("qat", run_file, "tuning.seed=1") == 2
+    assert state.is_file()
+    assert run("qat", run_file) == 2
+    assert not state.exists()
+    assert (run_file.parent / "out" / "model.safetensors").read_bytes() == before
+
+
+def test_what_no_step_follows_from_may_change_after_the_training(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokenizer, whether it is verified, and the folder's name."""
+    tokenizer = run_file.parent / "other.json"
+    tokenizer.write_text(json.dumps({"model": {"type": "BPE", "vocab": {}}}))
+    killed_in("ms_compress.commands.qat.finish", "qat", run_file)
+    (run_file.parent / "out.training").rename(run_file.parent / "new.training")
+    capsys.readouterr()
+    changed = [f"tokenizer={tokenizer}", "verify=true", f"output_dir={run_file.parent}/new"]
+    assert run("qat", run_file, *changed) == 0
+    assert "step" not in capsys.readouterr().err
+    assert (run_file.parent / "new" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("changed", ["model", "teacher"])
+def test_a_training_goes_on_from_the_same_weights_alone(
+    changed: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that was trained on under its name is another model."""
+    teacher = f"teacher={run_file.parent}/teacher"
+    save_model(load_model(run_file.parent / "model"), run_file.parent / "teacher")
+    killed_in("ms_compress.commands.qat.finish", "qat", run_file, teacher)
+    model = load_model(run_file.parent / changed)
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.5)
+    save_model(model, run_file.parent / changed)
+    assert run("qat", run_file, teacher) == 2
+    assert "is of a run with other settings" in capsys.readouterr().err
+
+
+MISSING = {"onnx": "ONNX files", "gguf": "GGUF files", "compressed_tensors": "verify needs"}
+"""Libraries, and how the refusal begins where one is not installed."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["tokenizer=nowhere.json"], "there is no such tokenizer"),
+        (["tokenizer=model/config.json"], "model/config.json: it holds no tokenizer"),
+        (["scheme=gguf.q4_0", "tokenizer=strange.json"], "only byte-level BPE is known"),
+        (["scheme=gguf.q4_0", "model=window"], "sliding_window is 16, which llama.cpp"),
+        (["scheme=ort.matmulnbits"], "ONNX files need the onnx library"),
+        (["scheme=gguf.q4_0"], "GGUF files need the gguf library"),
+        (["verify=true"], "verify needs compressed_tensors: pip install 'ms-compress[ct]'"),
+        (["teacher=narrow"], "teacher has a vocabulary of 100, and the model one of 192"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_step(
+    settings: list[str],
+    message: str,
+    run_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not after hours of calibration and training, of which nothing then would be left."""
+    monkeypatch.chdir(run_file.parent)
+    write_strange_folders()
+    for library, words in MISSING.items():
+        if message.startswith(words):
+            monkeypatch.setitem(sys.modules, library, None)
+    capsys.readouterr()
+    assert run("qat", run_file, "start=gptq", *settings) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(run_file.parent.glob("out*"))
+
+
+def write_strange_folders() -> None:
+    """A model whose attention has a window, one of fewer tokens, and a tokenizer of words."""
+    words = {"model": {"type": "WordPiece", "vocab": {}}}
+    Path("strange.json").write_text(json.dumps(words))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    window = transformers.MistralConfig(vocab_size=192, sliding_window=16, **sizes, **heads)
+    transformers.MistralForCausalLM(window).save_pretrained("window")
+    narrow = transformers.LlamaConfig(vocab_size=100, **sizes, **heads)
+    transformers.LlamaForCausalLM(narrow).save_pretrained("narrow")
