@@ -105,6 +105,21 @@ def test_what_no_step_follows_from_may_change_after_the_training(
     assert (run_file.parent / "new" / "tokenizer.json").is_file()
 
 
+def test_what_gptq_began_is_not_calibrated_again(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The state that was kept holds its codes; the folder is that of a run that was not killed."""
+    folder = run_file.parent
+    assert run("qat", run_file, "start=gptq", f"output_dir={folder}/whole") == 0
+    assert "layer" in capsys.readouterr().err
+    killed_in("ms_compress.commands.qat.finish", "qat", run_file, "start=gptq")
+    capsys.readouterr()
+    assert run("qat", run_file, "start=gptq") == 0
+    assert "layer" not in capsys.readouterr().err
+    name = "model.safetensors"
+    assert (folder / "out" / name).read_bytes() == (folder / "whole" / name).read_bytes()
+
+
 @pytest.mark.parametrize("changed", ["model", "teacher"])
 def test_a_training_goes_on_from_the_same_weights_alone(
     changed: str, run_file: Path, capsys: pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ from ms_compress.errors import ConfigError, ExportError
 from ms_compress.layers import prepared_layers
 from ms_compress.prune import masks, set_masks
 
-__all__ = ["KeptTraining", "facts_of", "holds_all"]
+__all__ = ["KeptTraining", "facts_of", "steps_held"]
 
 logger = logging.getLogger(__name__)
 
@@ -103,13 +103,13 @@ class KeptTraining:
         self._written = monotonic()
 
 
-def holds_all(path: Path, kept_for: str, steps: int) -> bool:
-    """Whether a file holds all steps of a training that was kept for just this."""
+def steps_held(path: Path, kept_for: str) -> int | None:
+    """How many steps a file holds; None if it is no file of a training kept for just this."""
     try:
         state = torch.load(path, weights_only=True, mmap=True)
-        return bool(state["kept_for"] == kept_for and len(state["losses"]) == steps)
+        return len(state["losses"]) if state["kept_for"] == kept_for else None
     except Exception:  # whatever torch makes of a damaged file
-        return False
+        return None
 
 
 def facts_of(model: nn.Module, tokens: Tensor, *settings: object) -> list[bytes]:

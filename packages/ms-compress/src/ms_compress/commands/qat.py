@@ -12,7 +12,7 @@ from ms_compress.commands.finish import check, finish, tokens_of
 from ms_compress.commands.loading import load
 from ms_compress.commands.progress import Shown
 from ms_compress.commands.run_options import SchemeRun, optional_path
-from ms_compress.commands.training import output, train, trained
+from ms_compress.commands.training import output, steps_made, train, trained
 from ms_compress.errors import ConfigError
 from ms_compress.gptq import gptq
 from ms_compress.prune import keep_zeros, mask_zeros, masks
@@ -101,7 +101,8 @@ def _keep_zeros(model: nn.Module, options: QatRun) -> None:
 
 
 def _prepare(model: nn.Module, options: QatRun) -> None:
-    if options.start == "gptq":
+    """Make the model's layers compute as the target will; what was trained holds GPTQ's codes."""
+    if options.start == "gptq" and steps_made(options) is None:
         batches = torch.split(tokens_of(options, model)[:CALIBRATION], options.tuning.batch_size)
         with Shown("layer") as shown:
             gptq(

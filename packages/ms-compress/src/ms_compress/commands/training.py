@@ -14,10 +14,10 @@ from ms_compress.commands.progress import Shown
 from ms_compress.commands.run_options import ModelRun
 from ms_compress.durable import alone
 from ms_compress.errors import ConfigError
-from ms_compress.kept_training import holds_all
+from ms_compress.kept_training import steps_held
 from ms_compress.tuning import tune
 
-__all__ = ["output", "train", "trained"]
+__all__ = ["output", "steps_made", "train", "trained"]
 
 LATER = ("output_dir", "tokenizer", "verify")
 """Settings that no step follows from."""
@@ -33,9 +33,7 @@ def output(options: ModelRun) -> Iterator[None]:
     """
     with alone(options.output_dir):
         if os.path.lexists(options.output_dir):
-            if _kept(options).is_file() and holds_all(
-                _kept(options), _kept_for(options), options.tuning.steps
-            ):
+            if steps_made(options) == options.tuning.steps:
                 trained(options)  # it was killed in between
             raise ConfigError(
                 f"{options.output_dir} exists; remove it, or choose another output_dir"
@@ -70,6 +68,12 @@ def train(
         )
     print(f"trained {len(losses)} steps: loss {losses[0]:.4f} to {losses[-1]:.4f}")
     return losses
+
+
+def steps_made(options: ModelRun) -> int | None:
+    """How many steps an earlier run of the same command has kept, if any."""
+    kept = _kept(options)
+    return steps_held(kept, _kept_for(options)) if kept.is_file() else None
 
 
 def trained(options: ModelRun) -> None:
