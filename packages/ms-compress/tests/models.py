@@ -7,6 +7,16 @@ from torch import nn
 from ms_parallel.models import Decoder, DecoderConfig, initialise
 
 VOCABULARY = 192
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOWED = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCABULARY,
+    "sliding_window": 8,
+}
 
 
 def decoder(layers: int = 2, *, tied: bool = True, seed: int = 0) -> Decoder:
@@ -74,6 +84,24 @@ def qwen2(*kinds: str, window: int = 8) -> nn.Module:
         use_sliding_window=True,
         sliding_window=window,
         layer_types=list(kinds),
+    )
+    return enlarged(transformers.Qwen2ForCausalLM(config))
+
+
+def gemma3(*kinds: str) -> nn.Module:
+    """Transformers' Gemma 3, whose kinds of layers have masks and rotary tables of their own."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        num_hidden_layers=len(kinds), layer_types=list(kinds), **WINDOWED
+    )
+    return enlarged(transformers.Gemma3ForCausalLM(config))
+
+
+def qwen2_windowed(layers: int, first: int) -> nn.Module:
+    """Transformers' Qwen 2 with a window from the layer `first` on."""
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        num_hidden_layers=layers, use_sliding_window=True, max_window_layers=first, **WINDOWED
     )
     return enlarged(transformers.Qwen2ForCausalLM(config))
 

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import decoder, enlarged, llama, tokens
+from models import FULL, SLIDING, decoder, gemma3, llama, qwen2_windowed, tokens
 
 from ms_compress import CalibrationError, CompressError, gptq, wanda
 from ms_compress.calibration import walk
@@ -18,32 +18,15 @@ from ms_compress.layers import prepared_layers
 from ms_compress.logits import model_logits
 from ms_compress.prune import masks
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 192,
-    "sliding_window": 8,
-}
+
+def by_turns() -> nn.Module:
+    """Layers of two kinds."""
+    return gemma3(*[SLIDING, FULL] * 2)
 
 
-def gemma3() -> nn.Module:
-    """Layers of two kinds by turns, each with a mask and a rotary table of its own."""
-    torch.manual_seed(0)
-    kinds = ["sliding_attention", "full_attention"] * 2
-    config = transformers.Gemma3TextConfig(num_hidden_layers=4, layer_types=kinds, **SIZES)
-    return enlarged(transformers.Gemma3ForCausalLM(config))
-
-
-def qwen2() -> nn.Module:
+def windowed() -> nn.Module:
     """The first layer sees all keys, the others a window."""
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        num_hidden_layers=3, use_sliding_window=True, max_window_layers=1, **SIZES
-    )
-    return enlarged(transformers.Qwen2ForCausalLM(config))
+    return qwen2_windowed(3, 1)
 
 
 class Named(nn.Module):
@@ -82,7 +65,7 @@ def by_name() -> nn.Module:
     return ByName()
 
 
-@pytest.mark.parametrize("build", [gemma3, qwen2, llama, decoder, by_name])
+@pytest.mark.parametrize("build", [by_turns, windowed, llama, decoder, by_name])
 def test_each_layer_is_calibrated_with_what_a_plain_forward_gives_it(
     build: Callable[[], nn.Module],
 ) -> None:

@@ -13,7 +13,17 @@ from torch import nn
 from torch.distributions import Categorical, kl_divergence
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import decoder, enlarged, llama, tokens
+from models import (
+    FULL,
+    SLIDING,
+    WINDOWED,
+    decoder,
+    enlarged,
+    gemma3,
+    llama,
+    qwen2_windowed,
+    tokens,
+)
 
 from ms_compress import ConfigError, LayerError, qat
 from ms_compress.distil import Divergence, distillation_loss
@@ -166,38 +176,20 @@ def test_layers_stay_at_even_distances() -> None:
         cut_student(nn.Linear(2, 2))
 
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 192,
-    "sliding_window": 8,
-}
-
-
-def gemma3() -> nn.Module:
+def mostly_windowed() -> nn.Module:
     """Three layers with a window, and one that sees all."""
-    torch.manual_seed(0)
-    kinds = ["sliding_attention"] * 3 + ["full_attention"]
-    config = transformers.Gemma3TextConfig(num_hidden_layers=4, layer_types=kinds, **SIZES)
-    return enlarged(transformers.Gemma3ForCausalLM(config))
+    return gemma3(*[SLIDING] * 3, FULL)
 
 
-def qwen2() -> nn.Module:
+def half_windowed() -> nn.Module:
     """Two layers that see all, and two with a window."""
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        num_hidden_layers=4, use_sliding_window=True, max_window_layers=2, **SIZES
-    )
-    return enlarged(transformers.Qwen2ForCausalLM(config))
+    return qwen2_windowed(4, 2)
 
 
 def smollm3() -> nn.Module:
     """The third layer has no rotary positions."""
     torch.manual_seed(0)
-    sizes = {**SIZES, "sliding_window": None}
+    sizes = {**WINDOWED, "sliding_window": None}
     config = transformers.SmolLM3Config(
         num_hidden_layers=4, no_rope_layers=[1, 1, 0, 1], pad_token_id=0, **sizes
     )
@@ -206,7 +198,7 @@ def smollm3() -> nn.Module:
 
 def windowed() -> nn.Module:
     """The last two layers have a window."""
-    sizes = {key: size for key, size in SIZES.items() if key != "sliding_window"}
+    sizes = {key: size for key, size in WINDOWED.items() if key != "sliding_window"}
     config = DecoderConfig(
         model_type="qwen2",
         num_hidden_layers=4,
@@ -222,7 +214,7 @@ def windowed() -> nn.Module:
 
 
 @pytest.mark.parametrize("keep", [2, 3])
-@pytest.mark.parametrize("build", [gemma3, qwen2, smollm3, windowed])
+@pytest.mark.parametrize("build", [mostly_windowed, half_windowed, smollm3, windowed])
 def test_a_kept_layer_sees_as_far_as_in_its_teacher(
     build: Callable[[], nn.Module], keep: int
 ) -> None:
@@ -239,7 +231,7 @@ def test_a_kept_layer_sees_as_far_as_in_its_teacher(
 
 def test_a_student_of_qwen2_counts_its_own_layers_before_the_window() -> None:
     """Which readers of its config.json take the layers' kinds from."""
-    student: Any = cut_student(qwen2(), layers=3)
+    student: Any = cut_student(half_windowed(), layers=3)
     assert kept_layers(4, 3) == [0, 2, 3]
     assert student.config.max_window_layers == 1
 
