@@ -63,6 +63,8 @@ def complaint(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) ->
         ("microbatch_size=0", "microbatch_size is 0; give a whole number of at least 1"),
         ("schedule=serch", "schedule is 'serch'; did you mean 'search'?"),
         ("schedule_memory_gib=-1", "schedule_memory_gib is -1; give a number from 0"),
+        ("model_config.hidden_size='x'", "hidden_size is 'x'; give a whole number"),
+        ("model_config.rope_scaling={kind='linear'}", "rope_scaling lacks 'factor'"),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named_with_its_remedy(
@@ -230,6 +232,42 @@ def test_a_plain_script_says_what_to_type(tmp_path: Path) -> None:
         "error: layout tensor=2 needs 2 processes and this is one; type:"
         " torchrun --standalone --nproc-per-node 2 train.py --fast"
     ]
+
+
+CONNECTED = """
+import sys
+from ms_parallel import DistributedTrainer
+model = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+seed = int(sys.argv[2])
+DistributedTrainer(
+    "llama", model_config={**model, **heads}, sequence_length=32, batch_size=4, output_dir="out",
+    seed=seed, device="cpu", progress=False,
+).train(sys.argv[1], steps=1 + seed)
+"""
+
+
+def test_a_plain_script_says_what_went_wrong_after_it_has_connected(
+    shards: Path, tmp_path: Path
+) -> None:
+    """Torch puts a hook of its own around ours then, which keeps what an exit cuts short."""
+    (tmp_path / "train.py").write_text(CONNECTED)
+
+    def run(seed: int) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "train.py", str(shards), str(seed)],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    assert run(0).returncode == 0
+    done = run(1)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert "seed" in done.stderr
 
 
 def test_an_error_that_a_script_handles_stays_an_error(tmp_path: Path) -> None:

@@ -54,6 +54,15 @@ def tokens(rows: int, count: int) -> Tensor:
     return torch.randint(64, (rows, count), generator=torch.Generator().manual_seed(1))
 
 
+def test_windows_that_a_familys_files_cannot_hold_are_refused() -> None:
+    """A model that is saved and read must see what it saw."""
+    with pytest.raises(ConfigError, match="'mistral' has no sliding_layers"):
+        architecture("mistral", {**SMALL, "sliding_window": 4, "sliding_layers": (1,)})
+    for layers in ((4,), ("a",), "ab"):
+        with pytest.raises(ConfigError, match="give numbers of layers, from 0 to 3"):
+            architecture("qwen2", {**SMALL, "sliding_window": 4, "sliding_layers": layers})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_a_deep_copy_is_a_model_of_its_own(kind: str) -> None:

@@ -59,3 +59,11 @@ def test_a_cut_that_makes_no_sense_is_refused(settings, words):
     with pytest.raises(ConfigError) as refusal:
         Sampling(**settings)
     assert words in str(refusal.value)
+
+
+def test_seeds_of_every_size_draw_apart():
+    """Also those that differ in their highest bits alone: torch's generator takes the lowest."""
+    logits = PROBABILITIES.log().expand(200, 4)
+    seeds = (0, 1, 1 << 31, 1 << 40, (1 << 64) + 1, -1)
+    drawn_by = {tuple(pick(logits, Sampling(seed=seed), 0).tolist()) for seed in seeds}
+    assert len(drawn_by) == len(seeds)

@@ -312,6 +312,16 @@ def test_the_old_spelling_of_rotary_settings_is_read(tmp_path: Path) -> None:
     assert load_model(tmp_path).config == new
 
 
+def test_a_window_of_null_is_none_in_every_family(tmp_path: Path) -> None:
+    """As transformers reads it where layers would slide."""
+    theirs("qwen2").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    document = json.loads(path.read_text()) | {"use_sliding_window": True, "sliding_window": None}
+    document.pop("layer_types", None)
+    path.write_text(json.dumps(document | {"max_window_layers": 0}))
+    assert load_model(tmp_path).config.window(0) is None
+
+
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"model_type": "mixtral"}, "'mixtral' is not supported; supported: llama"),
     ({"model_type": None}, "model_type None is not supported"),
@@ -323,6 +333,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "'full_attention'"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "and rope_scaling differ"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is beyond reason"),
     ({"num_hidden_layers": 5}, "no tensor of layer 4"),
     ({"num_hidden_layers": "four"}, "num_hidden_layers is 'four'"),

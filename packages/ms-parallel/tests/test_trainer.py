@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import MODEL, RUN, write_corpus, write_run
+from launching import MODEL, RUN, train, write_corpus, write_run
 
-from ms_parallel import DistributedTrainer, Layout, load_model
+from ms_parallel import DistributedTrainer, Engine, Layout, load_model
 from ms_parallel.cli import main
+from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.events import JsonLines
 from ms_parallel.inspection import inspect, picture
+from ms_parallel.models import architecture
 from ms_parallel.progress import Pace, Show, duration
 from ms_parallel.run_file import read_run_file
 
@@ -65,6 +68,66 @@ def test_shards_are_built_once_and_the_model_is_a_folder(corpus: Path, tmp_path:
     logits = load_model(longer.model_folder)(torch.arange(8)[None])
     assert logits.shape[:2] == (1, 8)
     assert torch.isfinite(logits).all()
+
+
+def test_a_run_that_begins_anew_writes_its_own_model(corpus: Path, tmp_path: Path) -> None:
+    """Not the one that lies there, though it has made as many steps; the same run again does."""
+    folder = trainer(tmp_path).train(corpus, steps=2).model_folder
+    assert folder is not None
+    first = (folder / "model.safetensors").read_bytes()
+    written = folder.stat().st_mtime_ns
+    trainer(tmp_path).train(corpus, steps=2)
+    assert folder.stat().st_mtime_ns == written
+    shutil.rmtree(tmp_path / "checkpoints")
+    trainer(tmp_path, seed=7).train(corpus, steps=2)
+    assert (folder / "model.safetensors").read_bytes() != first
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved-1f1b"])
+def test_a_model_of_several_stages_a_process_is_written_whole(
+    schedule: str, corpus: Path, tmp_path: Path
+) -> None:
+    """Under schedules that give a process the first stage and the last, or every other one."""
+    run = write_run(tmp_path / "run.toml", corpus, steps=2, schedule=schedule)
+    layers = ["--set", "model_config.num_hidden_layers=4", "--set", "parallel_config.pipeline=2"]
+    done = train(run, 2, *layers)
+    assert done.returncode == 0, done.stderr
+    model = load_model(tmp_path / "run" / "model")
+    assert model.config.num_hidden_layers == 4
+
+
+def test_weights_that_are_no_safetensors_are_not_passed_over(corpus: Path, tmp_path: Path) -> None:
+    """A pickle, or an index whose files are missing: training would begin from fresh weights."""
+    folder = trainer(tmp_path / "a").train(corpus, steps=1).model_folder
+    assert folder is not None
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="is a pickle, which is not read; convert it"):
+        Engine(folder)
+    (folder / "pytorch_model.bin").unlink()
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError):
+        Engine(folder)
+
+
+def test_settings_of_an_engine_that_would_train_nothing_are_refused() -> None:
+    """Rows of a microbatch below one, and a word that is no choice."""
+    config = architecture("llama", MODEL)
+    for setting in ({"microbatch_size": 0}, {"microbatch_size": -1}, {"on_nonfinite": "rise"}):
+        with pytest.raises(ConfigError, match=f"{next(iter(setting))} is"):
+            Engine(config, **setting)
+
+
+@pytest.mark.parametrize("epochs", [float("inf"), float("nan"), True])
+def test_epochs_are_a_finite_number(epochs: Any, corpus: Path, tmp_path: Path) -> None:
+    """One line, not an overflow later."""
+    with pytest.raises(ConfigError, match="epochs is"):
+        trainer(tmp_path).train(corpus, epochs=epochs)
+
+
+def test_a_seed_may_be_a_clock(corpus: Path, tmp_path: Path) -> None:
+    """Dates and clocks are usual; what torch takes has 64 bits."""
+    assert trainer(tmp_path, seed=20261122093000123).train(corpus, steps=1).finished
 
 
 def test_a_folder_with_weights_is_trained_on_from_them(corpus: Path, tmp_path: Path) -> None:

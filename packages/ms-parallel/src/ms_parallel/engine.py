@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from ms_parallel import ops as plain_ops
-from ms_parallel.errors import ParallelError
+from ms_parallel.errors import ConfigError, ParallelError
 from ms_parallel.generate import Sampling, generate
 from ms_parallel.gradients import (
     is_counted,
@@ -29,6 +29,7 @@ from ms_parallel.models import (
     ModelConfig,
     StagedModel,
     architecture,
+    has_weights,
     initialise,
     load_weights,
     model_plan,
@@ -114,6 +115,10 @@ class Engine:
         groups: Groups | None = None,
         prepare: Callable[[StagedModel], object] | None = None,
     ) -> None:
+        if microbatch_size is not None and microbatch_size < 1:
+            raise ConfigError(f"microbatch_size is {microbatch_size}; give at least 1, or None")
+        if on_nonfinite not in ("skip", "raise"):
+            raise ConfigError(f"on_nonfinite is {on_nonfinite!r}; give skip or raise")
         self.config = architecture(model) if isinstance(model, str | Path) else model
         layout = groups.layout if groups else layout or Layout()
         layout.check_model(self.config.shape)
@@ -370,7 +375,7 @@ def _weights_in(model: str | Path | ModelConfig) -> Path | None:
     """The folder to read weights from, if `model` is one that has any."""
     if not isinstance(model, str | Path) or str(model) in ARCHITECTURES:
         return None
-    return Path(model) if any(Path(model).glob("*.safetensors")) else None
+    return Path(model) if has_weights(model) else None
 
 
 def _mark_step(stages: Iterable[nn.Module]) -> None:

@@ -53,6 +53,8 @@ def end_scripts_plainly() -> None:
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    # torch's own hook around this one gathers what is said, and loses it where one exits.
+    sys.stderr = sys.__stderr__
     code = report(error)
     if code is None:
         sys.__excepthook__(kind, error, trace)

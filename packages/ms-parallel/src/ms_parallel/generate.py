@@ -1,5 +1,6 @@
 """Continues prompts token by token, with a key-value cache, under any layout."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -148,12 +149,18 @@ def pick(logits: Tensor, sampling: Sampling, index: int, part: int = 0, parts: i
     if sampling.temperature == 0.0:
         return scores.argmax(dim=1)
     scores = _cut(scores / sampling.temperature, sampling)
-    generator = torch.Generator().manual_seed((sampling.seed << 32 | index) & (2**63 - 1))
+    generator = torch.Generator().manual_seed(_seed_at(sampling.seed, index))
     rows = scores.shape[0]
     uniform = torch.rand(parts * rows, generator=generator, dtype=torch.float64)
     cumulative = scores.softmax(dim=1).cumsum(dim=1)
     at = uniform[part * rows : (part + 1) * rows, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, at, right=True)[:, 0].clamp(max=scores.shape[1] - 1)
+
+
+def _seed_at(seed: int, index: int) -> int:
+    """Of the random number at a position; hashed, as torch's generator takes 32 bits of a seed."""
+    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
+    return int.from_bytes(digest[:4], "little")
 
 
 def _cut(scores: Tensor, sampling: Sampling) -> Tensor:

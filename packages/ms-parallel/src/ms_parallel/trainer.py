@@ -1,12 +1,12 @@
 """The face that users type: a model, a layout, a dataset, and one call that trains."""
 
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from attrs import define, field, frozen
 
 from ms_parallel import launch
@@ -20,7 +20,7 @@ from ms_parallel.fitting import build_engine, find_schedule, fit_model, microbat
 from ms_parallel.found_schedule import FoundSchedule
 from ms_parallel.held_out import HeldOut, Readers
 from ms_parallel.layout import Layout
-from ms_parallel.models import load_weights, save_model
+from ms_parallel.models import has_weights, load_weights, save_model
 from ms_parallel.options import Options
 from ms_parallel.progress import Show, duration
 from ms_parallel.training import Run, Stream
@@ -184,10 +184,9 @@ class DistributedTrainer(Options):
             )
         found = find_schedule(self, config, layout)
         engine = build_engine(self, config, layout, total, found)
-        if folder := self.model_folder:
+        if (folder := self.model_folder) and has_weights(folder):
             for stage in engine.stages.values():
-                if any(folder.glob("*.safetensors")):
-                    load_weights(stage, folder)
+                load_weights(stage, folder)
         rows = layout.data * (microbatch(self, layout) or 1)
         return Run(
             engine=engine,
@@ -246,15 +245,13 @@ class DistributedTrainer(Options):
     def _export(self, run: Run) -> Path:
         """The model as a Hugging Face folder with its tokenizer; whole or not at all."""
         folder = self.output_dir / "model"
-        mark = msgspec.json.encode({"step": run.engine.step})
         made = folder / "training.json"
-        if first_does(lambda: made.is_file() and made.read_bytes() == mark):
+        if first_does(lambda: made.is_file() and made.read_bytes() == run.mark()):
             return folder
         aside = folder.with_name("model.partial")
         first_does(lambda: shutil.rmtree(aside, ignore_errors=True))
-        for stage in run.engine.stages.values():
-            save_model(stage, aside)
-        first_does(lambda: self._publish(aside, folder, mark))
+        save_model(list(run.engine.stages.values()), aside)
+        first_does(lambda: self._publish(aside, folder, run.mark()))
         return folder
 
     def _publish(self, aside: Path, folder: Path, mark: bytes) -> None:
@@ -271,7 +268,8 @@ def _check_length(epochs: float | None, steps: int | None) -> None:
         raise ConfigError(f"{both} of epochs and steps given; give one of them")
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise ConfigError(f"steps is {steps!r}; give a whole number of at least 1")
-    if epochs is not None and not (isinstance(epochs, int | float) and epochs > 0):
+    number = isinstance(epochs, int | float) and not isinstance(epochs, bool)
+    if epochs is not None and not (number and 0 < epochs < math.inf):
         raise ConfigError(f"epochs is {epochs!r}; give a number above 0")
 
 

@@ -1,16 +1,19 @@
 """One run: steps, evaluations and checkpoints, from wherever the last checkpoint left it."""
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from attrs import asdict, define, field, frozen
 
 from ms_parallel import checkpoint
 from ms_parallel.agreement import StopRequest, first_does
+from ms_parallel.checkpoint.manifest import MANIFEST
 from ms_parallel.engine import Engine, Update
 from ms_parallel.errors import CheckpointError, DamageError, ParallelError
 from ms_parallel.events import OnEvent
@@ -179,7 +182,7 @@ class Run:
     def _step(self, pace: Pace) -> Update:
         began = monotonic()
         # Chance is a function of seed and step, so that a checkpoint need not hold its state.
-        torch.manual_seed(self.options.seed * 1_000_003 + self.engine.step)
+        torch.manual_seed((self.options.seed * 1_000_003 + self.engine.step) % 2**63)
         update = self._update(next(self.stream))
         pace.step(update.tokens)
         standing, step = self.standing, self.engine.step
@@ -231,6 +234,12 @@ class Run:
         self.show.note(f"held-out loss {loss:.4f} at step {step}")
         self.emit("evaluate", {"step": step, "held_out_loss": loss})
         return loss
+
+    def mark(self) -> bytes:
+        """What the model that a finished run writes is of: its step and that step's checkpoint."""
+        manifest = checkpoint.step_folder(self.checkpoints, self.engine.step) / MANIFEST
+        digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
+        return msgspec.json.encode({"step": self.engine.step, "checkpoint": digest})
 
     def save(self) -> Path:
         """Write a checkpoint of this step and let the oldest go.

@@ -16,8 +16,13 @@ ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
 TokenId = int | tuple[int, ...] | None
 
 _FAMILIES: Mapping[str, Mapping[str, tuple[object, ...]]] = {
-    "llama": {"query_key_norm": (False,), "sliding_window": (None,)},
-    "mistral": {"attention_bias": (False,), "mlp_bias": (False,), "query_key_norm": (False,)},
+    "llama": {"query_key_norm": (False,), "sliding_window": (None,), "sliding_layers": (None,)},
+    "mistral": {
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "query_key_norm": (False,),
+        "sliding_layers": (None,),
+    },
     "qwen2": {"attention_bias": (True,), "mlp_bias": (False,), "query_key_norm": (False,)},
     "qwen3": {"mlp_bias": (False,), "query_key_norm": (True,)},
 }
@@ -177,6 +182,13 @@ class DecoderConfig:
                 raise ConfigError(
                     f"model_type {self.model_type!r} has no {name}={getattr(self, name)};"
                     f" choose {_families_with(name, getattr(self, name))}"
+                )
+
+        for layer in self.sliding_layers or ():
+            if type(layer) is not int or not 0 <= layer < self.num_hidden_layers:
+                raise ConfigError(
+                    f"model setting sliding_layers has {layer!r}; give numbers of layers, from 0 to"
+                    f" {self.num_hidden_layers - 1}"
                 )
 
     @property

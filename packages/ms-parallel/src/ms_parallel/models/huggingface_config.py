@@ -127,7 +127,9 @@ def _window(
         return document.get("sliding_window", 4096), None  # an explicit null means none
     if not given.get("use_sliding_window", False):
         return None, None
-    window, count = given.get("sliding_window", 4096), given["num_hidden_layers"]
+    window, count = document.get("sliding_window", 4096), given["num_hidden_layers"]
+    if window is None:
+        return None, None
     kinds, first = given.get("layer_types"), given.get("max_window_layers", 28)
     if kinds is None and type(first) is int:
         return window, tuple(range(first, count))
@@ -142,7 +144,12 @@ def _window(
 
 def _rope(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from the old spelling (rope_theta, rope_scaling) or rope_parameters."""
-    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    new, old = given.get("rope_parameters"), given.get("rope_scaling")
+    if new and old and new != old:
+        raise ModelError(
+            "rope_parameters and rope_scaling differ, and readers disagree on which holds; keep one"
+        )
+    rope = new or old or {}
     unknown = sorted(set(rope) - _ROPE) if isinstance(rope, dict) else [rope]
     if unknown:
         raise ModelError(f"rotary setting {unknown[0]!r} is not supported; known: {sorted(_ROPE)}")

@@ -12,10 +12,12 @@ from ms_parallel.models.initialise import is_added
 from ms_parallel.models.part import drop_gathered, part_of
 from ms_parallel.models.registry import build_model, model_plan, read_config
 from ms_parallel.models.staged import StagedModel
-from ms_parallel.models.weight_folder import WeightFolder
+from ms_parallel.models.weight_folder import INDEX, WeightFolder
 from ms_parallel.ops import Ops
 
-__all__ = ["load_model", "load_weights"]
+__all__ = ["has_weights", "load_model", "load_weights"]
+
+_PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth")
 
 _BUFFERS_OF_OLD = (".rotary_emb.inv_freq",)
 
@@ -61,6 +63,24 @@ def load_model(
     model.to_empty(device=device)
     _fill(model, weights)
     return model
+
+
+def has_weights(folder: str | Path) -> bool:
+    """Whether a folder holds weights to start from; False where config.json stands alone.
+
+    Raises:
+        ModelError: they are in files that are not read here, as they could hold code.
+    """
+    folder = Path(folder)
+    if any(folder.glob("*.safetensors")) or (folder / INDEX).is_file():
+        return True
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if pickled:
+        raise ModelError(
+            f"{folder / pickled[0]} is a pickle, which is not read; convert it to safetensors, or"
+            " leave config.json alone in its folder to start from fresh weights"
+        )
+    return False
 
 
 def load_weights(model: StagedModel, folder: str | Path) -> None:

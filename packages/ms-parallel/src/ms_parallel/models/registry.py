@@ -96,10 +96,15 @@ def _override(config: ModelConfig, overrides: dict[str, Any]) -> ModelConfig:
         for key in scaling:
             if key not in known:
                 raise ConfigError(f"unknown rope_scaling setting {key!r}; {_nearest(key, known)}")
+        missing = [each for each in ("kind", "factor") if each not in scaling]
+        if missing:
+            raise ConfigError(f"rope_scaling lacks {missing[0]!r}; give kind and factor")
         overrides["rope_scaling"] = RopeScaling(**scaling)
     if "head_dim" not in overrides and overrides.keys() & {"hidden_size", "num_attention_heads"}:
         sizes = {**asdict(cast(Any, config)), **overrides}
-        overrides["head_dim"] = sizes["hidden_size"] // max(1, sizes["num_attention_heads"])
+        hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+        if isinstance(hidden, int) and isinstance(heads, int):  # else refused by name below
+            overrides["head_dim"] = hidden // max(1, heads)
     return cast(ModelConfig, evolve(cast(Any, config), **overrides))
 
 
