@@ -152,6 +152,16 @@ def test_a_stream_resumes_exactly_with_other_ranks_and_other_weights(place: Path
         InstructionStream(place / "rows", sequence_length=64, batch_size=4).load_state_dict(state)
 
 
+def test_sources_of_different_tokenizers_are_not_mixed(place: Path, tmp_path: Path) -> None:
+    """Another file or another end of text; both sources are named."""
+    model = place / "model"
+    tokenizer = Tokenizer.load(model, end_of_text="</s>")
+    build(place / "more.jsonl", tokenizer=tokenizer, out=tmp_path / "other", chat=model)
+    sources = {"one": place / "rows", "same": place / "more", "two": tmp_path / "other"}
+    with pytest.raises(SettingError, match="'one' and 'two' were built with different tokenizers"):
+        InstructionStream(sources, sequence_length=128, batch_size=4)
+
+
 def test_epochs_repeat_no_sample_before_all_came(place: Path) -> None:
     """Each epoch has every sample once, in another order."""
     stream = InstructionStream(place / "more", sequence_length=128, batch_size=1, open_rows=0)

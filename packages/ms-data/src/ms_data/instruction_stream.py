@@ -53,7 +53,8 @@ class InstructionStream(Iterator[InstructionBatch]):
             then included; None never stops.
 
     Raises:
-        SettingError: an argument is out of range, or a source has nothing to learn.
+        SettingError: an argument is out of range, a source has nothing to learn, or two were
+            built with different tokenizers.
         DamageError: bytes are not those that were written.
     """
 
@@ -97,6 +98,7 @@ class InstructionStream(Iterator[InstructionBatch]):
             for number, folder in enumerate(folders.values())
         ]
         self._mixture = Mixture(self.names, self._weights(weights))
+        self._check_tokenizers()
         self._weighting = weighting
         self._last = None if epochs is None else epochs * self.samples_per_epoch
         self._settings = {
@@ -114,6 +116,15 @@ class InstructionStream(Iterator[InstructionBatch]):
         self._ready: ReadyRows = deque()
         self._rows = self._tokens = 0
         self._flushed = False
+
+    def _check_tokenizers(self) -> None:
+        first = self._sources[0].samples.tokenizer
+        for name, source in zip(self.names, self._sources, strict=True):
+            if source.samples.tokenizer != first:
+                raise SettingError(
+                    f"sources {self.names[0]!r} and {name!r} were built with different tokenizers "
+                    "or ends of text, so their tokens mean different things; build both with one"
+                )
 
     def _weights(
         self, weights: Mapping[str, float] | Sequence[float] | Sequence[Phase] | None
