@@ -9,6 +9,8 @@ from ms_data import read_conversation, read_pair
 ASK = {"role": "user", "content": "Why?"}
 SAY = {"role": "assistant", "content": "So."}
 NO = {"role": "assistant", "content": "No."}
+TURN = {"from": "human", "value": "Why?"}
+ANSWER = {"from": "gpt", "value": "So."}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,17 @@ def test_all_parts_of_a_form_are_read() -> None:
     assert read.messages[2]["tool_calls"][0]["function"]["arguments"] == {"at": "Rome"}
 
 
+def test_a_turn_may_say_that_it_is_not_learnt() -> None:
+    """ShareGPT's weight means what OpenAI's does; None is the same as no such key."""
+    turns = [{**TURN, "weight": None}, {**ANSWER, "weight": 0}, TURN, {**ANSWER, "weight": 1}]
+    assert read_conversation({"conversations": turns}).messages == [
+        ASK,
+        {**SAY, "weight": 0},
+        ASK,
+        {**SAY, "weight": 1},
+    ]
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [
@@ -78,6 +91,8 @@ def test_all_parts_of_a_form_are_read() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, SAY]}, "is no text"),
         ({"messages": [ASK, {**SAY, "weight": 2}]}, "weight is 2"),
         ({"conversations": [{"from": "cat", "value": "x"}]}, "from is 'cat'"),
+        ({"conversations": [TURN, {**ANSWER, "loss": 0}]}, r"\[1\] has an unknown key 'loss'"),
+        ({"conversations": [TURN, {**ANSWER, "weight": 2}]}, r"\[1\].weight is 2; .* 0 or 1"),
         ({"conversations": [{"value": "x"}]}, "must have `from` and `value`"),
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, "must be JSON"),
         ({"instruction": "x"}, "without `output`"),
