@@ -9,6 +9,7 @@ from ms_data import read_conversation, read_pair
 ASK = {"role": "user", "content": "Why?"}
 SAY = {"role": "assistant", "content": "So."}
 NO = {"role": "assistant", "content": "No."}
+TERSE = {"role": "system", "content": "Be terse."}
 TURN = {"from": "human", "value": "Why?"}
 ANSWER = {"from": "gpt", "value": "So."}
 
@@ -130,11 +131,22 @@ def test_the_forms_of_a_pair_mean_the_same(row: dict[str, Any]) -> None:
     assert (pair.prompt, pair.chosen, pair.rejected) == ([ASK], [SAY], [NO])
     assert (pair.margin, pair.weight) == (0.0, 1.0)
     assert read_pair({**row, "margin": 2}).margin == 2.0
+    assert read_pair({**row, "system": "Be terse."}).prompt == [TERSE, ASK]
+
+
+def test_a_system_that_the_prompt_begins_with_is_not_repeated() -> None:
+    """As where a set keeps it in a column of its own too."""
+    row = {"prompt": [TERSE, ASK], "chosen": "So.", "rejected": "No.", "system": "Be terse."}
+    assert read_pair(row).prompt == [TERSE, ASK]
 
 
 @pytest.mark.parametrize(
     ("row", "says"),
     [
+        (
+            {"prompt": [TERSE, ASK], "chosen": "y", "rejected": "z", "system": "Be kind."},
+            "`system` is not the system message of the prompt",
+        ),
         ({"prompt": "x", "chosen": "y"}, "has `chosen` and `rejected`"),
         ({"prompt": "x", "chosen": "y", "rejected": "y"}, "the same answer"),
         ({"prompt": "x", "messages": [ASK], "chosen": "y", "rejected": "z"}, "two prompts"),

@@ -113,9 +113,7 @@ def read_sharegpt(value: object, name: str) -> list[Message]:
 
 def alpaca_messages(row: Mapping[str, Any]) -> list[Message]:
     """System, history and instruction of an Alpaca row; `input` follows after a blank line."""
-    messages: list[Message] = []
-    if row.get("system"):
-        messages.append({"role": "system", "content": _text(row["system"], "system")})
+    messages = read_system(row)
     history = row.get("history") or []
     if not isinstance(history, list):
         raise ValueError(f"history must be a list of pairs, not {_shown(history)}")
@@ -155,15 +153,19 @@ def read_number(row: Mapping[str, Any], name: str, default: float = 1.0) -> floa
     return float(value)
 
 
+def read_system(row: Mapping[str, Any]) -> list[Message]:
+    """The message of a row's `system`; none where it has none."""
+    if not row.get("system"):
+        return []
+    return [{"role": "system", "content": _text(row["system"], "system")}]
+
+
 def _openai(row: Mapping[str, Any]) -> list[Message]:
     return read_messages(row["messages"], "messages")
 
 
 def _sharegpt(row: Mapping[str, Any]) -> list[Message]:
-    messages = read_sharegpt(row["conversations"], "conversations")
-    if row.get("system"):
-        messages.insert(0, {"role": "system", "content": _text(row["system"], "system")})
-    return messages
+    return [*read_system(row), *read_sharegpt(row["conversations"], "conversations")]
 
 
 def _alpaca(row: Mapping[str, Any]) -> list[Message]:
