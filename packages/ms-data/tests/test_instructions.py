@@ -14,11 +14,11 @@ import pytest
 
 from ms_data import InstructionStream, PreferenceStream, TokenStream, build, inspect, verify
 from ms_data.cli import main
-from ms_data.errors import CorpusError, DataError, SettingError, StateError
+from ms_data.errors import CorpusError, DataError, SettingError, StateError, TokenizerError
 from ms_data.samples import Samples
 from ms_data.tokenizer import Tokenizer
 
-from .chats import DATED, ROWS, write_rows, write_tokenizer
+from .chats import BRACKETS, DATED, ROWS, write_rows, write_tokenizer
 
 SMALL_STEPS = """
 import importlib
@@ -290,6 +290,27 @@ def test_a_bad_row_stops_the_build_with_file_and_line(
     assert list(tmp_path.iterdir()) == [corpus]
     assert main([*command, "--out", str(tmp_path / "out"), "--skip-invalid"]) == 0
     assert "2 documents, 1 invalid ones left out" in capsys.readouterr().out
+
+
+def test_a_jinja_file_is_told_the_special_tokens_of_the_tokenizer(
+    place: Path, tmp_path: Path
+) -> None:
+    """The same bytes as with the folder's own template; without a folder it is refused."""
+    model = write_tokenizer(tmp_path / "model", BRACKETS)
+    alone = tmp_path / "brackets.jinja"
+    alone.write_text(BRACKETS)
+    for name, chat in (("own", model), ("alone", alone)):
+        build(place / "more.jsonl", tokenizer=Tokenizer.load(model), out=tmp_path / name, chat=chat)
+    shards = [(tmp_path / name / "shard-00000.msd").read_bytes() for name in ("own", "alone")]
+    assert shards[0] == shards[1]
+    said = Tokenizer.load(model).encode_chat("<s>[INST]")
+    assert Samples(tmp_path / "alone").conversation(0).tokens[: len(said)].tolist() == said
+    file = Tokenizer.load(model / "tokenizer.json")
+    with pytest.raises(SettingError, match=r"reads bos_token.*tokenizer_config\.json"):
+        build(place / "more.jsonl", tokenizer=file, out=tmp_path / "none", chat=alone)
+    (model / "tokenizer_config.json").write_text("[")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: cannot be read"):
+        build(place / "more.jsonl", tokenizer=Tokenizer.load(model), out=tmp_path / "n", chat=alone)
 
 
 def test_wrong_uses_are_refused(place: Path, tmp_path: Path) -> None:

@@ -96,7 +96,8 @@ def build(
         text_key: the member of a JSON line that holds the text.
         skip_invalid: leave out what is not valid text instead of stopping.
         chat: the chat template, or the tokenizer's folder that holds it, with which an
-            instruction set in JSON Lines is built; see `read_conversation` for its forms.
+            instruction set in JSON Lines is built; see `read_conversation` for its forms. A Jinja
+            file is told the special tokens of the tokenizer's folder.
         pairs: with `chat`, the rows are preference pairs; see `read_pair`.
         allow_special: with `chat`, messages may spell special tokens.
         on_progress: hears how many of how many bytes of the corpus are done, after each batch.
@@ -153,7 +154,7 @@ def _chat_encoder(
             "choose the date with --today"
         )
     return ChatEncoder(
-        template=template,
+        template=template.with_tokens_of(tokenizer.folder),
         tokenizer=tokenizer,
         kind="preferences" if pairs else "conversations",
         allow_special=allow_special,

@@ -52,6 +52,8 @@ class Tokenizer:
         self._model.no_padding()
         self._model.encode_special_tokens = True
         self.content = content
+        self.folder: Path | None = None
+        """Where it was loaded from, if that was a folder."""
         self._chat: tokenizers.Tokenizer | None = None
         self.end_of_text = self._find_end(end_of_text)
         self.vocabulary_size = 1 + max(self._model.get_vocab(with_added_tokens=True).values())
@@ -65,6 +67,7 @@ class Tokenizer:
             DamageError: it is not the one that the shards were built with.
         """
         path, wanted = Path(path), None
+        folder = path if path.is_dir() else None
         if path.is_dir() and not (path / "index.json").exists():
             path = path / "tokenizer.json"  # a tokenizer's own folder
         elif path.is_dir():
@@ -79,9 +82,11 @@ class Tokenizer:
         if wanted not in (None, xxhash.xxh3_128_hexdigest(content)):
             raise DamageError(path, "file", "its checksum is not the one in the index")
         try:
-            return cls(content, end_of_text=end_of_text)
+            tokenizer = cls(content, end_of_text=end_of_text)
         except TokenizerError as error:
             raise TokenizerError(f"{path}: {error}") from error
+        tokenizer.folder = folder
+        return tokenizer
 
     @property
     def digest(self) -> str:
