@@ -217,6 +217,24 @@ def test_weighting_by_sample_gives_each_the_same_sum(place: Path) -> None:
         assert sums == pytest.approx(1.0 if weighting == "sample" else targets, rel=1e-6)
 
 
+@pytest.mark.parametrize("long", ["split", "truncate"])
+def test_weighting_by_sample_counts_a_long_sample_once(place: Path, long: Any) -> None:
+    """Parts share their sample's weight; what is left of one that is cut off bears it alone."""
+    stream = InstructionStream(
+        place / "rows",
+        sequence_length=32,
+        batch_size=2,
+        epochs=1,
+        long=long,
+        weighting="sample",
+    )
+    total = sum(float(batch["weights"].sum(dtype=np.float64)) for batch in stream)
+    counts = stream.counts["rows"]
+    assert counts["split" if long == "split" else "truncated"] > 50
+    without = counts["unlearnt"] if long == "truncate" else 0
+    assert total == pytest.approx(len(ROWS) - without, rel=1e-6)
+
+
 def test_pairs_come_as_two_rows_with_only_the_answers_learnt(place: Path) -> None:
     """Chosen above rejected, the margin with both; every pair once; ranks share."""
     stream = PreferenceStream(place / "pairs", sequence_length=128, batch_size=8, epochs=1)

@@ -243,12 +243,12 @@ class InstructionStream(Iterator[InstructionBatch]):
     def _fill(self, batch: InstructionBatch, at: int, source: Source, row: Row) -> None:
         done = 0
         for document, piece in enumerate(row):
-            sample, following = source.read(piece)
+            sample, following, learnt = source.read(piece)
             stop, last = done + len(sample.tokens), done + len(following)
             batch["tokens"][at, done:stop] = sample.tokens
             batch["targets"][at, done:last] = np.where(sample.learnt, following, IGNORED)
-            parts = int(sample.learnt.sum()) if self._weighting == "sample" else 1
-            batch["weights"][at, done:last] = sample.learnt * (sample.weight / max(1, parts))
+            shared = learnt if self._weighting == "sample" else 1
+            batch["weights"][at, done:last] = sample.learnt * (sample.weight / max(1, shared))
             batch["documents"][at, done:stop] = document
             batch["positions"][at, done:stop] = np.arange(stop - done)
             done = stop

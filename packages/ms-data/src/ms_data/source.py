@@ -92,12 +92,18 @@ class Source:
         learnt = self.samples.conversation(number).learnt
         return [piece for piece in pieces if learnt[piece.start + 1 : piece.stop + 1].any()]
 
-    def read(self, piece: Piece) -> tuple[Sample, np.ndarray[Any, np.dtype[np.int64]]]:
-        """The inputs of a piece, and their targets: as many, or one less at the sample's end."""
+    def read(self, piece: Piece) -> tuple[Sample, np.ndarray[Any, np.dtype[np.int64]], int]:
+        """A piece, its targets, and how many are learnt of its sample.
+
+        The targets are as many as the inputs, or one less at the sample's end. Of a sample that
+        is cut in parts all count; of one that is cut off, those that are left.
+        """
         whole = self.samples.conversation(piece.sample)
         tokens = whole.tokens[piece.start : piece.stop]
         after = slice(piece.start + 1, piece.stop + 1)
-        return Sample(tokens, whole.learnt[after], whole.weight), whole.tokens[after]
+        learnt = whole.learnt[after]
+        count = int((whole.learnt[1:] if self._long == "split" else learnt).sum())
+        return Sample(tokens, learnt, whole.weight), whole.tokens[after], count
 
     def state(self) -> dict[str, Any]:
         """JSON values that `restore` takes."""
