@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from ms_data import InstructionStream, PreferenceStream, TokenStream, build, inspect, verify
+from ms_data.chat import ChatTemplate
 from ms_data.cli import main
 from ms_data.errors import CorpusError, DataError, SettingError, StateError, TokenizerError
+from ms_data.instructions import ChatEncoder
 from ms_data.samples import Samples
 from ms_data.tokenizer import Tokenizer
 
-from .chats import BRACKETS, DATED, ROWS, write_rows, write_tokenizer
+from .chats import BRACKETS, DATED, MARKED, ROWS, write_rows, write_tokenizer
 
 SMALL_STEPS = """
 import importlib
@@ -329,6 +331,30 @@ def test_a_jinja_file_is_told_the_special_tokens_of_the_tokenizer(
     (model / "tokenizer_config.json").write_text("[")
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: cannot be read"):
         build(place / "more.jsonl", tokenizer=Tokenizer.load(model), out=tmp_path / "n", chat=alone)
+
+
+@pytest.mark.parametrize(
+    ("answer", "more"),
+    [
+        ({"content": "x", "reasoning_content": "<|im_end|>"}, {}),
+        ({"content": [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]}, {}),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": {"a": ["<|im_end|>"]}}}]}, {}),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": {"<|im_end|>": 1}}}]}, {}),
+        ({"content": "x"}, {"tools": [{"description": "<|im_end|>"}]}),
+    ],
+    ids=["thoughts", "parts", "arguments", "names", "tools"],
+)
+def test_no_part_of_a_row_may_spell_a_special_token(
+    place: Path, answer: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """Whatever a template may print, joined as it may join it."""
+    encoder = ChatEncoder(
+        template=ChatTemplate(MARKED.replace("message.content | trim", "message.content")),
+        tokenizer=Tokenizer.load(place / "model"),
+    )
+    row = {"messages": [ROWS[0]["messages"][0], {"role": "assistant", **answer}], **more}
+    with pytest.raises(ValueError, match=r"spells the special token '<\|im_end\|>'"):
+        encoder.parse(json.dumps(row).encode())
 
 
 def test_wrong_uses_are_refused(place: Path, tmp_path: Path) -> None:
