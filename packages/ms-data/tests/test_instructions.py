@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,76 @@ def test_epochs_repeat_no_sample_before_all_came(place: Path) -> None:
         orders.append([tuple(batch["tokens"][0]) for batch in batches])
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
     assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("epochs", [2, None])
+def test_a_run_that_ended_goes_on_in_a_longer_one(place: Path, epochs: int | None) -> None:
+    """Its second epoch comes whole; the state is still that of an end for as many epochs."""
+
+    def make(epochs: int | None) -> InstructionStream:
+        return InstructionStream(
+            place / "more", sequence_length=128, batch_size=1, epochs=epochs, open_rows=0
+        )
+
+    stream = make(1)
+    first = [tuple(batch["tokens"][0]) for batch in stream]
+    longer, again = make(epochs), make(1)
+    longer.load_state_dict(stream.state_dict())
+    again.load_state_dict(stream.state_dict())
+    second = [tuple(next(longer)["tokens"][0]) for _ in range(50)]
+    assert sorted(second) == sorted(first)
+    assert list(longer) == [] if epochs else next(longer)
+    assert list(again) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("mixture", {"names": ["more"], "counts": [3], "phases": []}),
+        ("mixture", [1]),
+        ("flushed", None),
+        ("rows", -1),
+        ("tokens", 1.5),
+        ("ready", [[-1, [[0, 0, 5]]]]),
+        ("sources", [{"drawn": -7}]),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(place: Path, key: str, value: Any) -> None:
+    """The stream goes on as if it had not been shown."""
+    make = partial(InstructionStream, place / "more", sequence_length=128, batch_size=2)
+    stream, whole = make(), make()
+    for _ in range(3):
+        next(stream), next(whole)
+    before = stream.state_dict()
+    later = make()
+    for _ in range(9):
+        next(later)
+    state = later.state_dict()
+    if key == "sources":
+        value = [{**state["sources"][0], **value[0]}]
+    damaged = {**state, key: value}
+    if key == "flushed":
+        del damaged[key]
+    with pytest.raises(StateError):
+        stream.load_state_dict(damaged)
+    assert stream.state_dict() == before
+    assert (next(stream)["tokens"] == next(whole)["tokens"]).all()
+
+
+def test_settings_may_be_numbers_of_numpy(place: Path) -> None:
+    """The state is JSON all the same, and that of plain numbers."""
+    for kind, folder in ((InstructionStream, "rows"), (PreferenceStream, "pairs")):
+        states = []
+        for number in (int, np.int64):
+            stream: Any = kind(
+                place / folder,
+                sequence_length=number(32),  # type: ignore[arg-type]
+                batch_size=number(4),  # type: ignore[arg-type]
+                seed=number(3),  # type: ignore[arg-type]
+            )
+            next(stream)
+            states.append(json.dumps(stream.state_dict()))
+        assert states[0] == states[1]
 
 
 def test_tasks_can_be_asked_for_row_by_row(place: Path) -> None:

@@ -12,7 +12,7 @@ from ms_data.errors import SettingError
 from ms_data.packing import OpenRow, Packer, Piece, cut
 from ms_data.samples import Sample, Samples
 
-__all__ = ["Long", "Row", "Source"]
+__all__ = ["Long", "ReadyRows", "Row", "Source", "count"]
 
 Long = Literal["truncate", "split"]
 Row = tuple[Piece, ...]
@@ -127,13 +127,13 @@ class Source:
             ValueError: it cannot be this source's.
         """
         rows = [
-            OpenRow(int(number), tuple(self.piece(one) for one in pieces))
+            OpenRow(count(number), tuple(self.piece(one) for one in pieces))
             for number, pieces in state["open"]
         ]
         if self._packer:
-            self._packer.restore(rows, int(state["opened"]))
-        self.drawn, self.truncated = int(state["drawn"]), int(state["truncated"])
-        self.split, self.unlearnt = int(state["split"]), int(state["unlearnt"])
+            self._packer.restore(rows, count(state["opened"]))
+        self.drawn, self.truncated = count(state["drawn"]), count(state["truncated"])
+        self.split, self.unlearnt = count(state["split"]), count(state["unlearnt"])
 
     def piece(self, values: Any) -> Piece:
         """A piece from its JSON values.
@@ -141,11 +141,22 @@ class Source:
         Raises:
             ValueError: there is no such piece.
         """
-        piece = Piece(*(int(one) for one in values))
-        sound = 0 <= piece.sample < len(self.samples)
-        if not sound or not 0 <= piece.start < piece.stop <= self.samples.sizes[piece.sample]:
+        piece = Piece(*(count(one) for one in values))
+        sound = piece.sample < len(self.samples)
+        if not sound or not piece.start < piece.stop <= self.samples.sizes[piece.sample]:
             raise ValueError(f"{piece} is no piece of a sample here")
         return piece
+
+
+def count(value: Any) -> int:
+    """A whole number of 0 or more from its JSON value.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} stands where a count must")
+    return value
 
 
 ReadyRows = deque[tuple[int, Row]]
