@@ -106,8 +106,8 @@ def build(
         SettingError: an argument is out of range.
         CorpusError: the corpus is missing, empty, damaged or not text.
         TokenizerError: the tokenizer cannot be read.
-        OutputError: `out` is not empty, is being written by another build, belongs to another
-            build that was interrupted, or the disk is full.
+        OutputError: `out` is not empty, lies in the corpus, is being written by another build,
+            belongs to another build that was interrupted or to something else, or the disk is full.
     """
     if not 0.0 <= hold_out < 1.0:
         raise SettingError(f"hold_out is {hold_out}; it must be a share from 0 to below 1")
@@ -118,6 +118,7 @@ def build(
     parse = chats.parse if chats else None
     source = find_corpus(corpus, text_key=text_key, skip_invalid=skip_invalid, parse=parse)
     folder = free_place(out)
+    _refuse_inside(folder, corpus)
     recipe = Recipe(
         tokenizer=encoder.digest,
         end_of_text=encoder.end_of_text,
@@ -134,6 +135,18 @@ def build(
         sync_folder(aside)
         publish(aside, folder)
     return msgspec.structs.replace(summary, folder=str(out))
+
+
+def _refuse_inside(folder: Path, corpus: str | Path) -> None:
+    """A build must not read what it or an earlier one writes; what is hidden is never read."""
+    place = Path(os.path.realpath(corpus))
+    if not place.is_dir() or not folder.is_relative_to(place):
+        return
+    if not any(part.startswith(".") for part in folder.relative_to(place).parts):
+        raise OutputError(
+            f"{folder} lies in the corpus {corpus}, which the next build would read it with; "
+            "choose a folder outside"
+        )
 
 
 def _chat_encoder(
