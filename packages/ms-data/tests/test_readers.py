@@ -126,6 +126,26 @@ def test_a_corpus_that_is_not_there_is_named(tmp_path: Path) -> None:
         find_corpus(tmp_path)
 
 
+def test_links_are_followed_and_one_to_nothing_is_named(tmp_path: Path) -> None:
+    """Files and folders behind links are read, each folder once, by its own name if it has one."""
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "b.txt").write_text("two")
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one")
+    (folder / "more").symlink_to(tmp_path / "else")
+    (folder / "more" / "back").symlink_to(folder)
+    (folder / "z.txt").symlink_to(folder / "a.txt")
+    (folder / "own").mkdir()
+    (folder / "own" / "c.txt").write_text("three")
+    (folder / "link").symlink_to(folder / "own")
+    assert texts(find_corpus(folder)) == ["one", "two", "three", "one"]
+    assert folder / "own" / "c.txt" in find_corpus(folder).files
+    (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CorpusError, match=r"gone\.txt: a link to nothing; mend or remove it"):
+        find_corpus(folder)
+
+
 def test_python_sources_are_decoded_by_their_cookie() -> None:
     """The library's files in other encodings are read as Python reads them."""
     source = find_corpus("stdlib")

@@ -155,10 +155,11 @@ def find_corpus(
 
     Files that end in .jsonl or .ndjson hold a document a line, any other file is one document;
     both may be packed by gzip (.gz) or zstd (.zst). A folder is read in the order of its files'
-    names, hidden ones left out. `stdlib` means the running Python's own library sources.
+    names, hidden ones left out and links followed, each folder once. `stdlib` means the running
+    Python's own library sources.
 
     Raises:
-        CorpusError: there is no such place, or no file in it.
+        CorpusError: there is no such place, no file in it, or a link to nothing.
     """
     library = str(corpus) == "stdlib" and not Path(corpus).exists()
     if library:
@@ -183,10 +184,24 @@ def find_corpus(
 
 
 def _visible_files(folder: Path) -> list[Path]:
-    found = []
-    for place, folders, names in os.walk(folder, onerror=_refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(place, name) for name in names if not name.startswith(".")]
+    """Links to folders come last, so that what lies in the corpus itself keeps its own name."""
+    found: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    waiting = [folder]
+    while waiting:
+        for place, folders, names in os.walk(waiting.pop(0), onerror=_refuse):
+            facts = os.stat(place)
+            if (facts.st_dev, facts.st_ino) in seen:
+                folders.clear()
+                continue
+            seen.add((facts.st_dev, facts.st_ino))
+            inner = sorted(Path(place, name) for name in folders if not name.startswith("."))
+            waiting += [path for path in inner if path.is_symlink()]
+            folders[:] = [path.name for path in inner if not path.is_symlink()]
+            found += [Path(place, name) for name in names if not name.startswith(".")]
+    for path in found:
+        if path.is_symlink() and not path.exists():
+            raise CorpusError(f"{path}: a link to nothing; mend or remove it")
     return sorted(path for path in found if path.is_file())
 
 
