@@ -374,6 +374,16 @@ def test_a_corpus_that_changed_where_it_was_read_is_refused(
     assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
 
 
+def test_names_that_are_not_utf8_do_not_stop_a_build(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A file system takes any bytes; an interrupted build goes on over them too."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number, text in enumerate(texts_of(6, 60)):
+        Path(os.fsdecode(bytes(folder) + b"/\xff%02d.txt" % number)).write_text(text)
+    interrupt(folder, tokenizer, tmp_path / "out")
+    assert build(folder, tokenizer=tokenizer, out=tmp_path / "out").documents == 60
+
+
 def test_a_bad_line_late_in_a_build_can_be_skipped_when_it_goes_on(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

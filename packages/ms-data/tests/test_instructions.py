@@ -358,6 +358,10 @@ def test_the_command_builds_and_verifies_an_instruction_set(
     [
         ('{"messages": 5}', "rows.jsonl:2: messages must be a list"),
         ('{"text": "x"}', "rows.jsonl:2: fits no form"),
+        (
+            '{"messages": ' + "[" * 10**5 + "]" * 10**5 + "}",
+            "rows.jsonl:2: its JSON is nested too deeply",
+        ),
         ("[1]", "rows.jsonl:2: a row must be a JSON object"),
         ('{"messages"', "rows.jsonl:2: malformed JSON line"),
         (

@@ -92,6 +92,10 @@ def test_the_end_of_text_can_be_named(tokenizer: Tokenizer) -> None:
     with pytest.raises(TokenizerError, match="'<stop>'"):
         Tokenizer(odd, end_of_text="<stop>")
     assert Tokenizer(odd, end_of_text="<<stop>>").end_of_text == 0
+    assert Tokenizer(odd, end_of_text=5).end_of_text == 5
+    for number in (-1, tokenizer.vocabulary_size):
+        with pytest.raises(TokenizerError, match=f"has no token {number} to end a text"):
+            Tokenizer(odd, end_of_text=number)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"model": 3}', b"\xff\xfe", b"[1, 2]"])
@@ -109,6 +113,8 @@ def test_training_needs_room_and_text(lines: Path, tmp_path: Path) -> None:
     """A vocabulary without room for the bytes, and a corpus without text, are refused."""
     with pytest.raises(SettingError, match="257"):
         train_tokenizer(lines, vocab_size=256)
+    with pytest.raises(SettingError, match="2147483647 at most"):
+        train_tokenizer(lines, vocab_size=1 << 64)
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(CorpusError, match="is empty"):
         train_tokenizer(tmp_path, vocab_size=300)

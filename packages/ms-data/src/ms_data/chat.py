@@ -26,6 +26,15 @@ __all__ = ["ChatTemplate", "Rendered"]
 # Two characters that Unicode keeps for no one, around what a template marks as generated.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _PROBE = "quartz"
+# What a template's own expressions raise.
+_FAILURES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -304,7 +313,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **{**self.special_tokens, **variables},
             )
-        except (TemplateError, TypeError, KeyError, ValueError, IndexError) as error:
+        except (TemplateError, *_FAILURES) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         finally:
             self._marking = False
@@ -421,6 +430,10 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _named(value: Any) -> dict[str, str]:
     if isinstance(value, str):
         return {"default": value}
-    if isinstance(value, list):
-        return {str(one["name"]): str(one["template"]) for one in value}
-    return {}
+    if value is None:
+        return {}
+    if not isinstance(value, list) or not all(
+        isinstance(one, dict) and {"name", "template"} <= set(one) for one in value
+    ):
+        raise ValueError("chat_template is neither text nor a list of `name` and `template`")
+    return {str(one["name"]): str(one["template"]) for one in value}

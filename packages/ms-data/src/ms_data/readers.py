@@ -23,6 +23,7 @@ __all__ = ["Corpus", "Document", "Position", "find_corpus"]
 READ_BYTES = 1 << 20
 _LINES_SUFFIXES = (".jsonl", ".ndjson")
 _BYTE_ORDER_MARK = "\ufeff"
+_TOO_DEEP = "its JSON is nested too deeply; mend the line"
 _LIBRARY_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -83,7 +84,8 @@ class Corpus:
         seen = xxhash.xxh3_128()
         for path in self.files[:count]:
             facts = path.stat()
-            seen.update(f"{path}\0{facts.st_size} {facts.st_mtime_ns}\0".encode())
+            # A name need not be UTF-8.
+            seen.update(os.fsencode(path) + f"\0{facts.st_size} {facts.st_mtime_ns}\0".encode())
         return seen.hexdigest()
 
     def documents(
@@ -275,6 +277,8 @@ def _json_lines(path: Path, blocks: Iterator[bytes], key: str) -> Iterator[str |
         except (msgspec.DecodeError, UnicodeError) as error:
             reason = _not_utf8(line) or f"malformed JSON line: {error}; mend the line"
             yield Invalid(f"{path}:{number}: {reason}")
+        except RecursionError:
+            yield Invalid(f"{path}:{number}: {_TOO_DEEP}")
 
 
 def _parsed_lines(
@@ -293,6 +297,8 @@ def _parsed_lines(
             yield Invalid(f"{path}:{number}: {reason}")
         except ValueError as error:
             yield Invalid(f"{path}:{number}: {error}")
+        except RecursionError:
+            yield Invalid(f"{path}:{number}: {_TOO_DEEP}")
 
 
 def _not_utf8(content: bytes) -> str | None:

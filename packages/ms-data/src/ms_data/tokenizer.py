@@ -21,6 +21,9 @@ END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257
 """All bytes and the end of a text."""
 
+LARGEST_VOCABULARY = (1 << 31) - 1
+"""What the 31 bits of a token on disk can tell apart."""
+
 # The end of a document goes by these names in published tokenizers, most telling first.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
 
@@ -55,8 +58,8 @@ class Tokenizer:
         self.folder: Path | None = None
         """Where it was loaded from, if that was a folder."""
         self._chat: tokenizers.Tokenizer | None = None
-        self.end_of_text = self._find_end(end_of_text)
         self.vocabulary_size = 1 + max(self._model.get_vocab(with_added_tokens=True).values())
+        self.end_of_text = self._find_end(end_of_text)
 
     @classmethod
     def load(cls, path: str | Path, *, end_of_text: str | int | None = None) -> "Tokenizer":
@@ -145,6 +148,10 @@ class Tokenizer:
 
     def _find_end(self, wanted: str | int | None) -> int:
         if isinstance(wanted, int):
+            if not 0 <= wanted < self.vocabulary_size:
+                raise TokenizerError(
+                    f"has no token {wanted} to end a text; name one below {self.vocabulary_size}"
+                )
             return wanted
         for candidate in (wanted,) if wanted is not None else _KNOWN_ENDS:
             found: int | None = self._model.token_to_id(candidate)
@@ -176,14 +183,14 @@ def train_tokenizer(
         on_progress: hears how many of how many bytes of the corpus are read.
 
     Raises:
-        SettingError: vocab_size has no room for the bytes.
+        SettingError: vocab_size has no room for the bytes, or shards have none for it.
         CorpusError: the corpus is missing, empty or malformed.
         OutputError: `out` cannot be written.
     """
-    if vocab_size < SMALLEST_VOCABULARY:
+    if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
         raise SettingError(
             f"vocab_size is {vocab_size}; it must be {SMALLEST_VOCABULARY} or more, "
-            "which is every byte and the end of text"
+            f"which is every byte and the end of text, and {LARGEST_VOCABULARY} at most"
         )
     source = find_corpus(corpus, text_key=text_key, skip_invalid=skip_invalid)
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
