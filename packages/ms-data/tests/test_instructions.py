@@ -353,6 +353,24 @@ def test_the_command_builds_and_verifies_an_instruction_set(
     assert [fault.file for fault in verify(out).faults] == ["tokenizer_config.json"]
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+def test_rows_that_differ_in_their_weight_alone_are_in_one_split(
+    place: Path, tmp_path: Path, pairs: bool
+) -> None:
+    """The text decides; those without weight or margin stay where they were."""
+    rows = [{**row, "margin": 0} if pairs else row for row in (PAIRS if pairs else ROWS)]
+    more = [{**row, "weight": 0.5, **({"margin": 2} if pairs else {})} for row in rows]
+    model = place / "model"
+    held = []
+    for name, given in (("rows", rows), ("more", more)):
+        corpus, out = write_rows(tmp_path / f"{name}.jsonl", given), tmp_path / name
+        tokenizer = Tokenizer.load(model)
+        build(corpus, tokenizer=tokenizer, out=out, chat=model, hold_out=0.5, pairs=pairs)
+        held.append(Samples(out, "held_out"))
+    assert 0 < len(held[0]) < len(rows)
+    assert held[0].sizes.tolist() == held[1].sizes.tolist()
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [

@@ -84,6 +84,16 @@ def test_truncation_and_padding_of_a_file_are_ignored(tokenizer: Tokenizer) -> N
     assert cutting.encode(text) == tokenizer.encode(text)
 
 
+def test_dropout_of_a_file_is_ignored(tokenizer: Tokenizer) -> None:
+    """A BPE that was published with it gives the same text the same tokens every time."""
+    model = json.loads(tokenizer.content)
+    model["model"]["dropout"] = 0.9
+    dropping = Tokenizer(json.dumps(model).encode())
+    text = "alpha beta gamma " * 9
+    assert dropping.encode(text) == tokenizer.encode(text)
+    assert dropping.encode_chat(text) == tokenizer.encode_chat(text)
+
+
 def test_the_end_of_text_can_be_named(tokenizer: Tokenizer) -> None:
     """A file without a usual name needs one; a wrong name is refused with the remedy."""
     odd = tokenizer.content.replace(END_OF_TEXT.encode(), b"<<stop>>")

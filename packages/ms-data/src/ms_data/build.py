@@ -269,15 +269,19 @@ class _Build:
 
     def _write(self, batch: _Batch, encoded: _Encoded) -> None:
         for document, tokens in zip(batch.documents, encoded, strict=True):
-            text = document.text.encode()
-            self._text_bytes += len(text)
-            held = xxhash.xxh3_64_intdigest(text) < self._recipe.hold_out * 2.0**64
-            self._writer.append("held_out" if held else "train", tokens)
+            self._text_bytes += len(document.text.encode())
+            self._writer.append("held_out" if self._is_held(document) else "train", tokens)
         self._skipped = batch.skipped
         if batch.documents:
             last = batch.documents[-1]
             self._position = last.after
             self._on_progress(last.read_bytes, self._source.size_bytes)
+
+    def _is_held(self, document: Document) -> bool:
+        if not self._recipe.hold_out:
+            return False
+        text = self._chats.words(document.text) if self._chats else document.text
+        return xxhash.xxh3_64_intdigest(text.encode()) < self._recipe.hold_out * 2.0**64
 
     def _save(self) -> None:
         journal = Journal(

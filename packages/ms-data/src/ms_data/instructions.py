@@ -77,6 +77,13 @@ class ChatEncoder:
                 words.append(pack_sample(next(samples)._replace(weight=row.weight)))
         return words
 
+    @staticmethod
+    def words(text: str) -> str:
+        """A document that `parse` gave, as if its row had neither weight nor margin."""
+        row = msgspec.json.decode(text, type=_Text)
+        plain = msgspec.structs.replace(row, weight=1.0, margin=0.0)
+        return msgspec.json.encode(plain).decode()
+
     def _told(self, parts: list[Rendered], weight: float, margin: float) -> str:
         plain = [(one.text, list(one.spans)) for one in parts]
         return msgspec.json.encode(_Text(plain, weight, margin)).decode()

@@ -45,14 +45,12 @@ class Tokenizer:
 
     def __init__(self, content: bytes, *, end_of_text: str | int | None = None) -> None:
         try:
-            self._model = tokenizers.Tokenizer.from_str(content.decode())
+            self._model = _plain(content)
         except Exception as error:  # the binding raises nothing narrower than Exception
             raise TokenizerError(
                 f"not a tokenizer.json of the `tokenizers` library ({error}); "
                 "train one with `ms-data tokenizer`"
             ) from error
-        self._model.no_truncation()
-        self._model.no_padding()
         self._model.encode_special_tokens = True
         self.content = content
         self.folder: Path | None = None
@@ -135,9 +133,7 @@ class Tokenizer:
 
     def _chat_model(self) -> tokenizers.Tokenizer:
         if self._chat is None:
-            self._chat = tokenizers.Tokenizer.from_str(self.content.decode())
-            self._chat.no_truncation()
-            self._chat.no_padding()
+            self._chat = _plain(self.content)
             self._chat.encode_special_tokens = False
         return self._chat
 
@@ -161,6 +157,16 @@ class Tokenizer:
         raise TokenizerError(
             f"has no end-of-text token {name}; name one of its tokens with --end-of-text"
         )
+
+
+def _plain(content: bytes) -> tokenizers.Tokenizer:
+    """A model that gives the same text the same tokens every time, and all of them."""
+    model = tokenizers.Tokenizer.from_str(content.decode())
+    model.no_truncation()
+    model.no_padding()
+    if isinstance(model.model, tokenizers.models.BPE):
+        model.model.dropout = None
+    return model
 
 
 def train_tokenizer(
