@@ -171,6 +171,8 @@ def test_a_template_of_another_shape_is_refused_with_its_file(tmp_path: Path, va
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
     with pytest.raises(TokenizerError, match="chat_template is neither text nor a list"):
         ChatTemplate.load(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    assert ChatTemplate.load(tmp_path).source == CHATML
 
 
 def test_a_chosen_date_is_told_and_is_part_of_the_digest() -> None:

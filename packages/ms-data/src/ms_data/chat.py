@@ -398,11 +398,12 @@ def _from_folder(folder: Path, name: str | None) -> tuple[str, dict[str, Any]]:
     """Template and special tokens of a tokenizer's folder."""
     path = folder / "tokenizer_config.json"
     config = _read_config(path) if path.exists() else {}
-    templates = _named(config.get("chat_template"))
     if (folder / "chat_template.jinja").exists():
         templates = {"default": (folder / "chat_template.jinja").read_text(encoding="utf-8")}
         for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
             templates[path.stem] = path.read_text(encoding="utf-8")
+    else:
+        templates = _named(config.get("chat_template"))
     wanted = name or "default"
     if wanted not in templates:
         have = ", ".join(templates) or "none"
