@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from ms_data import (
 )
 from ms_data.dataset import Split
 from ms_data.readers import find_corpus
-from ms_data.writer import ShardState, ShardWriter
+from ms_data.writer import DatasetWriter, ShardState, ShardWriter
 
 WORDS = ["alpha", "beta", "gamma", "δέλτα", "日本", "naïve", "def", "return", "\n", "    ", "42"]
 
@@ -373,6 +374,16 @@ def test_a_corpus_that_changed_where_it_was_read_is_refused(
     assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
 
 
+def test_names_that_are_not_utf8_do_not_stop_a_build(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A file system takes any bytes; an interrupted build goes on over them too."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number, text in enumerate(texts_of(6, 60)):
+        Path(os.fsdecode(bytes(folder) + b"/\xff%02d.txt" % number)).write_text(text)
+    interrupt(folder, tokenizer, tmp_path / "out")
+    assert build(folder, tokenizer=tokenizer, out=tmp_path / "out").documents == 60
+
+
 def test_a_bad_line_late_in_a_build_can_be_skipped_when_it_goes_on(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -431,6 +442,67 @@ def test_an_occupied_folder_is_refused_and_an_empty_one_taken(
     (tmp_path / "empty").mkdir()
     build(corpus, tokenizer=tokenizer, out=tmp_path / "empty")
     assert verify(tmp_path / "empty").ok
+
+
+def test_a_folder_inside_the_corpus_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """By its real path too; a hidden one, which is never read, is taken."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("text")
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    for out in ("in/out", "link/out", "in/deep/out"):
+        with pytest.raises(OutputError, match=r"lies in the corpus .*choose a folder outside"):
+            build(tmp_path / "in", tokenizer=tokenizer, out=tmp_path / out)
+    assert [path.name for path in (tmp_path / "in").iterdir()] == ["a.txt"]
+    build(tmp_path / "in", tokenizer=tokenizer, out=tmp_path / "in" / ".made")
+
+
+@pytest.mark.parametrize("going_on", [False, True])
+def test_files_that_no_build_wrote_are_never_removed(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path, going_on: bool
+) -> None:
+    """A folder that only has the name of ours is left as it is."""
+    if going_on:
+        interrupt(corpus, tokenizer, tmp_path / "out")
+    aside = tmp_path / "out.partial"
+    aside.mkdir(exist_ok=True)
+    (aside / "thesis.tex").write_text("precious")
+    (aside / "shard-00099.msd").write_bytes(b"mine")
+    kept = files_of(aside)
+    with pytest.raises(OutputError, match=r"holds thesis\.tex, which no build wrote"):
+        build(corpus, tokenizer=tokenizer, out=tmp_path / "out")
+    assert files_of(aside) == kept
+
+
+@pytest.mark.parametrize("change", ["cut", "missing", "longer"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_build_does_not_go_on_from_damaged_shards(
+    tokenizer: Tokenizer, tmp_path: Path, change: str, closed: bool
+) -> None:
+    """Shards have the sizes that were noted; only an open one may have grown since."""
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    make = partial(
+        DatasetWriter,
+        folder,
+        token_type="uint16",
+        frame_tokens=16,
+        shard_size_bytes=200 if closed else 10_000,
+    )
+    writer = make()
+    writer.append("train", np.arange(100))
+    state = writer.state()
+    writer.abandon()
+    assert bool(state.closed) == closed
+    path = folder / "shard-00000.msd"
+    content = path.read_bytes()
+    path.unlink()
+    if change != "missing":
+        path.write_bytes(content[:-1] if change == "cut" else content + b"\0")
+    if change == "longer" and not closed:
+        make(state=state).abandon()
+        return
+    with pytest.raises(OutputError, match=r"damaged: \d+ bytes where \d+ were written; remove"):
+        make(state=state)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.0, float("nan")])

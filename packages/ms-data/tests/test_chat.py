@@ -1,5 +1,6 @@
 """Chat templates: the text of transformers, and the assistant's part of it."""
 
+import json
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,10 @@ def test_an_answer_that_no_prefix_proves_is_refused() -> None:
         ),
         ("{{ raise_exception('not you') }}", "refuses the messages: not you"),
         ("{{ messages[9].content }}", "refuses the messages"),
+        ("{{ 1 / 0 }}", "refuses the messages: division by zero"),
+        ("{{ 10.0 ** 400 }}", "refuses the messages"),
+        ("{{ messages[0].content | attr(3) }}", "refuses the messages"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses the messages"),
         ("{{ messages.append(1) }}", "refuses the messages"),
         ("{{ ''.__class__.__mro__ }}", "refuses the messages"),
     ],
@@ -158,6 +163,16 @@ def test_templates_are_found_where_tokenizers_keep_them(tmp_path: Path) -> None:
     (tmp_path / "broken.jinja").write_text("{% if %}")
     with pytest.raises(TokenizerError, match="not a valid chat template"):
         ChatTemplate.load(tmp_path / "broken.jinja")
+
+
+@pytest.mark.parametrize("value", [3, {"default": "x"}, ["x"], [{"name": "default"}]])
+def test_a_template_of_another_shape_is_refused_with_its_file(tmp_path: Path, value: Any) -> None:
+    """Text, or a list of names and templates."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+    with pytest.raises(TokenizerError, match="chat_template is neither text nor a list"):
+        ChatTemplate.load(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    assert ChatTemplate.load(tmp_path).source == CHATML
 
 
 def test_a_chosen_date_is_told_and_is_part_of_the_digest() -> None:

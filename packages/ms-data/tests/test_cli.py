@@ -130,6 +130,16 @@ def test_other_bad_input_is_one_line_and_exit_2(
         assert text in told
 
 
+def test_output_that_finds_no_room_is_one_line_and_exit_2(place: Path) -> None:
+    """As when the facts go to a file on a full disk."""
+    command = [sys.executable, "-m", "ms_data", "inspect", "shards"]
+    with open("/dev/full", "w") as full:
+        told = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert told.returncode == 2
+    assert told.stderr.count("\n") == 1
+    assert "No space left on device" in told.stderr
+
+
 def test_wrong_arguments_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
     """Argparse's own mistakes have the same status."""
     for arguments in ([], ["bild"], ["build", "x"], ["tokenizer", "x", "--vocab-size", "many"]):

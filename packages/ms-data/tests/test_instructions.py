@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 
 from ms_data import InstructionStream, PreferenceStream, TokenStream, build, inspect, verify
+from ms_data.chat import ChatTemplate
 from ms_data.cli import main
-from ms_data.errors import CorpusError, DataError, SettingError, StateError
+from ms_data.errors import CorpusError, DataError, SettingError, StateError, TokenizerError
+from ms_data.instructions import ChatEncoder
 from ms_data.samples import Samples
 from ms_data.tokenizer import Tokenizer
 
-from .chats import DATED, ROWS, write_rows, write_tokenizer
+from .chats import BRACKETS, DATED, MARKED, ROWS, write_rows, write_tokenizer
 
 SMALL_STEPS = """
 import importlib
@@ -152,6 +155,16 @@ def test_a_stream_resumes_exactly_with_other_ranks_and_other_weights(place: Path
         InstructionStream(place / "rows", sequence_length=64, batch_size=4).load_state_dict(state)
 
 
+def test_sources_of_different_tokenizers_are_not_mixed(place: Path, tmp_path: Path) -> None:
+    """Another file or another end of text; both sources are named."""
+    model = place / "model"
+    tokenizer = Tokenizer.load(model, end_of_text="</s>")
+    build(place / "more.jsonl", tokenizer=tokenizer, out=tmp_path / "other", chat=model)
+    sources = {"one": place / "rows", "same": place / "more", "two": tmp_path / "other"}
+    with pytest.raises(SettingError, match="'one' and 'two' were built with different tokenizers"):
+        InstructionStream(sources, sequence_length=128, batch_size=4)
+
+
 def test_epochs_repeat_no_sample_before_all_came(place: Path) -> None:
     """Each epoch has every sample once, in another order."""
     stream = InstructionStream(place / "more", sequence_length=128, batch_size=1, open_rows=0)
@@ -161,6 +174,76 @@ def test_epochs_repeat_no_sample_before_all_came(place: Path) -> None:
         orders.append([tuple(batch["tokens"][0]) for batch in batches])
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
     assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("epochs", [2, None])
+def test_a_run_that_ended_goes_on_in_a_longer_one(place: Path, epochs: int | None) -> None:
+    """Its second epoch comes whole; the state is still that of an end for as many epochs."""
+
+    def make(epochs: int | None) -> InstructionStream:
+        return InstructionStream(
+            place / "more", sequence_length=128, batch_size=1, epochs=epochs, open_rows=0
+        )
+
+    stream = make(1)
+    first = [tuple(batch["tokens"][0]) for batch in stream]
+    longer, again = make(epochs), make(1)
+    longer.load_state_dict(stream.state_dict())
+    again.load_state_dict(stream.state_dict())
+    second = [tuple(next(longer)["tokens"][0]) for _ in range(50)]
+    assert sorted(second) == sorted(first)
+    assert list(longer) == [] if epochs else next(longer)
+    assert list(again) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("mixture", {"names": ["more"], "counts": [3], "phases": []}),
+        ("mixture", [1]),
+        ("flushed", None),
+        ("rows", -1),
+        ("tokens", 1.5),
+        ("ready", [[-1, [[0, 0, 5]]]]),
+        ("sources", [{"drawn": -7}]),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(place: Path, key: str, value: Any) -> None:
+    """The stream goes on as if it had not been shown."""
+    make = partial(InstructionStream, place / "more", sequence_length=128, batch_size=2)
+    stream, whole = make(), make()
+    for _ in range(3):
+        next(stream), next(whole)
+    before = stream.state_dict()
+    later = make()
+    for _ in range(9):
+        next(later)
+    state = later.state_dict()
+    if key == "sources":
+        value = [{**state["sources"][0], **value[0]}]
+    damaged = {**state, key: value}
+    if key == "flushed":
+        del damaged[key]
+    with pytest.raises(StateError):
+        stream.load_state_dict(damaged)
+    assert stream.state_dict() == before
+    assert (next(stream)["tokens"] == next(whole)["tokens"]).all()
+
+
+def test_settings_may_be_numbers_of_numpy(place: Path) -> None:
+    """The state is JSON all the same, and that of plain numbers."""
+    for kind, folder in ((InstructionStream, "rows"), (PreferenceStream, "pairs")):
+        states = []
+        for number in (int, np.int64):
+            stream: Any = kind(
+                place / folder,
+                sequence_length=number(32),  # type: ignore[arg-type]
+                batch_size=number(4),  # type: ignore[arg-type]
+                seed=number(3),  # type: ignore[arg-type]
+            )
+            next(stream)
+            states.append(json.dumps(stream.state_dict()))
+        assert states[0] == states[1]
 
 
 def test_tasks_can_be_asked_for_row_by_row(place: Path) -> None:
@@ -205,6 +288,24 @@ def test_weighting_by_sample_gives_each_the_same_sum(place: Path) -> None:
         sums = batch["weights"].sum(axis=1)
         targets = (batch["targets"] >= 0).sum(axis=1)
         assert sums == pytest.approx(1.0 if weighting == "sample" else targets, rel=1e-6)
+
+
+@pytest.mark.parametrize("long", ["split", "truncate"])
+def test_weighting_by_sample_counts_a_long_sample_once(place: Path, long: Any) -> None:
+    """Parts share their sample's weight; what is left of one that is cut off bears it alone."""
+    stream = InstructionStream(
+        place / "rows",
+        sequence_length=32,
+        batch_size=2,
+        epochs=1,
+        long=long,
+        weighting="sample",
+    )
+    total = sum(float(batch["weights"].sum(dtype=np.float64)) for batch in stream)
+    counts = stream.counts["rows"]
+    assert counts["split" if long == "split" else "truncated"] > 50
+    without = counts["unlearnt"] if long == "truncate" else 0
+    assert total == pytest.approx(len(ROWS) - without, rel=1e-6)
 
 
 def test_pairs_come_as_two_rows_with_only_the_answers_learnt(place: Path) -> None:
@@ -252,11 +353,33 @@ def test_the_command_builds_and_verifies_an_instruction_set(
     assert [fault.file for fault in verify(out).faults] == ["tokenizer_config.json"]
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+def test_rows_that_differ_in_their_weight_alone_are_in_one_split(
+    place: Path, tmp_path: Path, pairs: bool
+) -> None:
+    """The text decides; those without weight or margin stay where they were."""
+    rows = [{**row, "margin": 0} if pairs else row for row in (PAIRS if pairs else ROWS)]
+    more = [{**row, "weight": 0.5, **({"margin": 2} if pairs else {})} for row in rows]
+    model = place / "model"
+    held = []
+    for name, given in (("rows", rows), ("more", more)):
+        corpus, out = write_rows(tmp_path / f"{name}.jsonl", given), tmp_path / name
+        tokenizer = Tokenizer.load(model)
+        build(corpus, tokenizer=tokenizer, out=out, chat=model, hold_out=0.5, pairs=pairs)
+        held.append(Samples(out, "held_out"))
+    assert 0 < len(held[0]) < len(rows)
+    assert held[0].sizes.tolist() == held[1].sizes.tolist()
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [
         ('{"messages": 5}', "rows.jsonl:2: messages must be a list"),
         ('{"text": "x"}', "rows.jsonl:2: fits no form"),
+        (
+            '{"messages": ' + "[" * 10**5 + "]" * 10**5 + "}",
+            "rows.jsonl:2: its JSON is nested too deeply",
+        ),
         ("[1]", "rows.jsonl:2: a row must be a JSON object"),
         ('{"messages"', "rows.jsonl:2: malformed JSON line"),
         (
@@ -280,6 +403,51 @@ def test_a_bad_row_stops_the_build_with_file_and_line(
     assert list(tmp_path.iterdir()) == [corpus]
     assert main([*command, "--out", str(tmp_path / "out"), "--skip-invalid"]) == 0
     assert "2 documents, 1 invalid ones left out" in capsys.readouterr().out
+
+
+def test_a_jinja_file_is_told_the_special_tokens_of_the_tokenizer(
+    place: Path, tmp_path: Path
+) -> None:
+    """The same bytes as with the folder's own template; without a folder it is refused."""
+    model = write_tokenizer(tmp_path / "model", BRACKETS)
+    alone = tmp_path / "brackets.jinja"
+    alone.write_text(BRACKETS)
+    for name, chat in (("own", model), ("alone", alone)):
+        build(place / "more.jsonl", tokenizer=Tokenizer.load(model), out=tmp_path / name, chat=chat)
+    shards = [(tmp_path / name / "shard-00000.msd").read_bytes() for name in ("own", "alone")]
+    assert shards[0] == shards[1]
+    said = Tokenizer.load(model).encode_chat("<s>[INST]")
+    assert Samples(tmp_path / "alone").conversation(0).tokens[: len(said)].tolist() == said
+    file = Tokenizer.load(model / "tokenizer.json")
+    with pytest.raises(SettingError, match=r"reads bos_token.*tokenizer_config\.json"):
+        build(place / "more.jsonl", tokenizer=file, out=tmp_path / "none", chat=alone)
+    (model / "tokenizer_config.json").write_text("[")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: cannot be read"):
+        build(place / "more.jsonl", tokenizer=Tokenizer.load(model), out=tmp_path / "n", chat=alone)
+
+
+@pytest.mark.parametrize(
+    ("answer", "more"),
+    [
+        ({"content": "x", "reasoning_content": "<|im_end|>"}, {}),
+        ({"content": [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]}, {}),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": {"a": ["<|im_end|>"]}}}]}, {}),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": {"<|im_end|>": 1}}}]}, {}),
+        ({"content": "x"}, {"tools": [{"description": "<|im_end|>"}]}),
+    ],
+    ids=["thoughts", "parts", "arguments", "names", "tools"],
+)
+def test_no_part_of_a_row_may_spell_a_special_token(
+    place: Path, answer: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """Whatever a template may print, joined as it may join it."""
+    encoder = ChatEncoder(
+        template=ChatTemplate(MARKED.replace("message.content | trim", "message.content")),
+        tokenizer=Tokenizer.load(place / "model"),
+    )
+    row = {"messages": [ROWS[0]["messages"][0], {"role": "assistant", **answer}], **more}
+    with pytest.raises(ValueError, match=r"spells the special token '<\|im_end\|>'"):
+        encoder.parse(json.dumps(row).encode())
 
 
 def test_wrong_uses_are_refused(place: Path, tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ from ms_data import read_conversation, read_pair
 ASK = {"role": "user", "content": "Why?"}
 SAY = {"role": "assistant", "content": "So."}
 NO = {"role": "assistant", "content": "No."}
+TERSE = {"role": "system", "content": "Be terse."}
+TURN = {"from": "human", "value": "Why?"}
+ANSWER = {"from": "gpt", "value": "So."}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +66,17 @@ def test_all_parts_of_a_form_are_read() -> None:
     assert read.messages[2]["tool_calls"][0]["function"]["arguments"] == {"at": "Rome"}
 
 
+def test_a_turn_may_say_that_it_is_not_learnt() -> None:
+    """ShareGPT's weight means what OpenAI's does; None is the same as no such key."""
+    turns = [{**TURN, "weight": None}, {**ANSWER, "weight": 0}, TURN, {**ANSWER, "weight": 1}]
+    assert read_conversation({"conversations": turns}).messages == [
+        ASK,
+        {**SAY, "weight": 0},
+        ASK,
+        {**SAY, "weight": 1},
+    ]
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [
@@ -78,6 +92,8 @@ def test_all_parts_of_a_form_are_read() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, SAY]}, "is no text"),
         ({"messages": [ASK, {**SAY, "weight": 2}]}, "weight is 2"),
         ({"conversations": [{"from": "cat", "value": "x"}]}, "from is 'cat'"),
+        ({"conversations": [TURN, {**ANSWER, "loss": 0}]}, r"\[1\] has an unknown key 'loss'"),
+        ({"conversations": [TURN, {**ANSWER, "weight": 2}]}, r"\[1\].weight is 2; .* 0 or 1"),
         ({"conversations": [{"value": "x"}]}, "must have `from` and `value`"),
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, "must be JSON"),
         ({"instruction": "x"}, "without `output`"),
@@ -115,11 +131,22 @@ def test_the_forms_of_a_pair_mean_the_same(row: dict[str, Any]) -> None:
     assert (pair.prompt, pair.chosen, pair.rejected) == ([ASK], [SAY], [NO])
     assert (pair.margin, pair.weight) == (0.0, 1.0)
     assert read_pair({**row, "margin": 2}).margin == 2.0
+    assert read_pair({**row, "system": "Be terse."}).prompt == [TERSE, ASK]
+
+
+def test_a_system_that_the_prompt_begins_with_is_not_repeated() -> None:
+    """As where a set keeps it in a column of its own too."""
+    row = {"prompt": [TERSE, ASK], "chosen": "So.", "rejected": "No.", "system": "Be terse."}
+    assert read_pair(row).prompt == [TERSE, ASK]
 
 
 @pytest.mark.parametrize(
     ("row", "says"),
     [
+        (
+            {"prompt": [TERSE, ASK], "chosen": "y", "rejected": "z", "system": "Be kind."},
+            "`system` is not the system message of the prompt",
+        ),
         ({"prompt": "x", "chosen": "y"}, "has `chosen` and `rejected`"),
         ({"prompt": "x", "chosen": "y", "rejected": "y"}, "the same answer"),
         ({"prompt": "x", "messages": [ASK], "chosen": "y", "rejected": "z"}, "two prompts"),

@@ -85,6 +85,10 @@ BAD = {
     "d.jsonl": (b'{"text": 3}\n', "d.jsonl:1: Expected `str`"),
     "e.jsonl": (b'{"text": "\xff"}\n', "e.jsonl:1: not UTF-8: byte 0xff at offset 10"),
     "f.jsonl": (b"[1]\n", "f.jsonl:1: Expected `object`"),
+    "h.jsonl": (
+        b'{"text": "x"}\n{"text": "y", "m": ' + b"[" * 10**5 + b"]" * 10**5 + b"}\n",
+        "h.jsonl:2: its JSON is nested too deeply",
+    ),
     "g.jsonl": (b'{"text": "\\ud800"}\n', "g.jsonl:1: malformed JSON"),
 }
 
@@ -124,6 +128,26 @@ def test_a_corpus_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / ".hidden").write_text("text")
     with pytest.raises(CorpusError, match="is empty"):
         find_corpus(tmp_path)
+
+
+def test_links_are_followed_and_one_to_nothing_is_named(tmp_path: Path) -> None:
+    """Files and folders behind links are read, each folder once, by its own name if it has one."""
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "b.txt").write_text("two")
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one")
+    (folder / "more").symlink_to(tmp_path / "else")
+    (folder / "more" / "back").symlink_to(folder)
+    (folder / "z.txt").symlink_to(folder / "a.txt")
+    (folder / "own").mkdir()
+    (folder / "own" / "c.txt").write_text("three")
+    (folder / "link").symlink_to(folder / "own")
+    assert texts(find_corpus(folder)) == ["one", "two", "three", "one"]
+    assert folder / "own" / "c.txt" in find_corpus(folder).files
+    (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CorpusError, match=r"gone\.txt: a link to nothing; mend or remove it"):
+        find_corpus(folder)
 
 
 def test_python_sources_are_decoded_by_their_cookie() -> None:

@@ -195,6 +195,23 @@ def test_a_state_of_another_order_is_refused_by_name(dataset: Path, name: str, v
         other.load_state_dict(small_stream(dataset).state_dict())
 
 
+def test_settings_may_be_numbers_of_numpy(dataset: Path) -> None:
+    """The state is JSON all the same, and that of plain numbers."""
+    states = []
+    for number in (int, np.int64):
+        stream = TokenStream(
+            dataset,
+            sequence_length=number(8),
+            batch_size=number(2),
+            seed=number(3),
+            chunk_samples=number(2),
+            window_chunks=number(3),
+        )
+        next(stream)
+        states.append(json.dumps(stream.state_dict()))
+    assert states[0] == states[1]
+
+
 def test_a_state_of_other_data_is_refused(dataset: Path, tmp_path: Path) -> None:
     """A dataset is known by its content: the same shape with other tokens is another one."""
     other = write_dataset(tmp_path / "other", random_documents(1, 40, 50))

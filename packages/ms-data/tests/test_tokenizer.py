@@ -84,6 +84,16 @@ def test_truncation_and_padding_of_a_file_are_ignored(tokenizer: Tokenizer) -> N
     assert cutting.encode(text) == tokenizer.encode(text)
 
 
+def test_dropout_of_a_file_is_ignored(tokenizer: Tokenizer) -> None:
+    """A BPE that was published with it gives the same text the same tokens every time."""
+    model = json.loads(tokenizer.content)
+    model["model"]["dropout"] = 0.9
+    dropping = Tokenizer(json.dumps(model).encode())
+    text = "alpha beta gamma " * 9
+    assert dropping.encode(text) == tokenizer.encode(text)
+    assert dropping.encode_chat(text) == tokenizer.encode_chat(text)
+
+
 def test_the_end_of_text_can_be_named(tokenizer: Tokenizer) -> None:
     """A file without a usual name needs one; a wrong name is refused with the remedy."""
     odd = tokenizer.content.replace(END_OF_TEXT.encode(), b"<<stop>>")
@@ -92,6 +102,10 @@ def test_the_end_of_text_can_be_named(tokenizer: Tokenizer) -> None:
     with pytest.raises(TokenizerError, match="'<stop>'"):
         Tokenizer(odd, end_of_text="<stop>")
     assert Tokenizer(odd, end_of_text="<<stop>>").end_of_text == 0
+    assert Tokenizer(odd, end_of_text=5).end_of_text == 5
+    for number in (-1, tokenizer.vocabulary_size):
+        with pytest.raises(TokenizerError, match=f"has no token {number} to end a text"):
+            Tokenizer(odd, end_of_text=number)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"model": 3}', b"\xff\xfe", b"[1, 2]"])
@@ -109,6 +123,8 @@ def test_training_needs_room_and_text(lines: Path, tmp_path: Path) -> None:
     """A vocabulary without room for the bytes, and a corpus without text, are refused."""
     with pytest.raises(SettingError, match="257"):
         train_tokenizer(lines, vocab_size=256)
+    with pytest.raises(SettingError, match="2147483647 at most"):
+        train_tokenizer(lines, vocab_size=1 << 64)
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(CorpusError, match="is empty"):
         train_tokenizer(tmp_path, vocab_size=300)

@@ -96,7 +96,8 @@ def build(
         text_key: the member of a JSON line that holds the text.
         skip_invalid: leave out what is not valid text instead of stopping.
         chat: the chat template, or the tokenizer's folder that holds it, with which an
-            instruction set in JSON Lines is built; see `read_conversation` for its forms.
+            instruction set in JSON Lines is built; see `read_conversation` for its forms. A Jinja
+            file is told the special tokens of the tokenizer's folder.
         pairs: with `chat`, the rows are preference pairs; see `read_pair`.
         allow_special: with `chat`, messages may spell special tokens.
         on_progress: hears how many of how many bytes of the corpus are done, after each batch.
@@ -105,8 +106,8 @@ def build(
         SettingError: an argument is out of range.
         CorpusError: the corpus is missing, empty, damaged or not text.
         TokenizerError: the tokenizer cannot be read.
-        OutputError: `out` is not empty, is being written by another build, belongs to another
-            build that was interrupted, or the disk is full.
+        OutputError: `out` is not empty, lies in the corpus, is being written by another build,
+            belongs to another build that was interrupted or to something else, or the disk is full.
     """
     if not 0.0 <= hold_out < 1.0:
         raise SettingError(f"hold_out is {hold_out}; it must be a share from 0 to below 1")
@@ -117,6 +118,7 @@ def build(
     parse = chats.parse if chats else None
     source = find_corpus(corpus, text_key=text_key, skip_invalid=skip_invalid, parse=parse)
     folder = free_place(out)
+    _refuse_inside(folder, corpus)
     recipe = Recipe(
         tokenizer=encoder.digest,
         end_of_text=encoder.end_of_text,
@@ -133,6 +135,18 @@ def build(
         sync_folder(aside)
         publish(aside, folder)
     return msgspec.structs.replace(summary, folder=str(out))
+
+
+def _refuse_inside(folder: Path, corpus: str | Path) -> None:
+    """A build must not read what it or an earlier one writes; what is hidden is never read."""
+    place = Path(os.path.realpath(corpus))
+    if not place.is_dir() or not folder.is_relative_to(place):
+        return
+    if not any(part.startswith(".") for part in folder.relative_to(place).parts):
+        raise OutputError(
+            f"{folder} lies in the corpus {corpus}, which the next build would read it with; "
+            "choose a folder outside"
+        )
 
 
 def _chat_encoder(
@@ -153,7 +167,7 @@ def _chat_encoder(
             "choose the date with --today"
         )
     return ChatEncoder(
-        template=template,
+        template=template.with_tokens_of(tokenizer.folder),
         tokenizer=tokenizer,
         kind="preferences" if pairs else "conversations",
         allow_special=allow_special,
@@ -255,15 +269,19 @@ class _Build:
 
     def _write(self, batch: _Batch, encoded: _Encoded) -> None:
         for document, tokens in zip(batch.documents, encoded, strict=True):
-            text = document.text.encode()
-            self._text_bytes += len(text)
-            held = xxhash.xxh3_64_intdigest(text) < self._recipe.hold_out * 2.0**64
-            self._writer.append("held_out" if held else "train", tokens)
+            self._text_bytes += len(document.text.encode())
+            self._writer.append("held_out" if self._is_held(document) else "train", tokens)
         self._skipped = batch.skipped
         if batch.documents:
             last = batch.documents[-1]
             self._position = last.after
             self._on_progress(last.read_bytes, self._source.size_bytes)
+
+    def _is_held(self, document: Document) -> bool:
+        if not self._recipe.hold_out:
+            return False
+        text = self._chats.words(document.text) if self._chats else document.text
+        return xxhash.xxh3_64_intdigest(text.encode()) < self._recipe.hold_out * 2.0**64
 
     def _save(self) -> None:
         journal = Journal(

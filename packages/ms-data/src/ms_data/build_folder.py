@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,12 @@ from ms_data.durable import writing
 from ms_data.errors import OutputError
 
 __all__ = ["build_folder", "free_place"]
+
+_OURS = re.compile(
+    r"(shard-\d{5,}\.msd|index\.json|tokenizer\.json|tokenizer_config\.json|"
+    r"chat_template\.jinja|journal\.msgpack)(\.partial)?"
+)
+"""All that a build writes."""
 
 
 def free_place(out: str | Path) -> Path:
@@ -37,13 +44,15 @@ def build_folder(aside: Path, journal: str) -> Iterator[None]:
         journal: name of the file in it that makes it worth keeping.
 
     Raises:
-        OutputError: another process holds it, or it cannot be written.
+        OutputError: another process holds it, it holds files of something else, or it cannot be
+            written.
     """
     with writing(aside):
         aside.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _lock(descriptor, aside)
+        _refuse_foreign(aside)
         try:
             with writing(aside):
                 yield
@@ -67,4 +76,14 @@ def _lock(descriptor: int, aside: Path) -> None:
     if not same:
         raise OutputError(
             f"another build is writing {aside}; wait for it, or choose another folder"
+        )
+
+
+def _refuse_foreign(aside: Path) -> None:
+    """What a build did not write it must not remove."""
+    foreign = sorted(path.name for path in aside.iterdir() if not _OURS.fullmatch(path.name))
+    if foreign:
+        raise OutputError(
+            f"{aside} holds {foreign[0]}, which no build wrote; move that folder away, or choose "
+            "another place"
         )

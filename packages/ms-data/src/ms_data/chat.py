@@ -26,6 +26,15 @@ __all__ = ["ChatTemplate", "Rendered"]
 # Two characters that Unicode keeps for no one, around what a template marks as generated.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _PROBE = "quartz"
+# What a template's own expressions raise.
+_FAILURES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -93,6 +102,37 @@ class ChatTemplate:
             return cls(source, special_tokens=tokens, today=today)
         except TokenizerError as error:
             raise TokenizerError(f"{path}: {error}") from error
+
+    def with_tokens_of(self, folder: Path | None) -> "ChatTemplate":
+        """This template, told the special tokens it reads if it wasn't told any.
+
+        Args:
+            folder: the tokenizer's, with a `tokenizer_config.json` that names them.
+
+        Raises:
+            SettingError: it reads some, and no one says what they are.
+            TokenizerError: tokenizer_config.json cannot be read.
+        """
+        from jinja2.meta import find_undeclared_variables
+
+        template = self._template.environment.parse(self.source)
+        asked = sorted(one for one in find_undeclared_variables(template) if one.endswith("_token"))
+        if self.special_tokens or not asked:
+            return self
+        config = folder / "tokenizer_config.json" if folder else None
+        if config is None or not config.exists():
+            raise SettingError(
+                f"the chat template reads {asked[0]}, which nothing tells it; give the folder of "
+                "a tokenizer with tokenizer_config.json as the tokenizer or as the template"
+            )
+        try:
+            known = _special_tokens(_read_config(config))
+        except (OSError, ValueError) as error:
+            raise TokenizerError(
+                f"{config}: cannot be read: {error}; fetch the tokenizer's folder again"
+            ) from error
+        told = {name: known[name] for name in asked if name in known}
+        return ChatTemplate(self.source, special_tokens=told, today=self.today)
 
     @property
     def marks_answers(self) -> bool:
@@ -273,7 +313,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **{**self.special_tokens, **variables},
             )
-        except (TemplateError, TypeError, KeyError, ValueError, IndexError) as error:
+        except (TemplateError, *_FAILURES) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         finally:
             self._marking = False
@@ -356,31 +396,45 @@ def _refuse(message: str) -> None:
 
 def _from_folder(folder: Path, name: str | None) -> tuple[str, dict[str, Any]]:
     """Template and special tokens of a tokenizer's folder."""
-    config: dict[str, Any] = {}
-    if (folder / "tokenizer_config.json").exists():
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("tokenizer_config.json is no JSON object")
-    templates = _named(config.get("chat_template"))
+    path = folder / "tokenizer_config.json"
+    config = _read_config(path) if path.exists() else {}
     if (folder / "chat_template.jinja").exists():
         templates = {"default": (folder / "chat_template.jinja").read_text(encoding="utf-8")}
         for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
             templates[path.stem] = path.read_text(encoding="utf-8")
+    else:
+        templates = _named(config.get("chat_template"))
     wanted = name or "default"
     if wanted not in templates:
         have = ", ".join(templates) or "none"
         raise ValueError(f"there is no template named {wanted!r}; there are: {have}")
-    tokens = {
-        key: value["content"] if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key.endswith("_token") and isinstance(value, str | dict)
+    return templates[wanted], _special_tokens(config)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError("tokenizer_config.json is no JSON object")
+    return config
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Such as `bos_token`, by name."""
+    named = {key: value for key, value in config.items() if key.endswith("_token")}
+    texts = {
+        key: value.get("content") if isinstance(value, dict) else value
+        for key, value in named.items()
     }
-    return templates[wanted], tokens
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 def _named(value: Any) -> dict[str, str]:
     if isinstance(value, str):
         return {"default": value}
-    if isinstance(value, list):
-        return {str(one["name"]): str(one["template"]) for one in value}
-    return {}
+    if value is None:
+        return {}
+    if not isinstance(value, list) or not all(
+        isinstance(one, dict) and {"name", "template"} <= set(one) for one in value
+    ):
+        raise ValueError("chat_template is neither text nor a list of `name` and `template`")
+    return {str(one["name"]): str(one["template"]) for one in value}

@@ -1,6 +1,7 @@
 """The command `ms-data`: each subcommand is a skin over one public function."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from datetime import date
@@ -27,13 +28,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns 0 (done), 1 (failed, or a check did not hold) or 2 (bad input)."""
     options = _parser().parse_args(arguments)
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
     except DataError as error:
         _complain(str(error), error)
         return 1 if isinstance(error, DamageError) else 2
     except KeyboardInterrupt as error:
         _complain("interrupted", error)
         return 1
+    except OSError as error:
+        _complain(f"cannot go on: {error}; free some space or choose another place", error)
+        _forget_output()
+        return 2
+
+
+def _forget_output() -> None:
+    """What could not be printed is dropped, or Python would try it again when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _complain(text: str, error: BaseException) -> None:

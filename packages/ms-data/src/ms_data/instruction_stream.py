@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ms_data.errors import SettingError, StateError
 from ms_data.mixture import Mixture, Phase
-from ms_data.source import Long, ReadyRows, Row, Source
+from ms_data.source import Long, ReadyRows, Row, Source, count
 from ms_data.stream import Place
 from ms_data.window import IGNORED, Batch
 
@@ -53,7 +53,8 @@ class InstructionStream(Iterator[InstructionBatch]):
             then included; None never stops.
 
     Raises:
-        SettingError: an argument is out of range, or a source has nothing to learn.
+        SettingError: an argument is out of range, a source has nothing to learn, or two were
+            built with different tokenizers.
         DamageError: bytes are not those that were written.
     """
 
@@ -81,22 +82,24 @@ class InstructionStream(Iterator[InstructionBatch]):
                 f"rank {self._rank} of {self._count} cannot share a batch_size of {batch_size}; "
                 "take a multiple of the count"
             )
-        self.sequence_length, self.batch_size = sequence_length, batch_size
+        self.sequence_length = operator.index(sequence_length)
+        self.batch_size = operator.index(batch_size)
         self.names = tuple(folders)
         """The sources; `task` counts them from 0."""
         self._sources = [
             Source(
                 folder,
                 split,
-                length=sequence_length,
+                length=self.sequence_length,
                 seed=operator.index(seed) * 1_000_003 + number,
                 shuffle=shuffle,
                 long=long,
-                open_rows=open_rows,
+                open_rows=operator.index(open_rows),
             )
             for number, folder in enumerate(folders.values())
         ]
         self._mixture = Mixture(self.names, self._weights(weights))
+        self._check_tokenizers()
         self._weighting = weighting
         self._last = None if epochs is None else epochs * self.samples_per_epoch
         self._settings = {
@@ -105,15 +108,24 @@ class InstructionStream(Iterator[InstructionBatch]):
                 for name, source in zip(self.names, self._sources, strict=True)
             },
             "split": split,
-            "sequence_length": sequence_length,
-            "seed": seed,
-            "shuffle": shuffle,
+            "sequence_length": self.sequence_length,
+            "seed": operator.index(seed),
+            "shuffle": bool(shuffle),
             "long": long,
-            "open_rows": open_rows,
+            "open_rows": operator.index(open_rows),
         }
         self._ready: ReadyRows = deque()
         self._rows = self._tokens = 0
         self._flushed = False
+
+    def _check_tokenizers(self) -> None:
+        first = self._sources[0].samples.tokenizer
+        for name, source in zip(self.names, self._sources, strict=True):
+            if source.samples.tokenizer != first:
+                raise SettingError(
+                    f"sources {self.names[0]!r} and {name!r} were built with different tokenizers "
+                    "or ends of text, so their tokens mean different things; build both with one"
+                )
 
     def _weights(
         self, weights: Mapping[str, float] | Sequence[float] | Sequence[Phase] | None
@@ -232,12 +244,12 @@ class InstructionStream(Iterator[InstructionBatch]):
     def _fill(self, batch: InstructionBatch, at: int, source: Source, row: Row) -> None:
         done = 0
         for document, piece in enumerate(row):
-            sample, following = source.read(piece)
+            sample, following, learnt = source.read(piece)
             stop, last = done + len(sample.tokens), done + len(following)
             batch["tokens"][at, done:stop] = sample.tokens
             batch["targets"][at, done:last] = np.where(sample.learnt, following, IGNORED)
-            parts = int(sample.learnt.sum()) if self._weighting == "sample" else 1
-            batch["weights"][at, done:last] = sample.learnt * (sample.weight / max(1, parts))
+            shared = learnt if self._weighting == "sample" else 1
+            batch["weights"][at, done:last] = sample.learnt * (sample.weight / max(1, shared))
             batch["documents"][at, done:stop] = document
             batch["positions"][at, done:stop] = np.arange(stop - done)
             done = stop
@@ -269,26 +281,33 @@ class InstructionStream(Iterator[InstructionBatch]):
                 f"stream state has version {state.get('version')!r}, this ms-data reads "
                 f"{STATE_VERSION}; resume with the ms-data that wrote it"
             )
-        before = state.get("settings", {})
+        settings = state.get("settings")
+        settings = settings if isinstance(settings, Mapping) else {}
         for name, value in self._settings.items():
-            if before.get(name) != value:
+            if settings.get(name) != value:
                 raise StateError(
-                    f"stream state has {name} {before.get(name)!r} where this stream has "
+                    f"stream state has {name} {settings.get(name)!r} where this stream has "
                     f"{value!r}; make the stream as it was, or start it anew"
                 )
+        before = self.state_dict()
         try:
-            for source, one in zip(self._sources, state["sources"], strict=True):
-                source.restore(one)
-            ready = [
-                (int(task), tuple(self._sources[task].piece(piece) for piece in pieces))
-                for task, pieces in state["ready"]
-            ]
-            self._rows, self._tokens = int(state["rows"]), int(state["tokens"])
-            self._flushed = bool(state["flushed"])
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+            self._restore(state)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            self._restore(before)
             raise StateError(f"stream state is damaged: {error}") from error
-        self._ready = deque(ready)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        for source, one in zip(self._sources, state["sources"], strict=True):
+            source.restore(one)
+        self._ready = deque(
+            (count(task), tuple(self._sources[task].piece(piece) for piece in pieces))
+            for task, pieces in state["ready"]
+        )
+        self._rows, self._tokens = count(state["rows"]), count(state["tokens"])
         self._mixture.load_state_dict(state["mixture"])
+        # Of a run that ended, a longer one goes on.
+        reached = self._last is not None and self._mixture.position >= self._last
+        self._flushed = bool(state["flushed"]) and reached
 
 
 def _check(

@@ -1,6 +1,6 @@
 """From rows of an instruction or preference set to the documents that a build writes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -77,6 +77,13 @@ class ChatEncoder:
                 words.append(pack_sample(next(samples)._replace(weight=row.weight)))
         return words
 
+    @staticmethod
+    def words(text: str) -> str:
+        """A document that `parse` gave, as if its row had neither weight nor margin."""
+        row = msgspec.json.decode(text, type=_Text)
+        plain = msgspec.structs.replace(row, weight=1.0, margin=0.0)
+        return msgspec.json.encode(plain).decode()
+
     def _told(self, parts: list[Rendered], weight: float, margin: float) -> str:
         plain = [(one.text, list(one.spans)) for one in parts]
         return msgspec.json.encode(_Text(plain, weight, margin)).decode()
@@ -86,16 +93,33 @@ class ChatEncoder:
     ) -> Rendered:
         if not self.allow_special:
             for at, message in enumerate(messages):
-                self._refuse_special(message, at)
+                self._refuse_special(message, f"message {at}")
+            self._refuse_special(tools, "tools")
         return self.template.learnt(messages, tools=tools, first=first)
 
-    def _refuse_special(self, message: Message, at: int) -> None:
-        text = message.get("content") or ""
-        if isinstance(text, list):
-            text = "\n".join(part["text"] for part in text)
+    def _refuse_special(self, value: object, place: str) -> None:
+        texts = list(_texts(value))
         for token in self.tokenizer.special_tokens:
-            if token in text:
+            if any(token in text for text in texts):
                 raise ValueError(
-                    f"message {at} spells the special token {token!r}, which could end or forge a "
+                    f"{place} spells the special token {token!r}, which could end or forge a "
                     "message; remove it, or let it be with --allow-special"
                 )
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text in a JSON value, keys included; parts of a content also as they are joined."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from value
+        for one in value.values():
+            yield from _texts(one)
+    elif isinstance(value, list):
+        yield "".join(part["text"] for part in value if isinstance(part, dict) and _is_text(part))
+        for one in value:
+            yield from _texts(one)
+
+
+def _is_text(part: Mapping[str, object]) -> bool:
+    return part.get("type") == "text" and isinstance(part.get("text"), str)

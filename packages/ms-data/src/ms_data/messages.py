@@ -3,7 +3,7 @@
 | form | keys |
 |---|---|
 | OpenAI | `messages`: role and content, tool calls and `weight` included; `tools` |
-| ShareGPT | `conversations`: from and value; `system`, `tools` |
+| ShareGPT | `conversations`: from and value, `weight` included; `system`, `tools` |
 | Alpaca | `instruction`, `input`, `output`; `system`, `history` |
 
 A row may carry further keys of its own (an id, a source); one that fits two forms or none, or a
@@ -32,6 +32,7 @@ _KEYS = {
     "thinking",
     "weight",
 }
+_SHAREGPT_KEYS = {"from", "value", "weight"}
 _SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -91,6 +92,10 @@ def read_sharegpt(value: object, name: str) -> list[Message]:
         place = f"{name}[{at}]"
         if not isinstance(turn, dict) or not {"from", "value"} <= set(turn):
             raise ValueError(f"{place} must have `from` and `value`, not {_shown(turn)}")
+        if unknown := sorted(set(turn) - _SHAREGPT_KEYS):
+            raise ValueError(
+                f"{place} has an unknown key {unknown[0]!r}; it may have {sorted(_SHAREGPT_KEYS)}"
+            )
         role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
         if role is None:
             have = ", ".join(_SHAREGPT_ROLES)
@@ -100,15 +105,15 @@ def read_sharegpt(value: object, name: str) -> list[Message]:
             messages.append({"role": role, "content": "", "tool_calls": _calls(text, place)})
         else:
             messages.append({"role": role, "content": text})
+        if turn.get("weight") is not None:
+            messages[-1]["weight"] = _weight(turn["weight"], f"{place}.weight")
         _check_filled(messages[-1], place)
     return messages
 
 
 def alpaca_messages(row: Mapping[str, Any]) -> list[Message]:
     """System, history and instruction of an Alpaca row; `input` follows after a blank line."""
-    messages: list[Message] = []
-    if row.get("system"):
-        messages.append({"role": "system", "content": _text(row["system"], "system")})
+    messages = read_system(row)
     history = row.get("history") or []
     if not isinstance(history, list):
         raise ValueError(f"history must be a list of pairs, not {_shown(history)}")
@@ -148,15 +153,19 @@ def read_number(row: Mapping[str, Any], name: str, default: float = 1.0) -> floa
     return float(value)
 
 
+def read_system(row: Mapping[str, Any]) -> list[Message]:
+    """The message of a row's `system`; none where it has none."""
+    if not row.get("system"):
+        return []
+    return [{"role": "system", "content": _text(row["system"], "system")}]
+
+
 def _openai(row: Mapping[str, Any]) -> list[Message]:
     return read_messages(row["messages"], "messages")
 
 
 def _sharegpt(row: Mapping[str, Any]) -> list[Message]:
-    messages = read_sharegpt(row["conversations"], "conversations")
-    if row.get("system"):
-        messages.insert(0, {"role": "system", "content": _text(row["system"], "system")})
-    return messages
+    return [*read_system(row), *read_sharegpt(row["conversations"], "conversations")]
 
 
 def _alpaca(row: Mapping[str, Any]) -> list[Message]:
@@ -194,8 +203,8 @@ def _message(value: object, place: str) -> Message:
             _text(part.get("text"), f"{place}.content[{at}].text")
     elif content is not None:
         _text(content, f"{place}.content")
-    if "weight" in message and message["weight"] not in (0, 1):
-        raise ValueError(f"{place}.weight is {_shown(message['weight'])}; it must be 0 or 1")
+    if "weight" in message:
+        _weight(message["weight"], f"{place}.weight")
     _check_filled(message, place)
     return message
 
@@ -215,6 +224,12 @@ def _calls(text: str, place: str) -> list[dict[str, Any]]:
             f"{place}.value must be JSON with `name` and `arguments`, not {_shown(text)}"
         ) from error
     return [{"type": "function", "function": function}]
+
+
+def _weight(value: Any, place: str) -> Any:
+    if value not in (0, 1):
+        raise ValueError(f"{place} is {_shown(value)}; it must be 0 or 1")
+    return value
 
 
 def _text(value: object, place: str) -> str:

@@ -7,7 +7,8 @@
 | `conversations` or `messages`, `chosen`, `rejected` | a history, and one answer each |
 | `instruction`, `input`, `chosen`, `rejected` | Alpaca's prompt, and one text each |
 
-`margin` says by how much the chosen one is better, `weight` how much the pair counts.
+`system` comes first in the prompt of each form. `margin` says by how much the chosen one is
+better, `weight` how much the pair counts.
 """
 
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from ms_data.messages import (
     read_messages,
     read_number,
     read_sharegpt,
+    read_system,
     read_tools,
 )
 
@@ -58,6 +60,8 @@ def read_pair(row: Mapping[str, Any]) -> Pair:
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     if not prompt:
         raise ValueError("no prompt: give `prompt`, or message lists that begin alike")
+    if prompts != ["instruction"]:
+        prompt = _told(read_system(row), prompt)
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer or answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
             raise ValueError(f"{name} must begin and end with a message of the assistant")
@@ -82,6 +86,15 @@ def _prompt(row: Mapping[str, Any], key: str) -> list[Message]:
     if isinstance(value, str) and value:
         return [{"role": "user", "content": value}]
     return read_messages(value, key)
+
+
+def _told(system: list[Message], prompt: list[Message]) -> list[Message]:
+    """The prompt behind the row's system message, which it may begin with already."""
+    if system and prompt[0]["role"] == "system":
+        if prompt[:1] != system:
+            raise ValueError("`system` is not the system message of the prompt; keep one of them")
+        return prompt
+    return [*system, *prompt]
 
 
 def _answer(value: object, name: str) -> list[Message]:

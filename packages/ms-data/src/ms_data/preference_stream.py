@@ -76,7 +76,8 @@ class PreferenceStream(Iterator[PreferenceBatch]):
                 "take a multiple of the count"
             )
         self.samples = Samples(folder, split)
-        self.sequence_length, self.batch_size = sequence_length, batch_size
+        self.sequence_length = operator.index(sequence_length)
+        self.batch_size = operator.index(batch_size)
         self._kept = [one for one in range(len(self.samples)) if self._fits(one)]
         self.left_out = len(self.samples) - len(self._kept)
         """Pairs of an epoch that are left out, as a part has nothing to learn in this length."""
@@ -91,9 +92,9 @@ class PreferenceStream(Iterator[PreferenceBatch]):
         self._settings = {
             "dataset": self.samples.fingerprint,
             "split": split,
-            "sequence_length": sequence_length,
-            "seed": seed,
-            "shuffle": shuffle,
+            "sequence_length": self.sequence_length,
+            "seed": operator.index(seed),
+            "shuffle": bool(shuffle),
         }
 
     @property

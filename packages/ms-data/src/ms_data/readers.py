@@ -23,6 +23,7 @@ __all__ = ["Corpus", "Document", "Position", "find_corpus"]
 READ_BYTES = 1 << 20
 _LINES_SUFFIXES = (".jsonl", ".ndjson")
 _BYTE_ORDER_MARK = "\ufeff"
+_TOO_DEEP = "its JSON is nested too deeply; mend the line"
 _LIBRARY_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -83,7 +84,8 @@ class Corpus:
         seen = xxhash.xxh3_128()
         for path in self.files[:count]:
             facts = path.stat()
-            seen.update(f"{path}\0{facts.st_size} {facts.st_mtime_ns}\0".encode())
+            # A name need not be UTF-8.
+            seen.update(os.fsencode(path) + f"\0{facts.st_size} {facts.st_mtime_ns}\0".encode())
         return seen.hexdigest()
 
     def documents(
@@ -155,10 +157,11 @@ def find_corpus(
 
     Files that end in .jsonl or .ndjson hold a document a line, any other file is one document;
     both may be packed by gzip (.gz) or zstd (.zst). A folder is read in the order of its files'
-    names, hidden ones left out. `stdlib` means the running Python's own library sources.
+    names, hidden ones left out and links followed, each folder once. `stdlib` means the running
+    Python's own library sources.
 
     Raises:
-        CorpusError: there is no such place, or no file in it.
+        CorpusError: there is no such place, no file in it, or a link to nothing.
     """
     library = str(corpus) == "stdlib" and not Path(corpus).exists()
     if library:
@@ -183,10 +186,24 @@ def find_corpus(
 
 
 def _visible_files(folder: Path) -> list[Path]:
-    found = []
-    for place, folders, names in os.walk(folder, onerror=_refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(place, name) for name in names if not name.startswith(".")]
+    """Links to folders come last, so that what lies in the corpus itself keeps its own name."""
+    found: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    waiting = [folder]
+    while waiting:
+        for place, folders, names in os.walk(waiting.pop(0), onerror=_refuse):
+            facts = os.stat(place)
+            if (facts.st_dev, facts.st_ino) in seen:
+                folders.clear()
+                continue
+            seen.add((facts.st_dev, facts.st_ino))
+            inner = sorted(Path(place, name) for name in folders if not name.startswith("."))
+            waiting += [path for path in inner if path.is_symlink()]
+            folders[:] = [path.name for path in inner if not path.is_symlink()]
+            found += [Path(place, name) for name in names if not name.startswith(".")]
+    for path in found:
+        if path.is_symlink() and not path.exists():
+            raise CorpusError(f"{path}: a link to nothing; mend or remove it")
     return sorted(path for path in found if path.is_file())
 
 
@@ -260,6 +277,8 @@ def _json_lines(path: Path, blocks: Iterator[bytes], key: str) -> Iterator[str |
         except (msgspec.DecodeError, UnicodeError) as error:
             reason = _not_utf8(line) or f"malformed JSON line: {error}; mend the line"
             yield Invalid(f"{path}:{number}: {reason}")
+        except RecursionError:
+            yield Invalid(f"{path}:{number}: {_TOO_DEEP}")
 
 
 def _parsed_lines(
@@ -278,6 +297,8 @@ def _parsed_lines(
             yield Invalid(f"{path}:{number}: {reason}")
         except ValueError as error:
             yield Invalid(f"{path}:{number}: {error}")
+        except RecursionError:
+            yield Invalid(f"{path}:{number}: {_TOO_DEEP}")
 
 
 def _not_utf8(content: bytes) -> str | None:

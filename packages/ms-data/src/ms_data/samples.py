@@ -95,6 +95,11 @@ class Samples(Sequence[Sample | PairSample]):
         return self._split.index.end_of_text
 
     @property
+    def tokenizer(self) -> tuple[str, int]:
+        """What the tokens mean: the tokenizer's checksum and its end of text."""
+        return self._split.index.tokenizer, self._split.index.end_of_text
+
+    @property
     def fingerprint(self) -> str:
         """Names the dataset by its content."""
         return self._split.index.fingerprint

@@ -12,7 +12,7 @@ from ms_data.errors import SettingError
 from ms_data.packing import OpenRow, Packer, Piece, cut
 from ms_data.samples import Sample, Samples
 
-__all__ = ["Long", "Row", "Source"]
+__all__ = ["Long", "ReadyRows", "Row", "Source", "count"]
 
 Long = Literal["truncate", "split"]
 Row = tuple[Piece, ...]
@@ -92,12 +92,18 @@ class Source:
         learnt = self.samples.conversation(number).learnt
         return [piece for piece in pieces if learnt[piece.start + 1 : piece.stop + 1].any()]
 
-    def read(self, piece: Piece) -> tuple[Sample, np.ndarray[Any, np.dtype[np.int64]]]:
-        """The inputs of a piece, and their targets: as many, or one less at the sample's end."""
+    def read(self, piece: Piece) -> tuple[Sample, np.ndarray[Any, np.dtype[np.int64]], int]:
+        """A piece, its targets, and how many are learnt of its sample.
+
+        The targets are as many as the inputs, or one less at the sample's end. Of a sample that
+        is cut in parts all count; of one that is cut off, those that are left.
+        """
         whole = self.samples.conversation(piece.sample)
         tokens = whole.tokens[piece.start : piece.stop]
         after = slice(piece.start + 1, piece.stop + 1)
-        return Sample(tokens, whole.learnt[after], whole.weight), whole.tokens[after]
+        learnt = whole.learnt[after]
+        count = int((whole.learnt[1:] if self._long == "split" else learnt).sum())
+        return Sample(tokens, learnt, whole.weight), whole.tokens[after], count
 
     def state(self) -> dict[str, Any]:
         """JSON values that `restore` takes."""
@@ -121,13 +127,13 @@ class Source:
             ValueError: it cannot be this source's.
         """
         rows = [
-            OpenRow(int(number), tuple(self.piece(one) for one in pieces))
+            OpenRow(count(number), tuple(self.piece(one) for one in pieces))
             for number, pieces in state["open"]
         ]
         if self._packer:
-            self._packer.restore(rows, int(state["opened"]))
-        self.drawn, self.truncated = int(state["drawn"]), int(state["truncated"])
-        self.split, self.unlearnt = int(state["split"]), int(state["unlearnt"])
+            self._packer.restore(rows, count(state["opened"]))
+        self.drawn, self.truncated = count(state["drawn"]), count(state["truncated"])
+        self.split, self.unlearnt = count(state["split"]), count(state["unlearnt"])
 
     def piece(self, values: Any) -> Piece:
         """A piece from its JSON values.
@@ -135,11 +141,22 @@ class Source:
         Raises:
             ValueError: there is no such piece.
         """
-        piece = Piece(*(int(one) for one in values))
-        sound = 0 <= piece.sample < len(self.samples)
-        if not sound or not 0 <= piece.start < piece.stop <= self.samples.sizes[piece.sample]:
+        piece = Piece(*(count(one) for one in values))
+        sound = piece.sample < len(self.samples)
+        if not sound or not piece.start < piece.stop <= self.samples.sizes[piece.sample]:
             raise ValueError(f"{piece} is no piece of a sample here")
         return piece
+
+
+def count(value: Any) -> int:
+    """A whole number of 0 or more from its JSON value.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} stands where a count must")
+    return value
 
 
 ReadyRows = deque[tuple[int, Row]]

@@ -83,8 +83,8 @@ class TokenStream(Iterator[Batch]):
             )
         self._split = Split(folder, split)
         self._split_name = split
-        self.sequence_length = sequence_length
-        self.batch_size = batch_size
+        sequence_length = self.sequence_length = operator.index(sequence_length)
+        self.batch_size = operator.index(batch_size)
         samples = self._split.tokens // sequence_length
         if not samples:
             raise SettingError(
@@ -97,9 +97,9 @@ class TokenStream(Iterator[Batch]):
         self._order = Order(
             samples=samples,
             seed=operator.index(seed),
-            chunk_samples=chunk_samples,
-            window_chunks=window_chunks,
-            shuffle=shuffle,
+            chunk_samples=operator.index(chunk_samples),
+            window_chunks=operator.index(window_chunks),
+            shuffle=bool(shuffle),
         )
         self._epochs = epochs
         self._check_epochs()

@@ -21,6 +21,9 @@ END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257
 """All bytes and the end of a text."""
 
+LARGEST_VOCABULARY = (1 << 31) - 1
+"""What the 31 bits of a token on disk can tell apart."""
+
 # The end of a document goes by these names in published tokenizers, most telling first.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
 
@@ -42,19 +45,19 @@ class Tokenizer:
 
     def __init__(self, content: bytes, *, end_of_text: str | int | None = None) -> None:
         try:
-            self._model = tokenizers.Tokenizer.from_str(content.decode())
+            self._model = _plain(content)
         except Exception as error:  # the binding raises nothing narrower than Exception
             raise TokenizerError(
                 f"not a tokenizer.json of the `tokenizers` library ({error}); "
                 "train one with `ms-data tokenizer`"
             ) from error
-        self._model.no_truncation()
-        self._model.no_padding()
         self._model.encode_special_tokens = True
         self.content = content
+        self.folder: Path | None = None
+        """Where it was loaded from, if that was a folder."""
         self._chat: tokenizers.Tokenizer | None = None
-        self.end_of_text = self._find_end(end_of_text)
         self.vocabulary_size = 1 + max(self._model.get_vocab(with_added_tokens=True).values())
+        self.end_of_text = self._find_end(end_of_text)
 
     @classmethod
     def load(cls, path: str | Path, *, end_of_text: str | int | None = None) -> "Tokenizer":
@@ -65,6 +68,7 @@ class Tokenizer:
             DamageError: it is not the one that the shards were built with.
         """
         path, wanted = Path(path), None
+        folder = path if path.is_dir() else None
         if path.is_dir() and not (path / "index.json").exists():
             path = path / "tokenizer.json"  # a tokenizer's own folder
         elif path.is_dir():
@@ -79,9 +83,11 @@ class Tokenizer:
         if wanted not in (None, xxhash.xxh3_128_hexdigest(content)):
             raise DamageError(path, "file", "its checksum is not the one in the index")
         try:
-            return cls(content, end_of_text=end_of_text)
+            tokenizer = cls(content, end_of_text=end_of_text)
         except TokenizerError as error:
             raise TokenizerError(f"{path}: {error}") from error
+        tokenizer.folder = folder
+        return tokenizer
 
     @property
     def digest(self) -> str:
@@ -127,9 +133,7 @@ class Tokenizer:
 
     def _chat_model(self) -> tokenizers.Tokenizer:
         if self._chat is None:
-            self._chat = tokenizers.Tokenizer.from_str(self.content.decode())
-            self._chat.no_truncation()
-            self._chat.no_padding()
+            self._chat = _plain(self.content)
             self._chat.encode_special_tokens = False
         return self._chat
 
@@ -140,6 +144,10 @@ class Tokenizer:
 
     def _find_end(self, wanted: str | int | None) -> int:
         if isinstance(wanted, int):
+            if not 0 <= wanted < self.vocabulary_size:
+                raise TokenizerError(
+                    f"has no token {wanted} to end a text; name one below {self.vocabulary_size}"
+                )
             return wanted
         for candidate in (wanted,) if wanted is not None else _KNOWN_ENDS:
             found: int | None = self._model.token_to_id(candidate)
@@ -149,6 +157,16 @@ class Tokenizer:
         raise TokenizerError(
             f"has no end-of-text token {name}; name one of its tokens with --end-of-text"
         )
+
+
+def _plain(content: bytes) -> tokenizers.Tokenizer:
+    """A model that gives the same text the same tokens every time, and all of them."""
+    model = tokenizers.Tokenizer.from_str(content.decode())
+    model.no_truncation()
+    model.no_padding()
+    if isinstance(model.model, tokenizers.models.BPE):
+        model.model.dropout = None
+    return model
 
 
 def train_tokenizer(
@@ -171,14 +189,14 @@ def train_tokenizer(
         on_progress: hears how many of how many bytes of the corpus are read.
 
     Raises:
-        SettingError: vocab_size has no room for the bytes.
+        SettingError: vocab_size has no room for the bytes, or shards have none for it.
         CorpusError: the corpus is missing, empty or malformed.
         OutputError: `out` cannot be written.
     """
-    if vocab_size < SMALLEST_VOCABULARY:
+    if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
         raise SettingError(
             f"vocab_size is {vocab_size}; it must be {SMALLEST_VOCABULARY} or more, "
-            "which is every byte and the end of text"
+            f"which is every byte and the end of text, and {LARGEST_VOCABULARY} at most"
         )
     source = find_corpus(corpus, text_key=text_key, skip_invalid=skip_invalid)
     model = tokenizers.Tokenizer(tokenizers.models.BPE())

@@ -17,6 +17,9 @@ from ms_data.shard import Frame, Shard
 
 __all__ = ["Fault", "Report", "verify"]
 
+_PIECE_BYTES = 1 << 17
+"""About what a frame takes on disk at most."""
+
 
 class Fault(msgspec.Struct, frozen=True):
     """One thing that is not as it was written."""
@@ -168,16 +171,19 @@ def _frame_cut_off(path: Path, entry: ShardEntry) -> str | None:
         return None
     if not len(MAGIC) <= len(content) < entry.size_bytes:
         return None
-    number, rest = 0, content[len(MAGIC) :]
+    number, at = 0, len(MAGIC)
     while True:
         unpacker = zstandard.ZstdDecompressor().decompressobj()
-        try:
-            unpacker.decompress(rest)
-        except zstandard.ZstdError:
-            return None  # all frames are there: it is the table that is cut
-        if not unpacker.eof:
-            return f"frame {number}"
-        number, rest = number + 1, unpacker.unused_data
+        while not unpacker.eof:
+            piece = content[at : at + _PIECE_BYTES]
+            if not piece:
+                return f"frame {number}"
+            try:
+                unpacker.decompress(piece)
+            except zstandard.ZstdError:
+                return None  # all frames are there: it is the table that is cut
+            at += len(piece)
+        number, at = number + 1, at - len(unpacker.unused_data)
 
 
 def _fault(error: DamageError) -> Fault:

@@ -9,6 +9,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from ms_data.errors import OutputError
 from ms_data.format import (
     FRAME,
     MAGIC,
@@ -191,7 +192,8 @@ class DatasetWriter:
         state: what `state` returned, to go on from there.
 
     Raises:
-        OSError: a file that `state` names is gone or cannot be written.
+        OSError: a file that `state` names cannot be written.
+        OutputError: it is gone, or not what was written.
     """
 
     def __init__(
@@ -204,6 +206,7 @@ class DatasetWriter:
         state: DatasetState | None = None,
     ) -> None:
         state = state or DatasetState()
+        _check_sizes(folder, state)
         self._folder = folder
         self._token_type: TokenType = token_type
         self._frame_tokens = frame_tokens
@@ -251,3 +254,17 @@ class DatasetWriter:
             frame_tokens=self._frame_tokens,
             state=state,
         )
+
+
+def _check_sizes(folder: Path, state: DatasetState) -> None:
+    """Closed shards have their size; open ones may have grown since their state."""
+    wanted = [(shard.name, shard.size_bytes, False) for shard in state.closed]
+    wanted += [(shard.name, shard.size_bytes, True) for shard in state.open]
+    for name, size_bytes, growing in wanted:
+        path = folder / name
+        found = path.stat().st_size if path.exists() else 0
+        if found < size_bytes or (found > size_bytes and not growing):
+            raise OutputError(
+                f"{path}: damaged: {found} bytes where {size_bytes} were written; "
+                f"remove {folder} to build anew"
+            )
