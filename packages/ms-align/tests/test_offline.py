@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from ms_align import Sample
 from ms_align.cli import main
-from ms_align.errors import ConfigError, DataError, ModelError, NothingToLearnError
+from ms_align.errors import CheckpointError, ConfigError, DataError, ModelError, NothingToLearnError
 from ms_align.local import LocalEngine
 from ms_align.losses.sft import SFTLoss
 from ms_align.options import OptimizerOptions, RunOptions
@@ -139,6 +139,27 @@ def test_dpo_prefers_the_chosen_answers(sets: Path, tmp_path: Path, free: bool) 
         assert result.first["held_out_margin"] == pytest.approx(0, abs=1e-5)
         assert result.last["held_out_accuracy"] >= 0.9
         assert events(tmp_path, "step")[-1]["accuracy"] >= 0.9
+
+
+def test_dpo_goes_on_with_the_reference_that_it_began_with_alone(
+    sets: Path, tmp_path: Path
+) -> None:
+    """Another reference or start would end in another model; the same ones go on."""
+
+    def trainer(start: int = 0, reference: int | None = None) -> DPOTrainer:
+        return DPOTrainer(
+            decoder(seed=start),
+            PreferenceStream(sets / "pairs", sequence_length=64, batch_size=4),
+            reference=None if reference is None else decoder(seed=reference),
+            options=options(tmp_path),
+        )
+
+    trainer().train(1)
+    with pytest.raises(CheckpointError, match=r"another run: reference was \d+ and is \d+"):
+        trainer(reference=1).train(2)
+    with pytest.raises(CheckpointError, match=r"another run: policy was \d+ and is \d+"):
+        trainer(start=1, reference=0).train(2)
+    assert trainer(reference=0).train(2).step == 2
 
 
 def test_a_reward_model_learns_is_saved_and_is_a_reward(sets: Path, tmp_path: Path) -> None:

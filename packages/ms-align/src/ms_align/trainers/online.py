@@ -6,7 +6,7 @@ of it is in a checkpoint, so a run that was killed between any two updates goes 
 
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -14,7 +14,6 @@ import torch
 from attrs import field, fields, frozen
 from torch import Tensor, nn
 
-from ms_align import processes
 from ms_align.engine import Engine, Loss
 from ms_align.errors import ConfigError, ModelError
 from ms_align.generation import Generator, LocalGenerator
@@ -29,6 +28,7 @@ from ms_align.reward import Failure, rewards_of
 from ms_align.sampling import Sampling
 from ms_align.settings import flag, number, one_of, whole
 from ms_align.tokenizer import Tokenizer, load_tokenizer
+from ms_align.trainers.beginning import weights_checksum
 from ms_align.trainers.experience import Experience, Scoring
 from ms_align.trainers.reference import Reference, reference_of
 from ms_align.trainers.work import OnlineWork
@@ -262,7 +262,7 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
         return {
             "trainer": type(self).__name__,
             "prompts": checksum,
-            "policy": _checksum(work.policy.state_dict()),
+            "policy": weights_checksum(work.policy.state_dict()),
             **{name: getattr(self, name) for name in names},
         }
 
@@ -283,18 +283,6 @@ def _save(engine: Engine, folder: Path) -> None:
         save_model(model, folder)
     elif save is not None:
         save(folder)
-
-
-def _checksum(state: Mapping[str, Tensor]) -> int | None:
-    """Of the weights that a run begins with; the same weights must be given to go on."""
-    if processes.count() > 1:
-        return None
-    checksum = 0
-    for name in sorted(state):
-        if not name.startswith(("optimizer.", "engine.")):
-            content = state[name].detach().cpu().contiguous().flatten().view(torch.uint8)
-            checksum = zlib.crc32(content.numpy().tobytes(), checksum)
-    return checksum
 
 
 def _check_tokenizer(tokenizer: Tokenizer | None, policy: Engine) -> None:
