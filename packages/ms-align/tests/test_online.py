@@ -142,7 +142,7 @@ def test_switching_adapters_off_gives_the_reference(tmp_path: Path) -> None:
 
 
 def test_a_sample_that_is_left_out_changes_nothing(tmp_path: Path) -> None:
-    """Its tokens are masked in PPO; in a group it gets the mean, and teaches nothing."""
+    """Its tokens are masked, in a group too."""
 
     def fails(samples: Sequence[Sample]) -> list[float]:
         return [
@@ -160,6 +160,18 @@ def test_a_sample_that_is_left_out_changes_nothing(tmp_path: Path) -> None:
         assert all(torch.isfinite(torch.tensor(e["loss"])) for e in events(folder, "step"))
     with pytest.raises(RewardError, match="prompt 'a'"):
         PPOTrainer(**settings(tmp_path / "stop", reward_model=fails)).optimize(PROMPTS)
+
+
+def test_a_group_teaches_though_its_first_response_is_left_out(tmp_path: Path) -> None:
+    """Rewards of the others differ, so the run is not refused as one of equal rewards."""
+    asked = iter(range(1000))
+
+    def fails(samples: Sequence[Sample]) -> list[float]:
+        numbers = [next(asked) for _ in samples]
+        return [float("nan") if number % 4 == 0 else float(number % 4) for number in numbers]
+
+    more = settings(tmp_path, reward_model=fails, on_reward_failure="skip", group_size=4)
+    assert GRPOTrainer(**more, equal_rewards_limit=1).optimize(PROMPTS).finished
 
 
 def test_what_would_train_in_vain_is_refused(tmp_path: Path) -> None:

@@ -224,15 +224,19 @@ class OnlineWork:
             )
         if not self.trainer.learns_from_groups:
             return
+        kept = experience.kept
         groups = experience.scores.view(-1, self.trainer.group_size)
-        spread = torch.nan_to_num(groups - groups[:, :1])
-        self.equal_in_a_row = 0 if bool((spread != 0).any()) else self.equal_in_a_row + 1
+        left_out = ~kept.view(groups.shape)
+        highest = groups.masked_fill(left_out, -torch.inf).amax(1)
+        lowest = groups.masked_fill(left_out, torch.inf).amin(1)
+        self.equal_in_a_row = 0 if bool((highest > lowest).any()) else self.equal_in_a_row + 1
         if self.equal_in_a_row:
             tell.event("equal_rewards", {"rollout": self.rollouts, "in_a_row": self.equal_in_a_row})
         if self.equal_in_a_row >= self.trainer.equal_rewards_limit:
+            last = float(experience.scores[kept][0])
             raise NothingToLearnError(
                 f"in {self.equal_in_a_row} rollouts in a row all responses to a prompt had the "
-                f"same reward (the last {float(experience.scores[0]):g}), so nothing was learned; "
+                f"same reward (the last {last:g}), so nothing was learned; "
                 "give prompts of another difficulty, a reward with more shades, a higher "
                 "temperature, or a greater group_size"
             )
