@@ -209,6 +209,7 @@ def test_bad_input_is_told_before_anything_is_trained(tmp_path: Path) -> None:
     refused(DataError, "token 999", [[999]], tokenizer=None)
     refused(ConfigError, "minibatch_size", minibatch_size=3)
     refused(ConfigError, "kl_estimator is 'k9'", kl_estimator="k9")
+    refused(ConfigError, "kl_target is 0.5 and kl_coeff 0", kl_target=0.5, kl_coeff=0)
     refused(ConfigError, "int; give a torch.nn.Module", policy_model=3)
 
     class Other(ByteTokenizer):

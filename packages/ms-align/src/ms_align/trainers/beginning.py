@@ -27,5 +27,5 @@ def weights_checksum(state: Mapping[str, Tensor]) -> int | None:
 def checksum_of(engine: Engine) -> int | None:
     """Of all weights that an engine computes with, also those that take no gradient."""
     module = getattr(engine, "module", None)
-    whole = isinstance(module, nn.Module)
-    return weights_checksum(module.state_dict() if whole else engine.state_dict())
+    holder = module if isinstance(module, nn.Module) else engine
+    return weights_checksum(holder.state_dict())

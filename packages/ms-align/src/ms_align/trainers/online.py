@@ -71,7 +71,8 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
     kl_estimator: str = "k1"
     """`k1`, `k2` or `k3` in the reward; `k2`, `k3`, `k3_weighted` or `k1_to_go` in the loss."""
     kl_target: float | None = field(default=None, validator=number(optional=True))
-    """KL of a response in nats that the coefficient is moved towards; None keeps it."""
+    """KL of a response in nats that the coefficient is moved towards, from a `kl_coeff` above 0;
+    None keeps it."""
     kl_horizon: int = field(default=10_000, validator=whole())
     entropy_coeff: float = field(default=0.0, validator=number())
     clip_low: float = field(default=0.2, validator=number())
@@ -114,6 +115,11 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
             )
         if self.kl_target is not None:
             self.controller  # noqa: B018 - its own checks
+            if not self.kl_coeff:
+                raise ConfigError(
+                    f"kl_target is {self.kl_target} and kl_coeff 0, of which any multiple is 0; "
+                    "give a kl_coeff above 0 to begin with"
+                )
 
     @property
     def sampling(self) -> Sampling:
