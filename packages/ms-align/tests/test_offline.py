@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -358,6 +359,31 @@ def test_a_run_that_has_no_step_left_is_refused(
     assert main(["sft", str(run)]) == 0
     assert main(["sft", str(run)]) == 2
     assert "nothing would be trained; raise steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "written"),
+    [
+        ("sft", {}, "model/model.safetensors"),
+        ("dpo", {"lora": {"rank": 4}, "merge": False}, "adapter/adapter_model.safetensors"),
+        ("reward", {}, "model/reward_head.safetensors"),
+    ],
+)
+def test_a_run_that_ended_before_its_model_was_written_writes_it(
+    sets: Path, tmp_path: Path, kind: str, more: dict[str, Any], written: str
+) -> None:
+    """The same command does, bit for bit, without another update; then nothing is left."""
+    run = run_file(sets, tmp_path, kind, **{"steps": 2, **more})
+    assert main([kind, str(run)]) == 0
+    file = tmp_path / kind / written
+    before, made = file.read_bytes(), len(events(tmp_path / kind, "step"))
+    file.unlink()
+    if kind != "reward":
+        shutil.rmtree(file.parent)
+    assert main([kind, str(run)]) == 0
+    assert file.read_bytes() == before
+    assert len(events(tmp_path / kind, "step")) == made
+    assert main([kind, str(run)]) == 2
 
 
 class Constant:

@@ -1,6 +1,7 @@
 """The trainers that learn from their own responses: that they learn, and what they refuse."""
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -239,6 +240,17 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path) -> None:
     assert events(tmp_path / "hurt", "damaged_checkpoint")
     model = Path("model", "model.safetensors")
     assert (tmp_path / "hurt" / model).read_bytes() == (tmp_path / "whole" / model).read_bytes()
+
+
+def test_a_model_that_was_not_written_is_written_by_the_next_launch(tmp_path: Path) -> None:
+    """A run that ended behind its last checkpoint makes no other update."""
+    PPOTrainer(**settings(tmp_path)).optimize(PROMPTS)
+    file = tmp_path / "model" / "model.safetensors"
+    before = file.read_bytes()
+    shutil.rmtree(file.parent)
+    assert PPOTrainer(**settings(tmp_path)).optimize(PROMPTS).finished
+    assert file.read_bytes() == before
+    assert len(events(tmp_path, "step")) == 2
 
 
 def test_an_engine_cut_into_microbatches_learns_the_same(tmp_path: Path) -> None:

@@ -162,10 +162,12 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
         )
         torch.manual_seed(self.seed)
         work = self._work(prompts, held_out, tokenizer)
-        loop = Loop(work, steps=self.steps, options=self, identity=self._identity(work, prompts))
+        folder = self.output_dir / "model"
+        identity = self._identity(work, prompts)
+        loop = Loop(work, steps=self.steps, options=self, identity=identity, result=folder)
         result = loop.run()
         if result.finished:
-            _save(work.policy, self.output_dir / "model")
+            _save(work.policy, folder)
         return result
 
     @abstractmethod

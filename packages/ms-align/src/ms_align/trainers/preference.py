@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -59,10 +60,15 @@ class _PairTrainer(ABC):
         """A batch with all that the loss reads."""
         return batch
 
-    def train(self, steps: int) -> Result:
-        """Make `steps` updates over all launches; goes on from the last checkpoint."""
+    def train(self, steps: int, *, result: Path | None = None) -> Result:
+        """Make `steps` updates over all launches; goes on from the last checkpoint.
+
+        Args:
+            steps: of the whole run.
+            result: what will be written when it is finished; see `ms_align.loop.Loop`.
+        """
         identity = {"algorithm": self.algorithm, "seed": self.options.seed, **self.beginning}
-        return Loop(self, steps=steps, options=self.options, identity=identity).run()
+        return Loop(self, steps=steps, options=self.options, identity=identity, result=result).run()
 
     def update(self, tell: Tell) -> Update:
         """One update."""
