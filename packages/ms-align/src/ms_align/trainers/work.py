@@ -7,6 +7,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from ms_align.chance import seed_of
 from ms_align.checkpoint import State
 from ms_align.engine import IGNORED, Engine, Update
 from ms_align.errors import ConfigError, NothingToLearnError
@@ -154,7 +155,7 @@ class OnlineWork:
         count = trainer.batch_size // trainer.group_size
         order = PromptOrder(count=len(self.prompts), seed=trainer.seed)
         chosen = [self.prompts[index] for index in order.take(self.rollouts * count, count)]
-        seed = trainer.seed * SEEDS + self.rollouts
+        seed = seed_of(trainer.seed, self.rollouts, apart=SEEDS)
         share = count // self.policy.data_ranks
         mine = chosen[self.policy.data_rank * share :][:share]
         responses = self._draw(mine, count=trainer.group_size, seed=seed)
@@ -250,7 +251,8 @@ class OnlineWork:
             )
         mask = experience.mask
         ends = torch.where(mask, torch.arange(mask.shape[1]), 0).amax(1).tolist()
-        chance = torch.Generator().manual_seed(self.trainer.seed * SEEDS + self.rollouts)
+        seed = seed_of(self.trainer.seed, self.rollouts, apart=SEEDS)
+        chance = torch.Generator().manual_seed(seed)
         self.order = []
         for _ in range(self.trainer.epochs):
             rows = torch.randperm(len(ends), generator=chance).tolist()
