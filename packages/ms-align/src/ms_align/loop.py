@@ -294,8 +294,10 @@ class Loop:
         self.work.load(State(tensors=state.tensors, facts=state.facts["work"]))
 
     def _is_unwritten(self) -> bool:
-        """Whether what the run is for is missing, on any process."""
-        return self.result is not None and processes.any_of(not self.result.exists())
+        """Whether what the run is for is missing; the first process writes, and tells."""
+        if self.result is None:
+            return False
+        return processes.any_of(processes.rank() == 0 and not self.result.exists())
 
     def _set_aside(self, folder: Path, damage: str, tell: Tell) -> None:
         aside = folder.with_name(folder.name + ".damaged")
