@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ms_align import gae
-from ms_align.advantage import group_relative, leave_one_out, whiten
+from ms_align.advantage import compared, group_relative, leave_one_out, whiten
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 """float64: a few dozen roundings of 1e-16 each."""
@@ -87,3 +87,19 @@ def test_group_advantages_are_those_of_their_definitions() -> None:
     torch.testing.assert_close(left_out, want * deviation * 4 / 3, **EXACT)
     with pytest.raises(ValueError, match="groups of 3"):
         leave_one_out(rewards, 3)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_response_that_is_left_out_does_not_count_in_its_group(scale: str) -> None:
+    """Advantages are those of the smaller group; one response alone is compared with nothing."""
+    nan = float("nan")
+    rewards = torch.tensor([1.0, nan, 0.0, nan, 0.5, nan, nan, nan], dtype=torch.float64)
+    kept = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    got = leave_one_out(rewards, 4)
+    torch.testing.assert_close(got[[0, 2]], leave_one_out(kept, 2), **EXACT)
+    assert not got[[1, 3, 4, 5, 6, 7]].any()
+    assert compared(rewards, 4).tolist() == [True, False, True] + 5 * [False]
+    got = group_relative(rewards, 4, scale=scale)
+    by = {"group": kept.std() + 1e-4, "batch": rewards[[0, 2, 4]].std() + 1e-4, "none": 1.0}
+    torch.testing.assert_close(got[[0, 2]], (kept - 0.5) / by[scale], **EXACT)
+    assert not got[[1, 3, 4, 5, 6, 7]].any()

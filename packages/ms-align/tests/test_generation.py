@@ -1,6 +1,7 @@
 """The generator: what it draws, what it says of it, and that nobody's neighbours matter."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -254,6 +255,22 @@ def test_what_the_fused_form_does_not_know_runs_as_it_is(caplog: pytest.LogCaptu
     layer.mlp.forward = lambda hidden: 2 * original(hidden)
     assert not isinstance(LocalGenerator(changed)._reader(), FusedReader)
     assert "runs as it is" in caplog.text
+
+
+@pytest.mark.parametrize("made", [llama, decoder])
+def test_models_in_bfloat16_run_as_they_are(made: Callable[[], nn.Module]) -> None:
+    """Log-probabilities near each row's alone: one step of a logit between 2 and 4."""
+    model = made().bfloat16()
+    generator = LocalGenerator(model, slots=3)
+    responses = generator(PROMPTS, SAMPLING, seed=1)
+    assert not isinstance(generator._reader(), FusedReader)
+    assert responses.logprobs is not None
+    for row, prompt in enumerate(PROMPTS):
+        tokens = responses.row(row)
+        table = alone(model, prompt + tokens)[len(prompt) - 1 : -1]
+        want = table.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        got = responses.logprobs[row, : len(tokens)]
+        torch.testing.assert_close(got, want, rtol=0.0, atol=2**-6)
 
 
 def test_prompts_that_cannot_be_continued_are_refused() -> None:

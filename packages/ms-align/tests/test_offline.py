@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 from ms_align import Sample
 from ms_align.cli import main
-from ms_align.errors import ConfigError, DataError, ModelError, NothingToLearnError
+from ms_align.errors import CheckpointError, ConfigError, DataError, ModelError, NothingToLearnError
 from ms_align.local import LocalEngine
 from ms_align.losses.sft import SFTLoss
 from ms_align.options import OptimizerOptions, RunOptions
@@ -141,6 +142,27 @@ def test_dpo_prefers_the_chosen_answers(sets: Path, tmp_path: Path, free: bool) 
         assert events(tmp_path, "step")[-1]["accuracy"] >= 0.9
 
 
+def test_dpo_goes_on_with_the_reference_that_it_began_with_alone(
+    sets: Path, tmp_path: Path
+) -> None:
+    """Another reference or start would end in another model; the same ones go on."""
+
+    def trainer(start: int = 0, reference: int | None = None) -> DPOTrainer:
+        return DPOTrainer(
+            decoder(seed=start),
+            PreferenceStream(sets / "pairs", sequence_length=64, batch_size=4),
+            reference=None if reference is None else decoder(seed=reference),
+            options=options(tmp_path),
+        )
+
+    trainer().train(1)
+    with pytest.raises(CheckpointError, match=r"another run: reference was \d+ and is \d+"):
+        trainer(reference=1).train(2)
+    with pytest.raises(CheckpointError, match=r"another run: policy was \d+ and is \d+"):
+        trainer(start=1, reference=0).train(2)
+    assert trainer(reference=0).train(2).step == 2
+
+
 def test_a_reward_model_learns_is_saved_and_is_a_reward(sets: Path, tmp_path: Path) -> None:
     """What `save` wrote scores token for token as the trained model, also as PPO's reward."""
     trainer = RewardTrainer(
@@ -168,6 +190,40 @@ def test_a_reward_model_learns_is_saved_and_is_a_reward(sets: Path, tmp_path: Pa
     torch.testing.assert_close(scores[1:], alone)
     with pytest.raises(ModelError, match="holds no reward model"):
         RewardModel.load(sets / "model")
+
+
+def test_scores_of_pairs_do_not_depend_on_the_microbatch(sets: Path, tmp_path: Path) -> None:
+    """Losses at each step, and a held-out margin that is the saved model's own on the same pairs.
+
+    Float32 sums in another order: 1e-5 relative, after three updates 1e-4.
+    """
+
+    def pairs() -> PreferenceStream:
+        return PreferenceStream(
+            sets / "pairs", sequence_length=64, batch_size=4, split="held_out", epochs=1
+        )
+
+    losses = []
+    for size in (None, 2):
+        trainer = RewardTrainer(
+            decoder(),
+            PreferenceStream(sets / "pairs", sequence_length=64, batch_size=4),
+            held_out=pairs,
+            optimizer=FAST,
+            microbatch_size=size,
+            options=options(tmp_path / str(size)),
+        )
+        result = trainer.train(3)
+        losses.append([event["loss"] for event in events(tmp_path / str(size), "step")])
+        judge, gaps = trainer.reward_model(), []
+        for batch in pairs():
+            rows = {name: torch.as_tensor(value) for name, value in batch.items()}
+            with torch.no_grad():
+                scores = judge(rows["tokens"], (rows["documents"] == 0).sum(1)).view(-1, 2)
+            kept = (rows["targets"] >= 0).any(1).view(-1, 2).all(1)
+            gaps += (scores[:, 0] - scores[:, 1])[kept].tolist()
+        assert result.last["held_out_margin"] == pytest.approx(float(np.mean(gaps)), rel=1e-5)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def run_file(sets: Path, place: Path, kind: str, **more: Any) -> Path:
@@ -303,6 +359,31 @@ def test_a_run_that_has_no_step_left_is_refused(
     assert main(["sft", str(run)]) == 0
     assert main(["sft", str(run)]) == 2
     assert "nothing would be trained; raise steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "written"),
+    [
+        ("sft", {}, "model/model.safetensors"),
+        ("dpo", {"lora": {"rank": 4}, "merge": False}, "adapter/adapter_model.safetensors"),
+        ("reward", {}, "model/reward_head.safetensors"),
+    ],
+)
+def test_a_run_that_ended_before_its_model_was_written_writes_it(
+    sets: Path, tmp_path: Path, kind: str, more: dict[str, Any], written: str
+) -> None:
+    """The same command does, bit for bit, without another update; then nothing is left."""
+    run = run_file(sets, tmp_path, kind, **{"steps": 2, **more})
+    assert main([kind, str(run)]) == 0
+    file = tmp_path / kind / written
+    before, made = file.read_bytes(), len(events(tmp_path / kind, "step"))
+    file.unlink()
+    if kind != "reward":
+        shutil.rmtree(file.parent)
+    assert main([kind, str(run)]) == 0
+    assert file.read_bytes() == before
+    assert len(events(tmp_path / kind, "step")) == made
+    assert main([kind, str(run)]) == 2
 
 
 class Constant:

@@ -1,6 +1,7 @@
 """The trainers that learn from their own responses: that they learn, and what they refuse."""
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -142,7 +143,7 @@ def test_switching_adapters_off_gives_the_reference(tmp_path: Path) -> None:
 
 
 def test_a_sample_that_is_left_out_changes_nothing(tmp_path: Path) -> None:
-    """Its tokens are masked in PPO; in a group it gets the mean, and teaches nothing."""
+    """Its tokens are masked, in a group too."""
 
     def fails(samples: Sequence[Sample]) -> list[float]:
         return [
@@ -160,6 +161,18 @@ def test_a_sample_that_is_left_out_changes_nothing(tmp_path: Path) -> None:
         assert all(torch.isfinite(torch.tensor(e["loss"])) for e in events(folder, "step"))
     with pytest.raises(RewardError, match="prompt 'a'"):
         PPOTrainer(**settings(tmp_path / "stop", reward_model=fails)).optimize(PROMPTS)
+
+
+def test_a_group_teaches_though_its_first_response_is_left_out(tmp_path: Path) -> None:
+    """Rewards of the others differ, so the run is not refused as one of equal rewards."""
+    asked = iter(range(1000))
+
+    def fails(samples: Sequence[Sample]) -> list[float]:
+        numbers = [next(asked) for _ in samples]
+        return [float("nan") if number % 4 == 0 else float(number % 4) for number in numbers]
+
+    more = settings(tmp_path, reward_model=fails, on_reward_failure="skip", group_size=4)
+    assert GRPOTrainer(**more, equal_rewards_limit=1).optimize(PROMPTS).finished
 
 
 def test_what_would_train_in_vain_is_refused(tmp_path: Path) -> None:
@@ -197,6 +210,7 @@ def test_bad_input_is_told_before_anything_is_trained(tmp_path: Path) -> None:
     refused(DataError, "token 999", [[999]], tokenizer=None)
     refused(ConfigError, "minibatch_size", minibatch_size=3)
     refused(ConfigError, "kl_estimator is 'k9'", kl_estimator="k9")
+    refused(ConfigError, "kl_target is 0.5 and kl_coeff 0", kl_target=0.5, kl_coeff=0)
     refused(ConfigError, "int; give a torch.nn.Module", policy_model=3)
 
     class Other(ByteTokenizer):
@@ -226,6 +240,17 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path) -> None:
     assert events(tmp_path / "hurt", "damaged_checkpoint")
     model = Path("model", "model.safetensors")
     assert (tmp_path / "hurt" / model).read_bytes() == (tmp_path / "whole" / model).read_bytes()
+
+
+def test_a_model_that_was_not_written_is_written_by_the_next_launch(tmp_path: Path) -> None:
+    """A run that ended behind its last checkpoint makes no other update."""
+    PPOTrainer(**settings(tmp_path)).optimize(PROMPTS)
+    file = tmp_path / "model" / "model.safetensors"
+    before = file.read_bytes()
+    shutil.rmtree(file.parent)
+    assert PPOTrainer(**settings(tmp_path)).optimize(PROMPTS).finished
+    assert file.read_bytes() == before
+    assert len(events(tmp_path, "step")) == 2
 
 
 def test_an_engine_cut_into_microbatches_learns_the_same(tmp_path: Path) -> None:

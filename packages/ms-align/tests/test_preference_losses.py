@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ms_align.errors import ConfigError
+from ms_align.errors import ConfigError, DataError
 from ms_align.losses.dpo import DPOLoss, dpo_loss
 from ms_align.losses.pairwise import PairwiseLoss, pairwise_loss
 
@@ -92,6 +92,16 @@ def test_scores_are_read_at_the_last_token_of_the_answer() -> None:
     chosen, rejected = torch.tensor([1.0, 6.0]) / 4, torch.tensor([5.0, 11.0]) / 4
     by_hand = pairwise_loss(chosen, rejected, torch.tensor([0.5, 1.0]), centring=0.1)
     assert total.item() == pytest.approx((by_hand * torch.tensor([1.0, 3.0])).sum().item())
+
+
+def test_a_row_whose_end_is_not_known_has_no_score() -> None:
+    """Rather than the score of whatever token stands last."""
+    without = {name: value for name, value in BATCH.items() if name != "documents"}
+    with pytest.raises(DataError, match="no `documents`"):
+        PairwiseLoss()(OUTPUT, without)  # type: ignore[arg-type]
+    nothing = {**BATCH, "documents": torch.ones(4, 3, dtype=torch.int32)}
+    with pytest.raises(DataError, match="no document 0"):
+        PairwiseLoss()(OUTPUT, nothing)  # type: ignore[arg-type]
 
 
 def test_half_a_pair_is_refused() -> None:

@@ -6,7 +6,7 @@ Shapes: B responses, T response tokens; a mask is 1 where a token is the respons
 import torch
 from torch import Tensor
 
-__all__ = ["gae", "group_relative", "leave_one_out", "masked_mean", "whiten"]
+__all__ = ["compared", "gae", "group_relative", "leave_one_out", "masked_mean", "whiten"]
 
 
 def gae(
@@ -79,24 +79,27 @@ def group_relative(
     """GRPO's advantages: reward minus the mean of its group, by choice over a deviation.
 
     Args:
-        rewards: (B,) float; groups are neighbours.
+        rewards: (B,) float; groups are neighbours. NaN is left out: it counts in no mean,
+            deviation or number, and its advantage is 0.
         group_size: responses to one prompt; divides B.
         scale: `"group"` divides by the group's deviation + ε (Shao et al., 2024), `"batch"` by the
             batch's, `"none"` does not divide (Liu et al., 2025, "Dr. GRPO").
         epsilon: added to the deviation.
 
     Returns:
-        (B,); 0 throughout a group whose rewards are equal.
+        (B,); 0 throughout a group whose rewards are equal, or of which fewer than two are left.
 
     Raises:
         ValueError: the size does not divide the rewards, or the scale is unknown.
     """
-    groups = _groups(rewards, group_size)
-    centred = groups - groups.mean(dim=1, keepdim=True)
+    groups, kept = _groups(rewards, group_size)
+    count = kept.sum(dim=1, keepdim=True)
+    centred = (groups - groups.sum(dim=1, keepdim=True) / count.clamp(min=1)) * kept
     if scale == "group":
-        centred = centred / (groups.std(dim=1, keepdim=True) + epsilon)
+        variance = centred.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + epsilon)
     elif scale == "batch":
-        centred = centred / (rewards.std() + epsilon)
+        centred = centred / (groups[kept].std() + epsilon) if kept.sum() > 1 else centred
     elif scale != "none":
         raise ValueError(f"scale is {scale!r}; give 'group', 'batch' or 'none'")
     return centred.flatten()
@@ -106,21 +109,34 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
     """RLOO's advantages: reward minus the mean of the others of its group (Ahmadian et al., 2024).
 
     Args:
-        rewards: (B,) float; groups are neighbours.
+        rewards: (B,) float; groups are neighbours. NaN is left out, and its advantage is 0.
         group_size: responses to one prompt, at least 2; divides B.
+
+    Returns:
+        (B,); 0 throughout a group of which fewer than two are left.
 
     Raises:
         ValueError: the size does not divide the rewards.
     """
-    groups = _groups(rewards, group_size)
-    others = (groups.sum(dim=1, keepdim=True) - groups) / (group_size - 1)
-    return (groups - others).flatten()
+    groups, kept = _groups(rewards, group_size)
+    others = kept.sum(dim=1, keepdim=True) - 1
+    mean = (groups.sum(dim=1, keepdim=True) - groups) / others.clamp(min=1)
+    return torch.where(kept & (others > 0), groups - mean, 0.0).flatten()
 
 
-def _groups(rewards: Tensor, group_size: int) -> Tensor:
+def compared(rewards: Tensor, group_size: int) -> Tensor:
+    """Which rewards (B,) are not NaN and have another such one in their group, (B,) bool."""
+    kept = _groups(rewards, group_size)[1]
+    return (kept & (kept.sum(dim=1, keepdim=True) > 1)).flatten()
+
+
+def _groups(rewards: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Rewards (B / size, size), 0 for NaN, and which of them are none."""
     if rewards.ndim != 1 or group_size < 2 or rewards.shape[0] % group_size:
         raise ValueError(
             f"{tuple(rewards.shape)} rewards do not divide into groups of {group_size}; give one "
             "reward a response and groups of at least 2"
         )
-    return rewards.view(-1, group_size)
+    groups = rewards.view(-1, group_size)
+    kept = ~groups.isnan()
+    return groups.masked_fill(~kept, 0.0), kept

@@ -254,7 +254,7 @@ class LocalEngine:
     ) -> Tensor:
         """`function(output, batch)` of each microbatch, (b, ...), put together.
 
-        Columns behind a microbatch's last target are left out, and are 0 in a result (b, S).
+        Columns that nothing is asked of are left out at the end, and are 0 in a result (b, S).
         """
         parts = []
         for microbatch in self._microbatches(batch):
@@ -332,12 +332,19 @@ class LocalEngine:
 
 
 def _trim(batch: Batch) -> Batch:
-    """Without the columns behind the last target: in a causal model they change nothing."""
+    """Without the columns behind every row's last target and first document.
+
+    In a causal model they change nothing. A document's last token has no target, and a score is
+    read there.
+    """
     targets = batch.get("targets")
     if targets is None:
         return batch
-    live = (targets != IGNORED).any(0).nonzero()
-    width, whole = (int(live[-1]) + 1 if len(live) else 1), targets.shape[1]
+    live = targets != IGNORED
+    if "documents" in batch:
+        live |= batch["documents"] == 0
+    columns = live.any(0).nonzero()
+    width, whole = (int(columns[-1]) + 1 if len(columns) else 1), targets.shape[1]
     if width == whole:
         return batch
     return {

@@ -94,10 +94,18 @@ class Loop:
         steps: updates of the whole run, over all launches.
         options: how to go on, show and keep.
         identity: what makes a run another run; a checkpoint of another is refused.
+        result: what the caller writes when the run is finished. While it is not there, a run
+            whose updates are all made is taken up once more, to be written.
     """
 
     def __init__(
-        self, work: Work, *, steps: int, options: RunOptions, identity: Mapping[str, Any]
+        self,
+        work: Work,
+        *,
+        steps: int,
+        options: RunOptions,
+        identity: Mapping[str, Any],
+        result: Path | None = None,
     ) -> None:
         if steps < 1:
             raise ConfigError(f"steps is {steps}; give at least 1, or nothing would be learned")
@@ -105,6 +113,7 @@ class Loop:
         self.steps = steps
         self.options = options
         self.identity = dict(identity)
+        self.result = result
         self.standing = _Standing()
         self.stop = StopRequest()
         self.show = Show(
@@ -120,7 +129,7 @@ class Loop:
         """Make all updates that are left.
 
         Raises:
-            ConfigError: none is left.
+            ConfigError: none is left, and the result is written.
             CheckpointError: the checkpoints are of another run, or cannot be written.
         """
         with self._events() as emit, self.stop.listening():
@@ -275,13 +284,20 @@ class Loop:
                     f"{self.identity.get(name)!r}; choose another output_dir"
                 )
         standing = _Standing(**state.facts["standing"])
-        if standing.step >= self.steps:
+        unwritten = standing.step == self.steps and self._is_unwritten()
+        if standing.step >= self.steps and not unwritten:
             raise ConfigError(
                 f"{folder} is at step {standing.step} and steps is {self.steps}, so nothing would "
                 "be trained; raise steps, or choose another output_dir"
             )
         self.standing = standing
         self.work.load(State(tensors=state.tensors, facts=state.facts["work"]))
+
+    def _is_unwritten(self) -> bool:
+        """Whether what the run is for is missing; the first process writes, and tells."""
+        if self.result is None:
+            return False
+        return processes.any_of(processes.rank() == 0 and not self.result.exists())
 
     def _set_aside(self, folder: Path, damage: str, tell: Tell) -> None:
         aside = folder.with_name(folder.name + ".damaged")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from attrs import field, frozen
 
+from ms_align.chance import LARGEST_SEED
 from ms_align.errors import ConfigError
 from ms_align.events import OnEvent
 from ms_align.settings import flag, number, whole
@@ -22,7 +23,7 @@ class RunOptions:
 
     output_dir: Path = field(default=Path("runs/default"), converter=Path)
     """Checkpoints, events and the trained model lie here."""
-    seed: int = field(default=0, validator=whole(least=0))
+    seed: int = field(default=0, validator=whole(least=0, most=LARGEST_SEED))
     """Of all chance in the run."""
     evaluate_every: int | None = field(default=None, validator=whole(optional=True))
     """Updates between held-out evaluations; always at the first and last, None for only those."""

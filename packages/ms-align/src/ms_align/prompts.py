@@ -8,6 +8,7 @@ import msgspec
 import torch
 from attrs import field, frozen
 
+from ms_align.chance import seed_of
 from ms_align.errors import DataError
 from ms_align.tokenizer import Tokenizer
 
@@ -135,7 +136,7 @@ class PromptOrder:
         taken: list[int] = []
         while len(taken) < count:
             turn, at = divmod(position + len(taken), self.count)
-            chance = torch.Generator().manual_seed(self.seed * 1_000_003 + turn)
+            chance = torch.Generator().manual_seed(seed_of(self.seed, turn, apart=1_000_003))
             order = torch.randperm(self.count, generator=chance).tolist()
             taken += order[at : at + count - len(taken)]
         return taken

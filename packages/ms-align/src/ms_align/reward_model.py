@@ -14,9 +14,10 @@ from ms_align.errors import DamageError, ModelError
 from ms_align.language_model import language_model
 from ms_align.model_folder import load_model, save_model
 
-__all__ = ["RewardModel"]
+__all__ = ["HEAD_FILE", "RewardModel"]
 
 HEAD_FILE = "reward_head.safetensors"
+"""Written last into a reward model's folder."""
 
 
 class RewardModel(nn.Module):

@@ -14,15 +14,17 @@ __all__ = ["flag", "nearest", "number", "one_of", "text", "whole"]
 Check = Callable[[Any, "Attribute[Any]", Any], None]
 
 
-def whole(*, least: int = 1, optional: bool = False) -> Check:
-    """A whole number of at least `least`; None too if `optional`."""
+def whole(*, least: int = 1, most: int | None = None, optional: bool = False) -> Check:
+    """A whole number of at least `least`, at most `most`; None too if `optional`."""
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         if optional and value is None:
             return
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        if not fits or (most is not None and value > most):  # type: ignore[operator]
+            limit = "" if most is None else f" and at most {most}"
             raise ConfigError(
-                f"{attribute.name} is {value!r}; give a whole number of at least {least}"
+                f"{attribute.name} is {value!r}; give a whole number of at least {least}{limit}"
             )
 
     return check

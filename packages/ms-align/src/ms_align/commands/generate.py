@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 from attrs import field, fields, frozen
 
+from ms_align.chance import LARGEST_SEED
 from ms_align.commands.command import Command
 from ms_align.durable import publish, write_synced, writing
 from ms_align.generation import LocalGenerator, Responses
@@ -33,7 +34,7 @@ class Generation(Sampling):
     group_size: int = field(default=1, validator=whole())
     """Responses to each prompt."""
     slots: int = field(default=64, validator=whole())
-    seed: int = field(default=0, validator=whole(least=0))
+    seed: int = field(default=0, validator=whole(least=0, most=LARGEST_SEED))
 
 
 def _run(settings: dict[str, Any], where: str) -> int:

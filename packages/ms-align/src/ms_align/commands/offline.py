@@ -19,6 +19,7 @@ from ms_align.lora import AdaptedModel, LoraOptions, add_lora
 from ms_align.model_folder import load_model, save_model
 from ms_align.options import OptimizerOptions, RunOptions
 from ms_align.parallel import ParallelEngine
+from ms_align.reward_model import HEAD_FILE
 from ms_align.run_file import build
 from ms_align.sampling import Sampling
 from ms_align.settings import flag, nearest, one_of, text, whole
@@ -118,6 +119,11 @@ class OfflineRun(OptimizerOptions, RunOptions):
             ),
         )
 
+    def result(self) -> Path:
+        """What `save` writes last."""
+        adapter = self.lora is not None and (self.layout is not None or not self.merge)
+        return self.output_dir / ("adapter" if adapter else "model")
+
     def save(self, engine: Engine, name: str = "model") -> None:
         """Write what was learnt, and the tokenizer that goes with it."""
         folder = self.output_dir / name
@@ -175,7 +181,7 @@ class SFTRun(SFTOptions, OfflineRun):
             sft=self.part(SFTOptions),
             options=self.part(RunOptions),
         )
-        result = trainer.train(steps)
+        result = trainer.train(steps, result=self.result())
         if result.finished:
             self.save(engine)
         return result
@@ -263,7 +269,7 @@ class DPORun(DPOOptions, _PairRun):
             dpo=self.part(DPOOptions),
             options=self.part(RunOptions),
         )
-        result = trainer.train(self._steps(stream))
+        result = trainer.train(self._steps(stream), result=self.result())
         if result.finished:
             self.save(engine)
         return result
@@ -300,7 +306,7 @@ class RewardRun(RewardOptions, _PairRun):
             microbatch_size=self.microbatch_size,
             options=self.part(RunOptions),
         )
-        result = trainer.train(self._steps(stream))
+        result = trainer.train(self._steps(stream), result=self.output_dir / "model" / HEAD_FILE)
         if result.finished:
             trainer.reward_model().save(self.output_dir / "model")
             self.copy_tokenizer(self.output_dir / "model")

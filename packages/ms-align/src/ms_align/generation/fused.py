@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 AGREE = 1e-4
 """Logits of the fused form may lie this far from the model's, relative to the largest."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+COMPLEX = ({torch.float32}, {torch.float64})
+"""Dtypes of all weights in which a rotary pair is a complex number."""
 KINDS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
 
@@ -70,6 +72,8 @@ def _body(model: LanguageModel) -> Any:
 def _fits(model: LanguageModel) -> bool:
     """Whether every part is a plain one of the family."""
     module: Any = model.module
+    if {weight.dtype for weight in module.parameters()} not in COMPLEX:
+        return False
     if isinstance(model, HuggingFaceModel):
         if type(module).__name__ not in KINDS or module.config.hidden_act not in ("silu", "swish"):
             return False

@@ -11,6 +11,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from ms_align.engine import Batch, Output
+from ms_align.errors import DataError
 from ms_align.losses.dpo import pair_weights
 from ms_align.settings import number
 
@@ -36,13 +37,21 @@ def pairwise_loss(
 
 
 def row_scores(output: Output, batch: Batch, head: str) -> Tensor:
-    """What a head says at the last token of each row's first document, float32 (B,)."""
+    """What a head says at the last token of each row's first document, float32 (B,).
+
+    Raises:
+        DataError: the batch does not tell where a row's first document ends.
+    """
+    if "documents" not in batch:
+        raise DataError(
+            "the batch has no `documents`, so where each answer ends is not known; give them, 0 "
+            "at a row's tokens and 1 behind its end"
+        )
     scores = output.head(head)[..., 0]
-    if "documents" in batch:
-        last = (batch["documents"] == 0).sum(1) - 1
-    else:
-        last = torch.full((scores.shape[0],), scores.shape[1] - 1, device=scores.device)
-    return scores.gather(1, last.clamp(max=scores.shape[1] - 1)[:, None])[:, 0]
+    last = (batch["documents"] == 0).sum(1) - 1
+    if bool((last < 0).any()):
+        raise DataError("a row of the batch has no document 0 to score; leave such pairs out")
+    return scores.gather(1, last[:, None])[:, 0]
 
 
 @frozen(kw_only=True)

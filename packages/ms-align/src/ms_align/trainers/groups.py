@@ -8,16 +8,12 @@ from ms_align.trainers.experience import Experience
 __all__ = ["spread_over_tokens", "with_divergence"]
 
 
-def with_divergence(
-    experience: Experience, kl_coeff: float, estimator: str, group_size: int
-) -> Tensor:
-    """Scores less β times each response's KL, (N,); a left-out one gets its group's mean."""
-    scores = experience.scores
+def with_divergence(experience: Experience, kl_coeff: float, estimator: str) -> Tensor:
+    """Scores less β times each response's KL, (N,); NaN where a response is left out."""
+    scores = experience.scores.masked_fill(~experience.kept, torch.nan)
     if kl_coeff:
         scores = scores - kl_coeff * experience.divergence(estimator).sum(1)
-    groups = scores.view(-1, group_size)
-    mean = torch.nan_to_num(groups.nanmean(dim=1, keepdim=True))
-    return torch.where(groups.isnan(), mean, groups).flatten()
+    return scores
 
 
 def spread_over_tokens(advantages: Tensor, experience: Experience) -> Tensor:

@@ -64,6 +64,6 @@ class GRPOTrainer(OnlineTrainer):
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
         """One advantage a response, at each of its tokens, (N, S)."""
         coefficient = kl_coeff if self.kl_in == "reward" else 0.0
-        scores = with_divergence(experience, coefficient, self.kl_estimator, self.group_size)
+        scores = with_divergence(experience, coefficient, self.kl_estimator)
         found = group_relative(scores, self.group_size, scale=self.scale_rewards)
         return {"advantages": spread_over_tokens(found, experience)}

@@ -6,7 +6,7 @@ of it is in a checkpoint, so a run that was killed between any two updates goes 
 
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -14,7 +14,6 @@ import torch
 from attrs import field, fields, frozen
 from torch import Tensor, nn
 
-from ms_align import processes
 from ms_align.engine import Engine, Loss
 from ms_align.errors import ConfigError, ModelError
 from ms_align.generation import Generator, LocalGenerator
@@ -29,6 +28,7 @@ from ms_align.reward import Failure, rewards_of
 from ms_align.sampling import Sampling
 from ms_align.settings import flag, number, one_of, whole
 from ms_align.tokenizer import Tokenizer, load_tokenizer
+from ms_align.trainers.beginning import weights_checksum
 from ms_align.trainers.experience import Experience, Scoring
 from ms_align.trainers.reference import Reference, reference_of
 from ms_align.trainers.work import OnlineWork
@@ -71,7 +71,8 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
     kl_estimator: str = "k1"
     """`k1`, `k2` or `k3` in the reward; `k2`, `k3`, `k3_weighted` or `k1_to_go` in the loss."""
     kl_target: float | None = field(default=None, validator=number(optional=True))
-    """KL of a response in nats that the coefficient is moved towards; None keeps it."""
+    """KL of a response in nats that the coefficient is moved towards, from a `kl_coeff` above 0;
+    None keeps it."""
     kl_horizon: int = field(default=10_000, validator=whole())
     entropy_coeff: float = field(default=0.0, validator=number())
     clip_low: float = field(default=0.2, validator=number())
@@ -114,6 +115,11 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
             )
         if self.kl_target is not None:
             self.controller  # noqa: B018 - its own checks
+            if not self.kl_coeff:
+                raise ConfigError(
+                    f"kl_target is {self.kl_target} and kl_coeff 0, of which any multiple is 0; "
+                    "give a kl_coeff above 0 to begin with"
+                )
 
     @property
     def sampling(self) -> Sampling:
@@ -156,10 +162,12 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
         )
         torch.manual_seed(self.seed)
         work = self._work(prompts, held_out, tokenizer)
-        loop = Loop(work, steps=self.steps, options=self, identity=self._identity(work, prompts))
+        folder = self.output_dir / "model"
+        identity = self._identity(work, prompts)
+        loop = Loop(work, steps=self.steps, options=self, identity=identity, result=folder)
         result = loop.run()
         if result.finished:
-            _save(work.policy, self.output_dir / "model")
+            _save(work.policy, folder)
         return result
 
     @abstractmethod
@@ -262,7 +270,7 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
         return {
             "trainer": type(self).__name__,
             "prompts": checksum,
-            "policy": _checksum(work.policy.state_dict()),
+            "policy": weights_checksum(work.policy.state_dict()),
             **{name: getattr(self, name) for name in names},
         }
 
@@ -283,18 +291,6 @@ def _save(engine: Engine, folder: Path) -> None:
         save_model(model, folder)
     elif save is not None:
         save(folder)
-
-
-def _checksum(state: Mapping[str, Tensor]) -> int | None:
-    """Of the weights that a run begins with; the same weights must be given to go on."""
-    if processes.count() > 1:
-        return None
-    checksum = 0
-    for name in sorted(state):
-        if not name.startswith(("optimizer.", "engine.")):
-            content = state[name].detach().cpu().contiguous().flatten().view(torch.uint8)
-            checksum = zlib.crc32(content.numpy().tobytes(), checksum)
-    return checksum
 
 
 def _check_tokenizer(tokenizer: Tokenizer | None, policy: Engine) -> None:

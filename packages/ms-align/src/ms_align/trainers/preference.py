@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from ms_align.options import OptimizerOptions, RunOptions
 from ms_align.reward_model import RewardModel
 from ms_align.settings import flag, number
 from ms_align.streams import Stream, check_fit, endless
+from ms_align.trainers.beginning import checksum_of
 from ms_align.trainers.reference import ADAPTER_OFF, Reference, reference_of
 from ms_align.trainers.showing import Showing
 
@@ -41,6 +43,8 @@ class _PairTrainer(ABC):
         self.held_out = held_out
         self.options = options or RunOptions()
         self.step = 0
+        self.beginning: dict[str, int | None] = {}
+        """Checksums of the weights that nothing but the caller keeps."""
         check_fit(self.engine, stream, "preference data")
 
     @property
@@ -56,10 +60,15 @@ class _PairTrainer(ABC):
         """A batch with all that the loss reads."""
         return batch
 
-    def train(self, steps: int) -> Result:
-        """Make `steps` updates over all launches; goes on from the last checkpoint."""
-        identity = {"algorithm": self.algorithm, "seed": self.options.seed}
-        return Loop(self, steps=steps, options=self.options, identity=identity).run()
+    def train(self, steps: int, *, result: Path | None = None) -> Result:
+        """Make `steps` updates over all launches; goes on from the last checkpoint.
+
+        Args:
+            steps: of the whole run.
+            result: what will be written when it is finished; see `ms_align.loop.Loop`.
+        """
+        identity = {"algorithm": self.algorithm, "seed": self.options.seed, **self.beginning}
+        return Loop(self, steps=steps, options=self.options, identity=identity, result=result).run()
 
     def update(self, tell: Tell) -> Update:
         """One update."""
@@ -160,6 +169,9 @@ class DPOTrainer(_PairTrainer):
         self.engine = _engine_of(model, optimizer, microbatch_size)
         self.reference = self._reference(reference, microbatch_size)
         super().__init__(stream, held_out, options)
+        self.beginning["policy"] = checksum_of(self.engine)
+        if self.reference is not None:
+            self.beginning["reference"] = checksum_of(self.reference.engine)
 
     def _reference(self, given: Any, microbatch_size: int | None) -> Reference | None:
         if self.dpo.reference_free:

@@ -3,7 +3,7 @@
 from attrs import field, frozen
 from torch import Tensor
 
-from ms_align.advantage import leave_one_out, whiten
+from ms_align.advantage import compared, leave_one_out, whiten
 from ms_align.engine import Loss
 from ms_align.losses.rloo import RLOOLoss
 from ms_align.settings import flag, number, whole
@@ -42,8 +42,8 @@ class RLOOTrainer(OnlineTrainer):
 
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
         """One advantage a response, at each of its tokens, (N, S)."""
-        scores = with_divergence(experience, kl_coeff, self.kl_estimator, self.group_size)
+        scores = with_divergence(experience, kl_coeff, self.kl_estimator)
         found = leave_one_out(scores, self.group_size)
         if self.whiten_advantages:
-            found = whiten(found[None], experience.kept[None])[0]
+            found = whiten(found[None], compared(scores, self.group_size)[None])[0]
         return {"advantages": spread_over_tokens(found, experience)}

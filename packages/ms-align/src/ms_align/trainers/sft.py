@@ -1,6 +1,7 @@
 """Instruction tuning: chosen tokens, weighted by token, sample and task, tasks by difficulty."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,14 +98,19 @@ class SFTTrainer:
         )
         self._factors = self._given_factors()
 
-    def train(self, steps: int) -> Result:
+    def train(self, steps: int, *, result: Path | None = None) -> Result:
         """Make `steps` updates over all launches; goes on from the last checkpoint.
+
+        Args:
+            steps: of the whole run.
+            result: what will be written when it is finished; see `ms_align.loop.Loop`.
 
         Raises:
             NothingToLearnError: a batch has no target, or no step is left.
             AlignError: see `ms_align.loop.Loop`.
         """
-        return Loop(self, steps=steps, options=self.options, identity=self._identity()).run()
+        identity = self._identity()
+        return Loop(self, steps=steps, options=self.options, identity=identity, result=result).run()
 
     def update(self, tell: Tell) -> Update:
         """One update, and what it teaches about the tasks."""

@@ -7,6 +7,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from ms_align.chance import seed_of
 from ms_align.checkpoint import State
 from ms_align.engine import IGNORED, Engine, Update
 from ms_align.errors import ConfigError, NothingToLearnError
@@ -154,7 +155,7 @@ class OnlineWork:
         count = trainer.batch_size // trainer.group_size
         order = PromptOrder(count=len(self.prompts), seed=trainer.seed)
         chosen = [self.prompts[index] for index in order.take(self.rollouts * count, count)]
-        seed = trainer.seed * SEEDS + self.rollouts
+        seed = seed_of(trainer.seed, self.rollouts, apart=SEEDS)
         share = count // self.policy.data_ranks
         mine = chosen[self.policy.data_rank * share :][:share]
         responses = self._draw(mine, count=trainer.group_size, seed=seed)
@@ -224,15 +225,19 @@ class OnlineWork:
             )
         if not self.trainer.learns_from_groups:
             return
+        kept = experience.kept
         groups = experience.scores.view(-1, self.trainer.group_size)
-        spread = torch.nan_to_num(groups - groups[:, :1])
-        self.equal_in_a_row = 0 if bool((spread != 0).any()) else self.equal_in_a_row + 1
+        left_out = ~kept.view(groups.shape)
+        highest = groups.masked_fill(left_out, -torch.inf).amax(1)
+        lowest = groups.masked_fill(left_out, torch.inf).amin(1)
+        self.equal_in_a_row = 0 if bool((highest > lowest).any()) else self.equal_in_a_row + 1
         if self.equal_in_a_row:
             tell.event("equal_rewards", {"rollout": self.rollouts, "in_a_row": self.equal_in_a_row})
         if self.equal_in_a_row >= self.trainer.equal_rewards_limit:
+            last = float(experience.scores[kept][0])
             raise NothingToLearnError(
                 f"in {self.equal_in_a_row} rollouts in a row all responses to a prompt had the "
-                f"same reward (the last {float(experience.scores[0]):g}), so nothing was learned; "
+                f"same reward (the last {last:g}), so nothing was learned; "
                 "give prompts of another difficulty, a reward with more shades, a higher "
                 "temperature, or a greater group_size"
             )
@@ -246,7 +251,8 @@ class OnlineWork:
             )
         mask = experience.mask
         ends = torch.where(mask, torch.arange(mask.shape[1]), 0).amax(1).tolist()
-        chance = torch.Generator().manual_seed(self.trainer.seed * SEEDS + self.rollouts)
+        seed = seed_of(self.trainer.seed, self.rollouts, apart=SEEDS)
+        chance = torch.Generator().manual_seed(seed)
         self.order = []
         for _ in range(self.trainer.epochs):
             rows = torch.randperm(len(ends), generator=chance).tolist()

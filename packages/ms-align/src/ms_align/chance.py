@@ -1,0 +1,25 @@
+"""Seeds for the parts of a run, made from the run's own."""
+
+from hashlib import sha256
+
+__all__ = ["LARGEST_SEED", "seed_of"]
+
+LARGEST_SEED = (1 << 63) - 1
+"""Of a run; every generator of random numbers takes it."""
+ROOM = 1 << 64
+"""torch takes seeds below it."""
+
+
+def seed_of(run: int, part: int, *, apart: int) -> int:
+    """The seed of a part of a run, for torch; parts of two runs are far from each other.
+
+    Args:
+        run: the run's own seed, at least 0.
+        part: which part it is, 0 to `apart` - 1.
+        apart: between the seeds of two runs; where there is no room for it, seeds are hashed.
+    """
+    found = run * apart + part
+    if found < ROOM:
+        return found
+    digest = sha256(f"ms-align {run} {part}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") & LARGEST_SEED

@@ -1,0 +1,44 @@
+"""Seeds: that each of them is taken, and that parts of a run have chance of their own."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_models import decoder, vowels
+
+from ms_align import ConfigError, PPOTrainer
+from ms_align.chance import LARGEST_SEED, seed_of
+from ms_align.options import RunOptions
+from ms_align.tokenizer import ByteTokenizer
+
+RUNS = (0, 7, (1 << 24) - 1, 1 << 24, LARGEST_SEED)
+
+
+def test_parts_of_runs_have_seeds_of_their_own_that_torch_takes() -> None:
+    """A run's seed times the distance where there is room for it, a hash beyond."""
+    seeds = [seed_of(run, part, apart=1 << 40) for run in RUNS for part in (0, 1, (1 << 40) - 1)]
+    assert len(set(seeds)) == len(seeds)
+    assert seed_of(7, 3, apart=1 << 40) == 7 * (1 << 40) + 3
+    for seed in seeds:
+        torch.Generator().manual_seed(seed)
+
+
+def test_a_run_takes_every_seed_up_to_the_largest(tmp_path: Path) -> None:
+    """It trains with that one, and one more is refused when it is built."""
+    trainer = PPOTrainer(
+        policy_model=decoder(),
+        reward_model=vowels,
+        tokenizer=ByteTokenizer(),
+        seed=LARGEST_SEED,
+        steps=1,
+        batch_size=4,
+        max_new_tokens=3,
+        output_dir=tmp_path,
+        progress=False,
+    )
+    assert trainer.optimize(["hello", "a"]).finished
+    with pytest.raises(ConfigError, match=f"seed is {1 << 63}; .* at most {LARGEST_SEED}"):
+        RunOptions(seed=1 << 63)
