@@ -30,10 +30,10 @@ def load_model(folder: str | Path) -> nn.Module:
         import ms_parallel
 
         try:
-            if not others or _is_known(path):
-                return ms_parallel.load_model(path)
+            return ms_parallel.load_model(path)
         except ms_parallel.ParallelError as error:
-            raise ModelError(str(error)) from error
+            if not others or _is_known(path):
+                raise ModelError(str(error)) from error
     if others:
         return _from_transformers(path)
     raise ConfigError(
@@ -44,12 +44,11 @@ def load_model(folder: str | Path) -> nn.Module:
 
 def _is_known(path: Path) -> bool:
     """Whether ms-parallel builds such a model and reads files such as these, sound or not."""
-    from ms_parallel import ParallelError
-    from ms_parallel.models import architecture
+    import ms_parallel
 
     try:
-        architecture(path)
-    except ParallelError:
+        ms_parallel.models.architecture(path)
+    except ms_parallel.ParallelError:
         return False
     return any(path.glob("*.safetensors"))
 
@@ -59,10 +58,11 @@ def _from_transformers(path: Path) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+        made: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     except Exception as error:  # each kind of damage has an error of its own
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"{path} cannot be read: {reason}; is it whole?") from error
+    model, found = made
     for what in ("missing_keys", "mismatched_keys"):
         if found[what]:
             names = sorted(one if isinstance(one, str) else one[0] for one in found[what])
