@@ -166,6 +166,24 @@ def test_a_sliding_window_holds_in_packed_rows(kind: str) -> None:
     torch.testing.assert_close(got[0], torch.cat(want), **FLOAT32)
 
 
+def test_a_soft_cap_counts_where_logits_are_still_small() -> None:
+    """Near 0 a cap shows nothing, so it is asked for and not only looked for."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
+    config = Gemma2Config(**sizes, vocab_size=64, intermediate_size=64, pad_token_id=0)
+    model = Gemma2ForCausalLM(config).eval()
+    engine = LocalEngine(model)
+    with torch.no_grad():
+        model.model.norm.weight.add_(1000.0)  # as a long training may let it grow
+    text = [3, 4, 5, 6]
+    batch = {"tokens": torch.tensor([text[:-1]]), "targets": torch.tensor([text[1:]])}
+    got = engine.evaluate(batch, lambda output, b: -output.token_losses(b["targets"]))
+    want = alone(model, text)[:-1].gather(1, torch.tensor(text)[1:, None])[:, 0]
+    torch.testing.assert_close(got[0], want, **FLOAT32)
+
+
 def test_a_window_that_cannot_be_kept_is_refused() -> None:
     """A kind whose form of a mask is not known, instead of attention to all."""
     with pytest.raises(ModelError, match="see a window, and how it takes a mask"):

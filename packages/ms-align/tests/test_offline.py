@@ -328,6 +328,15 @@ class Constant:
         self.left = state["left"]
 
 
+def test_a_tokenizer_that_cannot_be_put_beside_the_model_is_told(
+    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, as for every other place that cannot be written."""
+    (tmp_path / "sft" / "model" / "tokenizer.json").mkdir(parents=True)
+    assert main(["sft", str(run_file(sets, tmp_path, "sft"))]) == 2
+    assert "tokenizer.json: Is a directory" in capsys.readouterr().err
+
+
 def test_silent_failures_are_refused(sets: Path, tmp_path: Path) -> None:
     """An empty mask, a stream that ends, a tokenizer of more tokens than the model has."""
     empty = {

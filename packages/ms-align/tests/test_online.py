@@ -1,6 +1,7 @@
 """The trainers that learn from their own responses: that they learn, and what they refuse."""
 
 import contextlib
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from ms_align import (
     Sample,
 )
 from ms_align.cli import main
+from ms_align.errors import CheckpointError
 from ms_align.language_model import copy_of
 from ms_align.tokenizer import ByteTokenizer
 
@@ -249,6 +251,49 @@ def test_a_copy_shares_no_weight_and_gives_the_same() -> None:
         p.data_ptr() for p in twin.parameters()
     }
     assert isinstance(LocalEngine(twin).state_dict(), dict)
+
+
+def run_file(folder: Path, reward: str) -> Path:
+    """A run of two updates from a small decoder."""
+    ms_align.model_folder.save_model(decoder(), folder / "start")  # type: ignore[attr-defined]
+    (folder / "prompts.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "a"}\n')
+    run = folder / "RUN.toml"
+    run.write_text(
+        f'policy_model = "{folder}/start"\ntokenizer = "bytes"\n'
+        f'prompt_dataset = "{folder}/prompts.jsonl"\nreward_model = "{reward}"\n'
+        f'output_dir = "{folder}/out"\nsteps = 2\nbatch_size = 4\nmax_new_tokens = 4\n'
+    )
+    return run
+
+
+def asks_to_stop(samples: Sequence[Sample]) -> list[float]:
+    """Vowels; the run is asked to stop while they are counted."""
+    signal.raise_signal(signal.SIGTERM)
+    return vowels(samples)
+
+
+def test_a_command_that_was_stopped_has_not_succeeded(tmp_path: Path) -> None:
+    """Exit 1 and no model, so that what comes next in a script does not go on without one."""
+    run = run_file(tmp_path, "test_online:asks_to_stop")
+    assert main(["ppo", str(run)]) == 1
+    assert not (tmp_path / "out" / "model").exists()
+
+
+def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:
+    """While the first goes on, the second is refused; afterwards the place is free."""
+    options = settings(tmp_path / "out", steps=1)
+    refused = []
+
+    def meets_another(samples: Sequence[Sample]) -> list[float]:
+        if not refused:
+            with pytest.raises(CheckpointError, match="another run is writing") as error:
+                PPOTrainer(**settings(tmp_path / "out", steps=1)).optimize(PROMPTS)
+            refused.append(error)
+        return vowels(samples)
+
+    PPOTrainer(**{**options, "reward_model": meets_another}).optimize(PROMPTS)
+    assert refused
+    PPOTrainer(**settings(tmp_path / "out", steps=2)).optimize(PROMPTS)
 
 
 def test_the_command_trains_goes_on_and_generates(tmp_path: Path, capsys: Any) -> None:

@@ -138,6 +138,8 @@ class HuggingFaceModel:
         head = self._inner.get_output_embeddings()
         if head is None or self._inner.base_model is self._inner:
             return False
+        if getattr(self._inner.config.get_text_config(), "final_logit_softcapping", None):
+            return False  # near 0, where a model may begin, a cap shows nothing
         tokens = torch.arange(4, device=head.weight.device)[None] % max(
             self.vocabulary_size or 1, 1
         )

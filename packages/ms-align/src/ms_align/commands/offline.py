@@ -11,6 +11,7 @@ from torch import nn
 
 from ms_align import processes
 from ms_align.commands.command import Command
+from ms_align.durable import writing
 from ms_align.engine import Engine
 from ms_align.errors import ConfigError
 from ms_align.local import LocalEngine
@@ -141,7 +142,8 @@ class OfflineRun(OptimizerOptions, RunOptions):
         if processes.rank() == 0 and folder.is_dir():
             for each in TOKENIZER_FILES:
                 if Path(first, each).is_file():
-                    shutil.copyfile(Path(first, each), folder / each)
+                    with writing(folder / each):
+                        shutil.copyfile(Path(first, each), folder / each)
 
 
 @frozen(kw_only=True, slots=False)

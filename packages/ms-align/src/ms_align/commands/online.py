@@ -56,8 +56,7 @@ def _run(kind: type[OnlineTrainer], settings: dict[str, Any], where: str) -> int
     if "prompt_dataset" not in datasets:
         raise ConfigError(f"{where}: prompt_dataset is missing; give a JSON Lines file of prompts")
     settings["reward_model"] = reward_named(settings["reward_model"], where)
-    build(kind, settings, where=where).optimize(**datasets)
-    return 0
+    return 0 if build(kind, settings, where=where).optimize(**datasets).finished else 1
 
 
 COMMANDS = tuple(
