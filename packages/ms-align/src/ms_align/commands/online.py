@@ -41,7 +41,7 @@ def reward_named(name: Any, where: str) -> Any:
         return RewardModel.load(name)
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a module may raise anything
         raise ConfigError(
             f"{where}: reward_model {name!r} cannot be imported: {error}; the folder of its module "
             "must be on the path (PYTHONPATH)"
