@@ -184,6 +184,19 @@ def test_a_soft_cap_counts_where_logits_are_still_small() -> None:
     torch.testing.assert_close(got[0], want, **FLOAT32)
 
 
+def test_rows_are_packed_in_double_precision_too() -> None:
+    """What is not seen is masked with a number that float32 does not hold."""
+    model = llama().double()
+    batch = {
+        "tokens": torch.tensor([[5, 6, 7, 5, 6, 7]]),
+        "targets": torch.tensor([[6, 7, 8, 6, 7, 8]]),
+        "positions": torch.tensor([[0, 1, 2, 0, 1, 2]]),
+        "documents": torch.tensor([[0, 0, 0, 1, 1, 1]]),
+    }
+    got = LocalEngine(model).evaluate(batch, lambda output, b: output.token_losses(b["targets"]))
+    torch.testing.assert_close(got[0, 3:], got[0, :3], **FLOAT32)
+
+
 def test_a_window_that_cannot_be_kept_is_refused() -> None:
     """A kind whose form of a mask is not known, instead of attention to all."""
     with pytest.raises(ModelError, match="see a window, and how it takes a mask"):

@@ -282,7 +282,7 @@ def test_epochs_are_counted_in_rows(sets: Path, tmp_path: Path) -> None:
         (["lora.targets=5"], "targets is 5; give"),
         (["data=3"], "data is 3; give a folder, or a table of them"),
         (["data={a=1}"], "data is {'a': 1}; give a folder, or a table of them"),
-        (["weights=x"], "weights is 'x'; give a table of numbers of at least 0"),
+        (["weights=x"], "weights is 'x'; give a table of numbers, 0 or more"),
         (["task_weights=3"], "task_weights is 3; give a table of numbers"),
         (["task_weights={a='x'}"], "task_weights is {'a': 'x'}; give a table of numbers"),
         (["task_weights={a=-1}"], "task_weights is {'a': -1}; give a table of numbers"),

@@ -217,7 +217,8 @@ def attention_masks(inner: Any, seen: Tensor) -> Tensor | dict[str, Tensor]:
     dtype = next(inner.parameters()).dtype
 
     def mask_of(seen: Tensor) -> Tensor:
-        return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
     window = _window(inner)
     if window is None or window >= seen.shape[2]:

@@ -55,15 +55,13 @@ def number(
 
 
 def numbers(*, optional: bool = False) -> Check:
-    """A table of finite numbers of at least 0; None too if `optional`."""
+    """A table of finite numbers, 0 or more; None too if `optional`."""
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         if optional and value is None:
             return
         if not (isinstance(value, Mapping) and all(_is_amount(one) for one in value.values())):
-            raise ConfigError(
-                f"{attribute.name} is {value!r}; give a table of numbers of at least 0"
-            )
+            raise ConfigError(f"{attribute.name} is {value!r}; give a table of numbers, 0 or more")
 
     return check
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from attrs import field, fields, frozen
+from attrs import Attribute, field, fields, frozen
 
 from ms_align.commands.command import Command
 from ms_align.durable import publish, write_synced, writing
@@ -20,7 +20,7 @@ from ms_align.tokenizer import Tokenizer, load_tokenizer
 __all__ = ["COMMAND"]
 
 
-def _file(instance: object, attribute: object, value: object) -> None:
+def _file(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
     if not (isinstance(value, str) and Path(value).name):
         raise ConfigError(f"out is {value!r}; give a file")
 

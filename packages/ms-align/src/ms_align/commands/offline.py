@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from attrs import evolve, field, fields, frozen
+from attrs import Attribute, evolve, field, fields, frozen
 from torch import nn
 
 from ms_align import processes
@@ -32,13 +32,13 @@ __all__ = ["COMMANDS", "DPORun", "OfflineRun", "RewardRun", "SFTRun"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def _folders(instance: object, attribute: object, value: object) -> None:
+def _folders(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
     folders = list(value.values()) if isinstance(value, dict) else [value]
     if not all(isinstance(folder, str) and folder for folder in folders):
         raise ConfigError(f"data is {value!r}; give a folder, or a table of them")
 
 
-def _ranks(instance: object, attribute: object, value: object) -> None:
+def _ranks(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
     if not (value is None or isinstance(value, dict)):
         raise ConfigError(f"layout is {value!r}; give a table, as {{ data = 2, tensor = 2 }}")
 
