@@ -14,16 +14,18 @@ from ms_align.chance import LARGEST_SEED, seed_of
 from ms_align.options import RunOptions
 from ms_align.tokenizer import ByteTokenizer
 
-RUNS = (0, 7, (1 << 24) - 1, 1 << 24, LARGEST_SEED)
+RUNS = (0, 1, 7, (1 << 24) - 1, 1 << 24, 1 << 32, LARGEST_SEED)
 
 
-def test_parts_of_runs_have_seeds_of_their_own_that_torch_takes() -> None:
-    """A run's seed times the distance where there is room for it, a hash beyond."""
-    seeds = [seed_of(run, part, apart=1 << 40) for run in RUNS for part in (0, 1, (1 << 40) - 1)]
-    assert len(set(seeds)) == len(seeds)
-    assert seed_of(7, 3, apart=1 << 40) == 7 * (1 << 40) + 3
-    for seed in seeds:
-        torch.Generator().manual_seed(seed)
+def test_parts_of_runs_have_chance_of_their_own() -> None:
+    """Also where seeds differ in their highest bits alone: torch's generator takes the lowest."""
+    drawn = set()
+    for run in RUNS:
+        for part in (0, 1, 1 << 33, (1 << 40) - 1):
+            chance = torch.Generator().manual_seed(seed_of(run, part, apart=1 << 40))
+            drawn.add(tuple(torch.rand(4, generator=chance).tolist()))
+    assert len(drawn) == 4 * len(RUNS)
+    assert seed_of(0, 3, apart=1 << 40) == 3
 
 
 def test_a_run_takes_every_seed_up_to_the_largest(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,110 @@ def test_padding_and_packing_change_no_log_probability(model: nn.Module) -> None
     for got in (ask(right)[right["targets"] >= 0], ask(left)[left["targets"] >= 0]):
         torch.testing.assert_close(got, torch.cat(want), **FLOAT32)
     torch.testing.assert_close(ask(packed)[0], torch.cat(want), **FLOAT32)
+
+
+WINDOW = 4
+"""Shorter than the texts below."""
+
+
+def windowed(kind: str) -> nn.Module:
+    """A model of transformers with a sliding window in all layers, or in the second alone."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "vocab_size": 64,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+        "pad_token_id": 0,
+    }
+    layers = ["full_attention", "sliding_attention"]
+    if kind in ("Qwen2", "Qwen3"):
+        sizes |= {"use_sliding_window": True, "layer_types": layers}
+    if kind in ("Qwen3", "Gemma2", "Gemma3Text"):
+        sizes["head_dim"] = 8
+    config = getattr(transformers, kind + "Config")(**sizes, sliding_window=WINDOW)
+    model: nn.Module = getattr(transformers, kind.removesuffix("Text") + "ForCausalLM")(config)
+    return model.eval()
+
+
+WINDOWED = ["Mistral", "Mixtral", "Phi3", "Starcoder2", "Qwen2", "Qwen3", "Gemma2", "Gemma3Text"]
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_a_sliding_window_holds_in_rollouts_and_in_updates(kind: str) -> None:
+    """Far beyond the window both say what the model itself says of each row alone."""
+    model = windowed(kind)
+    prompts = [[3, 4, 5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1]]
+    responses = LocalGenerator(model)(prompts, Sampling(max_new_tokens=12), count=2, seed=0)
+    assert responses.logprobs is not None
+    both = [prompt for prompt in prompts for _ in range(2)]
+    rows = sequences(both, responses)
+    again = logprobs_of(LocalEngine(model), rows, 1.0)
+    torch.testing.assert_close(again, rows["old_logprobs"], **FLOAT32)
+    for row, prompt in enumerate(both):
+        tokens = responses.row(row)
+        table = alone(model, prompt + tokens)
+        want = torch.stack([table[len(prompt) - 1 + i, t] for i, t in enumerate(tokens)])
+        torch.testing.assert_close(responses.logprobs[row, : len(tokens)], want, **FLOAT32)
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_a_sliding_window_holds_in_packed_rows(kind: str) -> None:
+    """Two texts longer than the window, one behind the other, as each alone."""
+    model = windowed(kind)
+    texts = [list(range(1, 13)), list(range(60, 46, -1))]
+    packed = {
+        "tokens": torch.tensor([[token for text in texts for token in text[:-1]]]),
+        "targets": torch.tensor([[token for text in texts for token in text[1:]]]),
+        "positions": torch.cat([torch.arange(len(text) - 1) for text in texts])[None],
+        "documents": torch.tensor([[0] * 11 + [1] * 13], dtype=torch.int32),
+    }
+    got = LocalEngine(model).evaluate(packed, lambda out, b: -out.token_losses(b["targets"]))
+    want = [alone(model, text)[:-1].gather(1, torch.tensor(text)[1:, None])[:, 0] for text in texts]
+    torch.testing.assert_close(got[0], torch.cat(want), **FLOAT32)
+
+
+def test_a_soft_cap_counts_where_logits_are_still_small() -> None:
+    """Near 0 a cap shows nothing, so it is asked for and not only looked for."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
+    config = Gemma2Config(**sizes, vocab_size=64, intermediate_size=64, pad_token_id=0)
+    model = Gemma2ForCausalLM(config).eval()
+    engine = LocalEngine(model)
+    with torch.no_grad():
+        model.model.norm.weight.add_(1000.0)  # as a long training may let it grow
+    text = [3, 4, 5, 6]
+    batch = {"tokens": torch.tensor([text[:-1]]), "targets": torch.tensor([text[1:]])}
+    got = engine.evaluate(batch, lambda output, b: -output.token_losses(b["targets"]))
+    want = alone(model, text)[:-1].gather(1, torch.tensor(text)[1:, None])[:, 0]
+    torch.testing.assert_close(got[0], want, **FLOAT32)
+
+
+def test_rows_are_packed_in_double_precision_too() -> None:
+    """What is not seen is masked with a number that float32 does not hold."""
+    model = llama().double()
+    batch = {
+        "tokens": torch.tensor([[5, 6, 7, 5, 6, 7]]),
+        "targets": torch.tensor([[6, 7, 8, 6, 7, 8]]),
+        "positions": torch.tensor([[0, 1, 2, 0, 1, 2]]),
+        "documents": torch.tensor([[0, 0, 0, 1, 1, 1]]),
+    }
+    got = LocalEngine(model).evaluate(batch, lambda output, b: output.token_losses(b["targets"]))
+    torch.testing.assert_close(got[0, 3:], got[0, :3], **FLOAT32)
+
+
+def test_a_window_that_cannot_be_kept_is_refused() -> None:
+    """A kind whose form of a mask is not known, instead of attention to all."""
+    with pytest.raises(ModelError, match="see a window, and how it takes a mask"):
+        LocalGenerator(windowed("Olmo3"))([[1, 2, 3]], Sampling(max_new_tokens=8), seed=0)
 
 
 def test_neighbours_and_slots_change_no_token(model: nn.Module) -> None:

@@ -332,6 +332,19 @@ def test_epochs_are_counted_in_rows(sets: Path, tmp_path: Path) -> None:
         (["tasks.signal='mood'"], "signal is 'mood'; known: given, loss, progress"),
         (["batch_size=0"], "at least 1"),
         (["layout.dat=2"], "layout has no axis 'dat'; did you mean 'data'?"),
+        (["layout=3"], "layout is 3; give a table"),
+        (["lora=3"], "lora is 3; give a table"),
+        (["lora.targets='('"], "targets is '(', which is no regular expression"),
+        (["lora.targets=5"], "targets is 5; give"),
+        (["data=3"], "data is 3; give a folder, or a table of them"),
+        (["data={a=1}"], "data is {'a': 1}; give a folder, or a table of them"),
+        (["weights=x"], "weights is 'x'; give a table of numbers, 0 or more"),
+        (["task_weights=3"], "task_weights is 3; give a table of numbers"),
+        (["task_weights={a='x'}"], "task_weights is {'a': 'x'}; give a table of numbers"),
+        (["task_weights={a=-1}"], "task_weights is {'a': -1}; give a table of numbers"),
+        (["tasks={signal='given', given=5}"], "given is 5; give a table of numbers"),
+        (["betas=5"], "betas is 5; give two numbers"),
+        (["output_dir=5"], "output_dir is 5; give a folder"),
     ],
 )
 def test_bad_settings_are_one_line_and_exit_2(
@@ -407,6 +420,15 @@ class Constant:
     def load_state_dict(self, state: Any) -> None:
         """Go back."""
         self.left = state["left"]
+
+
+def test_a_tokenizer_that_cannot_be_put_beside_the_model_is_told(
+    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, as for every other place that cannot be written."""
+    (tmp_path / "sft" / "model" / "tokenizer.json").mkdir(parents=True)
+    assert main(["sft", str(run_file(sets, tmp_path, "sft"))]) == 2
+    assert "tokenizer.json: Is a directory" in capsys.readouterr().err
 
 
 def test_silent_failures_are_refused(sets: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from ms_align import (
     Sample,
 )
 from ms_align.cli import main
+from ms_align.errors import CheckpointError
 from ms_align.language_model import copy_of
 from ms_align.tokenizer import ByteTokenizer
 
@@ -276,6 +278,87 @@ def test_a_copy_shares_no_weight_and_gives_the_same() -> None:
     assert isinstance(LocalEngine(twin).state_dict(), dict)
 
 
+def run_file(folder: Path, reward: str) -> Path:
+    """A run of two updates from a small decoder."""
+    ms_align.model_folder.save_model(decoder(), folder / "start")  # type: ignore[attr-defined]
+    (folder / "prompts.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "a"}\n')
+    run = folder / "RUN.toml"
+    run.write_text(
+        f'policy_model = "{folder}/start"\ntokenizer = "bytes"\n'
+        f'prompt_dataset = "{folder}/prompts.jsonl"\nreward_model = "{reward}"\n'
+        f'output_dir = "{folder}/out"\nsteps = 2\nbatch_size = 4\nmax_new_tokens = 4\n'
+    )
+    return run
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("reward_model=':f'", "reward_model ':f' cannot be imported"),
+        ("reward_model='.x:f'", "reward_model '.x:f' cannot be imported"),
+        ("reward_model='no_python:f'", "reward_model 'no_python:f' cannot be imported"),
+        ("prompt_dataset=5", "prompt_dataset is 5; give"),
+        ("response_dataset=5", "response_dataset is 5; give"),
+        ("held_out=5", "held_out is 5; give"),
+        ("prompt_dataset=[[true]]", "prompt_dataset entry 0"),
+        ("prompt_dataset=[[-3, 4]]", "entry 0 holds the token -3; give numbers of at least 0"),
+        ("prompt_dataset=[[9223372036854775807]]", "entry 0 holds the token 9223372036854775807"),
+        ("prompt_dataset='{0}/latin.jsonl'", "latin.jsonl line 1 is no JSON"),
+        ("tokenizer=5", "tokenizer is 5; give"),
+        ("tokenizer='{0}/tokenizer'", "tokenizer cannot be read"),
+        ("generator=x", "generator is 'x'; give"),
+        ("reward_failure_penalty=x", "reward_failure_penalty is 'x'; give a number"),
+        ("stop_tokens=1.5", "stop_tokens is 1.5; give token numbers"),
+        ("stop_strings=5", "stop_strings is 5; give texts"),
+    ],
+)
+def test_bad_settings_are_one_line_and_exit_2(
+    tmp_path: Path, change: str, says: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What, where and the remedy, before anything is trained."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "no_python.py").write_text("def f(:")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xff"}')
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{")
+    run = run_file(tmp_path, "small_models:vowels")
+    assert main(["ppo", str(run), "--set", change.replace("{0}", str(tmp_path))]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def asks_to_stop(samples: Sequence[Sample]) -> list[float]:
+    """Vowels; the run is asked to stop while they are counted."""
+    signal.raise_signal(signal.SIGTERM)
+    return vowels(samples)
+
+
+def test_a_command_that_was_stopped_has_not_succeeded(tmp_path: Path) -> None:
+    """Exit 1 and no model, so that what comes next in a script does not go on without one."""
+    run = run_file(tmp_path, "test_online:asks_to_stop")
+    assert main(["ppo", str(run)]) == 1
+    assert not (tmp_path / "out" / "model").exists()
+
+
+def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:
+    """While the first goes on, the second is refused; afterwards the place is free."""
+    options = settings(tmp_path / "out", steps=1)
+    refused = []
+
+    def meets_another(samples: Sequence[Sample]) -> list[float]:
+        if not refused:
+            with pytest.raises(CheckpointError, match="another run is writing") as error:
+                PPOTrainer(**settings(tmp_path / "out", steps=1)).optimize(PROMPTS)
+            refused.append(error)
+        return vowels(samples)
+
+    PPOTrainer(**{**options, "reward_model": meets_another}).optimize(PROMPTS)
+    assert refused
+    PPOTrainer(**settings(tmp_path / "out", steps=2)).optimize(PROMPTS)
+
+
 def test_the_command_trains_goes_on_and_generates(tmp_path: Path, capsys: Any) -> None:
     """From a folder and a JSON Lines file to a model and responses; mistakes end with 2."""
     ms_align.model_folder.save_model(decoder(), tmp_path / "start")  # type: ignore[attr-defined]
@@ -307,6 +390,8 @@ def test_the_command_trains_goes_on_and_generates(tmp_path: Path, capsys: Any) -
         f'policy_model = "{tmp_path}/out/model"\ntokenizer = "bytes"\n'
         f'prompt_dataset = "{prompts}"\nout = "{tmp_path}/responses.jsonl"\nmax_new_tokens = 3\n'
     )
+    assert main(["generate", str(generation), "--set", "out="]) == 2
+    assert "out is ''; give" in capsys.readouterr().err
     assert main(["generate", str(generation), "--set", "group_size=2"]) == 0
     lines = (tmp_path / "responses.jsonl").read_bytes().splitlines()
     rows = [msgspec.json.decode(line) for line in lines]

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from attrs import evolve
 from torch import Tensor, nn
 
 from ms_align import ConfigError, RewardError, Sample
@@ -54,6 +56,37 @@ def test_callables_and_modules_are_rewards_and_add_up() -> None:
 def test_a_classifier_is_given_its_mask() -> None:
     """Two prompt tokens and one to four of the response; in batches of any size."""
     assert ModuleReward(Classifier(), batch_size=3)(SAMPLES).tolist() == [3.0, 4.0, 5.0, 6.0]
+
+
+@pytest.mark.parametrize("pad", [None, 0, 2])
+def test_a_classifier_of_transformers_says_the_same_in_a_batch_as_alone(pad: int | None) -> None:
+    """It looks for the last token that is no pad; without a pad token it takes single rows."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        **sizes, vocab_size=64, intermediate_size=64, num_labels=1, pad_token_id=pad
+    )
+    reward = ModuleReward(LlamaForSequenceClassification(config))
+    samples = [evolve(sample, prompt_tokens=(7, 8)) for sample in SAMPLES]
+    alone = torch.cat([reward([sample]) for sample in samples])
+    assert len(set(alone.tolist())) == len(samples)
+    torch.testing.assert_close(reward(samples), alone, rtol=0, atol=1e-5)
+
+
+class Counts(nn.Module):
+    """Counts tokens by itself, in a local name that is also an argument of others."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, S) to (B,)."""
+        lengths = (tokens != 0).sum(1)
+        return lengths.float()
+
+
+def test_only_arguments_that_a_module_takes_are_given() -> None:
+    """Names inside its forward are no arguments."""
+    assert ModuleReward(Counts())(SAMPLES).tolist() == [3.0, 4.0, 5.0, 6.0]
 
 
 def breaks_on_the_third(samples: Sequence[Sample]) -> list[float]:

@@ -6,12 +6,12 @@ __all__ = ["LARGEST_SEED", "seed_of"]
 
 LARGEST_SEED = (1 << 63) - 1
 """Of a run; every generator of random numbers takes it."""
-ROOM = 1 << 64
-"""torch takes seeds below it."""
+ROOM = 1 << 32
+"""torch's generator for the CPU takes greater seeds, and heeds their lowest 32 bits."""
 
 
 def seed_of(run: int, part: int, *, apart: int) -> int:
-    """The seed of a part of a run, for torch; parts of two runs are far from each other.
+    """The seed, of 32 bits, of a part of a run; parts of two runs have chance of their own.
 
     Args:
         run: the run's own seed, at least 0.
@@ -22,4 +22,4 @@ def seed_of(run: int, part: int, *, apart: int) -> int:
     if found < ROOM:
         return found
     digest = sha256(f"ms-align {run} {part}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") & LARGEST_SEED
+    return int.from_bytes(digest[:4], "big")

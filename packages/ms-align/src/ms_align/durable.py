@@ -1,6 +1,7 @@
 """Files and folders that appear whole or not at all: written aside, synced, then renamed."""
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,38 @@ from pathlib import Path
 
 from ms_align.errors import AlignError, CheckpointError
 
-__all__ = ["publish", "sync_folder", "write_all", "write_synced", "writing"]
+__all__ = ["alone", "publish", "sync_folder", "write_all", "write_synced", "writing"]
+
+LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Of file systems without locks, where writing alone is left to the user."""
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keep other runs out of `folder`, which is made if missing.
+
+    The lock is the kernel's, on a file that stays, so that a run that is killed leaves it open.
+
+    Raises:
+        CheckpointError: another run holds it, or the place cannot be written.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with writing(folder):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise CheckpointError(
+                    f"another run is writing {folder}; wait for it, or choose another output_dir"
+                ) from error
+            except OSError as error:
+                if error.errno not in LOCKLESS:
+                    raise
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_all(file: FileIO, content: bytes | memoryview) -> None:

@@ -30,6 +30,11 @@ __all__ = [
 AGREE = 1e-4
 """How far logits from hidden states may lie from a model's own, relative to the largest."""
 
+WINDOW_IN_ALL_LAYERS = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
+"""Kinds of transformers that take one mask for all layers, and have a window in each or none."""
+WINDOW_BY_LAYER = frozenset({"gemma2", "gemma3_text", "qwen2", "qwen3"})
+"""Kinds that take a mask for each of their `layer_types`."""
+
 
 class LanguageModel(Protocol):
     """What the engine and the generator ask of a model."""
@@ -133,6 +138,8 @@ class HuggingFaceModel:
         head = self._inner.get_output_embeddings()
         if head is None or self._inner.base_model is self._inner:
             return False
+        if getattr(self._inner.config.get_text_config(), "final_logit_softcapping", None):
+            return False  # near 0, where a model may begin, a cap shows nothing
         tokens = torch.arange(4, device=head.weight.device)[None] % max(
             self.vocabulary_size or 1, 1
         )
@@ -162,19 +169,25 @@ class HuggingFaceModel:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         arguments["position_ids"] = positions
         # An explicit mask, for what a model makes of positions that restart differs by version.
-        arguments["attention_mask"] = attention_mask(self._inner, tokens, documents)
+        if documents is not None:
+            causal = torch.ones(2 * tokens.shape[1:], dtype=torch.bool, device=tokens.device).tril()
+            seen = (documents[:, :, None] == documents[:, None, :]) & causal
+            arguments["attention_mask"] = attention_masks(self._inner, seen)
         if self._whole:
             return cast(Tensor, self._inner(**arguments).logits)
         return cast(Tensor, self._inner.base_model(**arguments).last_hidden_state)
 
     def cached(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: object
+        self, tokens: Tensor, positions: Tensor, seen: Tensor | None, cache: object
     ) -> Tensor:
-        """As `hidden`, behind the positions that a cache of transformers' form holds."""
+        """As `hidden`, behind the W positions that a cache of transformers' form holds.
+
+        `seen` (B, S, W + S) says which are, itself and what is before; None for all.
+        """
         arguments: dict[str, Any] = {
             "input_ids": tokens,
             "position_ids": positions,
-            "attention_mask": mask,
+            "attention_mask": None if seen is None else attention_masks(self._inner, seen),
             "past_key_values": cache,
             "use_cache": True,
         }
@@ -187,15 +200,53 @@ class HuggingFaceModel:
         return hidden if self._whole else cast(Tensor, self._inner.get_output_embeddings()(hidden))
 
 
-def attention_mask(inner: Any, tokens: Tensor, documents: Tensor | None) -> Tensor | None:
-    """None for plain causal attention; else 0 and the least number, (B, 1, S, S), in its dtype."""
-    if documents is None:
-        return None
-    length = tokens.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-    seen = (documents[:, :, None] == documents[:, None, :]) & causal
+def attention_masks(inner: Any, seen: Tensor) -> Tensor | dict[str, Tensor]:
+    """What a model of transformers takes for the last S of W columns, side by side in their order.
+
+    Args:
+        inner: the model; with a mask of ours it leaves its sliding window to us.
+        seen: (B, S, W) bool, which columns each sees, were there no window.
+
+    Returns:
+        0 where it sees and the least number elsewhere, (B, 1, S, W); of each kind of layer where
+        some have a window and others not.
+
+    Raises:
+        ModelError: it has a window, and how it takes a mask is not known.
+    """
     dtype = next(inner.parameters()).dtype
-    return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
+
+    def mask_of(seen: Tensor) -> Tensor:
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+
+    window = _window(inner)
+    if window is None or window >= seen.shape[2]:
+        return mask_of(seen)
+    ones = torch.ones(seen.shape[1:], dtype=torch.bool, device=seen.device)
+    near = mask_of(seen & ones.triu(seen.shape[2] - seen.shape[1] - window + 1))
+    if inner.config.model_type in WINDOW_IN_ALL_LAYERS:
+        return near
+    return {"full_attention": mask_of(seen), "sliding_attention": near}
+
+
+def _window(inner: Any) -> int | None:
+    """The most columns that a layer with a window sees, itself among them; None without one."""
+    config, kind = inner.config.get_text_config(), inner.config.model_type
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    window: int | None = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    if kind in WINDOW_IN_ALL_LAYERS or (kind in WINDOW_BY_LAYER and kinds):
+        return window
+    context = getattr(config, "max_position_embeddings", None)
+    if kinds - {"sliding_attention"} or (window and (context is None or window < context)):
+        raise ModelError(
+            f"{type(inner).__name__} ({kind}) has layers that see a window, and how it takes a "
+            "mask for them is not known; for rows that are packed and for generation give a model "
+            f"of {', '.join(sorted(WINDOW_IN_ALL_LAYERS | WINDOW_BY_LAYER))}, or one without"
+        )
+    return None
 
 
 class PlainModel:

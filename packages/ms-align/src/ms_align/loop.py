@@ -6,7 +6,7 @@ Whatever ends the process, the same call goes on from the last complete checkpoi
 
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from attrs import define, field, frozen
 
 from ms_align import checkpoint, processes
 from ms_align.checkpoint import State
+from ms_align.durable import alone
 from ms_align.engine import Update
 from ms_align.errors import AlignError, CheckpointError, ConfigError, DamageError
 from ms_align.events import Fields, JsonLines, OnEvent
@@ -130,9 +131,12 @@ class Loop:
 
         Raises:
             ConfigError: none is left, and the result is written.
-            CheckpointError: the checkpoints are of another run, or cannot be written.
+            CheckpointError: the checkpoints are of another run or being written by one, or cannot
+                be written.
         """
-        with self._events() as emit, self.stop.listening():
+        first = not processes.rank()
+        lock = alone(self.options.output_dir) if first else nullcontext()
+        with lock, self._events() as emit, self.stop.listening():
             tell = Tell(event=emit, note=self.show.note)
             try:
                 self._resume(tell)

@@ -8,7 +8,7 @@ Shapes: r rank, I inputs, O outputs of a linear layer.
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +29,18 @@ DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 
 
 def _targets(value: Any) -> Any:
-    return value if isinstance(value, str) else tuple(value)
+    if isinstance(value, str):
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ConfigError(
+                f"targets is {value!r}, which is no regular expression ({error}); mend it, or give "
+                "a list of names"
+            ) from error
+        return value
+    if not isinstance(value, Iterable) or not all(isinstance(one, str) for one in value):
+        raise ConfigError(f"targets is {value!r}; give names of layers, or a regular expression")
+    return tuple(value)
 
 
 @frozen(kw_only=True)

@@ -25,22 +25,52 @@ def load_model(folder: str | Path) -> nn.Module:
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json; give the folder of a model")
+    others = importlib.util.find_spec("transformers") is not None
     if importlib.util.find_spec("ms_parallel"):
         import ms_parallel
 
         try:
             return ms_parallel.load_model(path)
         except ms_parallel.ParallelError as error:
-            if not importlib.util.find_spec("transformers"):
+            if not others or _is_known(path):
                 raise ModelError(str(error)) from error
-    if importlib.util.find_spec("transformers"):
-        from transformers import AutoModelForCausalLM
-
-        return cast(nn.Module, AutoModelForCausalLM.from_pretrained(path))
+    if others:
+        return _from_transformers(path)
     raise ConfigError(
         f"reading the model in {folder} needs ms-parallel or transformers; install "
         "ms-align[parallel] or ms-align[hf]"
     )
+
+
+def _is_known(path: Path) -> bool:
+    """Whether ms-parallel builds such a model and reads files such as these, sound or not."""
+    import ms_parallel
+
+    try:
+        ms_parallel.models.architecture(path)
+    except ms_parallel.ParallelError:
+        return False
+    return any(path.glob("*.safetensors"))
+
+
+def _from_transformers(path: Path) -> nn.Module:
+    """The model as transformers reads it, which fills what is missing with random numbers."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        made: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    except Exception as error:  # each kind of damage has an error of its own
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"{path} cannot be read: {reason}; is it whole?") from error
+    model, found = made
+    for what in ("missing_keys", "mismatched_keys"):
+        if found[what]:
+            names = sorted(one if isinstance(one, str) else one[0] for one in found[what])
+            raise ModelError(
+                f"{path} has {len(names)} {what.replace('_', ' ')}, first {names[0]!r}, for which "
+                "random numbers would be taken; copy it again"
+            )
+    return cast(nn.Module, model)
 
 
 def save_model(model: nn.Module, folder: Path) -> None:

@@ -1,6 +1,8 @@
 """Settings that every trainer shares: how long, where to, what is told and kept."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 from attrs import field, frozen
 
@@ -12,16 +14,25 @@ from ms_align.settings import flag, number, whole
 __all__ = ["OptimizerOptions", "RunOptions"]
 
 
-def _betas(instance: object, attribute: object, value: tuple[float, ...]) -> None:
-    if len(value) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in value):
-        raise ConfigError(f"betas is {list(value)}; give two numbers of at least 0, below 1")
+def _betas(value: Any) -> tuple[float, float]:
+    pair = tuple(value) if isinstance(value, list | tuple) else ()
+    if len(pair) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in pair):
+        told = list(pair) or value
+        raise ConfigError(f"betas is {told!r}; give two numbers of at least 0, below 1")
+    return pair
+
+
+def _folder(value: Any) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"output_dir is {value!r}; give a folder")
+    return Path(value)
 
 
 @frozen(kw_only=True, slots=False)  # trainers inherit from more than one
 class RunOptions:
     """How a run goes on, shows itself and is kept."""
 
-    output_dir: Path = field(default=Path("runs/default"), converter=Path)
+    output_dir: Path = field(default=Path("runs/default"), converter=_folder)
     """Checkpoints, events and the trained model lie here."""
     seed: int = field(default=0, validator=whole(least=0, most=LARGEST_SEED))
     """Of all chance in the run."""
@@ -50,7 +61,7 @@ class OptimizerOptions:
     decay_steps: int | None = field(default=None, validator=whole(optional=True))
     """Updates over which it then falls in a straight line to `final_learning_rate_ratio`."""
     final_learning_rate_ratio: float = field(default=0.0, validator=number(most=1.0))
-    betas: tuple[float, float] = field(default=(0.9, 0.999), converter=tuple, validator=_betas)
+    betas: tuple[float, float] = field(default=(0.9, 0.999), converter=_betas)
     epsilon: float = field(default=1e-8, validator=number(least=1e-20))
     weight_decay: float = field(default=0.0, validator=number())
     """Decoupled; weights of one dim (norms, biases) are never decayed."""

@@ -14,6 +14,9 @@ from ms_align.tokenizer import Tokenizer
 
 __all__ = ["Prompt", "PromptOrder", "read_prompts"]
 
+MOST_TOKENS = 2**31
+"""More than any vocabulary has; tokenizers take no greater number."""
+
 
 @frozen(kw_only=True)
 class Prompt:
@@ -70,6 +73,8 @@ def read_prompts(
 
 def _entries(dataset: str | Path | Iterable[Any], what: str) -> list[Any]:
     if not isinstance(dataset, str | Path):
+        if not isinstance(dataset, Iterable):
+            raise DataError(f"{what} is {dataset!r}; give a JSON Lines file or a list")
         return list(dataset)
     path = Path(dataset)
     try:
@@ -81,7 +86,7 @@ def _entries(dataset: str | Path | Iterable[Any], what: str) -> list[Any]:
         if line.strip():
             try:
                 entries.append(msgspec.json.decode(line))
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise DataError(f"{path} line {number} is no JSON: {error}") from error
     return entries
 
@@ -102,7 +107,13 @@ def _prompt(entry: Any, answer: Any, tokenizer: Tokenizer | None, where: str) ->
 
 def _tokens(entry: Any, tokenizer: Tokenizer | None, where: str) -> tuple[list[int], str]:
     if isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry):
-        if all(isinstance(token, int) for token in entry):
+        if all(isinstance(token, int) and not isinstance(token, bool) for token in entry):
+            for token in entry:
+                if not 0 <= token < MOST_TOKENS:
+                    raise DataError(
+                        f"{where} holds the token {token}; give numbers of at least 0, of the "
+                        "tokenizer's vocabulary"
+                    )
             return list(entry), tokenizer.decode(list(entry)) if tokenizer else ""
         template = getattr(tokenizer, "encode_messages", None)
         if all(isinstance(message, Mapping) for message in entry):

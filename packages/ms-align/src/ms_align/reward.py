@@ -5,6 +5,7 @@ torch.nn.Module that maps tokens to scores; several are added up. What it gives 
 sample that it fails on is named.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -59,8 +60,9 @@ class Scores:
 class ModuleReward:
     """A torch.nn.Module as a reward.
 
-    The module is called with tokens (B, S) int64, prompt and response, padded with 0 on the right,
-    and `lengths` (B,) if its forward takes it. It gives (B,), (B, 1), or (B, S) or (B, S, 1) of
+    The module is called with tokens (B, S) int64, prompt and response, and `lengths` (B,) if its
+    forward takes it; padded on the right with its `config.pad_token_id`, or 0 where there is no
+    such setting; where that is None, row by row. It gives (B,), (B, 1), or (B, S) or (B, S, 1) of
     which the score at the last token counts; or an object with such `logits`, as transformers'
     classifiers do, which are called with `attention_mask`.
 
@@ -72,9 +74,12 @@ class ModuleReward:
     def __init__(self, module: nn.Module, *, batch_size: int = 32) -> None:
         self.module = module
         self.batch_size = batch_size
-        names = module.forward.__code__.co_varnames[: module.forward.__code__.co_argcount + 8]
+        names = inspect.signature(getattr(module, "_orig_mod", module).forward).parameters
         self._lengths = "lengths" in names
         self._mask = "attention_mask" in names
+        self._pad = getattr(getattr(module, "config", None), "pad_token_id", 0)
+        if self._pad is None and not self._lengths:
+            self.batch_size = 1
 
     @torch.no_grad()
     def __call__(self, samples: Sequence[Sample], /) -> Tensor:
@@ -91,7 +96,7 @@ class ModuleReward:
     def _score(self, samples: Sequence[Sample]) -> Tensor:
         rows = [[*sample.prompt_tokens, *sample.response_tokens] for sample in samples]
         lengths = torch.tensor([len(row) for row in rows])
-        tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
+        tokens = torch.full((len(rows), int(lengths.max())), self._pad or 0)
         for row, values in zip(tokens, rows, strict=True):
             row[: len(values)] = torch.tensor(values)
         weight = next(self.module.parameters(), None)

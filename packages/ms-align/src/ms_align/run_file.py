@@ -68,7 +68,11 @@ def build(kind: type[T], settings: Mapping[str, Any], *, where: str) -> T:
 
 def _value_of(each: "Attribute[Any]", value: Any, where: str) -> Any:
     nested = each.metadata.get("table")
-    return build(nested, value, where=where) if nested and isinstance(value, dict) else value
+    if nested is None or isinstance(value, nested):
+        return value
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: {each.name} is {value!r}; give a table of settings")
+    return build(nested, value, where=where)
 
 
 def _missing(error: TypeError) -> str:

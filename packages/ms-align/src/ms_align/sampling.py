@@ -7,6 +7,9 @@ have cut the tail and the rest was scaled up. Without a cut they are equal. Shap
 vocabulary.
 """
 
+from collections.abc import Iterable
+from typing import Any, cast
+
 import torch
 from attrs import field, frozen
 from torch import Tensor
@@ -21,16 +24,19 @@ BLOCK = 64
 
 
 def _tokens(value: object) -> tuple[int, ...]:
-    given = (value,) if isinstance(value, int) else tuple(value)  # type: ignore[arg-type]
+    given = tuple(value) if isinstance(value, Iterable) else (value,)
     if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in given):
-        raise ConfigError(f"stop_tokens is {list(given)}; give token numbers of at least 0")
+        told = list(given) if isinstance(value, Iterable) else value
+        raise ConfigError(f"stop_tokens is {told!r}; give token numbers of at least 0")
     return given
 
 
 def _strings(value: object) -> tuple[str, ...]:
-    given = (value,) if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
+    several = isinstance(value, Iterable) and not isinstance(value, str)
+    given = tuple(cast("Iterable[Any]", value)) if several else (value,)
     if not all(isinstance(text, str) and text for text in given):
-        raise ConfigError(f"stop_strings is {list(given)}; give texts that are not empty")
+        told = list(given) if several else value
+        raise ConfigError(f"stop_strings is {told!r}; give texts that are not empty")
     return given
 
 

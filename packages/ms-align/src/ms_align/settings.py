@@ -1,7 +1,7 @@
 """Checks that a setting passes when it is built; each failure is one clear line."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -9,7 +9,7 @@ from attrs import Attribute
 
 from ms_align.errors import ConfigError
 
-__all__ = ["flag", "nearest", "number", "one_of", "text", "whole"]
+__all__ = ["flag", "nearest", "number", "numbers", "one_of", "text", "whole"]
 
 Check = Callable[[Any, "Attribute[Any]", Any], None]
 
@@ -56,6 +56,22 @@ def number(
     return check
 
 
+def numbers(*, optional: bool = False) -> Check:
+    """A table of finite numbers, 0 or more; None too if `optional`."""
+
+    def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
+        if optional and value is None:
+            return
+        if not (isinstance(value, Mapping) and all(_is_amount(one) for one in value.values())):
+            raise ConfigError(f"{attribute.name} is {value!r}; give a table of numbers, 0 or more")
+
+    return check
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
 def one_of(*choices: str) -> Check:
     """One of a few words."""
 
@@ -67,11 +83,11 @@ def one_of(*choices: str) -> Check:
 
 
 def text(*, optional: bool = False) -> Check:
-    """A text; None too if `optional`."""
+    """A text that is not empty; None too if `optional`."""
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
-        if not (isinstance(value, str) or (optional and value is None)):
-            raise ConfigError(f"{attribute.name} is {value!r}; give a text")
+        if not ((isinstance(value, str) and value) or (optional and value is None)):
+            raise ConfigError(f"{attribute.name} is {value!r}; give a text that is not empty")
 
     return check
 

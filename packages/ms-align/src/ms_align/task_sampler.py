@@ -20,7 +20,7 @@ from typing import Any, Literal
 from attrs import field, frozen
 
 from ms_align.errors import CheckpointError, ConfigError
-from ms_align.settings import number, one_of, whole
+from ms_align.settings import number, numbers, one_of, whole
 
 __all__ = ["TaskOptions", "TaskSampler", "systematic"]
 
@@ -36,9 +36,9 @@ class TaskOptions:
         default="loss", validator=one_of("loss", "progress", "given")
     )
     """What complexity is: the task's smoothed loss; how fast that falls; or given numbers."""
-    given: Mapping[str, float] = field(factory=dict)
+    given: Mapping[str, float] = field(factory=dict, validator=numbers())
     """With `signal="given"`: the complexity of each task."""
-    base: Mapping[str, float] = field(factory=dict)
+    base: Mapping[str, float] = field(factory=dict, validator=numbers())
     """How often each task would come by itself, in ratios; empty for all alike."""
     temperature: float = field(default=1.0, validator=number(least=1e-3))
     """Below 1 the hardest tasks take more, above 1 all come closer to `base`."""

@@ -79,7 +79,10 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
             raise ConfigError(
                 f"reading the tokenizer of {path} needs transformers; install ms-align[hf]"
             ) from error
-        return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(path))
+        try:
+            return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(path))
+        except Exception as error:  # each kind of damage has an error of its own
+            raise DataError(f"{path} cannot be read: {error}; is it whole?") from error
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise DataError(f"there is no tokenizer at {name}; give 'bytes', a file or a folder")

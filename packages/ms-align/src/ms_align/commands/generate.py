@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from attrs import field, fields, frozen
+from attrs import Attribute, field, fields, frozen
 
 from ms_align.chance import LARGEST_SEED
 from ms_align.commands.command import Command
 from ms_align.durable import publish, write_synced, writing
+from ms_align.errors import ConfigError
 from ms_align.generation import LocalGenerator, Responses
 from ms_align.model_folder import load_model
 from ms_align.prompts import Prompt, read_prompts
@@ -20,6 +21,11 @@ from ms_align.tokenizer import Tokenizer, load_tokenizer
 __all__ = ["COMMAND"]
 
 
+def _file(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
+    if not (isinstance(value, str) and Path(value).name):
+        raise ConfigError(f"out is {value!r}; give a file")
+
+
 @frozen(kw_only=True, slots=False)
 class Generation(Sampling):
     """Settings of the command, beside those of sampling."""
@@ -29,7 +35,7 @@ class Generation(Sampling):
     tokenizer: str = field(validator=text())
     prompt_dataset: str = field(validator=text())
     """JSON Lines file of prompts."""
-    out: str = field(validator=text())
+    out: str = field(validator=_file)
     """JSON Lines file to write; whole or not at all."""
     group_size: int = field(default=1, validator=whole())
     """Responses to each prompt."""

@@ -6,11 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from attrs import evolve, field, fields, frozen
+from attrs import Attribute, evolve, field, fields, frozen
 from torch import nn
 
 from ms_align import processes
 from ms_align.commands.command import Command
+from ms_align.durable import writing
 from ms_align.engine import Engine
 from ms_align.errors import ConfigError
 from ms_align.local import LocalEngine
@@ -22,7 +23,7 @@ from ms_align.parallel import ParallelEngine
 from ms_align.reward_model import HEAD_FILE
 from ms_align.run_file import build
 from ms_align.sampling import Sampling
-from ms_align.settings import flag, nearest, one_of, text, whole
+from ms_align.settings import flag, nearest, numbers, one_of, text, whole
 from ms_align.trainers.preference import DPOOptions, DPOTrainer, RewardOptions, RewardTrainer
 from ms_align.trainers.sft import SFTOptions, SFTTrainer
 from ms_align.trainers.showing import Showing
@@ -32,13 +33,24 @@ __all__ = ["COMMANDS", "DPORun", "OfflineRun", "RewardRun", "SFTRun"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
+def _folders(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
+    folders = list(value.values()) if isinstance(value, dict) else [value]
+    if not all(isinstance(folder, str) and folder for folder in folders):
+        raise ConfigError(f"data is {value!r}; give a folder, or a table of them")
+
+
+def _ranks(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
+    if not (value is None or isinstance(value, dict)):
+        raise ConfigError(f"layout is {value!r}; give a table, as {{ data = 2, tensor = 2 }}")
+
+
 @frozen(kw_only=True, slots=False)  # a run inherits from more than one
 class OfflineRun(OptimizerOptions, RunOptions):
     """What the three have in common, beside optimizer and run."""
 
     model: str = field(validator=text())
     """Folder of the model to begin with."""
-    data: str | dict[str, str]
+    data: str | dict[str, str] = field(validator=_folders)
     """Folder that `ms-data build --chat-template` wrote; for `sft` also a table of several."""
     sequence_length: int = field(validator=whole(least=2))
     """Tokens in a row at most."""
@@ -57,7 +69,7 @@ class OfflineRun(OptimizerOptions, RunOptions):
     """Train adapters alone; they are written to `output_dir/adapter`."""
     merge: bool = field(default=True, validator=flag)
     """With adapters, in one process: write the merged model too."""
-    layout: dict[str, int] | None = None
+    layout: dict[str, int] | None = field(default=None, validator=_ranks)
     """Ranks of ms-parallel's axes, as `{ data = 2, tensor = 2 }`; None runs in one process."""
 
     def __attrs_post_init__(self) -> None:
@@ -147,14 +159,15 @@ class OfflineRun(OptimizerOptions, RunOptions):
         if processes.rank() == 0 and folder.is_dir():
             for each in TOKENIZER_FILES:
                 if Path(first, each).is_file():
-                    shutil.copyfile(Path(first, each), folder / each)
+                    with writing(folder / each):
+                        shutil.copyfile(Path(first, each), folder / each)
 
 
 @frozen(kw_only=True, slots=False)
 class SFTRun(SFTOptions, OfflineRun):
     """`ms-align sft`."""
 
-    weights: dict[str, float] | None = None
+    weights: dict[str, float] | None = field(default=None, validator=numbers(optional=True))
     """How often samples of each source are drawn; by default as many as each holds."""
     long: str = field(default="truncate", validator=one_of("truncate", "split"))
     """What becomes of a sample longer than a row."""

@@ -41,7 +41,7 @@ def reward_named(name: Any, where: str) -> Any:
         return RewardModel.load(name)
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a module may raise anything
         raise ConfigError(
             f"{where}: reward_model {name!r} cannot be imported: {error}; the folder of its module "
             "must be on the path (PYTHONPATH)"
@@ -56,8 +56,7 @@ def _run(kind: type[OnlineTrainer], settings: dict[str, Any], where: str) -> int
     if "prompt_dataset" not in datasets:
         raise ConfigError(f"{where}: prompt_dataset is missing; give a JSON Lines file of prompts")
     settings["reward_model"] = reward_named(settings["reward_model"], where)
-    build(kind, settings, where=where).optimize(**datasets)
-    return 0
+    return 0 if build(kind, settings, where=where).optimize(**datasets).finished else 1
 
 
 COMMANDS = tuple(

@@ -145,12 +145,11 @@ def _call_huggingface(
 ) -> Tensor:
     from ms_align.generation.huggingface_cache import face_of
 
-    mask = None
+    seen = None
     if cache.held:
-        dtype = next(model.module.parameters()).dtype
-        width = cache.held + 1
-        seen = torch.zeros(tokens.shape[0], width, dtype=dtype, device=tokens.device)
+        seen = torch.ones(
+            tokens.shape[0], 1, cache.held + 1, dtype=torch.bool, device=tokens.device
+        )
         if cache.documents is not None:
-            seen = seen.masked_fill(cache.documents == 0, torch.finfo(dtype).min)
-        mask = seen[:, None, None]
-    return cast(HuggingFaceModel, model).cached(tokens, positions, mask, face_of(cache))
+            seen = (cache.documents != 0)[:, None]
+    return cast(HuggingFaceModel, model).cached(tokens, positions, seen, face_of(cache))

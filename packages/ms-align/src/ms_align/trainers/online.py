@@ -4,6 +4,7 @@ A rollout draws responses to some prompts, scores them, and is then used for sev
 of it is in a checkpoint, so a run that was killed between any two updates goes on bit for bit.
 """
 
+import math
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -84,7 +85,7 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
     reward_clip: float | None = field(default=None, validator=number(optional=True))
     """Rewards are held within plus and minus it."""
     on_reward_failure: Failure = field(default="stop", validator=one_of("stop", "skip", "penalise"))
-    reward_failure_penalty: float = -1.0
+    reward_failure_penalty: float = field(default=-1.0, validator=number(least=-math.inf))
     equal_rewards_limit: int = field(default=10, validator=whole())
     """Rollouts in a row of which nothing can be learned, after which the run is refused."""
     recompute_logprobs: bool = field(default=False, validator=flag)
@@ -246,6 +247,8 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
 
     def _generator(self, policy: Engine, tokenizer: Tokenizer | None) -> Generator:
         if self.generator is not None:
+            if not callable(self.generator):
+                raise ConfigError(f"generator is {self.generator!r}; give a callable")
             return self.generator
         model = _module_of(policy)
         decode = tokenizer.decode if tokenizer else None
@@ -260,6 +263,9 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
     def _tokenizer(self) -> Tokenizer | None:
         if isinstance(self.tokenizer, str | Path):
             return load_tokenizer(self.tokenizer)
+        given = self.tokenizer
+        if given is not None and not (hasattr(given, "encode") and hasattr(given, "decode")):
+            raise ConfigError(f"tokenizer is {given!r}; give a folder, a file, or a tokenizer")
         return cast("Tokenizer | None", self.tokenizer)
 
     def _identity(self, work: OnlineWork, prompts: Sequence[Prompt]) -> dict[str, Any]:

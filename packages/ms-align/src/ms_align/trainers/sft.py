@@ -16,7 +16,7 @@ from ms_align.local import LocalEngine
 from ms_align.loop import Loop, Result, Tell
 from ms_align.losses.sft import SFTLoss, token_weights
 from ms_align.options import OptimizerOptions, RunOptions
-from ms_align.settings import flag, number
+from ms_align.settings import flag, number, numbers
 from ms_align.streams import Stream, TaskStream, check_fit, endless
 from ms_align.task_sampler import TaskOptions, TaskSampler
 from ms_align.trainers.showing import Showing
@@ -31,7 +31,7 @@ HeldOut = Callable[[], Iterable[Mapping[str, Any]]]
 class SFTOptions:
     """How losses are weighed and tasks are chosen."""
 
-    task_weights: Mapping[str, float] = field(factory=dict)
+    task_weights: Mapping[str, float] = field(factory=dict, validator=numbers())
     """Factor of each task's loss; empty for 1."""
     uncertainty: bool = field(default=False, validator=flag)
     """Learn the factors instead (Kendall et al., 2018)."""
