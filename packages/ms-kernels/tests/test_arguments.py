@@ -160,8 +160,18 @@ def test_no_rows_are_no_error(operator):
     assert all(not each.grad.any() for each in drawn.values() if each.requires_grad)
 
 
-def test_the_mean_over_no_target_is_nan_as_in_torch():
-    """A mean loss with every target ignored is 0 / 0."""
-    logits, targets = torch.randn(3, 5), torch.full((3,), -100)
-    assert ms_kernels.cross_entropy(logits, targets).isnan()
-    assert ms_kernels.linear_cross_entropy(logits, torch.randn(4, 5), targets).isnan()
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("rows", [0, 3])
+def test_the_mean_over_no_target_is_zero_and_so_are_its_gradients(backend, rows):
+    """A rank whose tokens are all ignored adds nothing to a sum over ranks, and no NaN."""
+    logits, targets = torch.randn(rows, 5, requires_grad=True), torch.full((rows,), -100)
+    weight = torch.randn(4, 5, requires_grad=True)
+    with ms_kernels.use_backend(backend):
+        losses = (
+            ms_kernels.cross_entropy(logits, targets),
+            ms_kernels.linear_cross_entropy(logits, weight, targets),
+        )
+        sum(losses).backward()
+    assert [each.item() for each in losses] == [0, 0]
+    assert not logits.grad.any()
+    assert not weight.grad.any()

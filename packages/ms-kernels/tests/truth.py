@@ -74,7 +74,7 @@ def cross_entropy(logits, targets, ignore_index, label_smoothing, z_loss, reduct
     if reduction == "none":
         return losses
     counted = int((targets != ignore_index).sum()) if reduction == "mean" else 1
-    return losses.sum() / counted
+    return losses.sum() / max(counted, 1)
 
 
 def linear_cross_entropy(hidden, weight, targets, *options) -> Tensor:

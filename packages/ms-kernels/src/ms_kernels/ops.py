@@ -253,8 +253,9 @@ def cross_entropy(
         ignore_index: the target of a row that does not count.
         label_smoothing: s, the share of the target's weight that is spread over all classes.
         z_loss: z, which keeps Z near 1 (arXiv 2204.02311).
-        reduction: ``"mean"`` over the rows that count (NaN when none does, as torch's),
-            ``"sum"``, or ``"none"``: (...), 0 for a row that does not count.
+        reduction: ``"mean"`` over the rows that count (0 when none does, where torch's is NaN:
+            so a rank without targets adds nothing), ``"sum"``, or ``"none"``: (...), 0 for a row
+            that does not count.
 
     Returns:
         float32 (float64 for float64).

@@ -76,7 +76,8 @@ def rows_reduced(
         return made.redistribute(mesh, [Replicate()] * len(rows))
 
     total = everywhere(run(*parts))
-    return total if mean_over is None else total / everywhere(mean_over(parts[2]))
+    # Summed over processes first: one of them may have no target that counts.
+    return total if mean_over is None else total / everywhere(mean_over(parts[2])).clamp(min=1)
 
 
 def permuted(

@@ -26,7 +26,7 @@ from ms_kernels.ascend.limits import HALVES, NPU, empty, given
 from ms_kernels.contract import Call
 from ms_kernels.library import opaque
 from ms_kernels.reference import CONTRACTS
-from ms_kernels.reference.cross_entropy import reduce
+from ms_kernels.reference.cross_entropy import counted_of, reduce
 from ms_kernels.registry import Implementation
 
 __all__ = ["IMPLEMENTATIONS", "linear_cross_entropy", "token_log_probs"]
@@ -111,7 +111,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     ignored = targets == ignore_index
     if reduction == "mean":
-        grad = grad / (~ignored).sum()
+        grad = grad / counted_of(ignored)
     slopes = grad.expand(targets.shape).masked_fill(ignored, 0).reshape(-1)
     return _gradients(slopes, hidden, weight, _chosen(targets, ignored), top, total)
 

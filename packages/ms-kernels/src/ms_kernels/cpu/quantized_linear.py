@@ -71,6 +71,8 @@ def _tiles(
     wide: torch.dtype,
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield some rows of the weight at a time, in `wide`."""
+    # In `wide` from the first product on: a scale of float32 loses nothing in float64.
+    scales = scales.to(torch.promote_types(scales.dtype, wide))
     step = max(TILE_ELEMENTS * bits // (8 * packed.shape[1]), 1)
     for start in range(0, len(packed), step):
         rows = slice(start, start + step)

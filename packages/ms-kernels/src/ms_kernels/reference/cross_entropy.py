@@ -6,7 +6,7 @@ from torch import Tensor
 from ms_kernels.contract import Argument, Contract, Dims, Option, Work, accumulator
 from ms_kernels.reference.tolerance import GRADIENTS, RESULTS
 
-__all__ = ["CONTRACT", "LOSS_OPTIONS", "classes", "cross_entropy", "reduce"]
+__all__ = ["CONTRACT", "LOSS_OPTIONS", "classes", "counted_of", "cross_entropy", "reduce"]
 
 
 def cross_entropy(
@@ -40,12 +40,17 @@ def _pick(logits: Tensor, chosen: Tensor) -> Tensor:
 
 
 def reduce(losses: Tensor, ignored: Tensor, reduction: str) -> Tensor:
-    """Sum `losses`, average them over the targets that count, or leave them as they are."""
+    """Sum `losses`, average them over the targets that count (0 if none), or leave them."""
     if reduction == "none":
         return losses
     if reduction == "sum":
         return losses.sum()
-    return losses.sum() / (~ignored).sum()
+    return losses.sum() / counted_of(ignored)
+
+
+def counted_of(ignored: Tensor) -> Tensor:
+    """Return what a mean loss is divided by: the targets that count, 1 where none does."""
+    return (~ignored).sum().clamp(min=1)
 
 
 def classes(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:

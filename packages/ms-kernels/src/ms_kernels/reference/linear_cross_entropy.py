@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from ms_kernels.contract import Argument, Contract, Dims, Work, accumulator
 from ms_kernels.reference.chunked_logits import Sums, chunk_rows_of, new_buffer, project
-from ms_kernels.reference.cross_entropy import LOSS_OPTIONS, classes, reduce
+from ms_kernels.reference.cross_entropy import LOSS_OPTIONS, classes, counted_of, reduce
 from ms_kernels.reference.tolerance import LOGIT_GRADIENTS, RESULTS
 
 __all__ = ["CONTRACT", "linear_cross_entropy"]
@@ -119,7 +119,7 @@ class _Chunked(torch.autograd.Function):
             first, second = _again(ctx, first, second, targets, ignored, kept, grad)
         else:
             if ctx.reduction == "mean":
-                grad = grad / (~ignored).sum()
+                grad = grad / counted_of(ignored)
             # The held sums stay as they are: the graph may be walked again.
             first = first if first is None else first * grad
             second = second if second is None else second * grad
@@ -199,12 +199,13 @@ def _differentiate(
     total = norm.log() + top
     losses = total - (1 - label_smoothing) * picked - label_smoothing * mean
     losses = losses + z_loss * total.square()
-    counted = (~ignored).unsqueeze(-1)
+    # In the logits' dtype: a bool times a float would be float32 for float64 too.
+    counted = (~ignored).unsqueeze(-1).to(logits.dtype)
     logits.mul_(counted * (1 + 2 * z_loss * total) / norm)
     if label_smoothing:
         logits.sub_(counted * (label_smoothing / logits.shape[-1]))
-    logits.scatter_add_(-1, chosen, (counted * (label_smoothing - 1)).to(logits.dtype))
-    return losses.masked_fill(~counted, 0).squeeze(-1)
+    logits.scatter_add_(-1, chosen, counted * (label_smoothing - 1))
+    return losses.squeeze(-1).masked_fill(ignored, 0)
 
 
 def _forward(dims: Dims, itemsize: int) -> Work:

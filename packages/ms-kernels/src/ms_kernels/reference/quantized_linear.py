@@ -53,7 +53,7 @@ class _Packed(torch.autograd.Function):
         ctx.save_for_backward(packed, scales, zeros)
         ctx.settings = {"bits": bits, "group_size": group_size}
         wide = accumulator(x.dtype)
-        weight = dequantize(packed, scales, zeros, **ctx.settings).to(wide)
+        weight = _widened(packed, scales, zeros, wide, **ctx.settings)
         result = x.to(wide) @ weight.T
         # A cast to its own dtype, returned, would lose the gradient in torch 2.11's compiler.
         return result if wide == x.dtype else result.to(x.dtype)
@@ -61,8 +61,16 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         wide = accumulator(grad.dtype)
-        weight = dequantize(*ctx.saved_tensors, **ctx.settings).to(wide)
+        weight = _widened(*ctx.saved_tensors, wide, **ctx.settings)
         return (grad.to(wide) @ weight).to(grad.dtype), None, None, None, None, None
+
+
+def _widened(
+    packed: Tensor, scales: Tensor, zeros: Tensor | None, wide: torch.dtype, **settings: int
+) -> Tensor:
+    """Return the matrix in `wide`, computed in it or in the scales' dtype if that is wider."""
+    scales = scales.to(torch.promote_types(scales.dtype, wide))
+    return dequantize(packed, scales, zeros, **settings).to(wide)
 
 
 def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

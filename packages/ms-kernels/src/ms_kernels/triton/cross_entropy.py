@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ms_kernels.library import opaque
 from ms_kernels.reference import CONTRACTS
-from ms_kernels.reference.cross_entropy import reduce
+from ms_kernels.reference.cross_entropy import counted_of, reduce
 from ms_kernels.triton import configuration
 from ms_kernels.triton.launching import blocks, launch
 from ms_kernels.triton.rows import as_rows, empty
@@ -81,7 +81,7 @@ def loss_like(like: Tensor, targets: Tensor, reduction: str) -> Tensor:
 def slopes_of(grad: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
     """Return the gradient of each row's loss, float32 and contiguous, from that of the result."""
     if reduction == "mean":
-        grad = grad / (targets != ignore_index).sum()
+        grad = grad / counted_of(targets == ignore_index)
     return grad.to(torch.float32).expand(targets.shape).contiguous()
 
 

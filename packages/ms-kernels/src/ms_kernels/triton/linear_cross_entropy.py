@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ms_kernels.library import is_wanted, opaque, unwanted
 from ms_kernels.reference import CONTRACTS
-from ms_kernels.reference.cross_entropy import reduce
+from ms_kernels.reference.cross_entropy import counted_of, reduce
 from ms_kernels.triton.cross_entropy import differentiate, loss_like, row_losses, slopes_of, walk
 from ms_kernels.triton.logit_chunks import Sums, chunks, lift_of, lifted, room_for_gradient, scaled
 from ms_kernels.triton.rows import as_rows, empty
@@ -116,7 +116,7 @@ def _scale(
 ) -> tuple[Tensor, Tensor]:
     """Scale what the forward pass held; it stays as it is: the graph may be walked again."""
     if reduction == "mean":
-        grad = grad / (targets != ignore_index).sum()
+        grad = grad / counted_of(targets == ignore_index)
     return (
         scaled("linear_cross_entropy", held_hidden, grad, hidden)
         if is_wanted(wanted, 0)
