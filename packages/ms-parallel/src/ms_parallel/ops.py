@@ -1,7 +1,8 @@
 """The operators a model is made of: the seam's Protocol, and the default in plain torch.
 
 The module itself fits `Ops`, and so does `ms_kernels`: pass either as `ops=`.
-Shapes: B rows, S positions, H hidden, V vocabulary, D width of one head.
+Shapes: B rows, S positions, H hidden, V vocabulary, D width of one head. Losses, norms and angles
+are computed in float32, in float64 for float64.
 """
 
 import weakref
@@ -73,6 +74,11 @@ class Ops(Protocol):
         ...
 
 
+def _wide(x: Tensor) -> Tensor:
+    """X in the dtype that sums are kept in: float32, or float64 for float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """X / sqrt(mean(x²) + eps) · weight over the last dim.
 
@@ -82,7 +88,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
         eps: Added to the mean square.
 
     Returns:
-        Like `x`; the mean is taken in float32.
+        Like `x`; the mean is taken in float32 (float64 for float64).
     """
     if cpu_ops.serves(x, weight):
         return cpu_ops.RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
@@ -110,14 +116,14 @@ def rotary(
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def rotated(x: Tensor) -> Tensor:
-        y = turn(x[..., :width].float(), cos, sin).to(x.dtype)
+        y = turn(_wide(x[..., :width]), cos, sin).to(x.dtype)
         return torch.cat((y, x[..., width:]), -1) if x.shape[-1] > width else y
 
     return rotated(q), rotated(k)
 
 
 def _turn_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    a, b = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)
     return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
 
 
@@ -150,7 +156,9 @@ def attention(
         v: Like `k`.
         causal: A query sees no later key.
         documents: (B, Sk) int32; a query sees keys of its own document only.
-        window: A query sees its last `window` keys, itself included.
+        window: Keys at a distance below `window` are seen, the query's own included: the last
+            `window` of them if causal, else as many on both sides (FlashAttention's
+            `window_size=(window - 1, window - 1)`).
         scale: Of the scores; 1/√D by default.
 
     Returns:
@@ -182,9 +190,10 @@ def _order_mask(
     """True where the order of positions lets a query look: (1, 1, Sq, Sk)."""
     key = torch.arange(keys, device=device)
     query = key[keys - queries :, None]
-    seen = key <= query if causal else torch.ones_like(key <= query)
+    distance = query - key  # (Sq, Sk), positive for the past
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
-        seen = seen & (key > query - window)
+        seen = seen & (distance.abs() < window)
     return seen[None, None]
 
 
@@ -255,9 +264,9 @@ def cross_entropy(
             (zero where ignored).
 
     Returns:
-        float32 scalar, or (...) for `"none"`.
+        float32 (float64 for float64) scalar, or (...) for `"none"`.
     """
-    flat = logits.reshape(-1, logits.shape[-1]).float()
+    flat = _wide(logits.reshape(-1, logits.shape[-1]))
     targets_flat = targets.reshape(-1)
     losses = F.cross_entropy(
         flat,
@@ -268,7 +277,7 @@ def cross_entropy(
     )
     counted = targets_flat != ignore_index
     if z_loss:
-        losses = losses + z_loss * flat.logsumexp(-1).square() * counted
+        losses = losses + (z_loss * flat.logsumexp(-1).square()).masked_fill(~counted, 0)
     if reduction == "none":
         return losses.reshape(targets.shape)
     total = losses.sum()
@@ -295,7 +304,7 @@ def linear_cross_entropy(
         reduction: See there.
 
     Returns:
-        float32 scalar, or (...) for `"none"`.
+        float32 (float64 for float64) scalar, or (...) for `"none"`.
     """
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     chunk = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
@@ -318,29 +327,30 @@ class _ChunkedLosses(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk: int
     ) -> Tensor:
-        """-log p(target) of each row, float32."""
+        """-log p(target) of each row, float32 or float64."""
         counted = targets != ignore_index
-        classes = targets.clamp(min=0)
-        normalisers = rows.new_empty(rows.shape[0], dtype=torch.float32)
+        # Only ignored targets are replaced: any other that is no class fails in the lookup.
+        classes = targets.masked_fill(~counted, 0)
+        normalisers = _wide(rows.new_empty(rows.shape[0]))
         losses = torch.empty_like(normalisers)
         for part in _parts(rows.shape[0], chunk):
-            logits = F.linear(rows[part], weight).float()
+            logits = _wide(F.linear(rows[part], weight))
             normalisers[part] = logits.logsumexp(-1)
             of_target = logits.gather(-1, classes[part, None]).squeeze(-1)
-            losses[part] = (normalisers[part] - of_target) * counted[part]
+            losses[part] = (normalisers[part] - of_target).masked_fill(~counted[part], 0)
         ctx.save_for_backward(rows, weight, classes, counted, normalisers)
         ctx.chunk = chunk
         return losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The weight's gradient is summed over chunks in float32."""
+        """The weight's gradient is summed over chunks in float32, or float64."""
         rows, weight, classes, counted, normalisers = ctx.saved_tensors
-        scale = (grad * counted).unsqueeze(-1)
+        scale = grad.masked_fill(~counted, 0).unsqueeze(-1)
         rows_grad = torch.empty_like(rows)
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        weight_grad = _wide(torch.zeros_like(weight))
         for part in _parts(rows.shape[0], ctx.chunk):
-            delta = (F.linear(rows[part], weight).float() - normalisers[part, None]).exp_()
+            delta = (_wide(F.linear(rows[part], weight)) - normalisers[part, None]).exp_()
             delta.scatter_add_(
                 -1, classes[part, None], delta.new_full((1, 1), -1.0).expand(delta.shape[0], 1)
             )
