@@ -11,7 +11,7 @@ from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ms_kernels import triton, tuner, tuning
+from ms_kernels import ArgumentError, adamw_step, triton, tuner, tuning
 from ms_kernels.check import compare
 from ms_kernels.dispatch import CONTRACTS, describe_call
 
@@ -90,6 +90,103 @@ def test_a_tuner_runs_a_kernel_with_each_candidate(monkeypatch):
         assert (each.kernel, tuple(each.values.items())) in ran
     for each in small:
         assert all((each.kernel, tuple(values.items())) in ran for values in each.candidates)
+
+
+def result_of(operator, changed, **options):
+    """Run a kernel on its example, some numbers of an argument replaced: NAME -> (place, value)."""
+    contract = CONTRACTS[operator]
+    drawn = contract.draw({})
+    for name, (place, value) in changed.items():
+        drawn[name][place] = value
+    values = tuple(options.get(each.name, each.default) for each in contract.options)
+    found = OPERATORS[operator].run(*drawn.values(), *values)
+    return drawn, found
+
+
+FAR = [-1, -(2**31), 2**31 - 1]
+"""Where an index that is out of range would read or write, were it followed."""
+
+
+@pytest.mark.parametrize("far", FAR)
+def test_a_page_or_length_out_of_range_is_not_read_and_makes_nan(far):
+    """The sequence at fault alone; the interpreter would fall where it followed the index."""
+    for name, place in (("page_table", (0, 1)), ("lengths", (0,))):
+        drawn, got = result_of("decode_attention", {name: (place, far)})
+        assert got[0].isnan().all()
+        assert not got[1:].isnan().any()
+        assert torch.equal(got[1:], result_of("decode_attention", {})[1][1:])
+        del drawn
+
+
+@pytest.mark.parametrize("far", FAR)
+def test_a_target_that_is_no_class_is_not_read_and_makes_nan(far):
+    """Its own row's loss or log-probability, and no other."""
+    for operator, name, options in (
+        ("cross_entropy", "targets", {"reduction": "none"}),
+        ("linear_cross_entropy", "targets", {"reduction": "none"}),
+        ("token_log_probs", "tokens", {}),
+    ):
+        _, got = result_of(operator, {name: ((5,), far)}, **options)
+        assert got.isnan().nonzero().tolist() == [[5]]
+
+
+@pytest.mark.parametrize("far", FAR)
+def test_a_place_that_is_no_row_is_neither_read_nor_written(far):
+    """Its token is NaN, and so is the gradient of its weight; other gradients are as they were."""
+    _, got = result_of("unpermute_tokens", {"places": ((7, 0), far)})
+    assert got.isnan().any(1).nonzero().tolist() == [[7]]
+    drawn = CONTRACTS["unpermute_tokens"].draw({})
+    lost = int(drawn["places"][7, 0])
+    drawn["places"][7, 0] = far
+    pull = torch.ones(64, 32)
+    ran = torch.ops.ms_kernels.unpermute_tokens_triton_backward.default
+    rows, weights = ran(pull, drawn["rows"], drawn["places"], drawn["weights"], 3)
+    assert weights.isnan().nonzero().tolist() == [[7, 0]]
+    kept = [row for row in range(128) if row != lost]
+    truth = torch.empty(128)
+    truth[drawn["places"].clamp(0, 127).flatten()] = drawn["weights"].flatten()
+    torch.testing.assert_close(rows[kept], truth[kept, None].expand(-1, 32))
+
+
+@pytest.mark.parametrize("counts", [[0, 96, 0, -1], [0, 2**31 - 1, 5, 5], [-7, 50, 60, 0]])
+def test_counts_that_are_no_partition_touch_nothing_beyond_the_rows(counts):
+    """Neither forward nor backward; what lies behind x and the result stays as it was."""
+    drawn = CONTRACTS["grouped_matmul"].draw({})
+    room = torch.zeros(200, 32)
+    room[96:] = torch.nan
+    x, weights = room[:96], drawn["weights"]
+    wrong = torch.tensor(counts)
+    got = OPERATORS["grouped_matmul"].run(x, weights, wrong)
+    assert got.shape == (96, 48)
+    ran = torch.ops.ms_kernels.grouped_matmul_triton_backward.default
+    _, to_weights = ran(torch.ones(96, 48), x, weights, wrong, 3)
+    assert not to_weights.isnan().any()
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 0, 0], [10, 0, 20, 0], [0, 95, 0, 0], [1, 1, 1, 1]])
+def test_rows_that_no_expert_has_are_nan(counts):
+    """Too few counts leave rows over: never what was in memory before."""
+    drawn = CONTRACTS["grouped_matmul"].draw({})
+    got = OPERATORS["grouped_matmul"].run(drawn["x"], drawn["weights"], torch.tensor(counts))
+    assert got[sum(counts) :].isnan().all()
+    assert not got[: sum(counts)].isnan().any()
+
+
+def test_a_choice_that_is_no_expert_comes_last_and_is_not_counted():
+    """So that its rows are NaN after the product, and its token too."""
+    drawn = CONTRACTS["permute_tokens"].draw({})
+    drawn["experts"][3, 1], drawn["experts"][9, 0] = -1, 4
+    rows, counts, places = OPERATORS["permute_tokens"].run(*drawn.values(), 4)
+    assert counts.sum() == rows.shape[0] - 2
+    assert {int(places[3, 1]), int(places[9, 0])} == {126, 127}
+    assert torch.equal(rows[126:], drawn["x"][[3, 9]])
+
+
+def test_one_tensor_is_not_both_moments_for_the_kernel_either():
+    """It is refused before a backend is asked, whichever it would be."""
+    moments = torch.zeros(8)
+    with pytest.raises(ArgumentError, match="square is in the memory of mean"):
+        adamw_step(torch.ones(8), torch.ones(8), moments, moments, step=1, learning_rate=0.1)
 
 
 SMALL = {"...": 3, "H": 8, "V": 12, "I": 8, "B": 1, "S": 3, "Sq": 5, "Sk": 5, "T": 4, "K": 32}

@@ -1,5 +1,7 @@
 """adamw_step: the steps of torch.optim.AdamW, in place."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -68,3 +70,63 @@ def test_changing_steps_and_rates_are_one_decision_and_still_checked(monkeypatch
         adamw_step(*tensors, step=0, learning_rate=0.1)
     with pytest.raises(ArgumentError, match="learning_rate is -1"):
         adamw_step(*tensors, step=1, learning_rate=-1)
+
+
+def named(**changed):
+    """Return the four tensors of a step, some replaced."""
+    torch.manual_seed(0)
+    made = {name: torch.randn(6, 4) for name in ("weights", "gradient", "mean", "square")}
+    made["square"].abs_()
+    return {**made, **changed}
+
+
+BACKENDS = [
+    each.backend
+    for each in dispatch.IMPLEMENTATIONS
+    if each.operator == "adamw_step" and (each.devices is None or "cpu" in each.devices)
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pair", [*itertools.combinations(named(), 2)], ids="-".join)
+def test_two_arguments_in_one_memory_are_refused_and_nothing_is_written(pair, backend):
+    """The same tensor twice, or two views of one buffer that share a number."""
+    room = torch.rand(60)
+    for views in (
+        (room[:24].view(6, 4), room[:24].view(6, 4)),
+        (room[:24].view(6, 4), room[23:47].view(6, 4)),
+        (room[:48:2].view(6, 4), room[22:46].view(6, 4)),
+    ):
+        given = named(**dict(zip(pair, views, strict=True)))
+        before = {name: each.clone() for name, each in given.items()}
+        # What the fused kernel cannot walk goes to the reference.
+        with dispatch.use_backend(backend, "reference"), pytest.raises(ArgumentError) as caught:
+            adamw_step(**given, step=1, learning_rate=0.1)
+        assert caught.value.argument == pair[1]
+        assert f"in the memory of {pair[0]}" in str(caught.value)
+        assert all(torch.equal(each, before[name]) for name, each in given.items())
+
+
+def test_one_tensor_as_both_moments_is_refused_in_a_compiled_step_too():
+    """A graph has no addresses, but it knows a tensor that is given twice."""
+    moments = torch.zeros(6, 4)
+    step = torch.compile(adamw_step, backend="eager")
+    with pytest.raises(ArgumentError, match="square is in the memory of mean"):
+        step(**named(mean=moments, square=moments), step=1, learning_rate=0.1)
+
+
+def test_columns_of_one_buffer_are_no_overlap():
+    """Moments kept side by side lie in each other's range, and share no number."""
+    room = torch.zeros(6, 8)
+    apart = named(mean=torch.zeros(6, 4), square=torch.zeros(6, 4))
+    beside = named(mean=room[:, ::2], square=room[:, 1::2])
+    for each in (apart, beside):
+        adamw_step(**each, step=1, learning_rate=0.1)
+    for name, each in apart.items():
+        torch.testing.assert_close(beside[name], each)
+
+
+def test_a_tensor_that_lies_on_itself_is_refused():
+    """An expanded tensor would be written several times in one place."""
+    with pytest.raises(ArgumentError, match="mean is of strides \\(0, 1\\), several elements"):
+        adamw_step(**named(mean=torch.zeros(4).expand(6, 4)), step=1, learning_rate=0.1)

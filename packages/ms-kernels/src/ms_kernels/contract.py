@@ -259,6 +259,9 @@ class Contract:
                 fits = f"on {first.device}, as {self.arguments[0].name} is"
                 raise ArgumentError(self.name, argument.name, f"on {fact.device}", fits)
             self._bind_shape(argument, fact, sizes)
+            if argument.mutated and _lies_on_itself(fact):
+                got = f"of strides {describe(fact.strides)}, several elements in one place"
+                raise ArgumentError(self.name, argument.name, got, "written element by element")
         options = {}
         for option, value in zip(self.options, call.options, strict=True):
             self.check_option(option, value)
@@ -379,6 +382,17 @@ def describe(value: torch.dtype | Sequence[int | str]) -> str:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return f"({', '.join([str(size) for size in value])}{',' if len(value) == 1 else ''})"
+
+
+def _lies_on_itself(fact: Fact) -> bool:
+    """Whether two elements may share memory, as those of an expanded tensor do."""
+    reach = 0
+    pairs = zip(fact.strides, fact.shape, strict=True)
+    for stride, size in sorted((pair for pair in pairs if pair[1] != 1), key=lambda pair: pair[0]):
+        if stride <= reach and 0 not in fact.shape:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def _count(size: int | tuple[int, ...]) -> int:

@@ -1,6 +1,7 @@
-"""Indices are data: looked at only once an operator has failed, to say which of them is wrong.
+"""Indices are data, which are looked at on the CPU alone.
 
-Only those on the CPU are looked at; an accelerator reports a bad index as it reports any.
+Where torch itself refuses a bad index they are looked at once it has, to say which is wrong; else
+before. On an accelerator that would wait for the device: kernels do not read what is out of range.
 """
 
 import torch
@@ -34,13 +35,18 @@ def check_range(operator: str, name: str, indices: Tensor, count: int) -> None:
         )
 
 
-def check_pages(page_table: Tensor, lengths: Tensor, pages: int, page: int) -> None:
-    """Refuse an entry in use that is no page."""
-    if not _readable(page_table):
+def check_pages(
+    page_table: Tensor, lengths: Tensor, pages: int, page: int, window: int | None
+) -> None:
+    """Refuse a length beyond the table, and an entry in use that is no page."""
+    if not (_readable(page_table) and _readable(lengths)):
         return
+    check_range("decode_attention", "lengths", lengths, page_table.shape[1] * page + 1)
     starts = torch.arange(page_table.shape[1]) * page
-    used = page_table[starts < lengths[:, None]]
-    check_range("decode_attention", "page_table", used, pages)
+    used = starts < lengths[:, None]
+    if window is not None:
+        used &= starts + page > lengths[:, None] - window
+    check_range("decode_attention", "page_table", page_table[used], pages)
 
 
 def check_counts(counts: Tensor, rows: int) -> None:

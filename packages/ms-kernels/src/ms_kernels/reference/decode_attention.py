@@ -22,16 +22,24 @@ def decode_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return ``softmax(q kᵀ · scale) v`` over each sequence's own positions, in float32."""
+    """Return ``softmax(q kᵀ · scale) v`` over each sequence's own positions, in float32.
+
+    A sequence whose length or page does not exist reads nothing of it, and its result is NaN.
+    """
     batch, heads, width = q.shape
-    page, groups = key_pages.shape[1:3]
+    count, page, groups = key_pages.shape[:3]
     wide = accumulator(q.dtype)
     place = torch.arange(page_table.shape[1] * page, device=q.device)
     seen = place < lengths[:, None]  # (B, N * page)
     if window is not None:
         seen = seen & (place >= lengths[:, None] - window)
-    # What lies past a sequence's end is never looked up: any number may stand there.
-    used = page_table.masked_fill(place[::page] >= lengths[:, None], 0).to(torch.int64)
+    # What holds no position that is seen is never looked up: any number may stand there.
+    held = seen.view(batch, page_table.shape[1], page).any(-1)
+    used = page_table.masked_fill(~held, 0).to(torch.int64)
+    # Indexing would take a negative page from the end, and stop an accelerator for one too large.
+    missing = (used < 0) | (used >= count)
+    wrong = missing.any(1) | (lengths < 0) | (lengths > len(place))
+    used = used.masked_fill(missing, 0)
     keys, values = (
         pages[used].flatten(1, 2).to(wide).movedim(1, 2)  # (B, Hk, N * page, D)
         for pages in (key_pages, value_pages)
@@ -42,7 +50,8 @@ def decode_attention(
     # A sequence of no positions has no shares (0 / 0), and garbage times 0 must not be NaN.
     shares = shares.masked_fill(~seen[:, None, None], 0)
     values = values.masked_fill(~seen[:, None, :, None], 0)
-    return (shares @ values).reshape(batch, heads, width).to(q.dtype)
+    result = (shares @ values).reshape(batch, heads, width)
+    return result.masked_fill(wrong[:, None, None], torch.nan).to(q.dtype)
 
 
 def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -42,14 +42,15 @@ def _forward(
     totals = q.new_empty((batch, heads, parts, width), dtype=torch.float32)
     tops, norms = totals.new_empty((2, batch, heads, parts))
     factor = (width**-0.5 if scale is None else scale) * LOG2_E
+    reach = min(window or 0, positions)  # 32 bits wide in the kernel
     launch(
         "decode_attention.decode_parts",
         batch * groups * parts,
         q,
         *(q, keys, values, table, lengths.contiguous(), totals, tops, norms),
-        *(heads, heads // groups, width, page, parts, part),
+        *(heads, heads // groups, width, page, len(keys), positions, parts, part),
         *(*q.stride()[:2], *keys.stride()[:3], *values.stride()[:3]),
-        *(table.stride(0), factor, window or 0),
+        *(table.stride(0), factor, reach),
         WINDOW=window is not None,
         **constants,
     )

@@ -38,18 +38,20 @@ def _sum(operator: str, rows: Tensor, places: Tensor, weights: Tensor | None, ou
         len(places) * blocks(rows.shape[1], constants["BLOCK"]),
         rows,
         *(rows, places.contiguous(), rows if weights is None else weights.contiguous(), out),
-        *(places.shape[1], rows.shape[1], rows.stride(0)),
+        *(len(rows), places.shape[1], rows.shape[1], rows.stride(0)),
         WEIGHTED=weights is not None,
         **constants,
     )
 
 
 def _permute(x: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows, counts, _ = _permute_fake(x, experts, count)
+    rows = _permute_fake(x, experts, count)[0]
+    # A choice that is no expert is counted by none and comes last: `grouped_matmul` makes it NaN.
     flat = experts.reshape(-1).to(torch.int64)
+    flat = flat.masked_fill((flat < 0) | (flat >= count), count)
     order = flat.argsort(stable=True)
     _gather(with_unit_stride(x), order, experts.shape[1], rows)
-    counts = torch.zeros_like(counts).scatter_add_(0, flat, torch.ones_like(flat))
+    counts = flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))[:count]
     # The inverse of a permutation is written, not sorted for.
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
@@ -119,7 +121,7 @@ def _unpermute_backward(
         places.numel(),
         rows,
         *(grad, rows, places.contiguous(), grad if weights is None else weights),
-        *(grad_rows, grad_weights, places.shape[1], rows.shape[1]),
+        *(grad_rows, grad_weights, len(rows), places.shape[1], rows.shape[1]),
         *(grad.stride(0), rows.stride(0)),
         WEIGHTED=weights is not None,
         **_walk("unpermute_tokens", "spread_choice", rows),
@@ -176,7 +178,7 @@ def _multiply_backward(
         constants = configuration.fixed("grouped_matmul", "grouped_weights", place)
         experts, width, out_width = weights.shape
         tiles = experts * blocks(width, constants["BK"]) * blocks(out_width, constants["BN"])
-        sizes = (width, out_width, x.stride(0), grad.stride(0))
+        sizes = (len(x), width, out_width, x.stride(0), grad.stride(0))
         launch(
             "experts.grouped_weights", tiles, x, x, grad, ends, grad_weights, *sizes, **constants
         )

@@ -24,6 +24,8 @@ def decode_parts(
     group,
     width,
     page,
+    pages,
+    positions,
     parts,
     part_positions,
     q_stride,
@@ -45,6 +47,8 @@ def decode_parts(
     """Attend from one group of query heads to `part_positions` positions of one sequence.
 
     PART is (batch, heads, parts, width) float32, not yet divided by NORM (batch, heads, parts).
+    Neither a page outside of 0 to `pages` - 1 nor a table beyond `positions` is read: where one is
+    asked for, NORM is NaN, and so is the result.
     """
     tile = first + tl.program_id(0)
     part = tile % parts
@@ -56,13 +60,15 @@ def decode_parts(
     head = key_head * group + member
     inside = (member < group) & (feature < width)
     q = tl.load(Q + batch * q_stride + head * q_head_stride + feature, mask=inside, other=0.0)
-    length = tl.load(LENGTHS + batch)
+    asked = tl.load(LENGTHS + batch)
+    length = tl.minimum(tl.maximum(asked, 0), positions)
     low = part * part_positions
     high = tl.minimum(low + part_positions, length)
     if WINDOW:
         low = tl.maximum(low, (length - window) // BN * BN)
     total = tl.zeros([GROUP, BD], tl.float32)
     norm = tl.zeros([GROUP], tl.float32)
+    norm = tl.where(asked == length, norm, float("nan"))
     top = tl.full([GROUP], _LOWEST, tl.float32)
     for start in range(low, high, BN):
         place = start + tl.arange(0, BN)
@@ -70,6 +76,9 @@ def decode_parts(
         if WINDOW:
             seen = seen & (place >= length - window)
         at = tl.load(TABLE + batch * table_stride + place // page, mask=seen, other=0)
+        missing = seen & ((at < 0) | (at >= pages))
+        norm = tl.where(tl.max(missing.to(tl.int32), 0) > 0, float("nan"), norm)
+        seen = seen & (at >= 0) & (at < pages)
         at = at.to(tl.int64)[:, None]
         slot = (place % page).to(tl.int64)[:, None]
         read = seen[:, None] & (feature < width)
@@ -106,7 +115,7 @@ def decode_join(
     PARTS: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Put the parts of one head together; a sequence of no positions gives 0."""
+    """Put the parts of one head together: 0 for no positions, NaN where a NORM is NaN."""
     row = (first + tl.program_id(0)).to(tl.int64)
     part = tl.arange(0, PARTS)
     feature = tl.arange(0, BD)[None, :]
@@ -118,5 +127,5 @@ def decode_join(
     at = PART + (row * parts + part[:, None]) * width + feature
     totals = tl.load(at, mask=inside, other=0.0)
     total = tl.sum(totals * shares[:, None], 0)[None, :]
-    result = tl.where(norm > 0, total / tl.where(norm > 0, norm, 1.0), 0.0)
+    result = tl.where(norm == 0, 0.0, total / tl.where(norm == 0, 1.0, norm))
     tl.store(OUT + row * width + feature, result.to(OUT.dtype.element_ty), mask=feature < width)

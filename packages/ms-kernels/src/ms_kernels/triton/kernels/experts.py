@@ -18,9 +18,22 @@ def gather_rows(first, X, ORDER, OUT, rows, choices, width, stride, BLOCK: tl.co
 
 @triton.jit(do_not_specialize=["first"])
 def sum_choices(
-    first, X, PLACES, W, OUT, choices, width, stride, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+    first,
+    X,
+    PLACES,
+    W,
+    OUT,
+    rows,
+    choices,
+    width,
+    stride,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Write BLOCK columns of OUT[t] = Σ_c W[t, c] · X[PLACES[t, c]]."""
+    """Write BLOCK columns of OUT[t] = Σ_c W[t, c] · X[PLACES[t, c]].
+
+    A place that is none of the `rows` of X is not read, and makes OUT[t] NaN.
+    """
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(width, BLOCK)
     token = (tile // blocks).to(tl.int64)
@@ -28,7 +41,8 @@ def sum_choices(
     total = tl.zeros([BLOCK], tl.float32)
     for choice in range(choices):
         place = tl.load(PLACES + token * choices + choice).to(tl.int64)
-        x = tl.load(X + place * stride + column, mask=column < width, other=0.0).to(tl.float32)
+        read = column < tl.where((place >= 0) & (place < rows), width, 0)
+        x = tl.load(X + place * stride + column, mask=read, other=float("nan")).to(tl.float32)
         if WEIGHTED:
             x *= tl.load(W + token * choices + choice).to(tl.float32)
         total += x
@@ -44,6 +58,7 @@ def spread_choice(
     W,
     DX,
     DW,
+    rows,
     choices,
     width,
     dy_stride,
@@ -51,10 +66,14 @@ def spread_choice(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write row PLACES[t, c] of DX, which each choice owns alone, and DW[t, c] = ⟨DY[t], X⟩."""
+    """Write row PLACES[t, c] of DX, which each choice owns alone, and DW[t, c] = ⟨DY[t], X⟩.
+
+    A place that is none of the `rows` is neither written nor read, and makes DW[t, c] NaN.
+    """
     choice = (first + tl.program_id(0)).to(tl.int64)
     token = choice // choices
     place = tl.load(PLACES + choice).to(tl.int64)
+    fits = (place >= 0) & (place < rows)
     weight = 1.0
     if WEIGHTED:
         weight = tl.load(W + choice).to(tl.float32)
@@ -64,12 +83,14 @@ def spread_choice(
         inside = column < width
         g = tl.load(DY + token * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
         dx = (g * weight).to(DX.dtype.element_ty)
-        tl.store(DX + place * width + column, dx, mask=inside)
+        own = column < tl.where(fits, width, 0)
+        tl.store(DX + place * width + column, dx, mask=own)
         if WEIGHTED:
-            x = tl.load(X + place * stride + column, mask=inside, other=0.0).to(tl.float32)
+            x = tl.load(X + place * stride + column, mask=own, other=0.0).to(tl.float32)
             along += g * x
     if WEIGHTED:
-        tl.store(DW + choice, tl.sum(along, 0).to(DW.dtype.element_ty))
+        slope = tl.where(fits, tl.sum(along, 0), float("nan"))
+        tl.store(DW + choice, slope.to(DW.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -95,17 +116,20 @@ def grouped_rows(
     """Write up to BM rows, of one expert, and BN columns of OUT = X[rows] @ W[expert].
 
     ENDS (experts,) says where each expert's rows end. Blocks of rows are counted expert by
-    expert, so that none holds rows of two; there are at most rows / BM + experts of them.
+    expert, so that none holds rows of two; there are at most rows / BM + experts of them. Rows
+    that no expert has, since counts are too few, are NaN; those beyond `rows` are not touched.
     """
     tile = first + tl.program_id(0)
     columns = tl.cdiv(out_width, BN)
     block = tile // columns
     each = tl.arange(0, EXPERTS)
     ends = tl.load(ENDS + each, mask=each < experts, other=0)
+    ends = tl.minimum(tl.maximum(ends, 0), rows)
     # triton-ascend takes no address before the first, even where the mask forbids it.
     before = ENDS + tl.maximum(each - 1, 0)
     starts = tl.load(before, mask=(each < experts) & (each > 0), other=0)
-    blocks = (ends - starts + BM - 1) // BM
+    starts = tl.minimum(tl.maximum(starts, 0), rows)
+    blocks = (tl.maximum(ends - starts, 0) + BM - 1) // BM
     last = tl.cumsum(blocks, 0)
     # The expert whose blocks come to an end after this one.
     expert = tl.sum(tl.where((last <= block) & (each < experts), 1, 0), 0)
@@ -130,6 +154,13 @@ def grouped_rows(
         at = OUT + row * out_width + column
         inside = (row < end) & (column < out_width)
         tl.store(at, total.to(OUT.dtype.element_ty), mask=inside)
+    else:
+        # The blocks to spare suffice: what experts leave is as much less than they take.
+        left = tl.max(ends, 0) + (block.to(tl.int64) - tl.max(last, 0)) * BM
+        left = left + tl.arange(0, BM)[:, None]
+        column = (tile % columns) * BN + tl.arange(0, BN)[None, :]
+        nan = tl.full([BM, BN], float("nan"), OUT.dtype.element_ty)
+        tl.store(OUT + left * out_width + column, nan, mask=(left < rows) & (column < out_width))
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -139,6 +170,7 @@ def grouped_weights(
     DY,
     ENDS,
     DW,
+    rows,
     width,
     out_width,
     x_stride,
@@ -154,8 +186,9 @@ def grouped_weights(
     expert = tile // across
     inner = (tile % across // columns) * BK + tl.arange(0, BK)
     column = (tile % columns) * BN + tl.arange(0, BN)
-    end = tl.load(ENDS + expert)
-    start = tl.load(ENDS + expert - 1, mask=expert > 0, other=0)
+    end = tl.minimum(tl.load(ENDS + expert), rows)
+    start = tl.load(ENDS + tl.maximum(expert - 1, 0), mask=expert > 0, other=0)
+    start = tl.maximum(start, 0)
     total = tl.zeros([BK, BN], tl.float32)
     for offset in range(start, end, BM):
         row = (offset + tl.arange(0, BM)).to(tl.int64)[:, None]
