@@ -1,10 +1,12 @@
 """What does not fit is refused in a line that names operator, argument, what it got, what fits."""
 
+import math
+
 import pytest
 import torch
 
 import ms_kernels
-from ms_kernels import ArgumentError, BackendError, KernelError
+from ms_kernels import ArgumentError, BackendError, KernelError, packed_weights
 from ms_kernels.dispatch import CONTRACTS
 
 
@@ -175,3 +177,74 @@ def test_the_mean_over_no_target_is_zero_and_so_are_its_gradients(backend, rows)
     assert [each.item() for each in losses] == [0, 0]
     assert not logits.grad.any()
     assert not weight.grad.any()
+
+
+class Hostile:
+    """An object that cannot even be written down."""
+
+    def __repr__(self):
+        raise RuntimeError("no")
+
+
+NO_NUMBERS = [
+    *(math.nan, math.inf, -math.inf, 10**400, -(10**400), 10**5000, 1e39, 10**39, 1j, b"1", "1"),
+    *([], {}, (1, 2, 3), (0.9, math.nan), (10**400, 0.9), (True, 0.9), Hostile(), torch.ones(2)),
+]
+NO_NUMBERS_OR_BOOLS = [*NO_NUMBERS, True, False]
+OPTIONS = [(name, option) for name, each in CONTRACTS.items() for option in each.options]
+
+
+@pytest.mark.parametrize(("operator", "option"), OPTIONS, ids=lambda it: getattr(it, "name", it))
+def test_no_option_takes_what_is_no_finite_number_or_word(operator, option):
+    """Each is refused in one short line, and before a backend is asked."""
+    wrong = NO_NUMBERS if isinstance(option.default, bool) else NO_NUMBERS_OR_BOOLS
+    for value in wrong:
+        with pytest.raises(ArgumentError) as caught:
+            call_with(operator, **{option.name: value})
+        assert caught.value.argument == option.name
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 300
+
+
+def test_a_number_that_was_good_does_not_excuse_another_type_of_the_same_value():
+    """1, 1.0 and True are one key of a dictionary, and not one option."""
+    q = torch.randn(1, 4, 2, 8)
+    ms_kernels.attention(q, q, q, window=1, causal=True)
+    for wrong in ({"window": 1.0}, {"window": True}, {"causal": 1}):
+        with pytest.raises(ArgumentError):
+            ms_kernels.attention(q, q, q, **{"window": 1, "causal": True, **wrong})
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS_OR_BOOLS, ids=lambda it: type(it).__name__)
+def test_tables_scalings_and_packed_weights_take_finite_numbers_alone(value):
+    """Wherever a plain number is taken, beside the operators' options."""
+    positions, codes = torch.arange(4), torch.ones(2, 4, dtype=torch.uint8)
+    scales = torch.ones(2, 1)
+    for attempt in (
+        lambda: ms_kernels.rotary_table(positions, width=value),
+        lambda: ms_kernels.rotary_table(positions, width=4, base=value),
+        lambda: ms_kernels.LinearScaling(factor=value),
+        lambda: ms_kernels.Llama3Scaling(factor=value),
+        lambda: ms_kernels.Llama3Scaling(slow_turns=value),
+        lambda: ms_kernels.Llama3Scaling(fast_turns=value),
+        lambda: ms_kernels.Llama3Scaling(original_length=value),
+        lambda: ms_kernels.YarnScaling(factor=value, original_length=64),
+        lambda: ms_kernels.YarnScaling(factor=2.0, original_length=value),
+        lambda: ms_kernels.YarnScaling(factor=2.0, original_length=64, attention_factor=value),
+        lambda: packed_weights.pack_codes(codes, bits=value),
+        lambda: packed_weights.unpack_codes(codes, bits=value),
+        lambda: packed_weights.quantize(scales, bits=4, group_size=value),
+        lambda: packed_weights.dequantize(codes, scales, bits=8, group_size=value),
+        lambda: packed_weights.dequantize(codes, scales, bits=value, group_size=4),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            attempt()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [[0, 0, 1, 2], [0, 1, 2, 4], [0, 1, 2, -1]])
+def test_places_that_are_no_permutation_are_refused_on_the_cpu(wrong):
+    """A row named twice would have two gradients, and another none."""
+    places = torch.tensor(wrong).view(2, 2)
+    with pytest.raises(ArgumentError, match="unpermute_tokens: places is"):
+        ms_kernels.unpermute_tokens(torch.randn(4, 3), places)

@@ -11,7 +11,7 @@ import torch
 
 from ms_kernels.contract import FLOATING, Contract, describe
 from ms_kernels.dispatch import BACKENDS, CONTRACTS
-from ms_kernels.errors import ArgumentError, BackendError
+from ms_kernels.errors import ArgumentError, BackendError, shown
 
 __all__ = [
     "check_backends", "contract_of", "device_of", "dtype_of", "present", "read_details",
@@ -47,9 +47,10 @@ def read_details(
     for detail in details:
         name, _, text = detail.partition("=")
         if name in contract.example and text.isdecimal():
-            sizes[name] = int(text)
+            # Python makes no number of more than 4,300 digits.
+            sizes[name] = int(text) if len(text) <= len(str(MOST)) else MOST + 1
             if sizes[name] > MOST:
-                raise ArgumentError(contract.name, name, text, f"up to {MOST}")
+                raise ArgumentError(contract.name, name, shown(text), f"up to {MOST}")
         elif name in known and text:
             settings[name] = _value(text)
         elif name in spare and not text:
@@ -58,14 +59,14 @@ def read_details(
             sizes_fit = ", ".join(f"{each}=SIZE" for each in contract.example)
             options_fit = ", ".join([f"{each}=VALUE" for each in known] + spare)
             fits = f"one of {sizes_fit}{', ' if options_fit else ''}{options_fit}"
-            raise ArgumentError(contract.name, detail, "not understood", fits)
+            raise ArgumentError(contract.name, shown(detail), "not understood", fits)
     return sizes, settings, wanted
 
 
 def _value(text: str) -> object:
     try:
         value: object = ast.literal_eval(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return text
     return value
 

@@ -13,7 +13,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from ms_kernels.errors import ArgumentError
+from ms_kernels.errors import ArgumentError, shown
 
 __all__ = [
     "ACCUMULATED",
@@ -239,7 +239,7 @@ class Contract:
             ArgumentError: naming the option, its value and what fits.
         """
         if not option.holds(value):
-            raise ArgumentError(self.name, option.name, repr(value), option.fits)
+            raise ArgumentError(self.name, option.name, shown(value), option.fits)
 
     def bind(self, call: Call) -> dict[str, int]:
         """Check `call` and return the size of each symbol.
@@ -308,7 +308,7 @@ class Contract:
 
     def _got(self, culprit: str, call: Call, options: Mapping[str, Any]) -> str:
         if culprit in options:
-            return repr(options[culprit])
+            return shown(options[culprit])
         for argument, fact in zip(self.arguments, call.facts, strict=True):
             if argument.name == culprit and fact is not None:
                 return f"of shape {describe(fact.shape)}"

@@ -100,6 +100,7 @@ def implementation(
             contract.name,
             _preferred.get(),
             steady,
+            *map(type, steady),  # 1, 1.0 and True are one key, and not one value
             *[
                 tensor
                 if tensor is None

@@ -1,6 +1,20 @@
 """Every error this package raises on purpose; each is also the builtin that fits."""
 
-__all__ = ["ArgumentError", "BackendError", "KernelError", "TableError"]
+__all__ = ["ArgumentError", "BackendError", "KernelError", "TableError", "shown"]
+
+SHOWN_CHARACTERS = 80
+"""Of a value that a message tells."""
+
+
+def shown(value: object) -> str:
+    """Write a value as a message may hold it: in one line, and not endless."""
+    if isinstance(value, int) and value.bit_length() > 4 * SHOWN_CHARACTERS:
+        return f"a whole number of {value.bit_length()} bits"  # Python writes none of 4,300 digits
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # an argument's own mistake must not hide that it does not fit
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
 
 
 class KernelError(Exception):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ms_kernels.errors import ArgumentError
 
-__all__ = ["check_classes", "check_counts", "check_pages", "check_range"]
+__all__ = ["check_classes", "check_counts", "check_pages", "check_places", "check_range"]
 
 
 def check_classes(
@@ -45,8 +45,21 @@ def check_pages(
     starts = torch.arange(page_table.shape[1]) * page
     used = starts < lengths[:, None]
     if window is not None:
-        used &= starts + page > lengths[:, None] - window
+        reach = min(window, page_table.shape[1] * page)  # lengths are of 32 bits
+        used &= starts + page > lengths[:, None] - reach
     check_range("decode_attention", "page_table", page_table[used], pages)
+
+
+def check_places(places: Tensor, rows: int) -> None:
+    """Refuse a place that is no row, and a row that two places name."""
+    if not _readable(places):
+        return
+    check_range("unpermute_tokens", "places", places, rows)
+    named = torch.bincount(places.reshape(-1), minlength=rows)
+    twice = (named > 1).nonzero()
+    if twice.numel():
+        got = f"{twice[0].item()} more than once"
+        raise ArgumentError("unpermute_tokens", "places", got, "each row once")
 
 
 def check_counts(counts: Tensor, rows: int) -> None:

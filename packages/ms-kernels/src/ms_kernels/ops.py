@@ -5,8 +5,11 @@ their result once. `B` is the batch, `S` positions, `H` the width of the model, 
 `V` classes, `...` any leading dims. Any strides will do. Rows may be none; widths may not be 0.
 
 Every operator raises `ArgumentError` when an argument does not fit, and `BackendError` when no
-backend that `use_backend` allows takes the call. Class indices alone are data: on the CPU one out
-of range raises `ArgumentError` too; an accelerator reports it as it reports any bad index.
+backend that `use_backend` allows takes the call. Indices are data: on the CPU one out of range
+raises `ArgumentError` too. An accelerator is not waited for to look: no kernel of ours reads or
+writes what such an index names, and what depends on it is NaN; torch's own operators, which the
+reference is made of there, stop the device instead. Nothing is looked at while torch.compile
+traces.
 """
 
 from functools import partial
@@ -18,7 +21,7 @@ from torch import Tensor
 from ms_kernels.contract import Contract
 from ms_kernels.dispatch import CONTRACTS, describe_call, implementation
 from ms_kernels.errors import ArgumentError
-from ms_kernels.indices import check_classes, check_counts, check_pages, check_range
+from ms_kernels.indices import check_classes, check_counts, check_pages, check_places, check_range
 from ms_kernels.overlaps import check_overlaps
 from ms_kernels.split_rows import is_split, permuted, rows_mapped, rows_reduced
 
@@ -388,7 +391,8 @@ def permute_tokens(x: Tensor, experts: Tensor, *, count: int) -> tuple[Tensor, T
 
     Args:
         x: (T, H).
-        experts: (T, C) int64 or int32, from 0 to count - 1.
+        experts: (T, C) int64 or int32, from 0 to count - 1. One out of range raises on the CPU; in
+            kernels on an accelerator its row comes last and is counted for no expert.
         count: how many experts there are.
 
     Returns:
@@ -418,18 +422,17 @@ def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None
 
     Args:
         rows: (T·C, H).
-        places: (T, C) int64 or int32, as `permute_tokens` gives them: each row once.
+        places: (T, C) int64 or int32, as `permute_tokens` gives them: each row once, which the CPU
+            holds. On an accelerator a token with a place out of range is NaN, and of a row that no
+            place or several name the gradient is not defined.
         weights: (T, C), a floating dtype; 1 if None.
 
     Returns:
         (T, H), dtype of rows.
     """
     run = implementation(_UNPERMUTE_TOKENS, (rows, places, weights), ())
-    try:
-        result: Tensor = run(rows, places, weights)
-    except (IndexError, RuntimeError):
-        check_range("unpermute_tokens", "places", places, rows.shape[0])
-        raise
+    check_places(places, rows.shape[0])
+    result: Tensor = run(rows, places, weights)
     return result
 
 
@@ -439,7 +442,8 @@ def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     Args:
         x: (T, K), the rows of expert 0 first.
         weights: (E, K, N), dtype of x.
-        counts: (E,) int64 or int32, how many rows each expert has, 0 allowed; their sum is T.
+        counts: (E,) int64 or int32, how many rows each expert has, 0 allowed; their sum is T, which
+            the CPU holds. In kernels on an accelerator a row beyond their sum is NaN.
 
     Returns:
         (T, N), dtype of x.
@@ -507,7 +511,8 @@ def adamw_step(
         weight_decay: share of the weights, times the learning rate, that is taken away.
 
     Each tensor has memory of its own: two that share a byte are refused, on every device; while
-    torch.compile traces, only one that is given twice. DTensors that are split alike are stepped in place, each process its own part.
+    torch.compile traces, only one that is given twice. DTensors that are split alike are stepped in
+    place, each process its own part.
     """
     tensors = _own_parts("adamw_step", _ADAMW_STEP, (weights, gradient, mean, square))
     options = (step, learning_rate, betas, eps, weight_decay)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ms_kernels.contract import FLOATING, accumulator, describe
-from ms_kernels.errors import ArgumentError
+from ms_kernels.errors import ArgumentError, shown
+from ms_kernels.values import is_whole
 
 __all__ = ["dequantize", "pack_codes", "quantize", "unpack_codes"]
 
@@ -78,9 +79,9 @@ def quantize(
     if weight.ndim != 2 or weight.dtype not in FLOATING:
         got = f"{describe(weight.dtype)} of shape {describe(weight.shape)}"
         raise ArgumentError("quantize", "weight", got, "floating, of shape (N, K)")
-    if group_size < 1 or weight.shape[1] % group_size:
+    if not is_whole(group_size, 1) or weight.shape[1] % group_size:
         fits = f"a divisor of {weight.shape[1]}, the weight's second size"
-        raise ArgumentError("quantize", "group_size", str(group_size), fits)
+        raise ArgumentError("quantize", "group_size", shown(group_size), fits)
     groups = weight.detach().to(torch.float32)
     groups = groups.reshape(len(weight), weight.shape[1] // group_size, group_size)
     top = 2**bits - 1
@@ -110,8 +111,14 @@ def dequantize(
         group_size: how many weights of a row share a scale.
 
     Raises:
-        ArgumentError: when `bits` is neither 4 nor 8 or `packed` is no uint8 matrix.
+        ArgumentError: when `bits` is neither 4 nor 8, `packed` is no uint8 matrix, or `group_size`
+            does not lead from its features to the scales.
     """
+    _check_bits("dequantize", bits)
+    features = packed.shape[-1] * 8 // bits
+    if not is_whole(group_size, 1) or scales.shape[-1] * group_size != features:
+        fits = f"the {features} features of a row over the {scales.shape[-1]} scales"
+        raise ArgumentError("dequantize", "group_size", shown(group_size), fits)
     wide = accumulator(scales.dtype)
     scales = scales.to(wide).unsqueeze(-1)
     middle = 2 ** (bits - 1) if zeros is None else zeros.to(wide).unsqueeze(-1)
@@ -122,5 +129,5 @@ def dequantize(
 
 
 def _check_bits(operator: str, bits: int) -> None:
-    if bits not in (4, 8):
-        raise ArgumentError(operator, "bits", repr(bits), "4 or 8")
+    if not is_whole(bits) or bits not in (4, 8):
+        raise ArgumentError(operator, "bits", shown(bits), "4 or 8")

@@ -5,17 +5,35 @@ Frequencies and angles are float32, as in the models that were trained with them
 """
 
 import math
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
-from attrs import field, frozen
-from attrs.validators import ge, gt
+from attrs import Attribute, field, frozen
 from torch import Tensor
 
 from ms_kernels.contract import describe
-from ms_kernels.errors import ArgumentError
+from ms_kernels.errors import ArgumentError, shown
+from ms_kernels.values import LARGEST, SMALLEST, is_number, is_whole
 
 __all__ = ["LinearScaling", "Llama3Scaling", "RotaryScaling", "YarnScaling", "rotary_table"]
+
+
+def _number(
+    *, least: float, whole: bool = False, optional: bool = False
+) -> Callable[[Any, "Attribute[Any]", Any], None]:
+    """Return a validator of a field: a finite number, or a whole one, of at least `least`."""
+
+    def check(owner: Any, attribute: "Attribute[Any]", value: Any) -> None:
+        if optional and value is None:
+            return
+        kind = "whole" if whole else "finite"
+        holds = is_whole(value, int(least)) if whole else is_number(value, least)
+        if not holds:
+            fits = f"a {kind} number, {least:g} or more{', or None' if optional else ''}"
+            raise ArgumentError(type(owner).__name__, attribute.name, shown(value), fits)
+
+    return check
 
 
 class RotaryScaling(Protocol):
@@ -30,7 +48,7 @@ class RotaryScaling(Protocol):
 class LinearScaling:
     """Every pair turns `factor` times slower (arXiv 2306.15595)."""
 
-    factor: float = field(validator=ge(1))
+    factor: float = field(validator=_number(least=1))
     """The new length over the one trained on."""
 
     def scale(self, frequencies: Tensor, base: float) -> tuple[Tensor, float]:
@@ -46,13 +64,13 @@ class Llama3Scaling:
     fast when it turns more than `fast_turns` times.
     """
 
-    factor: float = field(default=8.0, validator=ge(1))
+    factor: float = field(default=8.0, validator=_number(least=1))
     """The new length over the one trained on."""
-    slow_turns: float = field(default=1.0, validator=gt(0))
+    slow_turns: float = field(default=1.0, validator=_number(least=SMALLEST))
     """Llama's low_freq_factor."""
-    fast_turns: float = field(default=4.0, validator=gt(0))
+    fast_turns: float = field(default=4.0, validator=_number(least=SMALLEST))
     """Llama's high_freq_factor; above `slow_turns`."""
-    original_length: int = field(default=8192, validator=ge(1))
+    original_length: int = field(default=8192, validator=_number(least=1, whole=True))
     """Positions trained on."""
 
     def __attrs_post_init__(self) -> None:
@@ -72,15 +90,17 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN: a blend by pair, and sharper attention (arXiv 2309.00071)."""
 
-    factor: float = field(validator=ge(1))
+    factor: float = field(validator=_number(least=1))
     """The new length over the one trained on."""
-    original_length: int = field(validator=ge(1))
+    original_length: int = field(validator=_number(least=1, whole=True))
     """Positions trained on."""
-    fast_turns: float = field(default=32.0, validator=gt(0))
+    fast_turns: float = field(default=32.0, validator=_number(least=SMALLEST))
     """Pairs that turn at least as often within `original_length` stay as they are; beta_fast."""
-    slow_turns: float = field(default=1.0, validator=gt(0))
+    slow_turns: float = field(default=1.0, validator=_number(least=SMALLEST))
     """Pairs that turn at most as often are slowed down by `factor`; beta_slow."""
-    attention_factor: float | None = None
+    attention_factor: float | None = field(
+        default=None, validator=_number(least=SMALLEST, optional=True)
+    )
     """Factor of cosines and sines; ``0.1 ln(factor) + 1`` if None."""
     whole_pairs: bool = True
     """Whether the limits of the blend are rounded outward to whole pairs; truncate."""
@@ -136,10 +156,12 @@ def rotary_table(
     if positions.ndim not in (1, 2):
         got = f"of shape {describe(positions.shape)}"
         raise ArgumentError("rotary_table", "positions", got, "of shape (C, S) or (S,)")
-    if width < 2 or width % 2:
-        raise ArgumentError("rotary_table", "width", str(width), "an even number, 2 or more")
-    if not base > 1:
-        raise ArgumentError("rotary_table", "base", str(base), "above 1")
+    if not is_whole(width, 2, 2**31 - 1) or width % 2:
+        fits = "an even number, 2 or more"
+        raise ArgumentError("rotary_table", "width", shown(width), fits)
+    if not is_number(base, 1) or base == 1:
+        fits = f"a number above 1, up to {LARGEST:g}"
+        raise ArgumentError("rotary_table", "base", shown(base), fits)
     steps = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width
     frequencies, factor = 1.0 / base**steps, 1.0
     if scaling is not None:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ms_kernels.contract import ACCUMULATED, FLOATING, Argument, Contract, Dims, Option, Work
 from ms_kernels.reference.tolerance import GRADIENTS, RESULTS
+from ms_kernels.values import is_number, is_whole
 
 __all__ = ["CONTRACT", "adamw_step"]
 
@@ -41,16 +42,12 @@ def _squares(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> 
     return torch.rand(shape, generator=generator, dtype=torch.float64)
 
 
-def _share(value: object) -> bool:
-    return isinstance(value, float | int) and 0 <= value < 1
-
-
 def _number(name: str, default: float, trials: tuple[float, ...] = ()) -> Option:
     return Option(
         name=name,
         default=default,
-        holds=lambda value: isinstance(value, float | int) and value >= 0,
-        fits="a number, 0 or more",
+        holds=lambda value: is_number(value, 0),
+        fits="a number, 0 or more, finite in float32",
         trials=trials,
         changing=name == "learning_rate",
     )
@@ -77,7 +74,7 @@ CONTRACT = Contract(
         Option(
             name="step",
             default=1,
-            holds=lambda value: isinstance(value, int) and value >= 1,
+            holds=lambda value: is_whole(value, 1),
             fits="a whole number, 1 at the first step",
             trials=(1000,),
             changing=True,
@@ -87,7 +84,9 @@ CONTRACT = Contract(
             name="betas",
             default=(0.9, 0.999),
             holds=lambda value: (
-                isinstance(value, tuple) and len(value) == 2 and all(map(_share, value))
+                isinstance(value, tuple)
+                and len(value) == 2
+                and all(is_number(each, 0, below=1) for each in value)
             ),
             fits="a tuple of two numbers, each at least 0 and below 1",
             trials=((0.5, 0.95), (0.0, 0.0)),

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ms_kernels.contract import Argument, Contract, Dims, Option, Work, accumulator
-from ms_kernels.reference.options import scale_option, window_option
+from ms_kernels.contract import Argument, Contract, Dims, Work, accumulator
+from ms_kernels.reference.options import flag, scale_option, window_option
 from ms_kernels.reference.tolerance import ATTENTION_GRADIENTS, ATTENTION_RESULTS
 
 __all__ = ["CONTRACT", "attention", "visible"]
@@ -109,13 +109,7 @@ CONTRACT = Contract(
         ),
     ),
     options=(
-        Option(
-            name="causal",
-            default=True,
-            holds=lambda value: isinstance(value, bool),
-            fits="True or False",
-            trials=(False,),
-        ),
+        flag("causal", default=True),
         window_option,
         scale_option,
     ),

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from ms_kernels.contract import Argument, Contract, Dims, Option, Work, accumulator
+from ms_kernels.reference.options import ignore_index_option
 from ms_kernels.reference.tolerance import GRADIENTS, RESULTS
+from ms_kernels.values import is_number, one_of
 
 __all__ = ["CONTRACT", "LOSS_OPTIONS", "classes", "counted_of", "cross_entropy", "reduce"]
 
@@ -70,30 +72,25 @@ def _backward(dims: Dims, itemsize: int) -> Work:
 
 
 LOSS_OPTIONS = (
-    Option(
-        name="ignore_index",
-        default=-100,
-        holds=lambda value: isinstance(value, int),
-        fits="a whole number",
-    ),
+    ignore_index_option,
     Option(
         name="label_smoothing",
         default=0.0,
-        holds=lambda value: isinstance(value, float | int) and 0 <= value < 1,
+        holds=lambda value: is_number(value, 0, below=1),
         fits="a number, at least 0 and below 1",
         trials=(0.1,),
     ),
     Option(
         name="z_loss",
         default=0.0,
-        holds=lambda value: isinstance(value, float | int) and value >= 0,
-        fits="a number, 0 or more",
+        holds=lambda value: is_number(value, 0),
+        fits="a number, 0 or more, finite in float32",
         trials=(1e-2,),
     ),
     Option(
         name="reduction",
         default="mean",
-        holds=lambda value: value in ("mean", "sum", "none"),
+        holds=one_of("mean", "sum", "none"),
         fits="'mean', 'sum' or 'none'",
         trials=("sum", "none"),
     ),

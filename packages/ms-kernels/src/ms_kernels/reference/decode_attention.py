@@ -32,7 +32,7 @@ def decode_attention(
     place = torch.arange(page_table.shape[1] * page, device=q.device)
     seen = place < lengths[:, None]  # (B, N * page)
     if window is not None:
-        seen = seen & (place >= lengths[:, None] - window)
+        seen = seen & (place >= lengths[:, None] - min(window, len(place)))
     # What holds no position that is seen is never looked up: any number may stand there.
     held = seen.view(batch, page_table.shape[1], page).any(-1)
     used = page_table.masked_fill(~held, 0).to(torch.int64)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ms_kernels.contract import Argument, Contract, Dims, Option, Work, accumulator
 from ms_kernels.reference.tolerance import GRADIENTS, RESULTS
+from ms_kernels.values import one_of
 
 __all__ = ["CONTRACT", "geglu"]
 
@@ -36,7 +37,7 @@ CONTRACT = Contract(
         Option(
             name="approximate",
             default="none",
-            holds=lambda value: value in ("none", "tanh"),
+            holds=one_of("none", "tanh"),
             fits="'none' or 'tanh'",
             trials=("tanh",),
         ),

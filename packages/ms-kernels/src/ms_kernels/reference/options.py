@@ -1,8 +1,20 @@
 """Options that several operators share."""
 
 from ms_kernels.contract import Option
+from ms_kernels.values import is_number, is_whole
 
-__all__ = ["eps_option", "scale_option", "window_option"]
+__all__ = ["eps_option", "flag", "ignore_index_option", "scale_option", "window_option"]
+
+
+def flag(name: str, *, default: bool = False) -> Option:
+    """Return an option that is True or False."""
+    return Option(
+        name=name,
+        default=default,
+        holds=lambda value: isinstance(value, bool),
+        fits="True or False",
+        trials=(not default,),
+    )
 
 
 def eps_option(default: float) -> Option:
@@ -10,8 +22,8 @@ def eps_option(default: float) -> Option:
     return Option(
         name="eps",
         default=default,
-        holds=lambda value: isinstance(value, float | int) and value >= 0,
-        fits="a number, 0 or more",
+        holds=lambda value: is_number(value, 0),
+        fits="a number, 0 or more, finite in float32",
         trials=(0.5,),
     )
 
@@ -19,7 +31,7 @@ def eps_option(default: float) -> Option:
 window_option = Option(
     name="window",
     default=None,
-    holds=lambda value: value is None or (isinstance(value, int) and value >= 1),
+    holds=lambda value: value is None or is_whole(value, 1),
     fits="None or a whole number of positions, 1 or more",
     trials=(1, 7),
 )
@@ -27,7 +39,14 @@ window_option = Option(
 scale_option = Option(
     name="scale",
     default=None,
-    holds=lambda value: value is None or isinstance(value, float | int),
-    fits="None (for D ** -0.5) or a number",
+    holds=lambda value: value is None or is_number(value),
+    fits="None (for D ** -0.5) or a number, finite in float32",
     trials=(0.3,),
+)
+
+ignore_index_option = Option(
+    name="ignore_index",
+    default=-100,
+    holds=is_whole,
+    fits="a whole number of 64 bits",
 )

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ms_kernels.contract import Argument, Contract, Dims, Option, Work
 from ms_kernels.reference.tolerance import GRADIENTS, RESULTS
+from ms_kernels.values import is_whole
 
 __all__ = ["CONTRACT", "permute_tokens"]
 
@@ -52,7 +53,7 @@ CONTRACT = Contract(
         Option(
             name="count",
             default=EXAMPLE_COUNT,
-            holds=lambda value: isinstance(value, int) and value >= 1,
+            holds=lambda value: is_whole(value, 1, 2**31 - 1),
             fits="a whole number of experts, 1 or more",
             trials=(7,),
         ),

@@ -18,6 +18,7 @@ from ms_kernels.contract import (
 )
 from ms_kernels.packed_weights import dequantize
 from ms_kernels.reference.tolerance import GRADIENTS, RESULTS
+from ms_kernels.values import is_whole
 
 __all__ = ["CONTRACT", "quantized_linear"]
 
@@ -124,13 +125,13 @@ CONTRACT = Contract(
         Option(
             name="bits",
             default=4,
-            holds=lambda value: isinstance(value, int) and value in (4, 8),
+            holds=lambda value: is_whole(value) and value in (4, 8),
             fits="4 or 8",
         ),
         Option(
             name="group_size",
             default=32,
-            holds=lambda value: isinstance(value, int) and value >= 1,
+            holds=lambda value: is_whole(value, 1, 2**31 - 1),
             fits="a whole number of features, 1 or more",
         ),
     ),

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ms_kernels.contract import ACCUMULATED, Argument, Contract, Dims, Option, Work, accumulator
+from ms_kernels.contract import ACCUMULATED, Argument, Contract, Dims, Work, accumulator
+from ms_kernels.reference.options import flag
 from ms_kernels.reference.tolerance import GRADIENTS, RESULTS
 
 __all__ = ["CONTRACT", "rotary"]
@@ -74,15 +75,7 @@ CONTRACT = Contract(
         ),
         Argument(name="sin", dims="C S R/2", dtypes=ACCUMULATED, differentiable=False, draw=_sines),
     ),
-    options=(
-        Option(
-            name="interleaved",
-            default=False,
-            holds=lambda value: isinstance(value, bool),
-            fits="True or False",
-            trials=(True,),
-        ),
-    ),
+    options=(flag("interleaved"),),
     returns="two tensors, shapes and dtypes of q and k",
     results={"turned_q": "B S Hq D", "turned_k": "B S Hk D"},
     splits=("B C", "S", "Hq Hk"),

@@ -14,7 +14,9 @@ from torch.autograd.function import once_differentiable
 from ms_kernels.contract import Argument, Contract, Dims, Option, Work, accumulator
 from ms_kernels.reference.chunked_logits import Sums, chunk_rows_of, new_buffer, project
 from ms_kernels.reference.cross_entropy import classes
+from ms_kernels.reference.options import flag, ignore_index_option
 from ms_kernels.reference.tolerance import LOGIT_GRADIENTS, RESULTS
+from ms_kernels.values import LARGEST, SMALLEST, is_number
 
 __all__ = ["CONTRACT", "token_log_probs"]
 
@@ -143,23 +145,12 @@ CONTRACT = Contract(
         Option(
             name="temperature",
             default=1.0,
-            holds=lambda value: isinstance(value, float | int) and value > 0,
-            fits="a number above 0",
+            holds=lambda value: is_number(value, SMALLEST),
+            fits=f"a number above 0, from {SMALLEST} to {LARGEST}",
             trials=(2.0,),
         ),
-        Option(
-            name="ignore_index",
-            default=-100,
-            holds=lambda value: isinstance(value, int),
-            fits="a whole number",
-        ),
-        Option(
-            name="entropy",
-            default=False,
-            holds=lambda value: isinstance(value, bool),
-            fits="True or False",
-            trials=(True,),
-        ),
+        ignore_index_option,
+        flag("entropy"),
     ),
     returns="(...) float32; with entropy=True a second one, the entropies",
     results={"log_probs": "...", "entropies": "..."},

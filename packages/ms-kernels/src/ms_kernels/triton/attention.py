@@ -34,7 +34,7 @@ def _forward(
         batch * heads * blocks(queries, constants["BM"]),
         q,
         *(q, k, v, *_tables(documents, q, constants, of_keys=False), result, lse),
-        *(*_sizes(q, k, v), k.shape[1], factor, window or 0),
+        *(*_sizes(q, k, v), k.shape[1], factor, _reach(window, k)),
         **_masks(causal, window, documents),
         **constants,
     )
@@ -79,7 +79,7 @@ def _backward(
     launch("attention.attention_delta", tiles, q, result, grad, delta, *shape, *strides, **only)
     grads = empty(q), empty(k), empty(v)
     factor = width**-0.5 if scale is None else scale
-    sizes = (*_sizes(q, k, v), *strides, k.shape[1], factor, window or 0)
+    sizes = (*_sizes(q, k, v), *strides, k.shape[1], factor, _reach(window, k))
     for kernel, count, constants, out in (
         ("attention.attention_backward_queries", tiles, by_queries, grads[:1]),
         ("attention.attention_backward_keys", key_tiles, by_keys, grads[1:]),
@@ -95,6 +95,11 @@ def _backward(
         )
     found = wanted_of(wanted, grads)
     return found[0], found[1], found[2]
+
+
+def _reach(window: int | None, keys: Tensor) -> int:
+    """Return a window as kernels take it, in 32 bits: one over all keys hides none."""
+    return min(window or 0, keys.shape[1])
 
 
 attention = opaque(

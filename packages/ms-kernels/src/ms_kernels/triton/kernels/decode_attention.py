@@ -76,18 +76,17 @@ def decode_parts(
         if WINDOW:
             seen = seen & (place >= length - window)
         at = tl.load(TABLE + batch * table_stride + place // page, mask=seen, other=0)
-        missing = seen & ((at < 0) | (at >= pages))
-        norm = tl.where(tl.max(missing.to(tl.int32), 0) > 0, float("nan"), norm)
-        seen = seen & (at >= 0) & (at < pages)
+        fits = (at >= 0) & (at < pages)
         at = at.to(tl.int64)[:, None]
         slot = (place % page).to(tl.int64)[:, None]
-        read = seen[:, None] & (feature < width)
+        read = (seen & fits)[:, None] & (feature < width)
         k_at = at * k_page_stride + slot * k_stride + key_head * k_head_stride
         k = tl.load(K + k_at + feature, mask=read, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, _LOWEST)
         higher = tl.maximum(top, tl.max(scores, 1))
         shares = tl.where(seen[None, :], tl.exp2(scores - higher[:, None]), 0.0)
+        shares = tl.where(fits[None, :], shares, float("nan"))
         shrink = tl.exp2(top - higher)
         norm = norm * shrink + tl.sum(shares, 1)
         v_at = at * v_page_stride + slot * v_stride + key_head * v_head_stride
