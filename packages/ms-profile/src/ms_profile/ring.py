@@ -77,7 +77,7 @@ class Ring:
     """Record spans of this process into a file; `span = ring.begin(name, kind); ring.end(span)`.
 
     Names are registered once with `name`. Recording is safe from any thread that holds the
-    interpreter's lock. A forked child shares its parent's slots: call it from one process.
+    interpreter's lock. A forked child writes into memory of its own once it has called `abandon`.
 
     Args:
         path: the file to make; its folder is made if missing.
@@ -148,6 +148,11 @@ class Ring:
         """Write the file out to disk and let go of it."""
         self._map.flush()
         self._map.close()
+
+    def abandon(self) -> None:
+        """In a forked child: leave the file to the parent; what is still recorded goes nowhere."""
+        self._map = mmap.mmap(-1, PAGE + NAMES_BYTES + self.capacity * SLOT.size)
+        self._lock = threading.Lock()
 
     def _thread(self) -> int:
         return self._threads.setdefault(get_ident(), min(len(self._threads) + 1, 255))

@@ -36,8 +36,25 @@ MOST_COLLECTIVES: Final = "4096"
 SLOW_FACTS_NS: Final = 1_000_000_000
 
 
+OPEN: Final[list["Session"]] = []
+"""The session of this process, while it is open."""
+
+
+def _abandon_in_child() -> None:
+    for session in tuple(OPEN):
+        session.abandon()
+
+
+def _count_fork() -> None:
+    for session in OPEN:
+        session.forks += 1
+
+
+os.register_at_fork(after_in_parent=_count_fork, after_in_child=_abandon_in_child)
+
+
 class Session:
-    """Capture this process from now until `finish`.
+    """Capture this process from now until `finish`; those that it forks are not captured.
 
     Raises:
         CaptureError: the output folder holds another run.
@@ -58,6 +75,8 @@ class Session:
         self._traces: list[TraceFile] = []
         self._tracer: Tracer | None = None
         self._finished = False
+        self.forks = 0
+        """How often the script forked this process."""
         try:
             self._open_files()
         except OSError as error:
@@ -70,6 +89,7 @@ class Session:
         if place.world_size > 1:
             # torch reads it when imported: it is to keep the collectives' groups; see `groups`.
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", MOST_COLLECTIVES)
+        OPEN.append(self)
         when_imported("torch", self._on_torch)
 
     def finish(self, exit_code: int, error: str | None) -> None:
@@ -77,18 +97,41 @@ class Session:
         if self._finished:
             return
         self._finished = True
+        OPEN.remove(self)
         self._finish_recording()
         self._cpu_wait.close()
         self.events("run_end", {"exit_code": exit_code, "error": error or ""})
         self.events.close()
         if self.events.lost:
             self._loss(f"{self.events.lost} events could not be written; is the disk full?")
+        self._check_files()
         self._write_manifest(
             status="failed" if exit_code else "done",
             exit_code=exit_code,
             error=error,
             end=read_clocks(),
         )
+
+    def _check_files(self) -> None:
+        """Note what the script, or whoever else, removed while it was being recorded."""
+        folder, rank = self._plan.output_dir, self._place.rank
+        wanted = [rank_path(folder, rank), ring_path(folder, rank), self.events.path]
+        wanted += [folder / trace.path for trace in self._traces]
+        wanted += [folder / "manifest.json"] if rank == 0 else []
+        gone = [path.relative_to(folder).as_posix() for path in wanted if not path.is_file()]
+        if gone:
+            self._loss(
+                f"{', '.join(gone)} of {folder} were removed while the script ran; what they held "
+                "is lost: choose an --output-dir that nothing clears"
+            )
+
+    def abandon(self) -> None:
+        """In a forked child: stop without a word; the parent goes on."""
+        self._finished = True
+        OPEN.remove(self)
+        self._cpu_wait.close()
+        if self._tracer is not None:
+            self._tracer.abandon()
 
     def _open_files(self) -> None:
         folder, place = self._plan.output_dir, self._place
@@ -123,6 +166,8 @@ class Session:
 
     def _on_torch(self) -> None:
         """Attach to torch, which the script has just imported."""
+        if self._finished:  # in a child that was forked before
+            return
         from ms_profile.capture.tracer import Tracer
 
         self._tracer = Tracer(
@@ -184,6 +229,11 @@ class Session:
             self._report_step(before)
         if self._recorder.problem is not None:
             self._warnings.append(self._recorder.problem)
+        if self.forks and not self._recorder.steps:
+            self._warnings.append(
+                "the processes that the script forked are not recorded; start its ranks by "
+                "--nproc-per-node or torchrun"
+            )
         if self._tracer is not None:
             try:
                 self._tracer.finish()

@@ -58,6 +58,7 @@ class Tracer:
         self._recording, self._on_saved, self._on_problem = recording, on_saved, on_problem
         self._on_saving = on_saving
         self._profile: Any = None
+        self._accelerated = torch.accelerator.is_available()
         self._first = 0
         self._since_ns = 0
         self._steps = 0
@@ -97,6 +98,15 @@ class Tracer:
             self._steps += 1
             self._note_groups()
             self._end()
+
+    def abandon(self) -> None:
+        """In a forked child: end the window without a word; the parent goes on with it."""
+        if self._profile is not None:
+            self._profile = None
+            if self._accelerated:  # its profiler cannot be reached from a child, nor used in it
+                torch._C._autograd._enable_record_function(False)
+            else:  # free for a profiler of the child's own
+                torch._C._autograd._disable_profiler()
 
     def _start(self, step: int) -> None:
         if getattr(autograd_profiler, "_is_profiler_enabled", False):

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Final
@@ -10,7 +11,7 @@ import msgspec
 
 from ms_profile.capture import METRICS, Place, Plan, launch, parse_metrics, run_here
 from ms_profile.capture.run import LAUNCHED, Outcome
-from ms_profile.format import Window
+from ms_profile.format import RankManifest, Window
 
 __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
 
@@ -94,15 +95,19 @@ def _tell(plan: Plan, outcome: Outcome, *, as_json: bool) -> None:
         print(msgspec.json.encode(outcome.ranks).decode())
     for rank in outcome.ranks:
         if rank.status == "running":
-            print(f"ms-profile: rank {rank.rank} ended without a word: killed?", file=sys.stderr)
+            print(f"ms-profile: rank {rank.rank} {_end_of(rank, outcome)}", file=sys.stderr)
         for warning in rank.warnings:
             print(f"ms-profile: rank {rank.rank}: {warning}", file=sys.stderr)
+    if not outcome.ranks:
+        print(f"ms-profile: {plan.output_dir} holds no rank's record; was it removed while the "
+              "script ran?", file=sys.stderr)  # fmt: skip
+        return
     traced = max((sum(trace.steps for trace in rank.traces) for rank in outcome.ranks), default=0)
     steps = max((rank.steps for rank in outcome.ranks), default=0)
     if not traced:
-        killed = any(rank.exit_code is None for rank in outcome.ranks)
+        unsaid = any(rank.exit_code is None for rank in outcome.ranks)
         lost = any(not rank.complete for rank in outcome.ranks)
-        reason = _killed(plan) if killed else _nothing(plan.window, steps)
+        reason = _cut_short(plan) if unsaid else _nothing(plan.window, steps)
         print(f"ms-profile: {'no trace was saved' if lost else reason}", file=sys.stderr)
         return
     print(
@@ -112,10 +117,22 @@ def _tell(plan: Plan, outcome: Outcome, *, as_json: bool) -> None:
     )
 
 
-def _killed(plan: Plan) -> str:
+def _end_of(rank: RankManifest, outcome: Outcome) -> str:
+    """How a rank ended that could not report."""
+    code = outcome.exit_codes.get(rank.rank)
+    if code is None:
+        return "ended without a word after another rank had failed"
+    if code < 0:
+        named = {number.value: number.name for number in signal.Signals}
+        return f"ended without a word: killed by {named.get(-code, f'signal {-code}')}"
+    return f"ended itself with exit code {code} before it could report"
+
+
+def _cut_short(plan: Plan) -> str:
     return (
-        "no window of traced steps was saved before a rank was killed; what is left of the steps "
-        f"is seen with: ms-profile logs {plan.output_dir}"
+        "no window of traced steps was saved before a rank ended; what is left of the steps is "
+        f"seen with: ms-profile logs {plan.output_dir}, and ms-profile report "
+        f"{plan.output_dir}/ring"
     )
 
 
