@@ -11,7 +11,7 @@ import msgspec
 
 from ms_profile.capture.cpu_wait import CpuWait
 from ms_profile.capture.imports import when_imported
-from ms_profile.capture.metrics import Recording
+from ms_profile.metrics import Recording
 from ms_profile.capture.plan import Place, Plan, versions
 from ms_profile.clock import read_clocks
 from ms_profile.errors import CaptureError, RecordError
@@ -63,6 +63,7 @@ class Session:
 
     def __init__(self, plan: Plan, place: Place) -> None:
         self._plan, self._place = plan, place
+        self._recording = Recording.of(plan.metrics)
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         if rank_path(plan.output_dir, place.rank).exists() and not restarted:
             raise CaptureError(
@@ -86,7 +87,7 @@ class Session:
         self._cpu_wait = CpuWait()
         host = self.manifest.host
         self.events("run_start", {"script": str(plan.script), "host": host, "pid": os.getpid()})
-        if place.world_size > 1:
+        if place.world_size > 1 and self._recording.groups:
             # torch reads it when imported: it is to keep the collectives' groups; see `groups`.
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", MOST_COLLECTIVES)
         OPEN.append(self)
@@ -174,7 +175,7 @@ class Session:
             self._plan.output_dir,
             self._place.rank,
             self._plan.window,
-            Recording.of(self._plan.metrics),
+            self._recording,
             on_saving=self.events.flush,
             on_saved=self._on_trace,
             on_problem=self._loss,
@@ -209,15 +210,17 @@ class Session:
         self.events("step", fields)
 
     def _slow_facts(self) -> dict[str, Value]:
-        """What is asked for about once a second: memory, and the wait for data since the last."""
+        """What is told about once a second, if asked for: memory, the wait for data since then."""
         import torch
 
-        waited = self._recorder.data_wait_s
-        facts: dict[str, Value] = {
-            "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "data_wait_s": waited - self._data_wait_s,
-        }
-        self._data_wait_s = waited
+        facts: dict[str, Value] = {}
+        if self._recording.data_waits:
+            waited = self._recorder.data_wait_s
+            facts["data_wait_s"] = waited - self._data_wait_s
+            self._data_wait_s = waited
+        if not self._recording.memory:
+            return facts
+        facts["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if torch.accelerator.is_available():
             facts["memory_bytes"] = torch.accelerator.memory_allocated()
         return facts

@@ -15,7 +15,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerAction, profile
 
 from ms_profile.capture.groups import KEY, recorded_groups
-from ms_profile.capture.metrics import Recording
+from ms_profile.metrics import Recording
 from ms_profile.capture.phases import Phase, phase_of
 from ms_profile.format import TraceFile, Window, trace_path
 
@@ -135,7 +135,7 @@ class Tracer:
 
     def _note_groups(self) -> None:
         """Put what names the collectives' groups into the trace that is about to be saved."""
-        noted = recorded_groups(self._since_ns)
+        noted = recorded_groups(self._since_ns) if self._recording.groups else None
         if noted is not None:
             self._profile.add_metadata_json(KEY, noted)
 
