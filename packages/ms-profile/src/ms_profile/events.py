@@ -17,10 +17,10 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ms_profile.blocks import pack_block
 from ms_profile.clock import ClockPair, read_clocks
@@ -41,7 +41,7 @@ LARGEST_EVENT_BYTES: Final = 1 << 20
 class Event(Struct, frozen=True, array_like=True):
     """One record of one rank."""
 
-    rank: int
+    rank: Annotated[int, Meta(ge=0, lt=1 << 31)]
     kind: str
     step: int | None
     """The field `step`, where there is one."""

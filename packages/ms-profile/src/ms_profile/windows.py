@@ -126,7 +126,7 @@ def describe_run(path: Path, *, window: int | None = None) -> RunDescription:
     if folder is None or run is None:
         return RunDescription(name=place.name)
     ranks, _ = _ranks_of(folder)
-    saved = max((len(rank.traces) for rank in ranks), default=0)
+    saved = max((len(rank.traces) for rank in ranks), default=0) if place == folder else 1
     return RunDescription(
         name=folder.name if place == folder else f"{folder.name}/{place.relative_to(folder)}",
         command=shlex.join((run.script, *run.arguments)),

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from stat import S_ISDIR
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Final
@@ -19,6 +21,7 @@ from ms_profile.capture.script import Termination, run_script
 from ms_profile.capture.session import Session
 from ms_profile.errors import CaptureError
 from ms_profile.format import RankManifest, rank_path, read_ranks
+from ms_profile.untrusted import decoding
 
 __all__ = ["LAUNCHED", "Outcome", "launch", "run_here"]
 
@@ -132,7 +135,12 @@ def _read_exit_codes(path: Path) -> dict[int, int]:
 
 
 def _check(plan: Plan) -> None:
-    if not plan.script.is_file():
+    with decoding(plan.output_dir, error=CaptureError), suppress(FileNotFoundError):
+        if not S_ISDIR(os.stat(plan.output_dir).st_mode):
+            raise CaptureError(f"{plan.output_dir} is no folder; choose another --output-dir")
+    with decoding(plan.script, error=CaptureError):
+        is_file = plan.script.is_file()
+    if not is_file:
         raise CaptureError(f"there is no script {plan.script}; give the path of a Python file")
     if importlib.util.find_spec("torch") is None:
         raise CaptureError("torch is not installed; pip install 'ms-profile[torch]'")

@@ -11,6 +11,7 @@ import msgspec
 
 from ms_profile.capture import METRICS, Place, Plan, launch, parse_metrics, run_here
 from ms_profile.capture.run import LAUNCHED, Outcome
+from ms_profile.commands.text import plain
 from ms_profile.format import RankManifest, Window
 
 __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
@@ -28,6 +29,8 @@ STEPS: Final = {
     "windows": "how many windows; 0 means without end",
     "every": "steps from the start of one window to the next",
 }
+KEPT: Final[list[int]] = []
+"""The descriptor of stdout, where it is kept for JSON."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=int, default=default, metavar="N", help=f"{meaning}; {default}"
         )
     parser.add_argument("--overwrite", action="store_true", help="replace the run that DIR holds")
-    parser.add_argument("--json", action="store_true", help="print what was recorded as JSON")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print what was recorded as JSON; what the script prints goes to stderr then",
+    )
     parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="of the script")
 
 
@@ -66,6 +73,8 @@ def execute(options: argparse.Namespace) -> int:
         metrics=parse_metrics(options.metrics),
         window=window,
     )
+    if options.json:
+        _keep_stdout()
     if options.nproc_per_node is None:
         outcome = run_here(plan, overwrite=options.overwrite)
     else:
@@ -81,6 +90,13 @@ def execute(options: argparse.Namespace) -> int:
     return outcome.exit_code or (0 if outcome.complete or "RANK" in os.environ else 1)
 
 
+def _keep_stdout() -> None:
+    """Keep stdout for the one JSON document; what the script prints goes to stderr."""
+    sys.stdout.flush()
+    KEPT.append(os.dup(1))
+    os.dup2(2, 1)
+
+
 def _options_of(plan: Plan) -> list[str]:
     """The options that make the same plan in each of the processes."""
     window = plan.window
@@ -90,14 +106,14 @@ def _options_of(plan: Plan) -> list[str]:
 
 
 def _tell(plan: Plan, outcome: Outcome, *, as_json: bool) -> None:
-    """Say what was recorded; to stderr in words, for stdout is the script's."""
-    if "RANK" not in os.environ and as_json:
-        print(msgspec.json.encode(outcome.ranks).decode())
+    """Say what was recorded; to stderr in words, for stdout is the script's, or JSON's."""
+    if as_json:
+        os.write(KEPT[0], msgspec.json.encode(outcome.ranks) + b"\n")
     for rank in outcome.ranks:
         if rank.status == "running":
             print(f"ms-profile: rank {rank.rank} {_end_of(rank, outcome)}", file=sys.stderr)
         for warning in rank.warnings:
-            print(f"ms-profile: rank {rank.rank}: {warning}", file=sys.stderr)
+            print(f"ms-profile: rank {rank.rank}: {plain(warning)}", file=sys.stderr)
     if not outcome.ranks:
         print(f"ms-profile: {plan.output_dir} holds no rank's record; was it removed while the "
               "script ran?", file=sys.stderr)  # fmt: skip

@@ -112,14 +112,14 @@ function communication() {
   } else parts.push(make("div", { class: "card" }, make("h2", {}, "Links between ranks"), make("p", { class: "soft" }, "Not measured in this run. ms-profile link --out links.json measures every pair; give it to ms-profile report --links.")));
   const columns = [
     { title: "collective", value: (r) => r[0], text: (r) => r[0] },
-    { title: "group", value: (r) => r[1], text: (r) => r[1] || "not said" },
     { title: "message", value: (r) => r[2], text: (r) => size(r[2]), number: true },
-    { title: "times", value: (r) => r[3], text: (r) => count(r[3]), number: true },
-    { title: "wait, a rank", value: (r) => r[4], text: (r) => time(r[4]), number: true },
     { title: "transfer, a rank", value: (r) => r[5], text: (r) => time(r[5]), number: true },
+    { title: "wait, a rank", value: (r) => r[4], text: (r) => time(r[4]), number: true },
+    { title: "times", value: (r) => r[3], text: (r) => count(r[3]), number: true },
     { title: "rate", value: (r) => (r[2] && r[5] ? (r[2] * r[3]) / r[5] : null), text: (r) => (r[2] && r[5] ? rate((r[2] * r[3]) / r[5] * 1e9) : NOT_MEASURABLE), number: true },
+    { title: "group", value: (r) => r[1], text: (r) => r[1] || "not said" },
   ];
-  parts.push(make("div", { class: "card" }, make("h2", {}, "Collectives by kind and size"), kinds.length ? sortedTable(kinds, columns, { sort: 5, caption: "Collectives" }).element : make("p", { class: "soft" }, facts.communication.seen ? `${count(facts.communication.seen)} collectives were seen, but by one rank alone: wait cannot be told from transfer.` : "The traces hold no collective.")));
+  parts.push(make("div", { class: "card" }, make("h2", {}, "Collectives by kind and size"), kinds.length ? sortedTable(kinds, columns, { sort: 2, caption: "Collectives" }).element : make("p", { class: "soft" }, facts.communication.seen ? `${count(facts.communication.seen)} collectives were seen, but by one rank alone: wait cannot be told from transfer.` : "The traces hold no collective.")));
   if (fits.length) parts.push(make("div", { class: "card" }, make("h2", {}, "Latency and bandwidth that the collectives show"), fits.map((fit) => make("p", {}, `${fit.kind}${fit.group ? ` of ${fit.group}` : ""} among ranks ${fit.ranks.length > 8 ? `${fit.ranks[0]} to ${fit.ranks[fit.ranks.length - 1]} (${fit.ranks.length})` : fit.ranks.join(", ")}: ${time(fit.latency_s * 1e9)} + size / ${fit.bandwidth === null ? NOT_MEASURABLE : rate(fit.bandwidth)} (from ${size(fit.least_bytes)} on; misfit ${share(fit.residual, 1)}, ${count(fit.samples)} samples)`))));
   return parts;
 }

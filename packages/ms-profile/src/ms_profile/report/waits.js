@@ -33,7 +33,7 @@ function idleTime(go) {
   const rows = ranks.map(([rank, , idle, causes]) => [`rank ${rank}`, causes, idle]);
   const gaps = [
     { title: "gap", value: (r) => r[2], text: (r) => time(r[2]), number: true },
-    { title: "cause", value: (r) => r[3], text: (r) => facts.phases[r[3]] },
+    { title: "cause", value: (r) => r[3], text: (r) => (r[3] === "host" ? "Python or other code, or nothing that was recorded" : facts.phases[r[3]]) },
     { title: "rank", value: (r) => r[0], text: (r) => `${r[0]}`, number: true },
     { title: "", value: (r) => Number(r[1]), text: (r) => showButton(go, r[0], r[1], r[2]) },
   ];
