@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ms_profile.capture.metrics import METRICS, Recording, parse_metrics
+from ms_profile.metrics import METRICS, Recording, parse_metrics
 from ms_profile.capture.phases import Phase, check_window, phase_of
 from ms_profile.capture.plan import Place, clear_run
 from ms_profile.errors import CaptureError, MetricError
@@ -120,13 +120,13 @@ IMPORTS = """
 import sys
 from ms_profile.capture.imports import when_imported
 seen = []
-when_imported("tomllib", lambda: seen.append(sys.modules["tomllib"].loads("a = 1")))
-assert seen == [] and "tomllib" not in sys.modules
-import json.scanner, tomllib
-assert seen == [{"a": 1}], seen
-assert type(tomllib.__spec__.loader).__module__ != "ms_profile.capture.imports"
+when_imported("colorsys", lambda: seen.append(sys.modules["colorsys"].ONE_THIRD * 3))
+assert seen == [] and "colorsys" not in sys.modules
+import json.scanner, colorsys
+assert seen == [1.0], seen
+assert type(colorsys.__spec__.loader).__module__ != "ms_profile.capture.imports"
 assert all("ms_profile" not in type(finder).__module__ for finder in sys.meta_path)
-when_imported("tomllib", lambda: seen.append(2))
+when_imported("colorsys", lambda: seen.append(2))
 assert seen[1] == 2
 """
 

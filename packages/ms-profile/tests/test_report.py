@@ -27,7 +27,9 @@ FLAGS = (
     "--virtual-time-budget=8000",
 )  # fmt: skip
 needs_browser = pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
-PARTS = ("overview", "timeline", "operators", "communication", "waiting", "memory", "advice")
+PARTS = (
+    "overview", "timeline", "operators", "communication", "waiting", "data", "idle", "memory", "advice",
+)  # fmt: skip
 
 
 def browse(page: Path, part: str, tmp_path: Path) -> str:
@@ -123,6 +125,8 @@ def test_a_browser_draws_every_part(tmp_path: Path, part: str) -> None:
         "operators": "aten::_foreach_add_",
         "communication": "Who waits for whom",
         "waiting": "Rank 1 in its data phase",
+        "data": "nothing else ran",
+        "idle": "The longest gaps",
         "memory": "Not measurable",
         "advice": "stragglers",
     }
@@ -144,7 +148,7 @@ def test_the_keyboard_reaches_every_part_and_drives_the_timeline(tmp_path: Path)
     const press = (key, on = document) => on.dispatchEvent(
       new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
     const said = [];
-    for (let n = 1; n <= 7; n++) {
+    for (let n = 1; n <= 9; n++) {
       press(String(n));
       said.push(document.querySelector("[role=tab][aria-selected=true]").textContent.split(" ")[0]);
     }
@@ -173,7 +177,7 @@ def test_the_keyboard_reaches_every_part_and_drives_the_timeline(tmp_path: Path)
     text = page.read_text().replace("</body>", f"<script>{script}</script></body>")
     page.write_text(text)
     title = browse(page, "overview", tmp_path).split("<title>")[1].split("</title>")[0]
-    parts = "Overview Timeline Operators Communication Waiting Memory Advice"
+    parts = "Overview Timeline Operators Communication Waiting Data Idle Memory Advice"
     assert title == f"{parts} zoomed panned all 96 found gloo:all_reduce turned"
 
 
@@ -196,7 +200,7 @@ def test_perfettos_export_keeps_the_rules_of_the_json_trace_format(
     """Known phases alone, whole nanoseconds, named processes and threads, spans that nest."""
     export_perfetto(analyse(traces_folder / kind), tmp_path / "all.json")
     document = json.loads((tmp_path / "all.json").read_text())
-    assert document.keys() == {"displayTimeUnit", "traceEvents"}
+    assert document.keys() == {"displayTimeUnit", "otherData", "traceEvents"}
     threads: dict[tuple[int, int], list[tuple[int, int]]] = {}
     named = set()
     for event in document["traceEvents"]:

@@ -54,6 +54,8 @@ class Activity:
     has_device: bool
     unmeasured: tuple[str, ...] = ()
     """Phases that this trace cannot show; their time counts as "host"."""
+    known_garbage: Intervals = NOTHING
+    """Of `garbage`, what was known from elsewhere and is no span of the trace."""
 
     def partition(self) -> dict[str, Intervals]:
         """Intervals by phase, each instant in the first phase that claims it."""
@@ -110,6 +112,7 @@ def find_activity(
         steps=find_steps(trace),
         has_device=has_device,
         unmeasured=unmeasured,
+        known_garbage=NOTHING if garbage is None else garbage,
     )
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +13,18 @@ from ms_profile.alignment import ClockFit
 from ms_profile.clocks import align_meetings, correct_intervals, shift_meeting
 from ms_profile.collectives import Collective, Meeting, find_collectives, match_collectives
 from ms_profile.errors import ProfileError, TraceError
-from ms_profile.format import read_ranks
 from ms_profile.grouping import split_groups
 from ms_profile.intervals import Intervals
 from ms_profile.ledger import Ledger, keep_ledger
 from ms_profile.pauses import read_pauses
+from ms_profile.ring import is_ring, read_ring
+from ms_profile.ring_trace import trace_of_ring
 from ms_profile.steps import find_steps
 from ms_profile.trace import Trace, read_trace
+from ms_profile.untrusted import decoding
+from ms_profile.windows import RunDescription, describe_run, find_traces, latest_of_each
 
-__all__ = ["Analysis", "RankAnalysis", "analyse", "analyse_traces", "find_traces"]
-
-SUFFIXES = (".json", ".json.gz", ".pt.trace.json", ".pt.trace.json.gz")
+__all__ = ["Analysis", "RankAnalysis", "analyse", "analyse_traces"]
 
 
 @frozen(kw_only=True, eq=False)
@@ -47,77 +49,80 @@ class Analysis:
     """On the clock of the lowest rank."""
     ledger: Ledger
     warnings: tuple[str, ...] = field(default=())
+    run: RunDescription | None = field(default=None)
+    """What was run; None where the traces were given one by one."""
 
 
-def analyse(path: str | os.PathLike[str]) -> Analysis:
-    """Read and analyse a trace, a folder of traces, or the output folder of `ms-profile run`.
+def analyse(path: str | os.PathLike[str], *, window: int | None = None) -> Analysis:
+    """Read and analyse a trace, a recorder's ring, a folder of either, or a run's output folder.
 
-    Of a rank with several windows the last one is taken: the first may still warm up.
+    Of a rank with several windows the last one is taken, or the one asked for.
+
+    Args:
+        path: what to read.
+        window: of a run's folder, which window of traced steps, counted from 1.
 
     Raises:
         TraceError: nothing there can be read as a trace.
     """
-    files = find_traces(Path(path))
-    traces: dict[int, Trace] = {}
-    warnings: list[str] = []
-    for file in files:
-        try:
-            trace = read_trace(file)
-        except TraceError as error:
-            if len(files) == 1:
-                raise
-            warnings.append(str(error))
-            continue
-        warnings += trace.warnings
-        rank = trace.rank if trace.rank is not None else len(traces)
-        traces[rank] = evolve(trace, rank=rank)
+    place = Path(path)
+    with decoding(place, error=TraceError):
+        found = find_traces(place, window=window)
+    traces, warnings = _read_all(found.files)
     if not traces:
         raise TraceError(f"{path} holds no readable trace: {'; '.join(warnings) or 'it is empty'}")
-    pauses = {rank: read_pauses(Path(path), rank) for rank in traces}
-    return analyse_traces(
+    pauses = {rank: read_pauses(place, rank) for rank in traces}
+    analysis = analyse_traces(
         traces,
         garbage={rank: own.garbage for rank, own in pauses.items() if own is not None},
         data={rank: own.data for rank, own in pauses.items() if own is not None},
-        warnings=warnings,
+        warnings=(*found.warnings, *warnings),
     )
+    return evolve(analysis, run=describe_run(place, window=window))
 
 
-def find_traces(path: Path) -> list[Path]:
-    """Return the traces to read, by name: of a run's folder the ones that its ranks name.
+def _read_all(files: Sequence[Path]) -> tuple[dict[int, Trace], list[str]]:
+    """The traces by rank, and what could not be read or used of the files.
 
     Raises:
-        TraceError: there are none.
+        TraceError: the only file is no trace.
     """
-    if path.is_file():
-        return [path]
-    if not path.exists():
-        raise TraceError(f"there is no {path}; give a trace, or a folder of .json or .json.gz")
-    try:
-        named = [path / rank.traces[-1].path for rank in read_ranks(path) if rank.traces]
-    except ProfileError:
-        named = []
-    found = [file for file in named if file.is_file()]
-    is_run = (path / "manifest.json").is_file()
-    if not found and not is_run:
-        found = sorted(file for file in path.glob("*") if file.name.endswith(SUFFIXES))
-    if not found and any((path / "traces").glob("*")):  # of ranks that could not report
-        return _last_windows(find_traces(path / "traces"))
-    if not found and is_run:
+    traces: dict[Path, Trace] = {}
+    warnings: list[str] = []
+    for file in files:
+        try:
+            traces[file] = _read_one(file)
+        except ProfileError as error:
+            if len(files) == 1:
+                raise
+            warnings.append(str(error))
+    claims = [(trace.rank, file, trace.span_ns[0]) for file, trace in traces.items()
+              if trace.rank is not None]  # fmt: skip
+    left_out, said = latest_of_each(claims)
+    warnings += said
+    taken = {rank for rank, _, _ in claims}
+    free = (rank for rank in count() if rank not in taken)
+    by_rank: dict[int, Trace] = {}
+    for file, trace in traces.items():
+        if file in left_out:
+            continue
+        warnings += trace.warnings
+        rank = next(free) if trace.rank is None else trace.rank
+        by_rank[rank] = evolve(trace, rank=rank)
+    return by_rank, warnings
+
+
+def _read_one(file: Path) -> Trace:
+    if is_ring(file):
+        size = file.stat().st_size
+        return trace_of_ring(read_ring(file), file_bytes=size, name=file.name)
+    trace = read_trace(file)
+    if trace.is_export:
         raise TraceError(
-            f"the run in {path} saved no window of traced steps: it was too short, or killed; its "
-            f"steps are in `ms-profile logs {path}`, its last spans in `read_ring` of {path}/ring"
+            f"{file} holds all ranks, exported for Perfetto, and is left out; give the traces that "
+            "it was made from"
         )
-    if not found:
-        found = sorted(path.glob("**/ASCEND_PROFILER_OUTPUT/trace_view.json"))
-    if not found:
-        raise TraceError(f"{path} has no traces; give a trace, or a folder of .json or .json.gz")
-    return found
-
-
-def _last_windows(files: Sequence[Path]) -> list[Path]:
-    """Of each rank's windows (`rank-00000.003.json`) the last one."""
-    last = {file.name.split(".")[0]: file for file in files}
-    return list(last.values())
+    return trace
 
 
 def analyse_traces(

@@ -1,7 +1,9 @@
 """Event files are independent checksummed blocks, so that a torn tail costs one block.
 
 A block is 16 bytes (magic, compressed size, raw size, CRC-32 of both sizes and the payload) and a
-zstd frame. A reader that meets damage looks for the next magic whose checksum holds.
+zstd frame. A reader that meets damage looks for the next magic whose checksum holds; what it may
+checksum on that search is bounded, or false headers that each claim the rest of a file would make
+reading quadratic.
 """
 
 import struct
@@ -15,8 +17,12 @@ __all__ = ["Block", "Damage", "pack_block", "scan_blocks"]
 
 MAGIC = b"MSEB"
 HEADER = struct.Struct("<4sIII")
-MAX_RAW_BYTES = 1 << 26
+MAX_RAW_BYTES = 1 << 24
+MAX_PACKED_BYTES = MAX_RAW_BYTES + (1 << 17)
 LEVEL = 3
+FREE_BYTES = 1 << 24
+SEARCHES = 4
+"""Times its own size that searching a file may checksum, beyond `FREE_BYTES`."""
 
 
 class Block(Struct, frozen=True):
@@ -35,7 +41,7 @@ class Damage(Struct, frozen=True):
 
 
 def pack_block(content: bytes) -> bytes:
-    """Compress and frame `content`, at most 64 MiB."""
+    """Compress and frame `content`, at most 16 MiB."""
     payload = zstandard.ZstdCompressor(level=LEVEL).compress(content)
     sizes = struct.pack("<II", len(payload), len(content))
     return HEADER.pack(
@@ -44,8 +50,13 @@ def pack_block(content: bytes) -> bytes:
 
 
 def scan_blocks(data: bytes, start: int = 0) -> Iterator[Block | Damage]:
-    """Yield the blocks of a file's bytes from `start`, and the stretches between that are none."""
+    """Yield the blocks of a file's bytes from `start`, and the stretches between that are none.
+
+    In linear time: once a search has checksummed several times the file's size in vain, larger
+    blocks than what is left of that are no longer looked for.
+    """
     decompressor = zstandard.ZstdDecompressor()
+    budget = _Budget(FREE_BYTES + SEARCHES * len(data))
     position = start
     while position < len(data):
         block = _block_at(data, position, decompressor)
@@ -53,19 +64,39 @@ def scan_blocks(data: bytes, start: int = 0) -> Iterator[Block | Damage]:
             yield block
             position = block.end
             continue
-        upcoming = _next_block(data, position + 1, decompressor)
+        upcoming = _next_block(data, position + 1, decompressor, budget)
         end = len(data) if upcoming is None else upcoming
         yield Damage(position, end, torn=upcoming is None and _may_be_torn(data, position))
         position = end
 
 
-def _block_at(data: bytes, position: int, decompressor: zstandard.ZstdDecompressor) -> Block | None:
+class _Budget:
+    """Bytes that may still be checksummed in search of a block."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def take(self, size: int) -> bool:
+        if size > self._left:
+            return False
+        self._left -= size
+        return True
+
+
+def _block_at(
+    data: bytes,
+    position: int,
+    decompressor: zstandard.ZstdDecompressor,
+    budget: _Budget | None = None,
+) -> Block | None:
     if len(data) - position < HEADER.size:
         return None
     magic, size, raw_size, checksum = HEADER.unpack_from(data, position)
     begin = position + HEADER.size
     end = begin + size
-    if magic != MAGIC or end > len(data) or raw_size > MAX_RAW_BYTES:
+    if magic != MAGIC or end > len(data) or raw_size > MAX_RAW_BYTES or size > MAX_PACKED_BYTES:
+        return None
+    if budget is not None and not budget.take(HEADER.size + size):
         return None
     payload = data[begin:end]
     if zlib.crc32(payload, zlib.crc32(data[position + 4 : position + 12])) != checksum:
@@ -77,9 +108,14 @@ def _block_at(data: bytes, position: int, decompressor: zstandard.ZstdDecompress
     return Block(content, end) if len(content) == raw_size else None
 
 
-def _next_block(data: bytes, position: int, decompressor: zstandard.ZstdDecompressor) -> int | None:
+def _next_block(
+    data: bytes,
+    position: int,
+    decompressor: zstandard.ZstdDecompressor,
+    budget: _Budget,
+) -> int | None:
     while (position := data.find(MAGIC, position)) >= 0:
-        if _block_at(data, position, decompressor) is not None:
+        if _block_at(data, position, decompressor, budget) is not None:
             return position
         position += 1
     return None
@@ -91,4 +127,5 @@ def _may_be_torn(data: bytes, position: int) -> bool:
     if len(head) < HEADER.size:
         return MAGIC.startswith(head[:4]) if len(head) < 4 else head.startswith(MAGIC)
     magic, size, raw_size, _ = HEADER.unpack(head)
-    return bool(magic == MAGIC and raw_size <= MAX_RAW_BYTES and size > len(data) - position - 16)
+    fits = raw_size <= MAX_RAW_BYTES and size <= MAX_PACKED_BYTES
+    return bool(magic == MAGIC and fits and size > len(data) - position - HEADER.size)

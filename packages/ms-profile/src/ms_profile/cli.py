@@ -1,53 +1,78 @@
 """The command `ms-profile`: run one subcommand, turn errors into one line and an exit code."""
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 from typing import Final
 
-from ms_profile.errors import ProfileError
+from ms_profile import __version__
+from ms_profile.entry import BAD_INPUT, FAILED, CommandParser, one_line, perform
+from ms_profile.errors import nearest_name
 
 __all__ = ["COMMANDS", "main"]
 
+PROG: Final = "ms-profile"
 COMMANDS: Final = ("run", "report", "compare", "logs", "link")
 """In the order of the help; each is a module of `ms_profile.commands`."""
+MEANT: Final = {
+    "run": ("profile", "capture", "record", "start", "trace", "train"),
+    "report": ("analyse", "analyze", "html", "open", "ring", "show", "summary", "view"),
+    "compare": ("diff", "regression"),
+    "logs": ("events", "log", "tail"),
+    "link": ("bandwidth", "latency", "ping"),
+}
+"""Words that stand for a command elsewhere."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0 done, 1 failed, 2 bad input."""
+    """Run the command line; 0 done, 1 failed, 2 bad input, 130 after Ctrl-C."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        options = _parser(given).parse_args(given)
-        return int(options.execute(options))
-    except ProfileError as error:
-        print(f"ms-profile: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
-    except BrokenPipeError:
-        return 0
-    except OSError as error:
-        print(f"ms-profile: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return perform(PROG, lambda: _execute(given), report=_report_system)
 
 
-def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ms-profile",
+def _execute(given: Sequence[str]) -> int:
+    if given and not given[0].startswith("-") and given[0] not in COMMANDS:
+        sys.stderr.write(f"{PROG}: {_unknown(given[0])}\n")
+        return BAD_INPUT
+    options = _parser(given).parse_args(given)
+    return int(options.execute(options))
+
+
+def _report_system(error: BaseException) -> int | None:
+    """A file that cannot be written, a full disk: the system says what and where."""
+    if not isinstance(error, OSError):
+        return None
+    sys.stderr.write(f"{PROG}: {one_line(str(error))}\n")
+    return FAILED
+
+
+def _unknown(word: str) -> str:
+    """What is said of a word that is no command: the one that was meant, as far as is known."""
+    meant = {each: name for name, words in MEANT.items() for each in (name, *words)}
+    hint = nearest_name(word.lower(), meant)
+    shown = one_line(word)[:60]
+    if hint is None:
+        return f"there is no command {shown!r}; the commands are {', '.join(COMMANDS)}"
+    command = meant[hint]
+    return (
+        f"there is no command {shown!r}; did you mean {command!r}? See {PROG} {command} --help; "
+        f"the commands are {', '.join(COMMANDS)}"
+    )
+
+
+def _parser(given: Sequence[str]) -> CommandParser:
+    parser = CommandParser(
+        PROG,
+        version=__version__,
         description="Where the time goes, on every rank, and what to do about it.",
-        epilog="example: ms-profile run --train-script train.py --output-dir ./profile_results",
+        example="ms-profile run --train-script train.py --output-dir ./profile_results",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     asked = [name for name in given[:1] if name in COMMANDS]
     for name in asked or COMMANDS:
         module = importlib.import_module(f"ms_profile.commands.{name}")
         command = commands.add_parser(
-            name,
-            help=module.HELP,
-            description=module.HELP,
-            epilog=f"example: {module.EXAMPLE}",
-            allow_abbrev=False,
+            name, help=module.HELP, description=module.HELP, example=module.EXAMPLE
         )
         module.add_arguments(command)
         command.set_defaults(execute=module.execute)

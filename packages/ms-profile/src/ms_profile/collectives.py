@@ -28,6 +28,7 @@ KINDS: Final = (
     ("scatter", re.compile(r"scatter", re.IGNORECASE)),
     ("reduce", re.compile(r"reduce", re.IGNORECASE)),
 )
+MOST_BYTES: Final = 1 << 52
 POINT_TO_POINT: Final = frozenset({"send", "receive", "send_receive"})
 
 
@@ -88,12 +89,16 @@ def find_collectives(trace: Trace) -> tuple[Collective, ...]:
                 kind=kind,
                 group=note.group if note else "",
                 ranks=note.ranks if note else (),
-                size_bytes=note.sent_elements * width if note and width else None,
+                size_bytes=_size(note.sent_elements * width) if note and width else None,
                 start_ns=int(trace.start_ns[row]),
                 end_ns=int(trace.start_ns[row] + trace.duration_ns[row]),
             )
         )
     return tuple(found)
+
+
+def _size(size_bytes: int) -> int | None:
+    return size_bytes if 0 <= size_bytes <= MOST_BYTES else None
 
 
 def match_collectives(

@@ -15,7 +15,6 @@ Where there are more of A or of B, the runs' medians are compared as they scatte
 
 from collections import defaultdict
 from collections.abc import Sequence
-from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +47,8 @@ RUNS_APART = 0.025
 """Standard deviation of the pace of one program's runs, as `benchmarks/comparing.py` found it on a
 quiet host; more steps of a run do not lessen it."""
 DRAWS = 20_000
+LONGEST_S = 1e8
+"""No step takes three years."""
 POWER = 0.9
 Times = NDArray[np.float64]
 Runs = Sequence[Times]
@@ -192,7 +193,7 @@ def recorded_steps(folder: Path) -> RecordedSteps | None:
     for event in events:
         length, wait = event.fields.get("step_time_s"), event.fields.get("cpu_wait_s")
         usual = "traced" not in event.fields and (event.step or 0) >= run.window.skip
-        if event.step is not None and usual and isinstance(length, float) and 0 < length < inf:
+        if event.step is not None and usual and isinstance(length, float) and 0 < length < LONGEST_S:
             times[event.step][event.rank] = length * 1e9
             if isinstance(wait, float) and wait >= 0:
                 waits[event.step][event.rank] = min(wait, length) * 1e9

@@ -31,6 +31,9 @@ class CaptureError(ProfileError, ValueError):
 class RecordError(ProfileError, RuntimeError):
     """What is to be recorded finds no room: a full disk, a folder that cannot be written."""
 
+    exit_code = 1
+    """Of a command: nothing that was given is wrong."""
+
 
 class LinkError(ProfileError, ValueError):
     """Links that cannot be measured or fitted from what was given."""
@@ -40,7 +43,13 @@ class TraceError(ProfileError, ValueError):
     """A trace that cannot be read, or that lacks what was asked of it."""
 
 
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name nearest to `name`, where one is near."""
+    found = get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the known name nearest to `name`, or an empty string."""
-    found = get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    found = nearest_name(name, known)
+    return f"; did you mean {found!r}?" if found else ""

@@ -2,9 +2,12 @@
 
 import heapq
 import logging
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -14,10 +17,16 @@ from ms_profile.alignment import ClockFit
 from ms_profile.blocks import Block, Damage, scan_blocks
 from ms_profile.errors import FormatError
 from ms_profile.events import ARRAY, SUFFIX, Event, Segment
+from ms_profile.untrusted import decoding, read_bytes
 
 __all__ = ["EventFilter", "follow_events", "read_events", "read_segment"]
 
 logger = logging.getLogger(__name__)
+LARGEST_FILE_BYTES: Final = 1 << 30
+LARGEST_READ_BYTES: Final = 1 << 26
+DAMAGE: Final = (ValueError, RecursionError)
+"""What decoding raises over what is no record, no UTF-8, or nested too deeply."""
+decode_events: Final = msgspec.msgpack.Decoder(list[Event]).decode
 Problem = Callable[[str], None]
 
 
@@ -71,13 +80,17 @@ def read_events(
     kept = wanted or EventFilter()
     by_rank: dict[int, list[Path]] = {}
     for path in event_files(folder):
-        by_rank.setdefault(int(path.name.split(".")[0].removeprefix("rank-")), []).append(path)
+        found = EVENT_FILE.fullmatch(path.name)
+        by_rank.setdefault(int(found[1]) if found else 0, []).append(path)
     streams = [
         _rank_events(paths, kept, (clocks or {}).get(rank), on_problem)
         for rank, paths in by_rank.items()
         if kept.ranks is None or rank in kept.ranks
     ]
     return heapq.merge(*streams, key=lambda event: event.wall_ns)
+
+
+EVENT_FILE: Final = re.compile(r"rank-([0-9]{1,9})\..*" + re.escape(SUFFIX))
 
 
 def event_files(folder: Path | str) -> list[Path]:
@@ -88,8 +101,9 @@ def event_files(folder: Path | str) -> list[Path]:
     """
     root = Path(folder)
     name = f"rank-[0-9]*{SUFFIX}"
-    found = sorted(root.glob(name)) or sorted(root.glob(f"events/{name}"))
-    found = [path for path in found if path.name.split(".")[0].removeprefix("rank-").isdigit()]
+    with decoding(root, error=FormatError):
+        found = sorted(root.glob(name)) or sorted(root.glob(f"events/{name}"))
+        found = [path for path in found if EVENT_FILE.fullmatch(path.name) and path.is_file()]
     if not found:
         raise FormatError(f"{folder} holds no event files (rank-*{SUFFIX}); give a log's folder")
     return found
@@ -101,13 +115,12 @@ def read_segment(path: Path) -> Segment:
     Raises:
         FormatError: the file does not start with one.
     """
-    for block in scan_blocks(path.read_bytes()):
+    for block in scan_blocks(read_bytes(path, error=FormatError, limit_bytes=LARGEST_FILE_BYTES)):
         if isinstance(block, Damage):
             break
-        try:
+        with suppress(*DAMAGE):
             return msgspec.msgpack.decode(block.content, type=Segment)
-        except msgspec.DecodeError:
-            break
+        break
     raise FormatError(f"{path} does not start as an event file; it is damaged or foreign")
 
 
@@ -148,7 +161,7 @@ def _new_events(path: Path, start: int) -> tuple[list[Event], int]:
     try:
         with path.open("rb") as file:
             file.seek(start)
-            data = file.read()
+            data = file.read(LARGEST_READ_BYTES)
     except FileNotFoundError:
         return [], start
     events: list[Event] = []
@@ -159,7 +172,7 @@ def _new_events(path: Path, start: int) -> tuple[list[Event], int]:
                 break
             position = found.end
             continue
-        events += _decode(found)
+        events += _decode(found) or ()
         position = found.end
     return events, start + position
 
@@ -168,9 +181,12 @@ def _rank_events(
     paths: list[Path], wanted: EventFilter, clock: ClockFit | None, on_problem: Problem
 ) -> Iterator[Event]:
     for path in paths:
+        if not path.exists():  # rotated away since it was listed
+            continue
         try:
-            data = path.read_bytes()
-        except FileNotFoundError:  # rotated away since it was listed
+            data = read_bytes(path, error=FormatError, limit_bytes=LARGEST_FILE_BYTES)
+        except FormatError as error:
+            on_problem(str(error))
             continue
         for found in scan_blocks(data):
             if isinstance(found, Damage):
@@ -178,7 +194,13 @@ def _rank_events(
                 size = found.end - found.start
                 on_problem(f"{path.name} {what} at byte {found.start}; {size} bytes are left out")
                 continue
-            for event in _decode(found):
+            events = _decode(found)
+            if events is None:
+                on_problem(
+                    f"{path.name} holds a block that is none of events, up to byte {found.end}; it "
+                    "is damaged, or written by a newer version"
+                )
+            for event in events or ():
                 placed = event if clock is None else _placed(event, clock)
                 if wanted.keeps(placed):
                     yield placed
@@ -189,13 +211,11 @@ def _placed(event: Event, clock: ClockFit) -> Event:
     return msgspec.structs.replace(event, wall_ns=wall_ns)
 
 
-def _decode(block: Block) -> list[Event]:
-    """The events of a block; none for the first one, which says whose the file is."""
+def _decode(block: Block) -> list[Event] | None:
+    """The events of a block, none of the first one, which says whose the file is; None if damaged."""
     if not block.content.startswith(ARRAY):
         return []
     try:
-        return msgspec.msgpack.decode(block.content, type=list[Event])
-    except msgspec.DecodeError as error:
-        raise FormatError(f"events of an unknown form: {error}; written by a newer version") from (
-            error
-        )
+        return decode_events(block.content)
+    except DAMAGE:
+        return None

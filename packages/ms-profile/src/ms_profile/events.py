@@ -8,6 +8,7 @@ oldest beyond `segments` is removed.
 """
 
 import atexit
+import errno
 import logging
 import os
 import socket
@@ -16,10 +17,10 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ms_profile.blocks import pack_block
 from ms_profile.clock import ClockPair, read_clocks
@@ -40,7 +41,7 @@ LARGEST_EVENT_BYTES: Final = 1 << 20
 class Event(Struct, frozen=True, array_like=True):
     """One record of one rank."""
 
-    rank: int
+    rank: Annotated[int, Meta(ge=0, lt=1 << 31)]
     kind: str
     step: int | None
     """The field `step`, where there is one."""
@@ -93,8 +94,8 @@ class EventLog:
     """Record events of this process; `log("step", {"step": 1, "loss": 2.3})` is all there is.
 
     Fits the `on_event=` seam of the trainers. Safe to call from any thread. A disk that is full
-    does not stop the training: it is warned of, up to 4 MiB wait for room, and what is given up is
-    counted in `lost`.
+    or removed does not stop the training: it is warned of, up to 4 MiB wait for room, and what is
+    given up is counted in `lost`.
 
     Args:
         folder: where the files `rank-00000.000000.events` go; made if missing.
@@ -186,6 +187,8 @@ class EventLog:
             taken_bytes, self._pending_bytes = self._pending_bytes, 0
             content = b"".join((ARRAY, struct.pack(">I", len(taken)), *taken))
             try:
+                if not os.fstat(self._descriptor).st_nlink:
+                    raise FileNotFoundError(errno.ENOENT, "the log was removed", str(self.folder))
                 if self._size >= self._limit_bytes:
                     self._rotate()
                 self._append(pack_block(content))
@@ -224,6 +227,11 @@ class EventLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def path(self) -> Path:
+        """The file that is being written."""
+        return self._path(self._number)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"rank-{self.rank:05d}.{number:06d}{SUFFIX}"

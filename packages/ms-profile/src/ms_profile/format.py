@@ -14,13 +14,14 @@ there, for a name is written after its file.
 
 import os
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ms_profile.clock import ClockPair
 from ms_profile.errors import FormatError
+from ms_profile.untrusted import decoding, read_json
 
 __all__ = [
     "RankManifest",
@@ -37,6 +38,10 @@ __all__ = [
 ]
 
 Status = Literal["running", "done", "failed"]
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+Rank = Annotated[int, Meta(ge=0, lt=1 << 24)]
+Instant = Annotated[int, Meta(ge=0, le=1 << 62)]
+LARGEST_MANIFEST_BYTES: Final = 1 << 26
 T = TypeVar("T", bound=Struct)
 
 
@@ -65,12 +70,12 @@ class RunManifest(
 ):
     """What was run, and what was asked for."""
 
-    world_size: int
+    world_size: Count
     metrics: tuple[str, ...]
     """Names asked for with `--metrics`, in the order of `ms_profile.capture.METRICS`."""
     script: str
     arguments: tuple[str, ...] = ()
-    started_wall_ns: int
+    started_wall_ns: Instant
     window: Window
     versions: dict[str, str]
     """Of ms-profile, python, and torch where known."""
@@ -81,10 +86,10 @@ class TraceFile(Struct, frozen=True, kw_only=True):
 
     path: str
     """Relative to the output folder."""
-    first_step: int
-    steps: int
+    first_step: Count
+    steps: Count
     """Steps recorded; less than the window's when the script ended inside it."""
-    size_bytes: int
+    size_bytes: Count
     complete: bool = True
     """False when the file could not be written whole (a full disk, for instance)."""
 
@@ -92,11 +97,11 @@ class TraceFile(Struct, frozen=True, kw_only=True):
 class RankManifest(Struct, frozen=True, kw_only=True, tag="ms-profile.rank.1", tag_field="format"):
     """One rank's process, and what it recorded."""
 
-    rank: int
-    local_rank: int
-    world_size: int
+    rank: Rank
+    local_rank: Rank
+    world_size: Count
     host: str
-    pid: int
+    pid: Count
     device: str
     """`cpu`, `cuda`, `npu`: torch's accelerator as the process saw it, `cpu` where none."""
     status: Status
@@ -106,7 +111,7 @@ class RankManifest(Struct, frozen=True, kw_only=True, tag="ms-profile.rank.1", t
     """The last line of the script's traceback."""
     start: ClockPair
     end: ClockPair | None = None
-    steps: int = 0
+    steps: Count = 0
     traces: tuple[TraceFile, ...] = ()
     complete: bool = True
     """False when something that was to be recorded was lost; `warnings` says what."""
@@ -174,15 +179,16 @@ def read_ranks(folder: Path) -> list[RankManifest]:
     Raises:
         FormatError: one is damaged or of another version.
     """
-    return [_read(path, RankManifest) for path in sorted((folder / "ranks").glob("rank-*.json"))]
+    with decoding(folder, error=FormatError):
+        paths = sorted((folder / "ranks").glob("rank-*.json"))
+    return [_read(path, RankManifest) for path in paths]
 
 
 def _read(path: Path, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except FileNotFoundError:
+    with decoding(path, error=FormatError):
+        found = path.is_file()
+    if not found:
         raise FormatError(
             f"{path.parent} has no {path.name}; give the --output-dir of an `ms-profile run`"
-        ) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise FormatError(f"{path} cannot be read: {error}; it is damaged or newer") from error
+        )
+    return read_json(path, kind, error=FormatError, limit_bytes=LARGEST_MANIFEST_BYTES)

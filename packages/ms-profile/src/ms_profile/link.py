@@ -9,20 +9,24 @@ for whatever else the host does only adds. The line is fitted to them with relat
 import time
 from collections.abc import Sequence
 from itertools import combinations
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
-from ms_profile.errors import LinkError
+from ms_profile.errors import FormatError, LinkError
+from ms_profile.untrusted import read_json
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LinkFit", "LinkMatrix", "PairLink", "fit_link", "measure_links"]
+__all__ = ["LinkFit", "LinkMatrix", "PairLink", "fit_link", "measure_links", "read_links"]
 
 SIZES: Final = (8, 1024, 16_384, 131_072, 1_048_576, 4_194_304)
+MOST_RANKS: Final = 4096
+LONGEST_S: Final = 1e6
 Floats = NDArray[np.float64]
 
 
@@ -56,6 +60,31 @@ class LinkMatrix(Struct, frozen=True, kw_only=True, tag="ms-profile.links.1", ta
     hosts: tuple[str, ...]
     """Of each rank."""
     pairs: tuple[PairLink, ...]
+
+    def __post_init__(self) -> None:
+        """Hold the parts against one another, of a file that somebody wrote.
+
+        Raises:
+            ValueError: they do not fit together.
+        """
+        if not 2 <= self.world_size <= MOST_RANKS or len(self.hosts) != self.world_size:
+            raise ValueError(f"{len(self.hosts)} hosts of {self.world_size} ranks")
+        for pair in self.pairs:
+            if not 0 <= pair.first < pair.second < self.world_size:
+                raise ValueError(f"a link of ranks {pair.first} and {pair.second}")
+            if not pair.times_s or len(pair.times_s) != len(pair.sizes_bytes):
+                raise ValueError(f"{len(pair.times_s)} times of {len(pair.sizes_bytes)} sizes")
+            if not all(0 < time_s < LONGEST_S for time_s in pair.times_s):
+                raise ValueError(f"times {pair.times_s} of ranks {pair.first} and {pair.second}")
+
+
+def read_links(path: Path | str) -> LinkMatrix:
+    """Read what `ms-profile link --out` wrote.
+
+    Raises:
+        FormatError: it is no such file, or is damaged.
+    """
+    return read_json(path, LinkMatrix, error=FormatError)
 
 
 def fit_link(sizes_bytes: ArrayLike, times_s: ArrayLike) -> LinkFit:

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from ms_profile.analysis import Analysis, RankAnalysis
+from ms_profile.trace.columns import EXPORT
 
 __all__ = ["export_perfetto"]
 
@@ -32,7 +33,8 @@ def export_perfetto(analysis: Analysis, path: str | os.PathLike[str]) -> int:
     written = 0
     try:
         with aside.open("wb") as raw, _packed(raw, target) as file:
-            file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
+            head = {"displayTimeUnit": "ms", "otherData": {"producer": EXPORT}}
+            file.write(encoder.encode(head)[:-1] + b',"traceEvents":[')
             first = True
             for events in _batches(analysis):
                 if events:

@@ -44,8 +44,23 @@ def mark_step(*models: "nn.Module") -> None:
         recorder.mark(models)
 
 
+def _abandon_in_child() -> None:
+    for recorder in tuple(ACTIVE):
+        recorder.abandon()
+
+
+def _make_ready_to_fork() -> None:
+    for recorder in ACTIVE:
+        recorder.make_ready_to_fork()
+
+
+os.register_at_fork(before=_make_ready_to_fork, after_in_child=_abandon_in_child)
+
+
 class Recorder:
     """Record this process into a ring from now until `close`; `attach` adds what torch does.
+
+    A process that this one forks is not recorded: it runs as if there were no recorder.
 
     Args:
         path: the ring's file.
@@ -80,6 +95,7 @@ class Recorder:
         self._scopes: ScopeRecorder | None = None
         self._collecting_ns = 0
         self._closed = False
+        self._resting = False
         gc.callbacks.append(self._on_garbage)
         ACTIVE.append(self)
 
@@ -112,6 +128,21 @@ class Recorder:
         """Collect what Kineto has seen and let another profiler have it until the next step."""
         if self._scopes is not None:
             self._scopes.stop()
+
+    def make_ready_to_fork(self) -> None:
+        """End Kineto's session, so that the child has a profiler of its own to start."""
+        if self._scopes is not None and self._scopes.stop_in_own_thread():
+            self._resting = True
+
+    def abandon(self) -> None:
+        """In a forked child: take every hook off and leave the ring to the parent."""
+        self._closed = True
+        ACTIVE.remove(self)
+        gc.callbacks.remove(self._on_garbage)
+        self._scopes = None
+        self.ring.abandon()
+        if self._watch is not None:
+            self._watch.unhook()
 
     @property
     def steps(self) -> int:
@@ -159,8 +190,9 @@ class Recorder:
             if self._scopes.due():
                 self._scopes.stop()
             self._on_step(step)
-            if self.kineto_free and not was_on:
+            if self.kineto_free and not was_on and not self._resting:
                 self._start_scopes(self._scopes)
+            self._resting = False
         else:
             self._on_step(step)
 

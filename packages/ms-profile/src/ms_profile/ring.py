@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 
 from ms_profile.clock import ClockPair, read_clocks
 from ms_profile.errors import FormatError, RecordError
+from ms_profile.untrusted import read_bytes
 
-__all__ = ["Kind", "Ring", "RingRecording", "read_ring"]
+__all__ = ["Kind", "Ring", "RingRecording", "is_ring", "read_ring"]
 
 MAGIC: Final = b"MSRING01"
 HEADER: Final = struct.Struct("<8sIIIIQqqq")
@@ -33,6 +34,10 @@ PAGE: Final = 4096
 NAMES_BYTES: Final = 1 << 18
 SLOTS: Final = PAGE + NAMES_BYTES
 ENDS: Final = SLOTS + 8
+LARGEST_BYTES: Final = 1 << 30
+MOST_NS: Final = 1 << 62
+LONGEST_NS: Final = 10 * 366 * 86_400 * 1_000_000_000
+"""No recording lasts ten years."""
 END: Final = struct.Struct("<Q")
 # Bound once: a span is begun and ended in half a microsecond, of which each look-up is a tenth.
 pack_slot: Final = SLOT.pack_into
@@ -77,7 +82,7 @@ class Ring:
     """Record spans of this process into a file; `span = ring.begin(name, kind); ring.end(span)`.
 
     Names are registered once with `name`. Recording is safe from any thread that holds the
-    interpreter's lock. A forked child shares its parent's slots: call it from one process.
+    interpreter's lock. A forked child writes into memory of its own once it has called `abandon`.
 
     Args:
         path: the file to make; its folder is made if missing.
@@ -149,6 +154,11 @@ class Ring:
         self._map.flush()
         self._map.close()
 
+    def abandon(self) -> None:
+        """In a forked child: leave the file to the parent; what is still recorded goes nowhere."""
+        self._map = mmap.mmap(-1, PAGE + NAMES_BYTES + self.capacity * SLOT.size)
+        self._lock = threading.Lock()
+
     def _thread(self) -> int:
         return self._threads.setdefault(get_ident(), min(len(self._threads) + 1, 255))
 
@@ -187,32 +197,54 @@ class RingRecording:
         return self.names[number] if number < len(self.names) else "?"
 
 
+def is_ring(path: Path | str) -> bool:
+    """Whether a file begins as a ring does; one that cannot be opened does not."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except (OSError, ValueError):
+        return False
+
+
 def read_ring(path: Path | str) -> RingRecording:
     """Read a ring's file, of a live process too.
 
+    Spans whose instants cannot be, as in a damaged file, are left out.
+
     Raises:
-        FormatError: the file is no ring, or is cut short.
+        FormatError: the file is no ring, is cut short, or cannot be read.
     """
-    data = Path(path).read_bytes()
+    data = read_bytes(path, error=FormatError, limit_bytes=LARGEST_BYTES)
     if len(data) < PAGE or data[:8] != MAGIC:
         raise FormatError(f"{path} is no ring file; its first bytes are {data[:8]!r}")
     _, capacity, names_bytes, rank, _, pid, monotonic, wall, error = HEADER.unpack_from(data)
     start = PAGE + names_bytes
     if len(data) < start + capacity * SLOT.size:
         raise FormatError(f"{path} is cut short: {len(data)} bytes of a ring of {capacity} spans")
+    clock = ClockPair(monotonic, wall, error)
+    if not 0 <= monotonic < MOST_NS or not 0 <= wall < MOST_NS:
+        raise FormatError(f"{path} is damaged: its clocks read {monotonic} and {wall} ns")
     slots = np.frombuffer(data, SLOT_DTYPE, capacity, start)
-    written = slots[slots["number"] > 0]
+    written = slots[_can_be(slots, monotonic)]
     newest = int(written["number"].max()) if len(written) else 0
     # The slot after the newest may be torn; it is the oldest once the ring has gone round.
     whole = written[written["number"] + capacity > newest + (newest >= capacity)]
     return RingRecording(
         rank=rank,
         pid=pid,
-        clock=ClockPair(monotonic, wall, error),
+        clock=clock,
         names=_names(data[PAGE:start]),
         spans=whole[np.argsort(whole["number"])],
         dropped=max(newest - capacity, 0) + (newest >= capacity),
     )
+
+
+def _can_be(slots: NDArray[np.void], opened_ns: int) -> NDArray[np.bool_]:
+    """Whether each slot was written, and holds a number and instants that this ring can hold."""
+    start, end, number = slots["start_ns"], slots["end_ns"], slots["number"]
+    late = np.uint64(opened_ns + LONGEST_NS)
+    found: NDArray[np.bool_] = (number > 0) & (number < MOST_NS) & (start < late)
+    return found & ((end == 0) | ((end >= start) & (end < late)))
 
 
 def _names(table: bytes) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from ms_profile.trace.columns import Category, Trace
 
 __all__ = ["Step", "find_steps"]
 
-STEP: Final = re.compile(r"ProfilerStep#?\*?(\d+)")
+STEP: Final = re.compile(r"ProfilerStep#?\*?([0-9]{1,15})")
 
 
 @frozen(kw_only=True)

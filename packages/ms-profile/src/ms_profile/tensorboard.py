@@ -8,6 +8,7 @@ Three messages of protocol buffers in checksummed records are all the format tak
 import os
 import struct
 from collections.abc import Iterable
+from math import inf
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -69,13 +70,20 @@ def _begin(folder: Path, wall_ns: int) -> tuple[BinaryIO, Path]:
 def _message(event: Event) -> tuple[bytes, int]:
     """The message of an event, and how many scalars it carries."""
     values = [
-        _bytes(1, _bytes(1, f"{event.kind}/{name}".encode()) + b"\x15" + struct.pack("<f", value))
+        _bytes(1, _bytes(1, f"{event.kind}/{name}".encode()) + b"\x15" + _single(value))
         for name, value in event.fields.items()
         if name != "step" and isinstance(value, int | float)
     ]
     step = _varint(event.step or 0)
     head = _double(1, event.wall_ns / 1e9) + b"\x10" + step
     return head + _bytes(5, b"".join(values)), len(values)
+
+
+def _single(value: float) -> bytes:
+    try:
+        return struct.pack("<f", value)
+    except OverflowError:  # more than a single holds
+        return struct.pack("<f", inf if value > 0 else -inf)
 
 
 def _varint(value: int) -> bytes:

@@ -35,17 +35,20 @@ class Place:
         """As the launcher's environment says: torchrun's, Open MPI's or Slurm's; else alone."""
         for rank, local, size in PLACES:
             if rank in os.environ and size in os.environ:
-                return cls(
-                    rank=int(os.environ[rank]),
-                    local_rank=int(os.environ.get(local, "0")),
-                    world_size=int(os.environ[size]),
-                )
+                return cls(rank=_number(rank), local_rank=_number(local), world_size=_number(size))
         return cls()
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name, "0")
+    if not (text.isascii() and text.isdigit() and len(text) < 9):
+        raise CaptureError(f"the environment says {name}={text[:40]!r}; it must be a number")
+    return int(text)
 
 
 def _absolute(folder: Path) -> Path:
     """The same folder after the script has changed the working directory."""
-    return folder.resolve()
+    return Path(os.path.abspath(folder))
 
 
 @frozen(kw_only=True)

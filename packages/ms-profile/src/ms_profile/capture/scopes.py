@@ -18,6 +18,7 @@ stops, and starts again once that has ended.
 
 import os
 import re
+import threading
 import time
 from bisect import bisect_right
 from collections import Counter
@@ -68,6 +69,8 @@ class ScopeRecorder:
         self._interval_ns = int(interval_s * 1e9)
         self._settings: Any = autograd_profiler.profile()
         self._on = False
+        self._thread = 0
+        """The thread that Kineto's session is of."""
         self._cost_ns = 0
         """Processor time of the last collection and of the start after it; 0 before the first."""
         self._since_ns = 0
@@ -96,6 +99,7 @@ class ScopeRecorder:
         config = self._settings.config(create_trace_id=False)
         native._enable_profiler(config, activities, scopes)  # type: ignore[call-arg]
         self._on, self._since_ns, self._boundaries = True, time.monotonic_ns(), 0
+        self._thread = threading.get_ident()
         if self._cost_ns:  # the very first start sets Kineto up: no later one costs as much
             self._cost_ns += time.thread_time_ns() - begun_ns
 
@@ -117,6 +121,13 @@ class ScopeRecorder:
             self._interval_ns, min(SHARE * self._cost_ns, STRETCH * self._interval_ns)
         )
         return time.monotonic_ns() - self._since_ns >= interval_ns
+
+    def stop_in_own_thread(self) -> bool:
+        """`stop`, where a session is open and of the thread that asks; whether it was."""
+        own = self._on and self._thread == threading.get_ident()
+        if own:
+            self.stop()
+        return own
 
     def stop(self) -> None:
         """Collect what was recorded into the ring, and end."""

@@ -11,7 +11,7 @@ import msgspec
 
 from ms_profile.capture.cpu_wait import CpuWait
 from ms_profile.capture.imports import when_imported
-from ms_profile.capture.metrics import Recording
+from ms_profile.metrics import Recording
 from ms_profile.capture.plan import Place, Plan, versions
 from ms_profile.clock import read_clocks
 from ms_profile.errors import CaptureError, RecordError
@@ -36,8 +36,25 @@ MOST_COLLECTIVES: Final = "4096"
 SLOW_FACTS_NS: Final = 1_000_000_000
 
 
+OPEN: Final[list["Session"]] = []
+"""The session of this process, while it is open."""
+
+
+def _abandon_in_child() -> None:
+    for session in tuple(OPEN):
+        session.abandon()
+
+
+def _count_fork() -> None:
+    for session in OPEN:
+        session.forks += 1
+
+
+os.register_at_fork(after_in_parent=_count_fork, after_in_child=_abandon_in_child)
+
+
 class Session:
-    """Capture this process from now until `finish`.
+    """Capture this process from now until `finish`; those that it forks are not captured.
 
     Raises:
         CaptureError: the output folder holds another run.
@@ -46,6 +63,7 @@ class Session:
 
     def __init__(self, plan: Plan, place: Place) -> None:
         self._plan, self._place = plan, place
+        self._recording = Recording.of(plan.metrics)
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         if rank_path(plan.output_dir, place.rank).exists() and not restarted:
             raise CaptureError(
@@ -58,6 +76,8 @@ class Session:
         self._traces: list[TraceFile] = []
         self._tracer: Tracer | None = None
         self._finished = False
+        self.forks = 0
+        """How often the script forked this process."""
         try:
             self._open_files()
         except OSError as error:
@@ -67,9 +87,10 @@ class Session:
         self._cpu_wait = CpuWait()
         host = self.manifest.host
         self.events("run_start", {"script": str(plan.script), "host": host, "pid": os.getpid()})
-        if place.world_size > 1:
+        if place.world_size > 1 and self._recording.groups:
             # torch reads it when imported: it is to keep the collectives' groups; see `groups`.
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", MOST_COLLECTIVES)
+        OPEN.append(self)
         when_imported("torch", self._on_torch)
 
     def finish(self, exit_code: int, error: str | None) -> None:
@@ -77,18 +98,41 @@ class Session:
         if self._finished:
             return
         self._finished = True
+        OPEN.remove(self)
         self._finish_recording()
         self._cpu_wait.close()
         self.events("run_end", {"exit_code": exit_code, "error": error or ""})
         self.events.close()
         if self.events.lost:
             self._loss(f"{self.events.lost} events could not be written; is the disk full?")
+        self._check_files()
         self._write_manifest(
             status="failed" if exit_code else "done",
             exit_code=exit_code,
             error=error,
             end=read_clocks(),
         )
+
+    def _check_files(self) -> None:
+        """Note what the script, or whoever else, removed while it was being recorded."""
+        folder, rank = self._plan.output_dir, self._place.rank
+        wanted = [rank_path(folder, rank), ring_path(folder, rank), self.events.path]
+        wanted += [folder / trace.path for trace in self._traces]
+        wanted += [folder / "manifest.json"] if rank == 0 else []
+        gone = [path.relative_to(folder).as_posix() for path in wanted if not path.is_file()]
+        if gone:
+            self._loss(
+                f"{', '.join(gone)} of {folder} were removed while the script ran; what they held "
+                "is lost: choose an --output-dir that nothing clears"
+            )
+
+    def abandon(self) -> None:
+        """In a forked child: stop without a word; the parent goes on."""
+        self._finished = True
+        OPEN.remove(self)
+        self._cpu_wait.close()
+        if self._tracer is not None:
+            self._tracer.abandon()
 
     def _open_files(self) -> None:
         folder, place = self._plan.output_dir, self._place
@@ -123,13 +167,15 @@ class Session:
 
     def _on_torch(self) -> None:
         """Attach to torch, which the script has just imported."""
+        if self._finished:  # in a child that was forked before
+            return
         from ms_profile.capture.tracer import Tracer
 
         self._tracer = Tracer(
             self._plan.output_dir,
             self._place.rank,
             self._plan.window,
-            Recording.of(self._plan.metrics),
+            self._recording,
             on_saving=self.events.flush,
             on_saved=self._on_trace,
             on_problem=self._loss,
@@ -164,15 +210,17 @@ class Session:
         self.events("step", fields)
 
     def _slow_facts(self) -> dict[str, Value]:
-        """What is asked for about once a second: memory, and the wait for data since the last."""
+        """What is told about once a second, if asked for: memory, the wait for data since then."""
         import torch
 
-        waited = self._recorder.data_wait_s
-        facts: dict[str, Value] = {
-            "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "data_wait_s": waited - self._data_wait_s,
-        }
-        self._data_wait_s = waited
+        facts: dict[str, Value] = {}
+        if self._recording.data_waits:
+            waited = self._recorder.data_wait_s
+            facts["data_wait_s"] = waited - self._data_wait_s
+            self._data_wait_s = waited
+        if not self._recording.memory:
+            return facts
+        facts["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if torch.accelerator.is_available():
             facts["memory_bytes"] = torch.accelerator.memory_allocated()
         return facts
@@ -184,6 +232,11 @@ class Session:
             self._report_step(before)
         if self._recorder.problem is not None:
             self._warnings.append(self._recorder.problem)
+        if self.forks and not self._recorder.steps:
+            self._warnings.append(
+                "the processes that the script forked are not recorded; start its ranks by "
+                "--nproc-per-node or torchrun"
+            )
         if self._tracer is not None:
             try:
                 self._tracer.finish()

@@ -15,7 +15,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerAction, profile
 
 from ms_profile.capture.groups import KEY, recorded_groups
-from ms_profile.capture.metrics import Recording
+from ms_profile.metrics import Recording
 from ms_profile.capture.phases import Phase, phase_of
 from ms_profile.format import TraceFile, Window, trace_path
 
@@ -58,6 +58,7 @@ class Tracer:
         self._recording, self._on_saved, self._on_problem = recording, on_saved, on_problem
         self._on_saving = on_saving
         self._profile: Any = None
+        self._accelerated = torch.accelerator.is_available()
         self._first = 0
         self._since_ns = 0
         self._steps = 0
@@ -98,6 +99,15 @@ class Tracer:
             self._note_groups()
             self._end()
 
+    def abandon(self) -> None:
+        """In a forked child: end the window without a word; the parent goes on with it."""
+        if self._profile is not None:
+            self._profile = None
+            if self._accelerated:  # its profiler cannot be reached from a child, nor used in it
+                torch._C._autograd._enable_record_function(False)
+            else:  # free for a profiler of the child's own
+                torch._C._autograd._disable_profiler()
+
     def _start(self, step: int) -> None:
         if getattr(autograd_profiler, "_is_profiler_enabled", False):
             self._on_problem(f"step {step}: the script's own profiler was on; nothing was traced")
@@ -125,7 +135,7 @@ class Tracer:
 
     def _note_groups(self) -> None:
         """Put what names the collectives' groups into the trace that is about to be saved."""
-        noted = recorded_groups(self._since_ns)
+        noted = recorded_groups(self._since_ns) if self._recording.groups else None
         if noted is not None:
             self._profile.add_metadata_json(KEY, noted)
 

@@ -69,11 +69,15 @@ class StepWatch:
 
     def close(self) -> None:
         """Remove every hook, end what is open, and count the last step if it was finished."""
-        for handle in self._handles:
-            handle.remove()
+        self.unhook()
         self.steps += bool(self._stepped)
         self._end_gap()
         self._ring.end(self._step_span)
+
+    def unhook(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
 
     def mark(self, models: Iterable[nn.Module]) -> None:
         """Take note that weights were updated, by whomever, and watch the models they belong to."""

@@ -18,6 +18,7 @@ from ms_profile.comparison import (
     compare,
     recorded_steps,
 )
+from ms_profile.commands.text import cell, plain
 from ms_profile.errors import TraceError
 
 __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
@@ -48,6 +49,8 @@ def execute(options: argparse.Namespace) -> int:
     """Compare and print; 1 for a regression, 2 where a busy host hides whether it is one."""
     if not 0 <= options.least_change < 1:
         raise TraceError(f"--least-change is {options.least_change}; give a share, 0 to 1")
+    if not options.most_wait >= 0:
+        raise TraceError(f"--most-wait is {options.most_wait}; give a share, 0 to 1")
     recorded = _recorded(options)
     found = compare(
         analyse(options.before),
@@ -113,7 +116,7 @@ def _show(found: Comparison) -> None:
         table.add_column(column, justify="left" if column == "what" else "right")
     for one in (found.step, *found.phases, *found.operators[:MOST_OPERATORS]):
         change = "new" if one.share is None else f"{one.share:+.1%}"
-        table.add_row(one.name, f"{one.before_ns / 1e6:.3f}", f"{one.after_ns / 1e6:.3f}", change)
+        table.add_row(cell(one.name), f"{one.before_ns / 1e6:.3f}", f"{one.after_ns / 1e6:.3f}", change)
     Console().print(table)
     if found.not_measurable:
         print(f"not measurable in one run or both: {', '.join(found.not_measurable)}")
@@ -125,8 +128,8 @@ def _show(found: Comparison) -> None:
     share = found.step.share
     change = "" if share is None else f"{share:+.1%} a step, "
     print(f"{verdict}: {change}as much by chance in {found.chance:.1%} of cases")
-    power = f"a slow-down of {found.detectable:.0%} is found in 9 of 10 such pairs of runs"
-    if found.detectable is None:
-        power = "with so few of them, or so unlike, no slow-down is found surely; record more"
+    power = "with so few of them, or so unlike, no slow-down is found surely; record more"
+    if found.detectable is not None:
+        power = f"a slow-down of {found.detectable:.0%} is found in 9 of 10 such pairs of runs"
     runs = f" of {found.runs[0]} and {found.runs[1]} runs" if sum(found.runs) > 2 else ""
     print(f"{found.steps[0]} and {found.steps[1]} steps{runs} compared: {power}")

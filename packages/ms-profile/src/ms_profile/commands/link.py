@@ -45,7 +45,7 @@ def execute(options: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     if options.backend != "gloo":
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(options.backend)
     try:
         matrix = measure_links(repeats=options.repeats)

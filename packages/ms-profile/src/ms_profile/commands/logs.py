@@ -1,7 +1,6 @@
 """`ms-profile logs`: the events of all ranks in one order, filtered or followed."""
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -9,6 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+from msgspec.json import encode
+
+from ms_profile.commands.text import plain
 from ms_profile.errors import EventError
 from ms_profile.event_reader import EventFilter, event_files_so_far, follow_events, read_events
 from ms_profile.events import Event
@@ -18,6 +20,7 @@ __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
 
 HELP: Final = "merge the ranks' event logs by time; filter, follow, export"
 EXAMPLE: Final = "ms-profile logs ./profile_results --kind step --rank 0,1 --follow"
+LONGEST_S: Final = 1e10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Print or export the events; 1 if a damaged part was left out."""
     since = options.since
+    if since is not None and not 0 <= since < LONGEST_S:
+        raise EventError(f"--since is {since}; give seconds, 0 to {LONGEST_S:.0f}")
     wanted = EventFilter(
         kinds=options.kind.split(",") if options.kind else None,
         ranks=_ranks(options.rank) if options.rank else None,
@@ -47,12 +52,15 @@ def execute(options: argparse.Namespace) -> int:
     events = _events(options, wanted, problems)
     if options.tensorboard is not None:
         written = export_tensorboard(events, options.tensorboard)
-        print(f"{written} scalars written to {options.tensorboard}")
+        if options.json:
+            print(encode({"scalars": written, "folder": str(options.tensorboard)}).decode())
+        else:
+            print(f"{written} scalars written to {options.tensorboard}")
     else:
         for event in events:
             print(_as_json(event) if options.json else _as_text(event), flush=options.follow)
     for problem in problems:
-        print(f"ms-profile: {problem}", file=sys.stderr)
+        print(f"ms-profile: {plain(problem)}", file=sys.stderr)
     return 1 if problems else 0
 
 
@@ -74,7 +82,8 @@ def _events(
 
 
 def _as_json(event: Event) -> str:
-    return json.dumps(
+    # Numbers that JSON has no word for, as the loss of a run that diverged, become null.
+    return encode(
         {
             "wall_ns": event.wall_ns,
             "monotonic_ns": event.monotonic_ns,
@@ -82,14 +91,15 @@ def _as_json(event: Event) -> str:
             "kind": event.kind,
             "fields": event.fields,
         }
-    )
+    ).decode()
 
 
 def _as_text(event: Event) -> str:
+    fields = " ".join(f"{plain(name)}={_short(value)}" for name, value in event.fields.items())
+    # A record's 64 bits reach from 1677 to 2554, which a calendar has.
     moment = datetime.fromtimestamp(event.wall_ns / 1e9, tz=UTC)
-    fields = " ".join(f"{name}={_short(value)}" for name, value in event.fields.items())
-    return f"{moment:%Y-%m-%dT%H:%M:%S.%fZ} {event.rank:>3} {event.kind:<10} {fields}"
+    return f"{moment:%Y-%m-%dT%H:%M:%S.%fZ} {event.rank:>3} {plain(event.kind):<10} {fields}"
 
 
 def _short(value: float | str) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else plain(str(value))

@@ -1,6 +1,7 @@
 """`ms-profile report`: analyse a run's traces and write the page."""
 
 import argparse
+import sys
 from collections.abc import Sized
 from pathlib import Path
 from typing import Final
@@ -8,8 +9,10 @@ from typing import Final
 import msgspec
 
 from ms_profile.analysis import analyse
-from ms_profile.errors import FormatError
-from ms_profile.link import LinkMatrix
+from ms_profile.commands.text import plain
+from ms_profile.errors import TraceError
+from ms_profile.link import read_links
+from ms_profile.metrics import METRICS, parse_metrics
 from ms_profile.perfetto import export_perfetto
 from ms_profile.report import build_facts, write_report
 
@@ -21,9 +24,15 @@ EXAMPLE: Final = "ms-profile report ./profile_results --out report.html"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("path", type=Path, help="a run's folder, a folder of traces, or a trace")
+    parser.add_argument("path", type=Path,
+                        help="a run's folder, a folder of traces, a trace, or a recorder's ring")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: PATH/report.html")
     parser.add_argument("--title", default="", help="of the page")
+    parser.add_argument("--window", type=int, metavar="N",
+                        help="which window of traced steps of a run, from 1; default: the last")  # fmt: skip
+    parser.add_argument("--metrics", metavar="NAMES",
+                        help=f"comma-separated parts to show, of {', '.join(METRICS)}; default: "
+                        "what the run was asked for")  # fmt: skip
     parser.add_argument("--links", type=Path, metavar="FILE", help="what `link --out` wrote")
     parser.add_argument("--perfetto", type=Path, metavar="FILE", help="write a trace of all ranks")
     parser.add_argument("--most-events", type=int, default=1_000_000, metavar="N",
@@ -35,24 +44,25 @@ def execute(options: argparse.Namespace) -> int:
     """Analyse, write, and say in a few lines what was found."""
     links = None
     if options.links is not None:
-        try:
-            links = msgspec.json.decode(options.links.read_bytes(), type=LinkMatrix)
-        except (OSError, msgspec.DecodeError) as error:
-            raise FormatError(
-                f"{options.links} cannot be read: {error}; give what `ms-profile link --out` wrote"
-            ) from error
-    analysis = analyse(options.path)
-    facts = build_facts(analysis, title=options.title, links=links)
+        links = read_links(options.links)
+    if options.most_events < 1:
+        raise TraceError(f"--most-events is {options.most_events}; give 1 or more")
+    if options.window is not None and options.window < 1:
+        raise TraceError(f"--window is {options.window}; windows are counted from 1")
+    metrics = parse_metrics(options.metrics) if options.metrics else None
+    analysis = analyse(options.path, window=options.window)
+    facts = build_facts(analysis, title=options.title, links=links, metrics=metrics)
     if options.json:
         print(msgspec.json.encode(facts).decode())
         return 0
     folder = options.path if options.path.is_dir() else options.path.parent
     out = options.out if options.out is not None else folder / "report.html"
-    write_report(analysis, out, title=options.title, links=links, most_events=options.most_events)
+    write_report(analysis, out, title=options.title, links=links, most_events=options.most_events,
+                 metrics=metrics)  # fmt: skip
     for warning in analysis.warnings:
-        print(f"warning: {warning}")
+        print(f"ms-profile: warning: {plain(warning)}", file=sys.stderr)
     for finding in facts["advice"]:
-        print(f"{finding['rule']}: {finding['title']} (up to {finding['share']:.1%})")
+        print(f"{finding['rule']}: {plain(finding['title'])} (up to {finding['share']:.1%})")
     print(f"{_count(analysis.ranks, 'rank')}, {_count(facts['advice'], 'finding')}: {out}")
     if options.perfetto is not None:
         spans = export_perfetto(analysis, options.perfetto)

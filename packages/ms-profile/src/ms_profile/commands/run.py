@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Final
@@ -10,7 +11,8 @@ import msgspec
 
 from ms_profile.capture import METRICS, Place, Plan, launch, parse_metrics, run_here
 from ms_profile.capture.run import LAUNCHED, Outcome
-from ms_profile.format import Window
+from ms_profile.commands.text import plain
+from ms_profile.format import RankManifest, Window
 
 __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
 
@@ -27,6 +29,8 @@ STEPS: Final = {
     "windows": "how many windows; 0 means without end",
     "every": "steps from the start of one window to the next",
 }
+KEPT: Final[list[int]] = []
+"""The descriptor of stdout, where it is kept for JSON."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=int, default=default, metavar="N", help=f"{meaning}; {default}"
         )
     parser.add_argument("--overwrite", action="store_true", help="replace the run that DIR holds")
-    parser.add_argument("--json", action="store_true", help="print what was recorded as JSON")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print what was recorded as JSON; what the script prints goes to stderr then",
+    )
     parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="of the script")
 
 
@@ -65,6 +73,8 @@ def execute(options: argparse.Namespace) -> int:
         metrics=parse_metrics(options.metrics),
         window=window,
     )
+    if options.json:
+        _keep_stdout()
     if options.nproc_per_node is None:
         outcome = run_here(plan, overwrite=options.overwrite)
     else:
@@ -80,6 +90,13 @@ def execute(options: argparse.Namespace) -> int:
     return outcome.exit_code or (0 if outcome.complete or "RANK" in os.environ else 1)
 
 
+def _keep_stdout() -> None:
+    """Keep stdout for the one JSON document; what the script prints goes to stderr."""
+    sys.stdout.flush()
+    KEPT.append(os.dup(1))
+    os.dup2(2, 1)
+
+
 def _options_of(plan: Plan) -> list[str]:
     """The options that make the same plan in each of the processes."""
     window = plan.window
@@ -89,20 +106,24 @@ def _options_of(plan: Plan) -> list[str]:
 
 
 def _tell(plan: Plan, outcome: Outcome, *, as_json: bool) -> None:
-    """Say what was recorded; to stderr in words, for stdout is the script's."""
-    if "RANK" not in os.environ and as_json:
-        print(msgspec.json.encode(outcome.ranks).decode())
+    """Say what was recorded; to stderr in words, for stdout is the script's, or JSON's."""
+    if as_json:
+        os.write(KEPT[0], msgspec.json.encode(outcome.ranks) + b"\n")
     for rank in outcome.ranks:
         if rank.status == "running":
-            print(f"ms-profile: rank {rank.rank} ended without a word: killed?", file=sys.stderr)
+            print(f"ms-profile: rank {rank.rank} {_end_of(rank, outcome)}", file=sys.stderr)
         for warning in rank.warnings:
-            print(f"ms-profile: rank {rank.rank}: {warning}", file=sys.stderr)
+            print(f"ms-profile: rank {rank.rank}: {plain(warning)}", file=sys.stderr)
+    if not outcome.ranks:
+        print(f"ms-profile: {plan.output_dir} holds no rank's record; was it removed while the "
+              "script ran?", file=sys.stderr)  # fmt: skip
+        return
     traced = max((sum(trace.steps for trace in rank.traces) for rank in outcome.ranks), default=0)
     steps = max((rank.steps for rank in outcome.ranks), default=0)
     if not traced:
-        killed = any(rank.exit_code is None for rank in outcome.ranks)
+        unsaid = any(rank.exit_code is None for rank in outcome.ranks)
         lost = any(not rank.complete for rank in outcome.ranks)
-        reason = _killed(plan) if killed else _nothing(plan.window, steps)
+        reason = _cut_short(plan) if unsaid else _nothing(plan.window, steps)
         print(f"ms-profile: {'no trace was saved' if lost else reason}", file=sys.stderr)
         return
     print(
@@ -112,10 +133,22 @@ def _tell(plan: Plan, outcome: Outcome, *, as_json: bool) -> None:
     )
 
 
-def _killed(plan: Plan) -> str:
+def _end_of(rank: RankManifest, outcome: Outcome) -> str:
+    """How a rank ended that could not report."""
+    code = outcome.exit_codes.get(rank.rank)
+    if code is None:
+        return "ended without a word after another rank had failed"
+    if code < 0:
+        named = {number.value: number.name for number in signal.Signals}
+        return f"ended without a word: killed by {named.get(-code, f'signal {-code}')}"
+    return f"ended itself with exit code {code} before it could report"
+
+
+def _cut_short(plan: Plan) -> str:
     return (
-        "no window of traced steps was saved before a rank was killed; what is left of the steps "
-        f"is seen with: ms-profile logs {plan.output_dir}"
+        "no window of traced steps was saved before a rank ended; what is left of the steps is "
+        f"seen with: ms-profile logs {plan.output_dir}, and ms-profile report "
+        f"{plan.output_dir}/ring"
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from attrs import asdict
 
 from ms_profile.activity import PHASES
 from ms_profile.advice import Finding, advise
@@ -13,7 +14,9 @@ from ms_profile.ledger import name_suspect
 from ms_profile.link import LinkMatrix
 from ms_profile.links import fit_transfers, name_slow_group, name_slow_link
 from ms_profile.memory import memory_peaks, memory_timeline
+from ms_profile.metrics import METRICS
 from ms_profile.operators import kernel_table, operator_table
+from ms_profile.report.waits import data_facts, idle_facts
 from ms_profile.steps import STEP
 
 __all__ = ["build_facts"]
@@ -28,19 +31,36 @@ def build_facts(
     title: str = "",
     links: LinkMatrix | None = None,
     findings: Sequence[Finding] | None = None,
+    metrics: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Everything of the report but the timeline, JSON-able; times in ns, sizes in bytes."""
+    """Everything of the report but the timeline, JSON-able; times in ns, sizes in bytes.
+
+    Args:
+        analysis: of `ms_profile.analyse`.
+        title: of the report; the run's name where not given.
+        links: as `ms-profile link --out` measured them.
+        findings: the advice; asked for where not given.
+        metrics: which parts to show; those that the run was asked for, else all.
+    """
     found = advise(analysis) if findings is None else findings
+    run = analysis.run
+    asked = metrics if metrics is not None else run.metrics if run is not None else None
+    shown = {part for name in asked or METRICS if name in METRICS for part in METRICS[name].shows}
     return {
-        "title": title or "Where the time goes",
+        "title": title or (run.name if run is not None else "Where the time goes"),
+        "run": None if run is None else asdict(run),
+        "metrics": list(asked or METRICS),
+        "shown": sorted(shown),
         "phases": PHASES,
         "warnings": list(analysis.warnings),
         "ranks": [_rank(one) for one in analysis.ranks.values()],
-        "operators": _operators(analysis),
+        "operators": _operators(analysis, by_shape="shapes" in shown),
         "kernels": _kernels(analysis),
         "communication": _communication(analysis, links),
         "ledger": _ledger(analysis),
         "memory": [_memory(one) for one in analysis.ranks.values()],
+        "data": data_facts(analysis),
+        "idle": idle_facts(analysis),
         "advice": [_finding(one) for one in found],
     }  # fmt: skip
 
@@ -66,12 +86,12 @@ def _rank(one: RankAnalysis) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _operators(analysis: Analysis) -> dict[str, Any]:
-    """Operators of all ranks by name and shape, most self time first."""
+def _operators(analysis: Analysis, *, by_shape: bool) -> dict[str, Any]:
+    """Operators of all ranks by name, and by shape where asked for, most self time first."""
     sums: dict[tuple[str, int, str], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     has_device = False
     for one in analysis.ranks.values():
-        for row in operator_table(one.trace, by_shape=True):
+        for row in operator_table(one.trace, by_shape=by_shape):
             name = "ProfilerStep" if STEP.fullmatch(row.name) else row.name
             cell = sums[name, int(row.category), row.shape]
             cell[0] += row.calls
@@ -135,6 +155,7 @@ def _communication(analysis: Analysis, links: LinkMatrix | None) -> dict[str, An
         },
         "slow_group": None if group is None else {
             "ranks": group.ranks, "excess": group.excess_ns, "confidence": group.confidence,
+            "everyone": set(group.ranks) >= set(ranks),
         },
         "slow_link": None if slow is None else {
             "first": slow.first, "second": slow.second, "ratio": slow.ratio,

@@ -50,7 +50,7 @@ function make(tag, attributes = {}, ...children) {
     if (name === "on") for (const [event, handler] of Object.entries(value)) element.addEventListener(event, handler);
     else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
-  for (const child of children.flat()) if (child !== null && child !== undefined) element.append(child);
+  for (const child of children.flat()) if (child !== null && child !== undefined && child !== false) element.append(child);
   return element;
 }
 

@@ -1,6 +1,9 @@
 // Tabs, theme and keys; the timeline is built when it is first looked at.
 const redraws = [];
-const parts = { overview, timeline: null, operators, communication, waiting, memory, advice };
+// What the run was not asked for is not shown; see the metrics of `ms-profile run`.
+const ALWAYS = ["overview", "timeline", "advice"];
+const parts = Object.fromEntries(Object.entries({ overview, timeline: null, operators, communication, waiting, data: dataWaits, idle: idleTime, memory, advice })
+  .filter(([name]) => ALWAYS.includes(name) || facts.shown.includes(name)));
 const sections = {};
 let line = null;
 let opening = null;
@@ -18,9 +21,10 @@ function openTimeline(section) {
     section.append(make("div", { class: "row" }, box,
       make("button", { type: "button", on: { click: () => line.next(-1) } }, "Previous"), make("button", { type: "button", on: { click: () => line.next(1) } }, "Next"),
       make("button", { type: "button", on: { click: () => line.show(0, line.length) } }, "All"), found,
-      legend([["compute", "", "operators, kernels"], ["collective", "", "collectives"], ["copy", "", "copies"], ["launch", "", "scopes, driver calls"], ["synchronise", "", "device waits"], ["data", "", "waits for data"]])), stage, picked);
+      legend([["compute", "", "operators, kernels"], ["collective", "", "collectives"], ["copy", "", "copies"], ["launch", "", "scopes, driver calls"], ["synchronise", "", "device waits"], ["data", "", "waits for data"], ["garbage", "", "garbage collection"]])), stage, picked);
     line = new Timeline(stage, columns, lanes);
     line.onpick = (row) => { picked.textContent = row < 0 ? "" : line.describe(row); };
+    line.onmark = (text) => { picked.textContent = text; };
     box.addEventListener("input", () => { const hits = line.search(box.value); found.textContent = box.value.trim() ? `${count(hits)} spans` : ""; });
     box.addEventListener("keydown", (event) => { if (event.key === "Enter") line.next(event.shiftKey ? -1 : 1); });
     const { shown, total: all } = facts.timeline;
@@ -47,11 +51,29 @@ function go(name, then) {
   history.replaceState(null, "", `#${name}`);
 }
 
+// What was run, when, and which of its steps this page is about.
+function describeRun() {
+  const { run } = facts, lines = document.getElementById("run");
+  if (!run) return;
+  const say = (label, text) => lines.append(make("div", {}, make("dt", {}, label), make("dd", {}, text)));
+  if (run.command) say("command", run.command);
+  if (run.started_wall_ns) say("started", `${new Date(run.started_wall_ns / 1e6).toISOString().slice(0, 19).replace("T", " ")} UTC`);
+  const numbers = facts.ranks.flatMap((rank) => rank.steps.map((step) => step.number)).filter((number) => number !== null);
+  const steps = numbers.length ? `steps ${count(Math.min(...numbers))} to ${count(Math.max(...numbers))}${run.steps ? ` of ${count(run.steps)}` : ""}` : "";
+  if (run.windows > 1) say("shown", `window ${run.window} of ${run.windows} alone${run.window === run.windows ? ", the last" : ""}${steps ? `: ${steps}` : ""}; ms-profile report --window N shows another`);
+  else if (steps) say("shown", steps);
+  if (facts.metrics.length) say("metrics", facts.metrics.join(", "));
+  const versions = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`).join(", ");
+  if (versions) say("versions", versions);
+}
+
 function build() {
   document.getElementById("title").textContent = facts.title;
   const read = sum(facts.ranks.map((rank) => rank.file_bytes));
   const spans = sum(facts.ranks.map((rank) => rank.spans));
   document.getElementById("subtitle").textContent = `${facts.ranks.length} rank${facts.ranks.length === 1 ? "" : "s"} · ${count(spans)} spans${read ? ` · ${size(read)} of traces` : ""}`;
+  describeRun();
+  document.getElementById("last-part").textContent = `${Object.keys(parts).length}`;
   const tabs = document.getElementById("tabs"), panels = document.getElementById("panels");
   for (const name of Object.keys(parts)) {
     const label = name[0].toUpperCase() + name.slice(1);

@@ -1,6 +1,8 @@
 """The page: facts, packed columns, style and scripts in one file that needs no network."""
 
 import os
+import re
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from ms_profile.report.timeline import build_timeline
 __all__ = ["render", "write_report"]
 
 SCRIPTS = ("data.js", "format.js", "timeline.js", "timeline_keys.js", "charts.js", "tables.js",
-           "panels.js", "main.js")  # fmt: skip
+           "waits.js", "panels.js", "main.js")  # fmt: skip
+MARK = re.compile(r"\{\{(title|style|facts|columns|scripts)\}\}")
 
 
 def write_report(
@@ -27,6 +30,7 @@ def write_report(
     title: str = "",
     links: LinkMatrix | None = None,
     most_events: int = 1_000_000,
+    metrics: Sequence[str] | None = None,
 ) -> None:
     """Write the report of a run as one HTML file.
 
@@ -36,13 +40,14 @@ def write_report(
         title: of the page.
         links: as `ms-profile link --out` measured them.
         most_events: spans that the timeline shows; of more, the longest.
+        metrics: which parts to show; those that the run was asked for, else all.
 
     Raises:
         OSError: the file cannot be written.
     """
     timeline = build_timeline(analysis, most_events=most_events)
     table, packed = pack_columns(timeline.columns)
-    facts = build_facts(analysis, title=title, links=links)
+    facts = build_facts(analysis, title=title, links=links, metrics=metrics)
     facts["timeline"] = timeline.facts
     facts["columns"] = msgspec.to_builtins(table)
     write_whole(Path(path), render(facts, packed).encode())
@@ -55,15 +60,12 @@ def render(facts: dict[str, Any], packed: str) -> str:
     # A script element ends at "</" wherever that stands, inside of strings too.
     safe = msgspec.json.encode(facts).decode().replace("<", "\\u003c")
     scripts = "\n".join(room.joinpath(name).read_text("utf-8") for name in SCRIPTS)
-    title = facts["title"].replace("&", "&amp;").replace("<", "&lt;")
     parts = {
-        "{{title}}": title,
-        "{{style}}": room.joinpath("style.css").read_text("utf-8"),
-        "{{facts}}": safe,
-        "{{columns}}": packed,
-        "{{scripts}}": scripts,
+        "title": facts["title"].replace("&", "&amp;").replace("<", "&lt;"),
+        "style": room.joinpath("style.css").read_text("utf-8"),
+        "facts": safe,
+        "columns": packed,
+        "scripts": scripts,
     }
-    for mark, content in parts.items():
-        head, _, tail = text.partition(mark)
-        text = head + content + tail
-    return text
+    # In one pass: what is filled in may itself hold a mark, as an operator's name does.
+    return MARK.sub(lambda found: parts[found.group(1)], text)

@@ -17,13 +17,17 @@ function overview(go) {
   const suspect = facts.ledger.suspect;
   const phases = (phase) => share(known(ranks.map((rank) => total(rank, phase))), all);
   const named = ranks.every((rank) => rank.steps.every((step) => step.number !== null));
+  const asked = (part) => facts.shown.includes(part);
+  const peak = Math.max(0, ...facts.memory.flatMap((rank) => rank.series.map((line) => line.peak)));
   const tiles = make("div", { class: "tiles" },
     tile(named ? time(median(ranks.flatMap((rank) => rank.steps.map((step) => step.wall)))) : NOT_MEASURABLE, named ? "median step" : "median step: the trace names no steps"),
-    tile(phases("compute"), "of the time computes"),
-    tile(facts.communication.seen ? phases("collective") : NOT_MEASURABLE, facts.communication.seen ? "in communication that nothing hides" : "communication: the traces hold no collective"),
-    tile(communication ? share(hidden, communication) : NOT_MEASURABLE, "of communication hidden by compute"),
-    tile(phases("data"), "waiting for data"),
-    tile(suspect ? (suspect.confidence < 0.9 ? "no slow rank" : `rank ${suspect.rank}`) : NOT_MEASURABLE, suspect && suspect.confidence < 0.9 ? `stands out: rank ${suspect.rank} in ${suspect.phase} leads, with a confidence of ${share(suspect.confidence, 1)} alone` : suspect ? `causes most waiting: ${share(suspect.share, 1)} of it, in ${suspect.phase}, confidence ${share(suspect.confidence, 1)}` : "slow rank: it takes traces of two ranks with shared collectives"));
+    asked("operators") && tile(phases("compute"), "of the time computes"),
+    asked("communication") && tile(facts.communication.seen ? phases("collective") : NOT_MEASURABLE, facts.communication.seen ? "in communication that nothing hides" : "communication: the traces hold no collective"),
+    asked("communication") && tile(communication ? share(hidden, communication) : NOT_MEASURABLE, "of communication hidden by compute"),
+    asked("data") && tile(phases("data"), "waiting for data"),
+    asked("idle") && tile(share(sum(facts.idle.ranks.map((rank) => rank[2])), all), "idle: nothing computes, communicates or copies"),
+    asked("memory") && tile(peak ? size(peak) : NOT_MEASURABLE, "most memory allocated on one device"),
+    asked("waiting") && tile(suspect ? (suspect.confidence < 0.9 ? "no slow rank" : `rank ${suspect.rank}`) : NOT_MEASURABLE, suspect && suspect.confidence < 0.9 ? `stands out: rank ${suspect.rank} in ${suspect.phase} leads, with a confidence of ${share(suspect.confidence, 1)} alone` : suspect ? `causes most waiting: ${share(suspect.share, 1)} of it, in ${suspect.phase}, confidence ${share(suspect.confidence, 1)}` : "slow rank: it takes traces of two ranks with shared collectives"));
   const rows = ranks.map((rank) => [`rank ${rank.rank}`, Object.fromEntries(phaseNames.map((phase) => [phase, total(rank, phase)])), wall(rank)]);
   const advice = facts.advice.slice(0, 3).map((one) => make("p", {}, make("span", { class: "gain" }, `up to ${share(one.share, 1)}`), one.title));
   return [
@@ -67,28 +71,28 @@ function operators() {
   const { rows, device, self_ns: all } = facts.operators;
   const columns = [
     { title: "operator", value: (r) => r[0], text: (r) => r[0], class: "name" },
-    { title: "kind", value: (r) => CATEGORY[r[1]], text: (r) => CATEGORY[r[1]] },
-    { title: "input shapes", value: (r) => r[2], text: (r) => r[2] || "not recorded", class: "shape" },
-    { title: "calls", value: (r) => r[3], text: (r) => count(r[3]), number: true },
     { title: "self", value: (r) => r[5], text: (r) => time(r[5]), number: true },
     { title: "self share", value: (r) => r[5], text: (r) => share(r[5], all), number: true },
     { title: "total", value: (r) => r[4], text: (r) => time(r[4]), number: true },
     { title: "a call", value: (r) => r[4] / r[3], text: (r) => time(r[4] / r[3]), number: true },
+    { title: "calls", value: (r) => r[3], text: (r) => count(r[3]), number: true },
     { title: "device", value: (r) => (device ? r[6] : null), text: (r) => (device ? time(r[6]) : NOT_MEASURABLE), number: true },
+    { title: "kind", value: (r) => CATEGORY[r[1]], text: (r) => CATEGORY[r[1]] },
+    { title: "input shapes", value: (r) => r[2], text: (r) => r[2] || "not recorded", class: "shape", hidden: !facts.shown.includes("shapes") },
   ];
   const left = facts.operators.left_out;
-  const parts = [make("div", { class: "card" }, make("h2", {}, "Operators on the host, all ranks and threads"), filtered("Filter operators", sortedTable(rows, columns, { sort: 4, caption: "Operators" })),
+  const parts = [make("div", { class: "card" }, make("h2", {}, "Operators on the host, all ranks and threads"), filtered("Filter operators", sortedTable(rows, columns, { sort: 1, caption: "Operators" })),
     left ? make("p", { class: "soft" }, `${count(left)} more rows with ${share(facts.operators.left_out_ns, all)} of the self time are not in this page.`) : null)];
   const kernels = [
     { title: "kernel", value: (r) => r[0], text: (r) => r[0], class: "name" },
-    { title: "kind", value: (r) => CATEGORY[r[1]], text: (r) => CATEGORY[r[1]] },
-    { title: "runs", value: (r) => r[2], text: (r) => count(r[2]), number: true },
     { title: "total", value: (r) => r[3], text: (r) => time(r[3]), number: true },
+    { title: "runs", value: (r) => r[2], text: (r) => count(r[2]), number: true },
     { title: "mean", value: (r) => r[3] / r[2], text: (r) => time(r[3] / r[2]), number: true },
     { title: "shortest", value: (r) => r[4], text: (r) => time(r[4]), number: true },
     { title: "longest", value: (r) => r[5], text: (r) => time(r[5]), number: true },
+    { title: "kind", value: (r) => CATEGORY[r[1]], text: (r) => CATEGORY[r[1]] },
   ];
-  parts.push(make("div", { class: "card" }, make("h2", {}, "Kernels on devices"), facts.kernels.length ? filtered("Filter kernels", sortedTable(facts.kernels, kernels, { sort: 3, caption: "Kernels" })) : make("p", { class: "soft" }, "Not measurable: the traces hold no device.")));
+  parts.push(make("div", { class: "card" }, make("h2", {}, "Kernels on devices"), facts.kernels.length ? filtered("Filter kernels", sortedTable(facts.kernels, kernels, { sort: 1, caption: "Kernels" })) : make("p", { class: "soft" }, "Not measurable: the traces hold no device.")));
   return parts;
 }
 
@@ -98,7 +102,7 @@ function communication() {
   const matrix = waits ? heatMap(ranks, waited, { heatOf: heatAgainstMost(waited), text: time, caption: "Wait by waiting rank and causing rank", rowTitle: "waits", columnTitle: "causes", none: "no wait" }) : make("p", { class: "soft" }, "Not measurable: it takes traces of two ranks or more that share collectives.");
   const parts = [make("div", { class: "card" }, make("h2", {}, "Who waits for whom"), matrix, waits ? make("p", { class: "soft" }, "Each row's rank waited because of each column's. A rank that held up the one it waits for is charged with that wait itself.") : null)];
   const group = facts.communication.slow_group;
-  if (group) parts.push(make("p", { class: "warning" }, `Slow transfers: those of rank${group.ranks.length > 1 ? "s" : ""} ${group.ranks.join(", ")} took ${time(group.excess)} more than usual, confidence ${share(group.confidence, 1)}.`));
+  if (group) parts.push(make("p", { class: "warning" }, group.everyone ? `Uneven transfers: they took ${time(group.excess)} more than if each had been as fast as the fastest tenth of its size. All ranks take part in them, so that no rank or link can be named; ms-profile link measures each.` : `Slow transfers: those of rank${group.ranks.length > 1 ? "s" : ""} ${group.ranks.join(", ")} took ${time(group.excess)} more than usual, confidence ${share(group.confidence, 1)}.`));
   if (links) {
     const by = (index) => ranksOf(links.world).map((a) => ranksOf(links.world).map((b) => { const pair = links.pairs.find((p) => (p[0] === a && p[1] === b) || (p[0] === b && p[1] === a)); return pair ? pair[index] : null; }));
     parts.push(make("div", { class: "pair" },
@@ -108,14 +112,14 @@ function communication() {
   } else parts.push(make("div", { class: "card" }, make("h2", {}, "Links between ranks"), make("p", { class: "soft" }, "Not measured in this run. ms-profile link --out links.json measures every pair; give it to ms-profile report --links.")));
   const columns = [
     { title: "collective", value: (r) => r[0], text: (r) => r[0] },
-    { title: "group", value: (r) => r[1], text: (r) => r[1] || "not said" },
     { title: "message", value: (r) => r[2], text: (r) => size(r[2]), number: true },
-    { title: "times", value: (r) => r[3], text: (r) => count(r[3]), number: true },
-    { title: "wait, a rank", value: (r) => r[4], text: (r) => time(r[4]), number: true },
     { title: "transfer, a rank", value: (r) => r[5], text: (r) => time(r[5]), number: true },
+    { title: "wait, a rank", value: (r) => r[4], text: (r) => time(r[4]), number: true },
+    { title: "times", value: (r) => r[3], text: (r) => count(r[3]), number: true },
     { title: "rate", value: (r) => (r[2] && r[5] ? (r[2] * r[3]) / r[5] : null), text: (r) => (r[2] && r[5] ? rate((r[2] * r[3]) / r[5] * 1e9) : NOT_MEASURABLE), number: true },
+    { title: "group", value: (r) => r[1], text: (r) => r[1] || "not said" },
   ];
-  parts.push(make("div", { class: "card" }, make("h2", {}, "Collectives by kind and size"), kinds.length ? sortedTable(kinds, columns, { sort: 5, caption: "Collectives" }).element : make("p", { class: "soft" }, facts.communication.seen ? `${count(facts.communication.seen)} collectives were seen, but by one rank alone: wait cannot be told from transfer.` : "The traces hold no collective.")));
+  parts.push(make("div", { class: "card" }, make("h2", {}, "Collectives by kind and size"), kinds.length ? sortedTable(kinds, columns, { sort: 2, caption: "Collectives" }).element : make("p", { class: "soft" }, facts.communication.seen ? `${count(facts.communication.seen)} collectives were seen, but by one rank alone: wait cannot be told from transfer.` : "The traces hold no collective.")));
   if (fits.length) parts.push(make("div", { class: "card" }, make("h2", {}, "Latency and bandwidth that the collectives show"), fits.map((fit) => make("p", {}, `${fit.kind}${fit.group ? ` of ${fit.group}` : ""} among ranks ${fit.ranks.length > 8 ? `${fit.ranks[0]} to ${fit.ranks[fit.ranks.length - 1]} (${fit.ranks.length})` : fit.ranks.join(", ")}: ${time(fit.latency_s * 1e9)} + size / ${fit.bandwidth === null ? NOT_MEASURABLE : rate(fit.bandwidth)} (from ${size(fit.least_bytes)} on; misfit ${share(fit.residual, 1)}, ${count(fit.samples)} samples)`))));
   return parts;
 }

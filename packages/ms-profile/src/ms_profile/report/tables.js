@@ -2,8 +2,11 @@
 const MOST_ROWS = 250;
 
 // columns: [{title, value(row), text(row), number, class}]
-function sortedTable(rows, columns, { filter = "", sort = 0, down = true, caption = "" } = {}) {
-  let by = sort;
+// A column of numbers that no row knows is not drawn, but named below the table.
+function sortedTable(rows, all, { filter = "", sort = 0, down = true, caption = "" } = {}) {
+  const unknown = all.filter((column) => column.number && rows.length && rows.every((row) => { const known = column.value(row); return known === null || known === undefined; }));
+  const columns = all.filter((column) => !unknown.includes(column) && !column.hidden);
+  let by = Math.max(columns.indexOf(all[sort]), 0);
   const head = make("tr"), body = make("tbody"), note = make("p", { class: "soft" });
   const table = make("table", { "aria-label": caption }, make("thead", {}, head), body);
   const headers = columns.map((column, number) => {
@@ -19,7 +22,7 @@ function sortedTable(rows, columns, { filter = "", sort = 0, down = true, captio
     const kept = rows.filter((row) => !wanted || columns.some((column) => !column.number && String(column.text(row)).toLowerCase().includes(wanted)));
     kept.sort((a, b) => { const left = value(a), right = value(b); return (left === right ? 0 : left === null ? 1 : right === null ? -1 : left < right ? -1 : 1) * (down ? -1 : 1); });
     body.replaceChildren(...kept.slice(0, MOST_ROWS).map((row) => make("tr", {}, columns.map((column) => make("td", { class: column.class || (column.number ? "n" : null) }, column.text(row))))));
-    note.textContent = kept.length > MOST_ROWS ? `The first ${MOST_ROWS} of ${count(kept.length)} rows.` : "";
+    note.textContent = [kept.length > MOST_ROWS ? `The first ${MOST_ROWS} of ${count(kept.length)} rows.` : "", unknown.length ? `Not measurable here: ${unknown.map((column) => column.title).join(", ")}.` : ""].join(" ").trim();
   }
   fill();
   return { element: make("div", {}, make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption }, table), note), filter: (text) => { filter = text; fill(); } };

@@ -1,8 +1,9 @@
 // The timeline: lanes on one canvas. Spans narrower than a pixel are drawn as runs of their kind's
 // colour, and the search for the next pixel gallops: a frame costs lanes times pixels, not spans.
-const CATEGORY = ["other", "operator", "scope", "driver call", "kernel", "copy", "collective", "Python", "device scope", "overhead", "device wait", "wait for data"];
-const CATEGORY_COLOUR = ["host", "compute", "launch", "launch", "compute", "copy", "collective", "host", "launch", "host", "synchronise", "data"];
-const LANE = 17, RULER = 26, GUTTER = 190, TRACK_GAP = 7;
+const CATEGORY = ["other", "operator", "scope", "driver call", "kernel", "copy", "collective", "Python", "device scope", "overhead", "device wait", "wait for data", "garbage collection"];
+const CATEGORY_COLOUR = ["host", "compute", "launch", "launch", "compute", "copy", "collective", "host", "launch", "host", "synchronise", "data", "garbage"];
+const LANE = 17, RULER = 26, TRACK_GAP = 7, WIDE_GUTTER = 190, NARROW_GUTTER = 84;
+let GUTTER = WIDE_GUTTER;
 
 class Timeline {
   constructor(stage, columns, lanes) {
@@ -18,7 +19,9 @@ class Timeline {
     this.picked = -1;
     this.matches = null;
     this.flags = null;
+    this.marked = null;
     this.onpick = () => {};
+    this.onmark = () => {};
     this.placeLanes();
     this.listen();
     new ResizeObserver(() => this.resize()).observe(stage);
@@ -48,6 +51,7 @@ class Timeline {
     this.width = this.stage.clientWidth;
     this.tall = this.stage.clientHeight;
     if (!this.width) return;
+    GUTTER = this.width < 560 ? NARROW_GUTTER : WIDE_GUTTER;
     this.canvas.width = Math.round(this.width * scale);
     this.canvas.height = Math.round(this.tall * scale);
     this.pen.setTransform(scale, 0, 0, scale, 0, 0);
@@ -70,6 +74,7 @@ class Timeline {
     pen.rect(GUTTER, RULER, this.width - GUTTER, this.tall - RULER);
     pen.clip();
     this.paintSteps();
+    this.paintMarked();
     pen.font = "11px system-ui, sans-serif";
     pen.textBaseline = "middle";
     for (const lane of this.lanes) {
@@ -165,6 +170,21 @@ class Timeline {
     for (const [owner, , start] of facts.timeline.steps) {
       if (owner === rank) pen.fillRect(Math.round(this.x(start)), RULER, 1, this.tall);
     }
+  }
+
+  // The stretch of one rank's time that was asked for, whether a span fills it or nothing does.
+  paintMarked() {
+    if (!this.marked) return;
+    const { rank, from, to } = this.marked, x = this.x(from), wide = Math.max(this.x(to) - x, 2);
+    const own = facts.timeline.tracks.filter((track) => track.rank === rank);
+    if (!own.length) return;
+    const top = RULER + own[0].y - this.scroll, bottom = RULER + own[own.length - 1].bottom - this.scroll;
+    this.pen.fillStyle = this.accent;
+    this.pen.globalAlpha = 0.16;
+    this.pen.fillRect(x, top, wide, bottom - top);
+    this.pen.globalAlpha = 1;
+    this.pen.fillRect(x, top, 1, bottom - top);
+    this.pen.fillRect(x + wide - 1, top, 1, bottom - top);
   }
 
   paintRuler() {
@@ -323,12 +343,29 @@ class Timeline {
   }
 
   goTo(rank, instantNs, lengthNs) {
-    const unit = facts.timeline.unit_ns;
-    const at = Number(BigInt(instantNs) - BigInt(facts.timeline.origin_ns)) / unit;
-    const span = Math.max((lengthNs / unit) * 3, 2000);
-    this.show(at + lengthNs / unit / 2 - span / 2, at + lengthNs / unit / 2 + span / 2);
+    const unit = facts.timeline.unit_ns, origin = facts.timeline.origins[rank] ?? facts.timeline.origin_ns;
+    const at = Number(BigInt(instantNs) - BigInt(origin)) / unit, wide = lengthNs / unit;
+    const span = Math.max(wide * 3, 2000);
+    this.marked = { rank, from: at, to: at + wide };
+    this.show(at + wide / 2 - span / 2, at + wide / 2 + span / 2);
     const track = facts.timeline.tracks.find((one) => one.rank === rank);
     if (track) { this.scroll = 0; this.scrollBy(track.y); }
+    const row = this.spanAt(rank, at, wide);
+    this.pick(-1);
+    if (row >= 0) bring(this, row);
+    else this.onmark(`${time(lengthNs)} of rank ${rank}, at ${time(at * unit, 6)}: the marked stretch`);
+  }
+
+  // The span of a rank that begins and ends at these ticks, or -1.
+  spanAt(rank, at, wide) {
+    const { begin, duration } = this.columns;
+    for (const lane of this.lanes) {
+      if (facts.timeline.tracks[lane.track].rank !== rank) continue;
+      for (let i = this.lower(lane.rows, 0, lane.rows.length, at - 1.5); i < lane.rows.length && begin[lane.rows[i]] <= at + 1.5; i++) {
+        if (Math.abs(duration[lane.rows[i]] - wide) <= 1.5) return lane.rows[i];
+      }
+    }
+    return -1;
   }
 
   listen() {

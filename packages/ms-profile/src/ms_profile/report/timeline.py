@@ -8,15 +8,20 @@ from numpy.typing import NDArray
 
 from ms_profile.activity import DATA
 from ms_profile.analysis import Analysis, RankAnalysis
-from ms_profile.trace.columns import Category
+from ms_profile.intervals import clip
+from ms_profile.trace.columns import Category, Thread
 
 __all__ = ["Timeline", "build_timeline"]
 
 DATA_WAIT = len(Category)
 """On the page alone: a scope that waits for the next batch."""
+GARBAGE = len(Category) + 1
+"""On the page alone: a garbage collection, which the recorder saw and the tracer didn't."""
+RECORDER = 0xFFFFFF
+"""The thread number of the recorder's track."""
+GARBAGE_NAME = "garbage collection"
 DEVICE = [int(c) for c in (Category.KERNEL, Category.COPY, Category.DEVICE_ANNOTATION,
                            Category.DEVICE_WAIT)]  # fmt: skip
-UNITS_NS = (10, 100, 1000, 10_000, 100_000, 1_000_000)
 SHOWN = [int(c) for c in Category if c not in (Category.OTHER, Category.OVERHEAD)]
 
 
@@ -32,22 +37,42 @@ class Timeline:
 
 def build_timeline(analysis: Analysis, *, most_events: int = 1_000_000) -> Timeline:
     """Put all ranks on one clock and keep the longest `most_events` spans."""
+    origins = _origins(analysis)
     parts = [_rank_spans(rank, place) for place, rank in enumerate(analysis.ranks.values())]
+    for part, rank in zip(parts, analysis.ranks.values(), strict=True):
+        part["start"] = part["start"] - origins[rank.rank]
     if not any(len(part["start"]) for part in parts):
         return Timeline(facts={"tracks": [], "names": [], "unit_ns": 10, "total": 0, "shown": 0,
-                               "origin_ns": 0, "length": 0, "steps": []}, columns={})  # fmt: skip
+                               "origin_ns": "0", "origins": {}, "length": 0, "steps": []}, columns={})  # fmt: skip
     names: dict[str, int] = {}
     for part, rank in zip(parts, analysis.ranks.values(), strict=True):
-        table = np.array([names.setdefault(n, len(names)) for n in rank.trace.names], np.int64)
+        own = (*rank.trace.names, GARBAGE_NAME)
+        table = np.array([names.setdefault(n, len(names)) for n in own], np.int64)
         part["name"] = table[part["name"]]
     columns = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
     total = len(columns["start"])
     if total > most_events:
         keep = np.sort(np.argpartition(-columns["duration"], most_events)[:most_events])
         columns = {key: column[keep] for key, column in columns.items()}
-    origin = int(columns["start"].min())
     tracks, columns = _order(columns, analysis)
-    return _finish(analysis, columns, tracks, list(names), origin, total)
+    return _finish(analysis, columns, tracks, list(names), origins, total)
+
+
+def _origins(analysis: Analysis) -> dict[int, int]:
+    """The instant, in ns, at which each rank's timeline begins.
+
+    Ranks on one clock begin together; one whose clock is not known begins with its own first span.
+    """
+    own = {rank: int(_corrected(one, one.trace.span_ns[0])) for rank, one in analysis.ranks.items()}
+    known = [own[rank] for rank, one in analysis.ranks.items() if one.clock is not None]
+    common = min(known, default=0)
+    return {rank: own[rank] if one.clock is None else common for rank, one in analysis.ranks.items()}
+
+
+def _corrected(rank: RankAnalysis, instant_ns: int) -> int:
+    if rank.clock is None:
+        return instant_ns
+    return int(rank.clock.correct(np.array([instant_ns]))[0])
 
 
 def _rank_spans(rank: RankAnalysis, place: int) -> dict[str, NDArray[Any]]:
@@ -59,13 +84,34 @@ def _rank_spans(rank: RankAnalysis, place: int) -> dict[str, NDArray[Any]]:
     waits = np.array([DATA.match(name) is not None for name in trace.names] or [False])
     category = trace.category[rows].astype(np.int64)
     category[(category == Category.ANNOTATION) & waits[trace.name[rows]]] = DATA_WAIT
-    return {
+    return _with_garbage(rank, place, {
         "start": start,
         "duration": end - start,
         "name": trace.name[rows].astype(np.int64),
         "category": category,
         "track": trace.thread[rows].astype(np.int64) + (place << 24),
+    })  # fmt: skip
+
+
+def _with_garbage(
+    rank: RankAnalysis, place: int, spans: dict[str, NDArray[Any]]
+) -> dict[str, NDArray[Any]]:
+    """The spans, and on a track of their own the collections that the trace does not hold."""
+    first, last = rank.trace.span_ns
+    pauses = clip(rank.activity.known_garbage, first, last)
+    if not len(pauses):
+        return spans
+    start, end = pauses[:, 0], pauses[:, 1]
+    if rank.clock is not None:
+        start, end = rank.clock.correct(start), rank.clock.correct(end)
+    more = {
+        "start": start,
+        "duration": end - start,
+        "name": np.full(len(pauses), len(rank.trace.names)),
+        "category": np.full(len(pauses), GARBAGE),
+        "track": np.full(len(pauses), RECORDER + (place << 24)),
     }
+    return {key: np.concatenate([column, more[key]]) for key, column in spans.items()}
 
 
 def _order(
@@ -86,7 +132,10 @@ def _order(
     tracks = []
     for code, begin, count in zip(codes.tolist(), first.tolist(), counts.tolist(), strict=True):
         rank = ranks[code >> 24]
-        thread = rank.trace.threads[code & 0xFFFFFF]
+        if code & 0xFFFFFF == RECORDER:
+            thread = Thread(process="recorder", thread=0, name=GARBAGE_NAME)
+        else:
+            thread = rank.trace.threads[code & 0xFFFFFF]
         shown = thread.name or f"thread {thread.thread}"
         process = thread.process_name or str(thread.process)
         tracks.append(
@@ -100,26 +149,27 @@ def _finish(
     columns: dict[str, NDArray[Any]],
     tracks: list[dict[str, Any]],
     names: list[str],
-    origin: int,
+    origins: dict[int, int],
     total: int,
 ) -> Timeline:
-    start = columns["start"] - origin
+    start = columns["start"]
     first = np.array([track["first"] for track in tracks])
     longest = max(int(start.max()), int(columns["duration"].max()))
-    unit = next(unit for unit in UNITS_NS if longest // unit < 1 << 31)
+    unit = 10
+    while longest // unit >= 1 << 31:
+        unit *= 10
     ticks = start // unit
     distance = np.diff(ticks, prepend=0)
     distance[first] = ticks[first]
     steps = []
     for rank in analysis.ranks.values():
         for step in rank.activity.steps:
-            begin, end = np.array([step.start_ns]), np.array([step.end_ns])
-            if rank.clock is not None:
-                begin, end = rank.clock.correct(begin), rank.clock.correct(end)
-            steps.append([rank.rank, step.number, int(begin[0] - origin) // unit,
-                          int(end[0] - origin) // unit])  # fmt: skip
+            ticks_of = [(_corrected(rank, at) - origins[rank.rank]) // unit
+                        for at in (step.start_ns, step.end_ns)]  # fmt: skip
+            steps.append([rank.rank, step.number, *ticks_of])
     facts = {
-        "origin_ns": str(origin), "unit_ns": unit, "tracks": tracks, "names": names,
+        "origin_ns": str(min(origins.values())),
+        "origins": {str(rank): str(origin) for rank, origin in origins.items()}, "unit_ns": unit, "tracks": tracks, "names": names,
         "total": total, "shown": len(start), "steps": steps,
         "length": int((start + columns["duration"]).max()) // unit + 1,
     }  # fmt: skip

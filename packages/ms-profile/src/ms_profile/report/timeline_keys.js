@@ -8,7 +8,7 @@ function timelineKey(line, event) {
     a: () => line.pan(-0.15), d: () => line.pan(0.15), ArrowLeft: () => line.pan(-0.15), ArrowRight: () => line.pan(0.15),
     ArrowUp: () => line.scrollBy(-3 * LANE), ArrowDown: () => line.scrollBy(3 * LANE), PageUp: () => line.scrollBy(-line.tall * 0.8), PageDown: () => line.scrollBy(line.tall * 0.8),
     0: () => line.show(0, line.length), Home: () => line.show(0, line.length), n: () => line.next(1), p: () => line.next(-1),
-    Enter: () => (line.picked < 0 ? pickInView(line) : line.pick(line.picked, true)), Escape: () => line.pick(-1),
+    Enter: () => (line.picked < 0 ? pickInView(line) : line.pick(line.picked, true)), Escape: () => { line.marked = null; line.pick(-1); },
   };
   const move = (event.shiftKey && walks[event.key]) || moves[event.key];
   if (!move) return;

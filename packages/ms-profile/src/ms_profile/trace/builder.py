@@ -1,5 +1,6 @@
 """Records into columns: a few list comprehensions a chunk, then numpy."""
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -7,16 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_profile.trace.categories import categorise
-from ms_profile.trace.columns import Category, CollectiveNote, Memory, Thread, Trace
+from ms_profile.trace.columns import EXPORT, Category, CollectiveNote, Memory, Thread, Trace
 from ms_profile.trace.groups import name_groups
 from ms_profile.trace.messages import first_message, note_of
-from ms_profile.trace.records import Record
+from ms_profile.trace.records import MOST_NS, Record
 
 __all__ = ["TraceBuilder"]
 
 Array = NDArray[Any]
 COLUMNS: Final = ("start", "duration", "name", "label", "thread", "external", "correlation",
                   "shape", "moved")  # fmt: skip
+LONGEST_NS: Final = 10 * 86_400 * 1_000_000_000
+"""A span or a trace that lasts longer than ten days is a damaged time."""
+MOST_RANKS: Final = 1 << 24
+MICROSECONDS: Final = re.compile(r"\s*-?[0-9]{1,16}(\.[0-9]*)?\s*")
 MEMORY_COLUMNS: Final = ("at", "change", "allocated", "reserved", "device", "thread")
 
 
@@ -43,6 +48,7 @@ class TraceBuilder:
         self._notes: dict[int, CollectiveNote] = {}
         self._messages: dict[int, tuple[bytes, bytes]] = {}
         self._count = 0
+        self._damaged = 0
 
     def add(self, records: Sequence[Record]) -> None:
         """Take up the records of one chunk."""
@@ -53,7 +59,8 @@ class TraceBuilder:
         labels = [record.cat for record in spans]
         if "Trace" in labels:  # the profiler's own frame around everything
             spans = [record for record in spans if record.cat != "Trace"]
-            labels = [record.cat for record in spans]
+        spans = self._with_times(spans)
+        labels = [record.cat for record in spans]
         if not spans:
             return
         arguments = [record.args for record in spans]
@@ -64,7 +71,7 @@ class TraceBuilder:
             "start": _nanoseconds([record.ts for record in spans]),
             "duration": _nanoseconds([record.dur for record in spans]),
             "name": _numbered(self._names, [record.name for record in spans], np.int32, count),
-            "label": _numbered(self._labels, labels, np.int16, count),
+            "label": _numbered(self._labels, labels, np.int32, count),
             "thread": self._number_threads(spans),
             "external": np.fromiter([each.external for each in arguments], np.int64, count),
             "correlation": np.fromiter([each.correlation for each in arguments], np.int64, count),
@@ -75,6 +82,14 @@ class TraceBuilder:
             self._parts[name].append(column)
         self._note_collectives(spans, part["label"])
         self._count += count
+
+    def _with_times(self, records: Sequence[Record]) -> Sequence[Record]:
+        """Those whose times, where they are texts, are numbers."""
+        if not any(type(each.ts) is str or type(each.dur) is str for each in records):
+            return records
+        sound = [each for each in records if _is_time(each.ts) and _is_time(each.dur, least=0)]
+        self._damaged += len(records) - len(sound)
+        return sound
 
     def _number_threads(self, spans: Sequence[Record]) -> Array:
         processes = [record.pid for record in spans]
@@ -113,6 +128,7 @@ class TraceBuilder:
                 self._process_names[record.pid] = record.args.name
             elif phase == "M" and record.name == "thread_name":
                 self._thread_names[record.pid, record.tid] = record.args.name
+        allocations = list(self._with_times(allocations))
         if not allocations:
             return
         arguments = [record.args for record in allocations]
@@ -128,9 +144,26 @@ class TraceBuilder:
         for name, column in columns.items():
             self._memory[name].append(column)
 
-    def finish(self, header: dict[str, Any], warnings: Sequence[str], file_bytes: int) -> Trace:
-        """Sort what was collected by thread, start and longest first."""
+    def finish(
+        self,
+        header: dict[str, Any],
+        warnings: Sequence[str],
+        file_bytes: int,
+        *,
+        damaged: int = 0,
+        name: str = "trace",
+    ) -> Trace:
+        """Sort what was collected by thread, start and longest first.
+
+        Args:
+            header: what stands beside the events.
+            warnings: what reading them said.
+            file_bytes: size of the file.
+            damaged: events that were left out before.
+            name: of the file, for the warning that counts what was left out.
+        """
         columns = {name: self._take(self._parts, name) for name in COLUMNS}
+        kept = self._near_the_others(columns)
         threads = tuple(
             Thread(
                 process=process, thread=thread,
@@ -139,10 +172,9 @@ class TraceBuilder:
             )
             for process, thread in self._threads
         )  # fmt: skip
-        base_ns = header.get("baseTimeNanoseconds", 0)
-        base_ns = base_ns if isinstance(base_ns, int) else 0
+        base_ns = _whole(header.get("baseTimeNanoseconds", 0)) or 0
         start = columns.pop("start") + base_ns
-        order = in_order(columns["thread"], start, columns["duration"])
+        order = kept[in_order(columns["thread"][kept], start[kept], columns["duration"][kept])]
         names = tuple(self._names)
         place = header.get("distributedInfo")
         place = place if isinstance(place, dict) else {}
@@ -175,12 +207,23 @@ class TraceBuilder:
             threads=threads,
             memory=self._finish_memory(base_ns),
             notes=notes,
-            rank=_whole(place.get("rank")),
-            world_size=_whole(place.get("world_size")),
-            host=str(header.get("host_name", "")),
-            warnings=tuple(warnings),
+            rank=_whole(place.get("rank"), least=0, most=MOST_RANKS),
+            world_size=_whole(place.get("world_size"), least=1, most=MOST_RANKS),
+            host=_text(header.get("host_name")),
+            warnings=(*warnings, *_count(name, damaged + self._damaged)),
             file_bytes=file_bytes,
+            is_export=_is_export(header.get("otherData")),
         )
+
+    def _near_the_others(self, columns: dict[str, Array]) -> Array:
+        """Rows of the spans that lie in the time of the others, and count those that don't."""
+        start, duration = columns["start"], columns["duration"]
+        if not len(start):
+            return np.zeros(0, np.int64)
+        middle = int(np.median(start))
+        near = (np.abs(start - middle) <= LONGEST_NS) & (duration <= LONGEST_NS)
+        self._damaged += int(len(near) - near.sum())
+        return np.flatnonzero(near)
 
     def _take(self, parts: dict[str, list[Array]], name: str) -> Array:
         chunks = parts.pop(name)
@@ -200,11 +243,12 @@ class TraceBuilder:
         )
 
     def _finish_notes(self, order: Array, category: Array) -> dict[int, CollectiveNote]:
-        position = np.empty(len(order), np.int64)
+        position = np.full(len(category), -1)
         position[order] = np.arange(len(order))
-        notes = {int(position[row]): note for row, note in self._notes.items()}
+        notes = {int(position[row]): note for row, note in self._notes.items()
+                 if position[row] >= 0}  # fmt: skip
         for row, (dims, types) in self._messages.items():
-            if category[row] == Category.COLLECTIVE:
+            if category[row] == Category.COLLECTIVE and position[row] >= 0:
                 elements, dtype = first_message(dims, types)
                 notes[int(position[row])] = CollectiveNote(
                     kind="", sent_elements=elements, received_elements=elements, dtype=dtype,
@@ -219,9 +263,16 @@ def _numbered(
     return np.fromiter(map(numbers.__getitem__, keys), dtype, count)
 
 
+def _is_time(value: float | str, *, least: int = -MOST_NS) -> bool:
+    """Whether a text is microseconds in bounds; a number is checked when it is decoded."""
+    if not isinstance(value, str):
+        return True
+    return MICROSECONDS.fullmatch(value) is not None and least <= _exact(value) <= MOST_NS
+
+
 def _nanoseconds(values: list[float | str]) -> Array:
     """Microseconds, as numbers or as the Ascend profiler's exact text, to whole nanoseconds."""
-    if values and isinstance(values[0], str):
+    if any(type(value) is str for value in values):
         return np.array([_exact(value) for value in values], np.int64)
     times = np.fromiter(values, np.float64, len(values))
     whole = np.floor(times)
@@ -233,7 +284,8 @@ def _exact(value: float | str) -> int:
     if not isinstance(value, str):
         return round(value * 1000)
     whole, _, fraction = value.strip().partition(".")
-    return int(whole or 0) * 1000 + int((fraction + "000")[:3])
+    beyond = int((fraction + "000")[:3])
+    return int(whole or 0) * 1000 + (-beyond if whole.startswith("-") else beyond)
 
 
 def in_order(thread: Array, start: Array, duration: Array) -> Array:
@@ -251,5 +303,23 @@ def in_order(thread: Array, start: Array, duration: Array) -> Array:
     return order
 
 
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) else None
+def _whole(value: object, *, least: int = -MOST_NS, most: int = MOST_NS) -> int | None:
+    return value if isinstance(value, int) and least <= value <= most else None
+
+
+def _is_export(other: object) -> bool:
+    return isinstance(other, dict) and other.get("producer") == EXPORT
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _count(name: str, damaged: int) -> tuple[str, ...]:
+    if not damaged:
+        return ()
+    which = "1 damaged event was" if damaged == 1 else f"{damaged} damaged events were"
+    return (
+        f"{name}: {which} left out (no JSON, or a time or number that cannot be); time that "
+        "they would have explained counts as idle",
+    )

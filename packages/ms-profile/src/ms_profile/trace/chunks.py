@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from ms_profile.errors import TraceError
-from ms_profile.trace.records import Record
+from ms_profile.trace.records import DAMAGE, Record
 
 __all__ = ["TraceText"]
 
@@ -52,7 +52,10 @@ class TraceText:
         self.header: dict[str, Any] = {}
         """What stands beside `traceEvents`; complete once `records` is exhausted."""
         self.warnings: list[str] = []
-        self._skipped = 0
+        self.damaged = 0
+        """Events that could not be read."""
+        self._next_try = 0
+        """Length of text at which a chunk that no boundary ended is tried again."""
         self._broken = False
         self._chunk_bytes = chunk_bytes
 
@@ -65,11 +68,6 @@ class TraceText:
             if isinstance(error, gzip.BadGzipFile):
                 raise TraceError(f"{self.path} is no gzip file: {error}") from error
             raise TraceError(f"{self.path} cannot be read: {error}") from error
-        if self._skipped:
-            self.warnings.append(
-                f"{self.path.name}: {self._skipped} damaged events were left out; times that they "
-                "would have explained count as idle"
-            )
 
     def _unpacked(self, raw: BufferedReader) -> Source:
         start = raw.read(2)
@@ -130,7 +128,7 @@ class TraceText:
     def _take_header(self, text: bytes) -> None:
         try:
             facts = msgspec.json.decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except DAMAGE:
             return
         if isinstance(facts, dict):
             self.header.update(facts)
@@ -144,13 +142,18 @@ class TraceText:
         if cut >= 0:
             end = cut + len(b"\n  }")
             return self._decode_list(text, end), end + 1
+        if len(text) < self._next_try:
+            return [], 1
         matches = [found.start() + 1 for found in ANY_BOUNDARY.finditer(text)]
         for end in matches[: -TRIES - 1 : -1]:
             following = text.index(b",", end) + 1
             if (records := self._decode_whole(text, end)) is not None:
+                self._next_try = 0
                 return records, following
         if len(text) < MOST_CHUNKS * self._chunk_bytes:
+            self._next_try = 2 * len(text)  # doubled, so that all tries together take linear time
             return [], 1
+        self._next_try = 0
         if not matches:
             raise TraceError(f"{self.path} has an event of over {len(text)} bytes; it is no trace")
         end = matches[-1]
@@ -164,7 +167,7 @@ class TraceText:
         except msgspec.ValidationError:
             if self._is_list(bytes(text[1:end])):
                 return self._decode_each(bytes(text[1:end]))
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except DAMAGE:
             pass
         text[end] = stood
         return None
@@ -173,13 +176,13 @@ class TraceText:
         text[end] = CLOSING
         try:
             return decode_records(memoryview(text)[: end + 1])
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except DAMAGE:
             return self._decode_each(bytes(text[1:end]))
 
     def _is_list(self, text: bytes) -> bool:
         try:
             msgspec.json.decode(b"".join((b"[", text, b"]")), type=list[msgspec.Raw])
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except DAMAGE:
             return False
         return True
 
@@ -189,12 +192,12 @@ class TraceText:
         for piece in self._pieces(text):
             try:
                 records.append(decode_record(piece))
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                self._skipped += 1
+            except DAMAGE:
+                self.damaged += 1
         return records
 
     def _pieces(self, text: bytes) -> list[bytes | msgspec.Raw]:
-        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+        with suppress(*DAMAGE):
             return list(msgspec.json.decode(b"[" + text + b"]", type=list[msgspec.Raw]))
         boundary = re.compile(rb"\n  \},\n  \{") if KINETO_BOUNDARY in text else ANY_BOUNDARY
         ends = [found.start() for found in boundary.finditer(text)]
@@ -220,16 +223,17 @@ class TraceText:
 
     def _ends_whole(self, text: bytes) -> bool:
         """Whether the last event is sound: then what is damaged lies before it."""
-        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+        with suppress(*DAMAGE):
             decode_record(self._pieces(text)[-1])
             return True
         return False
 
     def _decode_broken(self, text: bytes) -> list[Record]:
         """Decode the whole events at the start of a text that breaks off inside one."""
+        self._next_try = 0
         opened = bytearray(b"[" + text)
         records, used = self._decode_part(opened) if b"}" in text else ([], 1)
         last = bytes(opened[used : opened.rfind(b"}", used) + 1])
-        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+        with suppress(*DAMAGE):
             records.append(decode_record(last))
         return records

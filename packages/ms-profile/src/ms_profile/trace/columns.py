@@ -4,12 +4,17 @@ Columns of a million spans take 41 MB, where the profiler's JSON took some 400.
 """
 
 from enum import IntEnum
+from typing import Final
 
 import numpy as np
 from attrs import field, frozen
 from numpy.typing import NDArray
 
-__all__ = ["Category", "CollectiveNote", "Memory", "Thread", "Trace"]
+__all__ = ["EXPORT", "Category", "CollectiveNote", "Memory", "Thread", "Trace"]
+
+
+EXPORT: Final = "ms-profile: all ranks for Perfetto"
+"""What an export of `export_perfetto` says under `otherData` as its `producer`."""
 
 
 class Category(IntEnum):
@@ -105,6 +110,8 @@ class Trace:
     host: str = ""
     warnings: tuple[str, ...] = ()
     file_bytes: int = 0
+    is_export: bool = False
+    """Whether it holds all ranks of a run, as `export_perfetto` writes them."""
 
     def __len__(self) -> int:
         return len(self.start_ns)

@@ -10,10 +10,12 @@ from attrs import evolve
 from numpy.typing import NDArray
 
 from ms_profile.trace.columns import Category, CollectiveNote
+from ms_profile.trace.records import DAMAGE
 
 __all__ = ["name_groups"]
 
 KEY: Final = "ms_profile_groups"
+MOST_RANKS: Final = 1 << 24
 
 
 class _Noted(msgspec.Struct, frozen=True):
@@ -72,7 +74,7 @@ def name_groups(
 def _noted(header: Mapping[str, Any]) -> _Noted | None:
     try:
         noted = msgspec.convert(header.get(KEY), _Noted)
-    except msgspec.ValidationError:
+    except DAMAGE:
         return None
     whole = all(
         0 <= code < len(noted.names) and 0 <= group < len(noted.groups)
@@ -88,6 +90,8 @@ def _members(header: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     found = {}
     for one in listed if isinstance(listed, list) else ():
         ranks = one.get("ranks") if isinstance(one, dict) else None
-        if isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks):
+        if isinstance(ranks, list) and all(
+            isinstance(rank, int) and 0 <= rank < MOST_RANKS for rank in ranks
+        ):
             found[str(one.get("pg_name"))] = tuple(ranks)
     return found

@@ -1,12 +1,13 @@
 """What a profiler noted of a collective's message: elements, dtype, group."""
 
+import re
+from math import prod
 from typing import Final
 
 import msgspec
-import numpy as np
 
 from ms_profile.trace.columns import CollectiveNote
-from ms_profile.trace.records import Arguments
+from ms_profile.trace.records import DAMAGE, Arguments
 
 __all__ = ["element_bytes", "first_message", "note_of"]
 
@@ -16,6 +17,8 @@ ELEMENT_BYTES: Final = {
     **dict.fromkeys(("half", "c10::half", "c10::bfloat16", "bfloat16", "float16", "short"), 2),
     **dict.fromkeys(("bool", "byte", "char", "unsigned char", "uint8", "int8"), 1),
 }
+MOST_ELEMENTS: Final = 1 << 58
+RANK: Final = re.compile(r"\s*-?[0-9]{1,8}\s*")
 
 
 def note_of(arguments: Arguments) -> CollectiveNote:
@@ -38,13 +41,15 @@ def first_message(dims: bytes, types: bytes) -> tuple[int, str]:
     try:
         shapes = msgspec.json.decode(dims) if dims else []
         kinds = msgspec.json.decode(types) if types else []
-    except msgspec.DecodeError:
+    except DAMAGE:
         return 0, ""
-    total = 0
-    for shape in shapes:
-        if isinstance(shape, list) and shape and all(isinstance(side, int) for side in shape):
-            total += int(np.prod(shape))
-    return total, str(kinds[0]) if kinds and total else ""
+    if not isinstance(shapes, list) or not isinstance(kinds, list):
+        return 0, ""
+    sides = [shape for shape in shapes if isinstance(shape, list) and shape]
+    total = sum(prod(shape) for shape in sides if all(isinstance(side, int) for side in shape))
+    if not 0 < total < MOST_ELEMENTS:
+        return 0, ""
+    return total, str(kinds[0]) if kinds else ""
 
 
 def _numbers(text: bytes) -> tuple[int, ...]:
@@ -52,4 +57,4 @@ def _numbers(text: bytes) -> tuple[int, ...]:
     if b"..." in text:
         return ()
     pieces = text.decode(errors="replace").strip('"[] ').split(",")
-    return tuple(int(piece) for piece in pieces if piece.strip().lstrip("-").isdigit())
+    return tuple(int(piece) for piece in pieces if RANK.fullmatch(piece))

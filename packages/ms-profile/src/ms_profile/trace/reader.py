@@ -14,7 +14,7 @@ from ms_profile.trace.columns import Trace
 
 __all__ = ["read_trace"]
 
-RANK_IN_NAME = re.compile(r"rank[-_ ]?(\d+)", re.IGNORECASE)
+RANK_IN_NAME = re.compile(r"rank[-_ ]?([0-9]{1,7})(?![0-9])", re.IGNORECASE)
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
@@ -35,7 +35,13 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         for records in text.records():
             builder.add(records)
             del records
-    trace = builder.finish(text.header, text.warnings, source.stat().st_size)
+    trace = builder.finish(
+        text.header,
+        text.warnings,
+        source.stat().st_size,
+        damaged=text.damaged,
+        name=source.name,
+    )
     if not len(trace) and not len(trace.memory.at_ns):
         raise TraceError(f"{source} has no spans; was the profiler stopped before a step ended?")
     named = RANK_IN_NAME.search(source.name)

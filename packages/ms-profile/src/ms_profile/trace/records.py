@@ -1,30 +1,47 @@
-"""One event as profilers write it, as typed records; what is not named here is never built."""
+"""One event as profilers write it, as typed records; what is not named here is never built.
 
-from msgspec import Raw, Struct, field
+Numbers are bounded as they are decoded: one that no column holds damages its event alone.
+"""
 
-__all__ = ["NO_ARGUMENTS", "Arguments", "Record"]
+from typing import Annotated, Final
 
+from msgspec import Meta, Raw, Struct, field
+
+__all__ = ["DAMAGE", "MOST_NS", "NO_ARGUMENTS", "Arguments", "Record"]
+
+DAMAGE: Final = (ValueError, RecursionError)
+"""What decoding raises over JSON that is none, is no UTF-8, is nested too deeply, or out of bounds.
+
+msgspec's errors and UnicodeDecodeError are ValueErrors.
+"""
+MOST_NS: Final = 1 << 62
+"""Instants lie within it, on either side of 1970; twice as much is still an int64."""
+MOST_US: Final = MOST_NS / 1000
 EMPTY = Raw(b"")
+Whole = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
+Small = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]
+Instant = Annotated[float, Meta(ge=-MOST_US, le=MOST_US)]
+Length = Annotated[float, Meta(ge=0, le=MOST_US)]
 
 
 class Arguments(Struct, frozen=True, gc=False):
     """What an event says beyond its time; absent fields keep their defaults."""
 
-    external: int = field(name="External id", default=-1)
+    external: Whole = field(name="External id", default=-1)
     types: Raw = field(name="Input type", default=EMPTY)
     dims: Raw = field(name="Input Dims", default=EMPTY)
-    correlation: int = -1
-    bytes_moved: int = field(name="bytes", default=0)
+    correlation: Whole = -1
+    bytes_moved: Whole = field(name="bytes", default=0)
     name: str = ""
-    size_bytes: int = field(name="Bytes", default=0)
-    allocated_bytes: int = field(name="Total Allocated", default=0)
-    reserved_bytes: int = field(name="Total Reserved", default=0)
-    device_type: int = field(name="Device Type", default=-1)
-    device_id: int = field(name="Device Id", default=-1)
+    size_bytes: Whole = field(name="Bytes", default=0)
+    allocated_bytes: Whole = field(name="Total Allocated", default=0)
+    reserved_bytes: Whole = field(name="Total Reserved", default=0)
+    device_type: Small = field(name="Device Type", default=-1)
+    device_id: Small = field(name="Device Id", default=-1)
     collective: str = field(name="Collective name", default="")
-    sent_elements: int = field(name="In msg nelems", default=0)
-    received_elements: int = field(name="Out msg nelems", default=0)
-    group_size: int = field(name="Group size", default=0)
+    sent_elements: Whole = field(name="In msg nelems", default=0)
+    received_elements: Whole = field(name="Out msg nelems", default=0)
+    group_size: Small = field(name="Group size", default=0)
     dtype: str = ""
     group: str = field(name="Process Group Name", default="")
     group_ranks: Raw = field(name="Process Group Ranks", default=EMPTY)
@@ -41,6 +58,6 @@ class Record(Struct, frozen=True, gc=False):
     name: str = ""
     pid: int | str = 0
     tid: int | str = 0
-    ts: float | str = 0.0
-    dur: float | str = 0.0
+    ts: Instant | str = 0.0
+    dur: Length | str = 0.0
     args: Arguments = NO_ARGUMENTS

@@ -1,0 +1,255 @@
+"""Files that somebody else wrote or damaged cost at most what is damaged, one line and a moment."""
+
+import json
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ms_profile.blocks import HEADER, MAGIC, Block, Damage, pack_block, scan_blocks
+from ms_profile.cli import main
+from ms_profile.events import EventLog
+from ms_profile.ring import Kind, Ring, read_ring
+from ms_profile.trace import read_trace
+
+Writer = Callable[[list[dict[str, Any]]], str]
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def spans(count: int = 20) -> list[dict[str, Any]]:
+    """Steps and operators, as a profiler writes them."""
+    return [
+        {"ph": "X", "cat": "user_annotation" if n % 4 == 0 else "cpu_op", "pid": 1, "tid": 1,
+         "name": f"ProfilerStep#{n // 4}" if n % 4 == 0 else "aten::mm", "ts": 100.0 * n,
+         "dur": 390.0 if n % 4 == 0 else 90.0, "args": {"External id": n}}
+        for n in range(count)
+    ]  # fmt: skip
+
+
+def raw(event: dict[str, Any], key: str, text: str) -> str:
+    """The event as JSON with one value replaced by a text that no encoder would write."""
+    whole = event | {key: "REPLACED"}
+    return json.dumps(whole).replace('"REPLACED"', text)
+
+
+BAD = {
+    "a time beyond int64": ("ts", "9.3e15"),
+    "a time beyond float64": ("ts", "1e999"),
+    "a time that is no number": ("ts", '"soon"'),
+    "a time of another year": ("ts", "1.7e15"),
+    "a time of 400 digits": ("ts", "9" * 400),
+    "a negative duration": ("dur", "-5.0"),
+    "a duration of a year": ("dur", "3.2e13"),
+    "a duration that is a negative text": ("dur", '"-1.5"'),
+    "a name that is no text": ("name", "[1]"),
+    "deep nesting": ("args", DEEP),
+    "an id beyond int64": ("args", '{"External id": 1180591620717411303424}'),
+    "bytes beyond int64": ("args", '{"bytes": -1180591620717411303424}'),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+@pytest.mark.parametrize("layout", ["kineto", "compact"])
+def test_one_bad_event_costs_itself_and_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, layout: str
+) -> None:
+    """The report is written; the event is left out, which stderr and the page say."""
+    key, text = BAD[what]
+    parts = [json.dumps(event) for event in spans()]
+    parts[5] = raw(spans()[5], key, text)
+    between = ",\n  " if layout == "kineto" else ", "
+    body = between.join(part if layout == "compact" else part[:-1] + "\n  }" for part in parts)
+    body = body.replace("\n  },\n  {", "\n  },\n  {")
+    path = tmp_path / "rank-0.json"
+    path.write_text(f'{{"traceEvents": [\n  {body}\n  ]}}')
+    page = tmp_path / "page.html"
+    assert main(["report", str(path), "--out", str(page)]) == 0
+    said = capsys.readouterr().err
+    assert "rank-0.json: 1 damaged event was left out" in said
+    assert len(said.splitlines()) == 1
+    assert "1 damaged event was left out" in page.read_text()
+    trace = read_trace(path)
+    assert set(trace.external.tolist()) == set(range(20)) - {5}
+
+
+def test_texts_and_numbers_as_times_may_stand_side_by_side(tmp_path: Path) -> None:
+    """Each is read for what it says, to the nanosecond."""
+    events = spans(8)
+    events[3] = events[3] | {"ts": "300.125", "dur": "90.001"}
+    path = tmp_path / "rank-0.json"
+    path.write_text(json.dumps(events))
+    trace = read_trace(path)
+    row = int(np.flatnonzero(trace.external == 3)[0])
+    assert (int(trace.start_ns[row]), int(trace.duration_ns[row])) == (300_125, 90_001)
+
+
+def test_names_may_hold_the_marks_of_the_pages_template(tmp_path: Path) -> None:
+    """An operator and a title called {{scripts}} stay what they are."""
+    events = spans()
+    events[2]["name"] = "{{scripts}}"
+    path = tmp_path / "rank-0.json"
+    path.write_text(json.dumps(events))
+    page = tmp_path / "page.html"
+    assert main(["report", str(path), "--out", str(page), "--title", "{{facts}} {{style}}"]) == 0
+    text = page.read_text()
+    assert "<title>{{facts}} {{style}} · ms-profile</title>" in text
+    assert '"{{scripts}}"' in text
+    assert text.count("function sortedTable") == 1
+
+
+def test_two_traces_of_one_rank_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one that begins later is read; an export for Perfetto is no rank; both are said."""
+    for number, shift in ((0, 0.0), (1, 1e6)):
+        events = [event | {"ts": event["ts"] + shift} for event in spans()]
+        document = {"distributedInfo": {"rank": 0, "world_size": 2}, "traceEvents": events}
+        (tmp_path / f"window-{number}.json").write_text(json.dumps(document))
+    only = str(tmp_path / "window-0.json")
+    export = str(tmp_path / "all.json")
+    assert main(["report", only, "--perfetto", export, "--out", str(tmp_path / "a.html")]) == 0
+    capsys.readouterr()
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in facts["ranks"]] == [0]
+    told = " ".join(facts["warnings"])
+    assert "window-0.json and window-1.json are both of rank 0" in told
+    assert "all.json holds all ranks, exported for Perfetto" in told
+    assert main(["report", export]) == 2
+    assert "give the traces that it was made from" in capsys.readouterr().err
+
+
+ESCAPES = "\x1b[2J\x1b]0;owned\x07 a\nb \u202e"
+
+
+def test_no_command_sends_a_terminal_what_a_file_asks_it_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kinds, fields and names with control sequences are spelled out, a line each."""
+    with EventLog(tmp_path / "events", rank=0) as log:
+        log(f"kind{ESCAPES}", {f"field{ESCAPES}": f"value{ESCAPES}", "step": 1})
+    assert main(["logs", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 1
+    assert "\\x1b[2J" in out
+    for name in ("a", "b"):
+        events = spans(40)
+        events[6]["name"] = f"[red]aten::{ESCAPES}"
+        (tmp_path / f"{name}.json").write_text(json.dumps({"traceEvents": events}))
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    assert main(["report", str(tmp_path / "a.json")]) == 0
+    captured = capsys.readouterr()
+    assert "[red]aten" in captured.out
+    assert not {"\x1b", "\x07", "\u202e"} & set(captured.out + captured.err + out)
+
+
+def test_reading_false_headers_takes_linear_time() -> None:
+    """A mebibyte of headers that each claim the rest of the file is done with in a moment."""
+    size = 1 << 20
+    headers = b"".join(
+        HEADER.pack(MAGIC, size - at - HEADER.size, 1 << 20, 7)
+        for at in range(0, size, HEADER.size)
+    )
+    begun = time.process_time()
+    found = list(scan_blocks(headers))
+    assert time.process_time() - begun < 2
+    assert [type(one) for one in found] == [Damage]
+
+
+def test_a_sound_block_after_false_headers_is_still_found() -> None:
+    """What a damaged stretch claims does not hide what follows it."""
+    false = b"".join(HEADER.pack(MAGIC, 400 * 16, 1 << 20, n) for n in range(400))
+    found = list(scan_blocks(false + pack_block(b"whole") + bytes(100)))
+    assert [one.content for one in found if isinstance(one, Block)] == [b"whole"]
+
+
+def test_events_of_another_form_cost_their_block(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Deep nesting, no UTF-8 and strange years are told of; the sound events are printed."""
+    with EventLog(tmp_path / "events", rank=0) as log:
+        log("step", {"step": 1})
+    array = b"\xdd" + struct.pack(">I", 1)
+    event = b"\x96\x00\xa4step\x01\x00\xcf" + b"\xff" * 8 + b"\x81\xa4step\x01"
+    with log.path.open("ab") as file:
+        file.write(pack_block(array + b"\x91" * 100_000))
+        file.write(pack_block(array + b"\x96\x00\xa2\xff\xfe\x01\x00\x00\x80"))
+        file.write(pack_block(array + event))
+    assert main(["logs", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 2
+    assert captured.out.splitlines()[1].startswith("2554-07-21T")
+    assert [line.split(" up to")[0] for line in captured.err.splitlines()] == [
+        "ms-profile: rank-00000.000000.events holds a block that is none of events,"
+    ] * 2
+    assert main(["logs", str(tmp_path), "--tensorboard", str(tmp_path / "tb")]) == 1
+
+
+def test_a_rings_impossible_spans_are_left_out(tmp_path: Path) -> None:
+    """Instants of another age and unknown kinds do not reach the report."""
+    path = tmp_path / "one.ring"
+    ring = Ring(path, capacity=8)
+    for _ in range(4):
+        ring.end(ring.begin(ring.name("sound"), Kind.FORWARD))
+    ring.close()
+    content = bytearray(path.read_bytes())
+    slots = len(content) - 8 * 32
+    struct.pack_into("<QQ", content, slots, 1 << 63, 5)
+    content[slots + 32 + 22] = 250  # a kind that is none
+    path.write_bytes(content)
+    assert len(read_ring(path).spans) == 3
+    assert main(["report", str(path), "--out", str(tmp_path / "page.html")]) == 0
+    struct.pack_into("<q", content, 40, -5)
+    path.write_bytes(content)
+    assert main(["report", str(path)]) == 2
+
+
+@pytest.mark.parametrize("command", ["report", "logs", "compare", "run", "links"])
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "x/" * 3000, "circle/a", "\udcff"])
+def test_a_path_that_no_system_takes_is_one_line_and_exit_code_2(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    path: str,
+) -> None:
+    """A NUL, a name too long, links in a circle and bytes that are no text end no command badly."""
+    monkeypatch.chdir(tmp_path)
+    Path("circle").symlink_to("circle")
+    Path("script.py").write_text("")
+    arguments = {
+        "report": ["report", path],
+        "logs": ["logs", path],
+        "compare": ["compare", path, path],
+        "run": ["run", "--train-script", "script.py", "--output-dir", path, "--active", "0"],
+        "links": ["report", "nowhere", "--links", path],
+    }[command]
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert len(line) < 6500
+
+
+MANIFESTS = {
+    "deep nesting": DEEP,
+    "no UTF-8": b'{"format": "ms-profile.run.1", "script": "\xff"}',
+    "a year that no calendar has": '{"format": "ms-profile.run.1", "world_size": 1, "metrics": [],'
+    ' "script": "a", "started_wall_ns": 99999999999999999999, "window": {}, "versions": {}}',
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("content", MANIFESTS.values(), ids=MANIFESTS)
+def test_a_damaged_manifest_does_not_lose_the_traces(tmp_path: Path, content: str | bytes) -> None:
+    """The report is made of the traces in the folder; a manifest that leads out of it is not followed."""
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "ranks").mkdir()
+    secret = tmp_path.parent / f"{tmp_path.name}-secret.json"
+    secret.write_text("{}")
+    (tmp_path / "traces/rank-00000.000.json").write_text(json.dumps({"traceEvents": spans()}))
+    for name in ("manifest.json", "ranks/rank-00000.json"):
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
