@@ -7,7 +7,7 @@ compares them, and only its word is a verdict. `packages/ms-align/README.md` say
 and what is not.
 """
 
-from ms_align.sandbox.judge import judge, run_python
 from ms_align.sandbox.limits import Limits, Outcome
+from ms_align.sandbox.run import judge, run_python
 
 __all__ = ["Limits", "Outcome", "judge", "run_python"]

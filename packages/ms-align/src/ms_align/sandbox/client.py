@@ -1,5 +1,6 @@
 """The trainer's end of the process that judged programs are forked from."""
 
+import atexit
 import os
 import signal
 import socket
@@ -44,6 +45,8 @@ class ZygoteClient:
                 env={"PATH": "", "MALLOC_ARENA_MAX": "1"},
                 start_new_session=True,
             )
+        assert self._process.stderr is not None
+        self._errors = self._process.stderr
         standing, *self.missing = self._hello().split("\n")
         self.standing = frozenset(filter(None, standing.split(",")))
 
@@ -58,9 +61,8 @@ class ZygoteClient:
                 said += more
         self._control.settimeout(None)
         if not said.endswith(b"\0"):
+            told = self._errors.read().decode(errors="replace").strip()
             self.stop()
-            assert self._process.stderr is not None
-            told = self._process.stderr.read().decode(errors="replace").strip()
             last = told.splitlines()[-1] if told else "it said nothing"
             raise ConfigError(
                 f"the sandbox's interpreter {sys.executable} does not start ({last}); run it with "
@@ -88,7 +90,7 @@ class ZygoteClient:
 
     def stop(self) -> None:
         """Ends it, and every process that it has forked."""
-        self._control.close()
+        self.forget()
         try:
             self._process.wait(timeout=0.2)
         except subprocess.TimeoutExpired:
@@ -97,8 +99,9 @@ class ZygoteClient:
             self._process.wait()
 
     def forget(self) -> None:
-        """In a fork of the trainer: the process belongs to the trainer."""
+        """Closes what leads to it, as a fork of the trainer does: it belongs to the trainer."""
         self._control.close()
+        self._errors.close()
 
     @property
     def alive(self) -> bool:
@@ -127,4 +130,10 @@ def _after_fork() -> None:
         _of_this_process.pop().forget()
 
 
+def _at_exit() -> None:
+    while _of_this_process:
+        _of_this_process.pop().stop()
+
+
 os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)

@@ -65,7 +65,7 @@ class Codec:
             return {"range": [value.start, value.stop, value.step]}
         if kind in (Decimal, Fraction):
             return {type(value).__name__: str(value)}
-        if isinstance(value, type) and value is _BUILTIN.get(value.__name__):
+        if isinstance(value, type) and value in _BUILTIN.values():
             return {"type": value.__name__}
         if isinstance(value, type) and issubclass(value, Exception):
             return {"error": [one.__name__ for one in value.__mro__]}

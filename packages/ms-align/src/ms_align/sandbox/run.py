@@ -222,12 +222,12 @@ class _Run:
         """Why it ended as it did."""
         if self._verdict == PASSED and self._statuses[self._speaker] == 0:
             return "passed"
-        ends = set(self._statuses.values())
-        if ends & {-signal.SIGXCPU, -signal.SIGKILL}:
+        ended = self._statuses["response" if self._verdict == RESPONSE_GONE else self._speaker]
+        if ended in (-signal.SIGXCPU, -signal.SIGKILL):
             return "timeout"
-        if "MemoryError" in self.told or ends & {-signal.SIGSEGV, -signal.SIGABRT}:
+        if "MemoryError" in self.told or ended in (-signal.SIGSEGV, -signal.SIGABRT):
             return "memory"
-        return "ended early" if 0 in ends else "failed"
+        return "failed" if ended else "ended early"
 
 
 def _is_gone(connection: socket.socket, until: float) -> bool:
