@@ -6,6 +6,7 @@ reading it makes plain values of the builtin types, or a `Remote`.
 
 import builtins
 from collections.abc import Callable, Sequence
+from datetime import date, datetime, time
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache
@@ -16,7 +17,14 @@ __all__ = ["Codec", "UnreadableError", "error_type"]
 _BUILTIN: dict[str, type[Any]] = {
     one.__name__: one for one in (int, float, str, bool, list, tuple, set, dict, bytes)
 }
-_TEXT: dict[str, type[Any]] = {"Decimal": Decimal, "Fraction": Fraction}
+_TEXT: dict[str, Callable[[str], object]] = {
+    "Decimal": Decimal,
+    "Fraction": Fraction,
+    "date": date.fromisoformat,
+    "datetime": datetime.fromisoformat,
+    "time": time.fromisoformat,
+}
+_TEXT_KINDS = (Decimal, Fraction, date, datetime, time)
 _SERIES: dict[str, type[Any]] = {
     "tuple": tuple,
     "set": set,
@@ -63,7 +71,7 @@ class Codec:
             return {"complex": [value.real, value.imag]}
         if isinstance(value, range):
             return {"range": [value.start, value.stop, value.step]}
-        if kind in (Decimal, Fraction):
+        if kind in _TEXT_KINDS:
             return {type(value).__name__: str(value)}
         if isinstance(value, type) and value in _BUILTIN.values():
             return {"type": value.__name__}
@@ -95,7 +103,7 @@ class Codec:
         if name in _SERIES:
             return _SERIES[name](self.load(one) for one in content)
         if name in _TEXT:
-            return _TEXT[name](content)
+            return _TEXT[name](str(content))
         if name == "int":
             return int(content, 16)
         if name == "complex":
