@@ -6,8 +6,10 @@ processor time.
     nox -s "bench(ms-align)"
 """
 
+import subprocess
+import sys
 from collections.abc import Callable
-from time import process_time
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from ms_align.losses.ppo import PPOLoss, ValueLoss
 from ms_align.losses.sft import SFTLoss
 from ms_align.options import OptimizerOptions
 from ms_align.rollout import logprobs_of, sequences, values_of
+from ms_align.sandbox import judge
 from ms_align.token_statistics import Scratch, projected_losses_and_entropies
 from ms_parallel.models import architecture, build_model, initialise
 
@@ -114,6 +117,25 @@ def log_probabilities() -> None:
     )
 
 
+def judging(count: int = 40) -> None:
+    """Judged responses a second of wall-clock time, beside an interpreter for each, in turn."""
+    code, tests = "def double(x): return 2 * x", "assert double(4) == 8"
+    alone = [sys.executable, "-I", "-S", "-c", f"{code}\n{tests}"]
+    assert judge(code, tests).passed
+    seconds = [0.0, 0.0]
+    for _ in range(count):
+        began = perf_counter()
+        judge(code, tests)
+        between = perf_counter()
+        subprocess.run(alone, check=True)
+        seconds[0] += between - began
+        seconds[1] += perf_counter() - between
+    print(
+        f"judged responses: {count / seconds[0]:.0f} a second; interpreters without any wall: "
+        f"{count / seconds[1]:.0f}"
+    )
+
+
 def main() -> None:
     """Print all figures."""
     torch.set_num_threads(1)
@@ -126,6 +148,7 @@ def main() -> None:
     rollouts(model(), prompts)
     ppo(model(), prompts)
     tuning(model())
+    judging()
 
 
 if __name__ == "__main__":

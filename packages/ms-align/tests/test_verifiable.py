@@ -9,7 +9,7 @@ import pytest
 
 from ms_align import Sample
 from ms_align.errors import RewardError
-from ms_align.sandbox import Limits, run_python
+from ms_align.sandbox import Limits, judge, run_python
 from ms_align.verifiable import ExactMatch, Numeric, PythonParses, PythonTests, last_number
 
 QUICK = Limits(wall_s=10.0, cpu_s=1, memory_mib=256)
@@ -114,6 +114,81 @@ def test_a_program_reaches_nothing_outside(attempt: str, tmp_path: Path) -> None
     assert "Error" in outcome.told
     assert path.read_text() == "content"
     assert list(tmp_path.iterdir()) == [path]
+
+
+SOUND = {
+    "plain values": (
+        "def f(a, b): return tuple(set(a) & set(b))",
+        "assert set(f((3, 4, 5), (5, 4, 10))) == {4, 5} and isinstance(f((), ()), tuple)",
+    ),
+    "a checker that takes the function": (
+        "def f(x: int) -> bool: return x > 0",
+        "def check(candidate):\n    assert candidate(1) is True\ncheck(f)",
+    ),
+    "a class": (
+        "class Stack:\n    def __init__(self): self.items = []\n"
+        "    def push(self, x): self.items.append(x)\n"
+        "    def __len__(self): return len(self.items)",
+        "s = Stack()\ns.push((1, 2))\nassert len(s) == 1 and s.items == [(1, 2)]",
+    ),
+    "objects that are linked": (
+        "class Node:\n    def __init__(self, v): self.v, self.next = v, None\n"
+        "def last(n):\n    while n.next is not None: n = n.next\n    return n",
+        "a = Node(1); a.next = Node(2)\nassert last(a).v == 2",
+    ),
+    "a list changed in place": (
+        "def turn(m): m[:] = [list(row) for row in zip(*m[::-1])]",
+        "m = [[1, 2], [3, 4]]\nassert turn(m) is None\nassert m == [[3, 1], [4, 2]]",
+    ),
+    "a generator": ("def f(n): yield from range(n)", "assert list(f(3)) == [0, 1, 2]"),
+    "functions as values": (
+        "def each(f, xs): return [f(x) for x in xs]\ndef twice(f): return lambda x: f(f(x))",
+        "assert each(lambda x: x + 1, [1]) == [2] and twice(lambda x: x * 3)(2) == 18",
+    ),
+    "errors": (
+        "class Bad(ValueError): pass\ndef f(): raise Bad('no')",
+        "for kind in (Bad, ValueError):\n    try:\n        f()\n        assert False\n"
+        "    except kind as error:\n        assert 'no' in str(error)",
+    ),
+    "large and odd values": (
+        "import datetime, decimal\ndef f(x): return x",
+        "import datetime, decimal\n"
+        "for x in (7 ** 3000, 1.5, 2j, b'\\0', range(3), {(1,): {2}}, decimal.Decimal('1.10'),\n"
+        "          datetime.date(2020, 1, 2), '\\ud800', None, frozenset({1}), -(2 ** 53)):\n"
+        "    assert f(x) == x and type(f(x)) is type(x), x",
+    ),
+    "modules that the response imported": (
+        "import math\ndef f(): return math.pi",
+        "assert math.isclose(f(), 3.141592653589793)",
+    ),
+    "asyncio and threads": (
+        "import asyncio\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "async def g(x):\n    await asyncio.sleep(0.01)\n    return x\n"
+        "def f():\n    with ThreadPoolExecutor(2) as pool:\n"
+        "        return [asyncio.run(g(1)), *pool.map(abs, [-2])]",
+        "assert f() == [1, 2]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_responses_pass_the_tests_of_their_kind(name: str) -> None:
+    """Tests are written as for one process, and wrong ones fail as there."""
+    response, tests = SOUND[name]
+    outcome = judge(response, tests, QUICK)
+    assert outcome.passed, outcome.told
+    assert not judge(response, f"{tests}\nassert False", QUICK).passed
+    assert not judge("", tests, QUICK).passed
+
+
+def test_objects_of_the_response_are_not_compared() -> None:
+    """Its own operators would answer; the line says what to do instead."""
+    response = "class V:\n    def __init__(self, x): self.x = x"
+    for test in ("V(1) == V(1)", "V(1)", "3 in [V(1)]", "not V(1)", "V(1) != 3"):
+        outcome = judge(response, f"assert {test}", QUICK)
+        assert not outcome.passed
+        assert "compare, add or test its plain values" in outcome.told
+    assert judge(response, "assert V(1).x == V(1).x", QUICK).passed
 
 
 def test_threads_and_reading_are_allowed() -> None:

@@ -16,7 +16,7 @@ from attrs import field, frozen
 
 from ms_align.errors import RewardError
 from ms_align.reward import Sample
-from ms_align.sandbox import Limits, run_python
+from ms_align.sandbox import Limits, judge
 from ms_align.settings import flag, number, text
 
 __all__ = ["ExactMatch", "Numeric", "PythonParses", "PythonTests", "code_of", "last_number"]
@@ -103,10 +103,11 @@ class PythonParses:
 
 @frozen(kw_only=True)
 class PythonTests:
-    """The response's code, then the sample's tests, in an interpreter of its own.
+    """The sample's tests, on the functions of the response's code, which run elsewhere.
 
-    `reward` where the tests run to their end, else `otherwise`. See `ms_align.sandbox` for what is
-    enforced.
+    `reward` where the tests run to their end, else `otherwise`. Code and tests are two processes;
+    plain values cross between them, and only the tests' process speaks the verdict. See
+    `ms_align.sandbox` for what is promised.
     """
 
     tests_key: str = field(default="tests", validator=text())
@@ -117,12 +118,13 @@ class PythonTests:
 
     def __call__(self, samples: Sequence[Sample], /) -> list[float]:
         """One number a sample; programs run side by side, one a core."""
-        programs = []
-        for index, sample in enumerate(samples):
-            tests = sample.extra.get(self.tests_key) or _answer(sample, index)
-            programs.append(f"{code_of(sample.response)}\n\n{tests}\n")
+        tests = [
+            sample.extra.get(self.tests_key) or _answer(sample, index)
+            for index, sample in enumerate(samples)
+        ]
+        codes = [code_of(sample.response) for sample in samples]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            outcomes = pool.map(lambda program: run_python(program, self.limits), programs)
+            outcomes = pool.map(lambda code, test: judge(code, test, self.limits), codes, tests)
             return [self.reward if one.passed else self.otherwise for one in outcomes]
 
 

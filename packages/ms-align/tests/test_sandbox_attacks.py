@@ -1,0 +1,389 @@
+"""The sandbox holds: what gets out of it, what it uses up, and who speaks the verdict."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ms_align.errors import ConfigError
+from ms_align.sandbox import Limits, judge, run_python
+from ms_align.sandbox.client import ZygoteClient, zygote
+from ms_align.sandbox.inside.seccomp import filter_program
+from ms_align.sandbox.inside.syscalls import ALLOWED, ANSWERED_AS_MISSING
+from ms_align.sandbox.run import run_in
+
+from .sandbox_attacks import ATTACKS, Attack
+
+USERS = {"as_it_is": "", "nobody": "65534"}
+QUICK = Limits(wall_s=10.0, cpu_s=2, memory_mib=256)
+
+
+@pytest.fixture(scope="module", params=USERS)
+def attacked(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What every attack came to, tried by this user and, where this is root, by nobody."""
+    if request.param == "nobody" and os.getuid() != 0:
+        pytest.skip("only root can become nobody; the other half runs as this user")
+    script = str(Path(__file__).parent / "sandbox_attacks.py")
+    arguments = [one for one in [USERS[request.param]] if one]
+    run = subprocess.run(
+        [sys.executable, script, *arguments], capture_output=True, text=True, check=False
+    )
+    if "may run no interpreter" in run.stderr:
+        pytest.skip("nobody may run no interpreter on this machine")
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=[one.name for one in ATTACKS])
+def test_an_attack_fails_and_succeeds_without_the_walls(
+    attack: Attack, attacked: dict[str, Any]
+) -> None:
+    """It fails with all walls, and with each that is said to hold it alone; with none it succeeds.
+
+    The last one proves that the attack is one: a harmless program would fail too.
+    """
+    results = attacked["results"].get(attack.name)
+    if results is None:
+        pytest.skip("not for this user or machine")
+    assert not results.pop("every")
+    if not results.pop("none"):
+        assert attack.may_be_closed, "without any wall the attack must succeed"
+    for wall, happened in results.items():
+        assert attacked["missing"][wall] or not happened, wall
+
+
+def test_every_wall_that_this_machine_offers_stands() -> None:
+    """What is missing is named, and nothing is missing unsaid."""
+    client = zygote()
+    assert len(client.standing) + len(client.missing) == 4
+    assert {"seccomp", "privileges"} <= client.standing
+
+
+FORGERIES = {
+    "write the verdict": "import os\nos.write(4, b'passed'); os._exit(0)",
+    "write every descriptor": (
+        "import os\n"
+        "for one in range(64):\n"
+        "    try: os.write(one, b'passed')\n"
+        "    except OSError: pass\n"
+        "os._exit(0)"
+    ),
+    "leave": "import sys; sys.exit(0)",
+    "leave at once": "import os; os._exit(0)",
+    "call the writer by frames": (
+        "import sys, os\nf = sys._getframe()\nwhile f.f_back: f = f.f_back\n"
+        "g = sys._getframe(1).f_globals\nos.write(g['END'], g['PASSED']); os._exit(0)"
+    ),
+    "equal to everything": (
+        "class Equal:\n    def __eq__(self, other): return True\n    __ne__ = lambda s, o: False\n"
+        "    __hash__ = object.__hash__\ndef double(x): return Equal()"
+    ),
+    "an int equal to everything": (
+        "class Equal(int):\n    def __eq__(self, other): return True\n"
+        "    __hash__ = int.__hash__\ndef double(x): return Equal()"
+    ),
+    "difference of nothing": (
+        "class Near(float):\n    def __sub__(self, other): return 0.0\n    __rsub__ = __sub__\n"
+        "    def __eq__(self, other): return True\ndef double(x): return Near()"
+    ),
+    "no assertion": "import builtins\nbuiltins.AssertionError = type('A', (), {})",
+    "own abs": "def abs(x): return 0\ndef double(x): return 0",
+    "own builtins": "import builtins\nbuiltins.abs = lambda x: 0\ndef double(x): return 0",
+    "trace": (
+        "import sys, os\ndef t(f, e, a): os._exit(0)\nsys.settrace(t)\ndef double(x): return x"
+    ),
+    "speak for the wire": (
+        "import os\nfor one in range(3, 12):\n"
+        "    try: os.write(one, b'[\"value\", null]\\n' * 9)\n    except OSError: pass"
+    ),
+    "name Python's names": (
+        "import gc\n"
+        "for peer in [o for o in gc.get_objects() if type(o).__name__ == 'Peer']:\n"
+        "    peer._on_names = lambda wanted: {'double': 0, '__builtins__': {}, 'abs': 0,\n"
+        "        'AssertionError': SystemExit, 'exec': 0}\n"
+    ),
+    "call the tests' own": (
+        "import gc\n"
+        "def double(x):\n"
+        "    peer = [o for o in gc.get_objects() if type(o).__name__ == 'Peer'][0]\n"
+        "    try: peer.ask('read', 0, '__globals__')\n    except Exception: pass\n"
+        "    return peer.ask('names', ['abs'])"
+    ),
+    "exit by an exception": "def double(x): raise SystemExit(0)",
+    "deep": "def double(x):\n    r = []\n    for _ in range(10**5): r = [r]\n    return r",
+    "nan": "def double(x): return float('nan')",
+    "true": "def double(x): return True",
+}
+TESTS = "assert double(4) == 8\nassert abs(double(5) - 10) < 1e-6\nassert double('a') == 'aa'"
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_no_response_forges_a_pass(name: str) -> None:
+    """The verdict is spoken by a process that holds none of the response's code."""
+    assert not judge(FORGERIES[name], TESTS, QUICK).passed
+
+
+@pytest.mark.parametrize("name", ["write the verdict", "write every descriptor", "own abs"])
+def test_a_pass_is_forged_where_tests_share_the_process(name: str) -> None:
+    """What `judge` is for: as one program, the same responses say that they passed."""
+    tests = "assert abs(double(5) - 10) < 1e-6"
+    assert run_python(f"{FORGERIES[name]}\n{tests}", QUICK).passed
+    assert not judge(FORGERIES[name], tests, QUICK).passed
+
+
+def test_what_is_expected_is_nowhere_in_the_judged_process() -> None:
+    """Objects, frames and descriptors are searched; as one program, the same search finds it."""
+    search = (
+        "import gc, os, re, sys\n"
+        "def answer():\n"
+        "    seen = [str(o) for o in gc.get_objects() if isinstance(o, (str, dict, list, tuple))]\n"
+        "    frame = sys._getframe()\n"
+        "    while frame:\n"
+        "        seen += [str(frame.f_locals), str(frame.f_code.co_consts)]\n"
+        "        frame = frame.f_back\n"
+        "    for one in range(3, 64):\n"
+        "        try: seen.append(os.pread(one, 1 << 20, 0).decode(errors='replace'))\n"
+        "        except OSError: pass\n"
+        "    words = {w for text in seen for w in re.findall('[a-z]{13}', text)}\n"
+        "    return [w for w in words if w[::-1] == 'eulavdetcepxe']\n"
+    )
+    tests = "found = answer()\nassert found == ['expectedvalue'], found"
+    assert run_python(f"{search}{tests}", QUICK).passed
+    outcome = judge(search, tests, QUICK)
+    assert outcome.reason == "failed"
+    assert "AssertionError: []" in outcome.told
+
+
+ENDLESS = {
+    "busy": "while True: pass",
+    "in C": "10 ** 10 ** 9",
+    "asleep": "import time; time.sleep(99)",
+    "printing": "while True: print('x' * 9999)",
+    "printing from threads": (
+        "import threading, os\n"
+        "def flood():\n    while True: os.write(1, b'x' * 65536)\n"
+        "for _ in range(4): t = threading.Thread(target=flood); t.start()\nt.join()"
+    ),
+    "threads alone": (
+        "import threading\ndef spin():\n    while True: pass\n"
+        "for _ in range(4): t = threading.Thread(target=spin); t.start()\nt.join()"
+    ),
+    "leader gone": (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(99,)).start()\n"
+        f"ctypes.CDLL(None).syscall({60 if os.uname().machine == 'x86_64' else 93}, 0)"
+    ),
+    "deaf": (
+        "import signal, time\n"
+        "for one in set(signal.Signals) - {9, 19}: signal.signal(one, signal.SIG_IGN)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\ntime.sleep(99)"
+    ),
+    "without descriptors": "import os, time\nos.closerange(0, 64); time.sleep(99)",
+    "half a message": "import os, time\nos.write(4, b'pass'); os.write(5, b'[1'); time.sleep(99)",
+    "at its end": "import atexit, time\natexit.register(time.sleep, 99)\ntime.sleep(99)",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize("place", ["program", "response", "call"])
+def test_time_ends_half_a_second_after_the_limit(name: str, place: str) -> None:
+    """Whatever the program does; the processor's time is not what ends it here."""
+    limits = Limits(wall_s=0.8, cpu_s=60, memory_mib=256)
+    run_python("pass")  # the first process is started and probed once
+    program = ENDLESS[name]
+    began = time.monotonic()
+    if place == "program":
+        outcome = run_python(program, limits)
+    elif place == "response":
+        outcome = judge(program, "assert True", limits)
+    else:
+        body = "".join(f"    {line}\n" for line in program.splitlines())
+        outcome = judge(f"def f():\n{body}", "f()", limits)
+    assert time.monotonic() - began < 0.8 + 0.5
+    assert not outcome.passed or place != "program"
+
+
+@pytest.mark.parametrize("walls", [(), ("namespaces",)])
+def test_stopped_and_orphaned_processes_end_with_the_run(walls: tuple[str, ...]) -> None:
+    """Also where no list of system calls keeps a program from forking and stopping."""
+    client = ZygoteClient(walls)
+    program = (
+        "import os, signal\nif os.fork() == 0: signal.pause()\nos.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    began = time.monotonic()
+    outcome = run_in(client, {"program": program}, Limits(wall_s=0.5))
+    assert time.monotonic() - began < 1.0
+    assert outcome.reason == "timeout"
+    client.stop()
+
+
+def test_output_is_capped_and_the_trainer_does_not_grow() -> None:
+    """A flood ends the program; what is kept is its end."""
+    run_python("pass")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    flood = "import os\nwhile True: os.write(2, b'y' * (1 << 20))"
+    outcome = run_python(flood, Limits(wall_s=10.0))
+    assert outcome.reason == "output"
+    assert len(outcome.told) <= 2000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10
+    assert run_python("print('x' * 100_000)", Limits(output_kib=200)).passed
+    assert run_python("print('x' * 300_000)", Limits(output_kib=200)).reason == "output"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "x = bytearray(1 << 30)",
+        "x = []\nwhile True: x.append(bytearray(1 << 20))",
+        "import mmap\nx = mmap.mmap(-1, 1 << 30)",
+        "def f():\n    x = []\n    while True: x.append('y' * (1 << 20))\n    return x\nf()",
+    ],
+)
+def test_memory_is_limited(program: str) -> None:
+    """Address space, however it is asked for."""
+    assert not run_python(program, QUICK).passed
+    assert not judge(f"def g():\n    exec({program!r})", "g()", QUICK).passed
+
+
+def test_an_answer_of_any_size_is_bounded_for_the_tests() -> None:
+    """A response can neither fill the memory of its tests nor make them wait beyond the limit."""
+    for body in ("'x' * (100 << 20)", "10 ** 10 ** 7", "list(range(10 ** 7))"):
+        limits = Limits(wall_s=3.0, cpu_s=3, memory_mib=256)
+        began = time.monotonic()
+        assert not judge(f"def f(): return {body}", "assert f() == 1", limits).passed
+        assert time.monotonic() - began < 3.5
+
+
+def test_threads_are_bounded_and_do_not_starve_another_program() -> None:
+    """A program that starts threads without end is refused them; one beside it is not."""
+    many = (
+        "import threading, time\nstarted = 0\ntry:\n"
+        "    for started in range(500):\n"
+        "        threading.Thread(target=time.sleep, args=(1.5,), daemon=True).start()\n"
+        "except RuntimeError: pass\n"
+        "print(started)\ntime.sleep(1)\nassert started < 100"
+    )
+    limits = Limits(wall_s=10.0, memory_mib=4096)
+    outcomes = []
+    thread = threading.Thread(target=lambda: outcomes.append(run_python(many, limits)))
+    thread.start()
+    time.sleep(0.5)
+    beside = "import threading\nt = threading.Thread(target=print); t.start(); t.join()"
+    assert run_python(beside, QUICK).passed
+    thread.join()
+    assert outcomes[0].passed, outcomes[0].told
+
+
+def test_no_process_or_descriptor_is_left() -> None:
+    """After passes, failures, floods and timeouts the trainer holds what it held before."""
+    run_python("pass")
+    held = len(os.listdir("/proc/self/fd"))
+    for program in ("pass", "1 / 0", "while True: print('x' * 999)", "import time; time.sleep(9)"):
+        run_python(program, Limits(wall_s=0.3))
+        judge(program, "assert True", Limits(wall_s=0.3))
+    assert len(os.listdir("/proc/self/fd")) == held
+    assert run_python("import os\nassert os.getpid() > 1", QUICK).passed
+
+
+def test_a_dead_first_process_is_started_again() -> None:
+    """Whatever killed it, the next run is judged."""
+    client = zygote()
+    client._process.kill()
+    client._process.wait()
+    assert run_python("pass").passed
+    assert zygote() is not client
+
+
+def test_too_little_kernel_is_refused_by_name_unless_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One line names what is missing; `unconfined` runs with what there is and says so."""
+    client = ZygoteClient(("landlock",))
+    client.missing.append("seccomp filters (Operation not permitted)")
+    monkeypatch.setattr("ms_align.sandbox.run.zygote", lambda: client)
+    with pytest.raises(ConfigError, match=r"lacks seccomp filters .* set unconfined") as refusal:
+        run_python("pass")
+    assert "\n" not in str(refusal.value)
+    outcome = run_python("pass", Limits(unconfined=True))
+    assert (outcome.passed, outcome.confined) == (True, False)
+    client.stop()
+
+
+@pytest.mark.parametrize(
+    ("machine", "header"),
+    [
+        ("x86_64", "/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+        ("aarch64", "/usr/include/asm-generic/unistd.h"),
+    ],
+)
+def test_numbers_of_system_calls_are_the_kernels(machine: str, header: str) -> None:
+    """Each number in the table is the one in Linux's own header of that machine."""
+    if not Path(header).exists():
+        pytest.skip(f"no {header} on this machine")
+    defined = {}
+    for line in Path(header).read_text().splitlines():
+        words = line.replace("__NR3264_", "__NR_").split()
+        if len(words) >= 3 and words[0] == "#define" and words[2].isdecimal():
+            defined[words[1].removeprefix("__NR_")] = int(words[2])
+    defined.setdefault("newfstatat", defined.get("fstatat", -1))
+    for call in (*ALLOWED, *ANSWERED_AS_MISSING):
+        assert defined.get(call.name) == getattr(call, machine), call.name
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_filter_allows_what_its_table_says_and_nothing_else(machine: str) -> None:
+    """The program is run here, instruction by instruction, for every call and both answers."""
+    program = filter_program(machine)
+    architecture = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
+    allow, refuse, kill = 0x7FFF0000, 0x00050001, 0x80000000
+    listed = {getattr(one, machine): one for one in ALLOWED}
+    missing = {getattr(one, machine) for one in ANSWERED_AS_MISSING}
+    for number in range(600):
+        arguments = [0] * 6
+        if number in listed:
+            for check in listed[number].checks:
+                arguments[check.argument] = check.values[0]
+            wanted = allow
+        else:
+            wanted = 0x00050026 if number in missing else refuse
+        assert _filtered(program, number, architecture, arguments) == wanted
+        for check in listed[number].checks if number in listed else ():
+            for bit in range(64 if check.whole else 32):
+                changed = list(arguments)
+                changed[check.argument] ^= 1 << bit
+                looked_at = check.mask | (0xFFFFFFFF << 32 if check.whole else 0)
+                fits = (changed[check.argument] & looked_at) in check.values
+                found = _filtered(program, number, architecture, changed)
+                assert found == (allow if fits else refuse), (number, check, bit)
+        assert _filtered(program, number, 0x40000003, arguments) == kill
+    if machine == "x86_64":
+        assert _filtered(program, 0x40000000, architecture, [0] * 6) == kill
+
+
+def _filtered(
+    program: list[tuple[int, int, int, int]], number: int, architecture: int, arguments: list[int]
+) -> int:
+    """What the kernel's interpreter of filters would answer."""
+    words = {0: number, 4: architecture}
+    for index, value in enumerate(arguments):
+        words[16 + 8 * index], words[20 + 8 * index] = value & 0xFFFFFFFF, value >> 32
+    at = held = 0
+    while True:
+        code, true, false, operand = program[at]
+        at += 1
+        if code == 0x06:
+            return operand
+        if code == 0x20:
+            held = words[operand]
+        elif code == 0x54:
+            held &= operand
+        else:
+            at += true if (held == operand if code == 0x15 else held >= operand) else false
