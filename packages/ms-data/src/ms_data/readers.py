@@ -16,7 +16,7 @@ import xxhash
 import zstandard
 from attrs import field, frozen
 
-from ms_data.errors import CorpusError
+from ms_data.errors import CorpusError, TokenizerError
 
 __all__ = ["Corpus", "Document", "Position", "find_corpus"]
 
@@ -292,6 +292,8 @@ def _parsed_lines(
             continue
         try:
             yield parse(line)
+        except TokenizerError as error:  # of the template, not of the row: nothing to leave out
+            raise TokenizerError(f"{path}:{number}: {error}") from error
         except msgspec.DecodeError as error:
             reason = _not_utf8(line) or f"malformed JSON line: {error}; mend the line"
             yield Invalid(f"{path}:{number}: {reason}")
