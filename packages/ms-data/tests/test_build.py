@@ -505,6 +505,45 @@ def test_a_build_does_not_go_on_from_damaged_shards(
         make(state=state)
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_no_flipped_bit_of_an_interrupted_build_is_gone_on_from(
+    tokenizer: Tokenizer, tmp_path: Path, closed: bool
+) -> None:
+    """Every byte of every shard that the journal counts is sealed by it, size unchanged or not."""
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    limit = 200 if closed else 10_000
+    make = partial(
+        DatasetWriter, folder, token_type="uint16", frame_tokens=16, shard_size_bytes=limit
+    )
+    writer = make()
+    writer.append("train", np.arange(100))
+    state = writer.state()
+    writer.abandon()
+    path = folder / "shard-00000.msd"
+    content = path.read_bytes()
+    for place in range(0, len(content), 7):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        with pytest.raises(OutputError, match="damaged: its checksum is not that of the bytes"):
+            make(state=state)
+    path.write_bytes(content)
+    make(state=state).abandon()
+
+
+def test_changed_settings_are_told_with_what_they_were(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Both values of each setting in one line; a larger limit alone is no other build."""
+    interrupt(corpus, tokenizer, tmp_path / "out")
+    with pytest.raises(
+        OutputError, match=r"hold_out is 0\.5, was 0\.0; text_key is 'x', was 'text'"
+    ):
+        build(corpus, tokenizer=tokenizer, out=tmp_path / "out", hold_out=0.5, text_key="x")
+    build(corpus, tokenizer=tokenizer, out=tmp_path / "out", document_limit_mib=64)
+
+
 @pytest.mark.parametrize("value", [-0.1, 1.0, float("nan")])
 def test_a_share_outside_its_range_is_refused(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path, value: float

@@ -120,7 +120,7 @@ def test_a_template_that_breaks_is_refused_in_one_short_line(name: str) -> None:
 
 
 def test_no_attack_takes_200_megabytes() -> None:
-    """Peak memory of a fresh caller and of the processes that it begins, over a third of the attacks."""
+    """Peak memory of a fresh caller and of what it begins, over every third attack."""
     script = (
         "import resource, sys; sys.path.insert(0, sys.argv[1])\n"
         "from tests.test_template_limits import ASKED, LARGE\n"

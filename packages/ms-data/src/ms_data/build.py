@@ -7,8 +7,8 @@ the same command after a crash goes on from that note and ends in the same bytes
 
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -28,7 +28,7 @@ from ms_data.errors import CorpusError, OutputError, SettingError
 from ms_data.format import FRAME_BYTES, Index, ShardEntry, TokenType, encode_index, token_type_for
 from ms_data.instructions import ChatEncoder
 from ms_data.journal import Journal, Recipe, load_journal, save_journal
-from ms_data.readers import Corpus, Document, Position, find_corpus
+from ms_data.readers import DOCUMENT_LIMIT_MIB, Corpus, Document, Position, find_corpus
 from ms_data.tokenizer import Tokenizer
 from ms_data.writer import DatasetWriter
 
@@ -39,6 +39,9 @@ BATCH_CHARACTERS = 1 << 20
 
 BATCHES_AHEAD = max(2, (os.cpu_count() or 1) // 4)
 """Batches that are tokenized while one is written, so that no core waits for a long document."""
+
+CHARACTERS_AHEAD = (BATCHES_AHEAD + 2) * BATCH_CHARACTERS
+"""Text in all these batches; more than that waits, unless it is one document."""
 
 SAVE_EVERY_S = 5.0
 """A build that is killed loses at most about this much work."""
@@ -61,8 +64,16 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The documents as UTF-8."""
     skipped: int
     """Documents left out because they are not valid text."""
+    left_out: dict[str, int]
+    """Files of a folder left out because they are no text, by what they are."""
     splits: dict[str, int]
     """Tokens in each split."""
+
+    @property
+    def omissions(self) -> str:
+        """What was left out, as a part of a line; empty where nothing was."""
+        skipped = f", {self.skipped:,} invalid ones left out" if self.skipped else ""
+        return skipped + _counted(self.left_out)
 
 
 def build(
@@ -77,6 +88,7 @@ def build(
     chat: str | Path | ChatTemplate | None = None,
     pairs: bool = False,
     allow_special: bool = False,
+    document_limit_mib: int = DOCUMENT_LIMIT_MIB,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
     """Tokenizes a corpus into a folder of checked, compressed shards.
@@ -100,6 +112,8 @@ def build(
             file is told the special tokens of the tokenizer's folder.
         pairs: with `chat`, the rows are preference pairs; see `read_pair`.
         allow_special: with `chat`, messages may spell special tokens.
+        document_limit_mib: a document, once unpacked, of more than so many MiB stops the build; it
+            is tokenized in one piece, which takes some 130 times its size.
         on_progress: hears how many of how many bytes of the corpus are done, after each batch.
 
     Raises:
@@ -116,7 +130,13 @@ def build(
     encoder = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
     chats = _chat_encoder(chat, encoder, pairs=pairs, allow_special=allow_special)
     parse = chats.parse if chats else None
-    source = find_corpus(corpus, text_key=text_key, skip_invalid=skip_invalid, parse=parse)
+    source = find_corpus(
+        corpus,
+        text_key=text_key,
+        skip_invalid=skip_invalid,
+        parse=parse,
+        document_limit_mib=document_limit_mib,
+    )
     folder = free_place(out)
     _refuse_inside(folder, corpus)
     recipe = Recipe(
@@ -135,6 +155,13 @@ def build(
         sync_folder(aside)
         publish(aside, folder)
     return msgspec.structs.replace(summary, folder=str(out))
+
+
+def _counted(left_out: Mapping[str, int]) -> str:
+    """What was left out, as a part of a line."""
+    count = sum(left_out.values())
+    kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(left_out.items()))
+    return f", {count:,} files left out as no text ({kinds})" if count else ""
 
 
 def _refuse_inside(folder: Path, corpus: str | Path) -> None:
@@ -180,6 +207,13 @@ class _Batch(NamedTuple):
     documents: list[Document]
     skipped: int
     """Documents left out before the last of them, from the beginning of the corpus."""
+    left_out: Counter[str]
+    """Files that are no text, likewise."""
+
+    @property
+    def characters(self) -> int:
+        """Length of all documents."""
+        return sum(len(document.text) for document in self.documents)
 
 
 class _Build:
@@ -209,6 +243,7 @@ class _Build:
         self._position = Position(journal.file, journal.documents) if journal else Position()
         self._text_bytes = journal.text_bytes if journal else 0
         self._skipped = journal.skipped if journal else 0
+        self._left_out = Counter(journal.left_out if journal else {})
         self._writer = DatasetWriter(
             aside,
             token_type=self._token_type,
@@ -239,7 +274,10 @@ class _Build:
             for batch in self._batches():
                 texts = [document.text for document in batch.documents]
                 ahead.append((batch, pool.submit(self._encode, texts)))
-                if len(ahead) > BATCHES_AHEAD:
+                # A batch may be one long document, whose tokens take more than all others.
+                while len(ahead) > BATCHES_AHEAD or (
+                    len(ahead) > 1 and sum(one.characters for one, _ in ahead) > CHARACTERS_AHEAD
+                ):
                     first, encoded = ahead.popleft()
                     yield first, encoded.result()
             for first, encoded in ahead:
@@ -250,28 +288,32 @@ class _Build:
     def _batches(self) -> Iterator[_Batch]:
         documents: list[Document] = []
         size, skipped, counted = 0, self._skipped, self._skipped
+        left_out, seen = Counter(self._left_out), Counter(self._left_out)
 
         def on_skip(reason: str) -> None:
             nonlocal skipped
             skipped += 1
 
-        for document in self._source.documents(self._position, on_skip):
+        def on_leave_out(kind: str) -> None:
+            left_out[kind] += 1
+
+        for document in self._source.documents(self._position, on_skip, on_leave_out):
             documents.append(document)
-            size, counted = size + len(document.text), skipped
+            size, counted, seen = size + len(document.text), skipped, Counter(left_out)
             if size >= BATCH_CHARACTERS:
-                yield _Batch(documents, counted)
+                yield _Batch(documents, counted, seen)
                 documents, size = [], 0
         if documents:
-            yield _Batch(documents, counted)
+            yield _Batch(documents, counted, seen)
         # What was left out after the last document is counted, but stands in no journal:
         # a build that goes on from the last document meets it again.
-        yield _Batch([], skipped)
+        yield _Batch([], skipped, left_out)
 
     def _write(self, batch: _Batch, encoded: _Encoded) -> None:
         for document, tokens in zip(batch.documents, encoded, strict=True):
             self._text_bytes += len(document.text.encode())
             self._writer.append("held_out" if self._is_held(document) else "train", tokens)
-        self._skipped = batch.skipped
+        self._skipped, self._left_out = batch.skipped, batch.left_out
         if batch.documents:
             last = batch.documents[-1]
             self._position = last.after
@@ -287,11 +329,13 @@ class _Build:
         journal = Journal(
             recipe=self._recipe,
             skip_invalid=self._source.skip_invalid,
+            document_limit_bytes=self._source.document_limit_bytes,
             file=self._position.file,
             documents=self._position.documents,
             files_read=self._source.identity(self._position.file + 1),
             text_bytes=self._text_bytes,
             skipped=self._skipped,
+            left_out=dict(self._left_out),
             dataset=self._writer.state(),
         )
         save_journal(self._aside / JOURNAL, journal)
@@ -304,24 +348,28 @@ class _Build:
 
     def _check(self, journal: Journal) -> None:
         """Refuses to go on with another build."""
-        before, now = msgspec.structs.asdict(journal.recipe), msgspec.structs.asdict(self._recipe)
-        differing = [name for name in now if before[name] != now[name]]
+        differing = journal.recipe.differences(self._recipe)
         if journal.skip_invalid and not self._source.skip_invalid:
-            differing.append("skip_invalid")
+            differing.append("skip_invalid is off, was on")
+        limits = journal.document_limit_bytes, self._source.document_limit_bytes
+        if self._source.skip_invalid and limits[0] != limits[1]:
+            before, now = (limit >> 20 for limit in limits)
+            differing.append(f"document_limit_mib is {now}, was {before}")
         if self._source.identity(journal.file + 1) != journal.files_read:
-            differing.append("corpus")
+            differing.append("the corpus has other files, or other content")
         if differing:
             raise OutputError(
-                f"{self._aside} holds an interrupted build with another {', '.join(differing)}; "
-                "repeat that build's command, or remove the folder"
+                f"{self._aside} holds an interrupted build that cannot go on with other settings: "
+                f"{'; '.join(differing)}; give what it had, or remove the folder"
             )
 
     def _finish(self, shards: tuple[ShardEntry, ...]) -> Summary:
         if not shards:
             files = len(self._source.files)
             left_out = f", {self._skipped} left out as invalid" if self._skipped else ""
+            kinds = _counted(self._left_out)
             raise CorpusError(
-                f"{self._source.name} is empty: no text in {files} files{left_out}; "
+                f"{self._source.name} is empty: no text in {files} files{left_out}{kinds}; "
                 "give a corpus that holds text"
             )
         write_file(self._aside / "tokenizer.json", self._encoder.content)
@@ -349,6 +397,7 @@ class _Build:
             size_bytes=sum(shard.size_bytes for shard in shards),
             text_bytes=self._text_bytes,
             skipped=self._skipped,
+            left_out=dict(sorted(self._left_out.items())),
             splits={
                 name: sum(shard.tokens for shard in shards if shard.split == name)
                 for name in index.splits

@@ -13,6 +13,7 @@ from ms_data.chat import ChatTemplate
 from ms_data.errors import DamageError, DataError
 from ms_data.inspection import inspect
 from ms_data.progress import showing
+from ms_data.readers import DOCUMENT_LIMIT_MIB
 from ms_data.tokenizer import Tokenizer, train_tokenizer
 from ms_data.verify import verify
 
@@ -78,6 +79,12 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("corpus", metavar="CORPUS", help=_CORPUS)
     parser.add_argument("--text-key", default="text", help="where a JSON line holds its text")
     parser.add_argument("--skip-invalid", action="store_true", help="leave out what is not text")
+    parser.add_argument(
+        "--document-limit-mib",
+        type=int,
+        default=DOCUMENT_LIMIT_MIB,
+        help=f"longest document, once unpacked (default {DOCUMENT_LIMIT_MIB})",
+    )
 
 
 def _add_tokenizer(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -147,6 +154,7 @@ def _run_tokenizer(options: argparse.Namespace) -> int:
             out=options.out,
             text_key=options.text_key,
             skip_invalid=options.skip_invalid,
+            document_limit_mib=options.document_limit_mib,
             on_progress=on_progress,
         )
     print(f"{options.out}: {tokenizer.vocabulary_size:,} tokens")
@@ -166,6 +174,7 @@ def _run_build(options: argparse.Namespace) -> int:
             shard_size_mib=options.shard_size_mib,
             text_key=options.text_key,
             skip_invalid=options.skip_invalid,
+            document_limit_mib=options.document_limit_mib,
             chat=template,
             pairs=options.pairs,
             allow_special=options.allow_special,
@@ -175,10 +184,10 @@ def _run_build(options: argparse.Namespace) -> int:
         _print_json(summary)
         return 0
     splits = ", ".join(f"{name} {tokens:,}" for name, tokens in summary.splits.items())
-    skipped = f", {summary.skipped:,} invalid ones left out" if summary.skipped else ""
     print(
-        f"{summary.folder}: {summary.documents:,} documents{skipped}, {summary.tokens:,} tokens "
-        f"({splits}) in {_shards(summary.shards)} of {summary.size_bytes / 1e6:.1f} MB"
+        f"{summary.folder}: {summary.documents:,} documents{summary.omissions}, "
+        f"{summary.tokens:,} tokens ({splits}) in {_shards(summary.shards)} of "
+        f"{summary.size_bytes / 1e6:.1f} MB"
     )
     return 0
 

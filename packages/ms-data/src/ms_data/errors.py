@@ -10,7 +10,19 @@ __all__ = [
     "SettingError",
     "StateError",
     "TokenizerError",
+    "shown",
 ]
+
+_SHOWN_CHARACTERS = 200
+
+
+def shown(value: object) -> str:
+    """A path or a value as a message may hold it: printable, on one line, not endless."""
+    text = str(value)
+    if len(text) > _SHOWN_CHARACTERS:
+        half = _SHOWN_CHARACTERS // 2
+        text = f"{text[:half]}...{text[-half:]}"
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 class DataError(Exception):

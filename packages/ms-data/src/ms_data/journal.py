@@ -25,14 +25,31 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     libraries: str
     """Versions of tokenizers and zstandard."""
     chat: str = ""
-    """Template and settings of an instruction set, as a checksum; empty for text."""
+    """Template, kind and settings of an instruction set, as a checksum; empty for text."""
+
+    def differences(self, other: "Recipe") -> list[str]:
+        """What `other` says otherwise, a line's part each."""
+        return [
+            f"{_NAMES.get(name, name)} is {_said(getattr(other, name))}, was "
+            f"{_said(getattr(self, name))}"
+            for name in self.__struct_fields__
+            if getattr(self, name) != getattr(other, name)
+        ]
 
 
-class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.1"):
+_NAMES = {"chat": "the chat template or its settings", "tokenizer": "the tokenizer's checksum"}
+
+
+def _said(value: object) -> str:
+    return repr(value) if value != "" else "not given"
+
+
+class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.2"):
     """One moment of a build at which everything counted here is safely on disk."""
 
     recipe: Recipe
     skip_invalid: bool
+    document_limit_bytes: int
     file: int
     """Files of the corpus that are done."""
     documents: int
@@ -41,6 +58,8 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.1"
     """Names, sizes and times of the files that were read so far, as a checksum."""
     text_bytes: int
     skipped: int
+    left_out: dict[str, int]
+    """Files that are no text, by what they are."""
     dataset: DatasetState
 
 
@@ -71,7 +90,7 @@ def load_journal(path: Path) -> Journal | None:
         if checksum(body) != int.from_bytes(content[:_CHECKSUM_BYTES], "little"):
             raise ValueError("its checksum does not match")
         return msgspec.msgpack.decode(body, type=Journal)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OutputError(
             f"{path}: damaged ({error}); remove {path.parent} to build anew"
         ) from error

@@ -13,7 +13,7 @@ from ms_data.chat import Rendered
 from ms_data.dataset import read_index
 from ms_data.durable import write_file
 from ms_data.errors import CorpusError, DamageError, SettingError, TokenizerError
-from ms_data.readers import Corpus, find_corpus
+from ms_data.readers import DOCUMENT_LIMIT_MIB, Corpus, find_corpus
 
 __all__ = ["END_OF_TEXT", "Tokenizer", "train_tokenizer"]
 
@@ -176,7 +176,9 @@ def train_tokenizer(
     out: str | Path | None = None,
     text_key: str = "text",
     skip_invalid: bool = False,
+    document_limit_mib: int = DOCUMENT_LIMIT_MIB,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_leave_out: Callable[[str], None] = lambda kind: None,
 ) -> Tokenizer:
     """Learns a byte-level BPE from a corpus; any text can be encoded with it.
 
@@ -186,7 +188,9 @@ def train_tokenizer(
         out: where to write `tokenizer.json`; None keeps it in memory.
         text_key: the member of a JSON line that holds the text.
         skip_invalid: leave out what is not valid text.
+        document_limit_mib: a document, once unpacked, of more than so many MiB is not valid.
         on_progress: hears how many of how many bytes of the corpus are read.
+        on_leave_out: hears of each file of a folder that is no text what it is.
 
     Raises:
         SettingError: vocab_size has no room for the bytes, or shards have none for it.
@@ -198,7 +202,12 @@ def train_tokenizer(
             f"vocab_size is {vocab_size}; it must be {SMALLEST_VOCABULARY} or more, "
             f"which is every byte and the end of text, and {LARGEST_VOCABULARY} at most"
         )
-    source = find_corpus(corpus, text_key=text_key, skip_invalid=skip_invalid)
+    source = find_corpus(
+        corpus,
+        text_key=text_key,
+        skip_invalid=skip_invalid,
+        document_limit_mib=document_limit_mib,
+    )
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
@@ -208,16 +217,20 @@ def train_tokenizer(
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    model.train_from_iterator(_texts(source, on_progress), trainer)
+    model.train_from_iterator(_texts(source, on_progress, on_leave_out), trainer)
     tokenizer = Tokenizer(model.to_str(pretty=True).encode())
     if out is not None:
         write_file(Path(out), tokenizer.content)
     return tokenizer
 
 
-def _texts(source: Corpus, on_progress: Callable[[int, int], None]) -> Iterator[str]:
+def _texts(
+    source: Corpus,
+    on_progress: Callable[[int, int], None],
+    on_leave_out: Callable[[str], None],
+) -> Iterator[str]:
     document = None
-    for document in source.documents():
+    for document in source.documents(on_leave_out=on_leave_out):
         on_progress(document.read_bytes, source.size_bytes)
         yield document.text
     if document is None:
