@@ -121,6 +121,7 @@ def test_the_same_corpus_gives_the_same_bytes(
         build(corpus, tokenizer=tokenizer, out=tmp_path / name, hold_out=0.2)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
     assert sorted(files_of(tmp_path / "one")) == [
+        "build.json",
         "index.json",
         "shard-00000.msd",
         "shard-00001.msd",
@@ -254,7 +255,8 @@ def test_what_an_earlier_run_left_is_not_published(
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "shard-00099.msd").write_bytes(b"left")
     build(corpus, tokenizer=tokenizer, out=tmp_path / "out")
-    assert sorted(files_of(tmp_path / "out")) == ["index.json", "shard-00000.msd", "tokenizer.json"]
+    whole = ["build.json", "index.json", "shard-00000.msd", "tokenizer.json"]
+    assert sorted(files_of(tmp_path / "out")) == whole
 
 
 @settings(max_examples=100, deadline=None)

@@ -8,7 +8,7 @@ the same command after a crash goes on from that note and ends in the same bytes
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 
 from ms_data.build_folder import build_folder, free_place
 from ms_data.chat import ChatTemplate
-from ms_data.durable import publish, sync_folder, write_file
+from ms_data.durable import publish, sync_folder, write_file, writing
 from ms_data.errors import CorpusError, OutputError, SettingError
+from ms_data.finished import BUILD_FILE, Finished, Summary, encode_finished, summary_of
 from ms_data.format import FRAME_BYTES, Index, ShardEntry, TokenType, encode_index, token_type_for
 from ms_data.instructions import ChatEncoder
 from ms_data.journal import Journal, Recipe, load_journal, save_journal
@@ -51,31 +52,6 @@ JOURNAL = "journal.msgpack"
 _Encoded = Sequence[NDArray[np.integer]]
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a build wrote."""
-
-    folder: str
-    documents: int
-    tokens: int
-    shards: int
-    size_bytes: int
-    """All shards together."""
-    text_bytes: int
-    """The documents as UTF-8."""
-    skipped: int
-    """Documents left out because they are not valid text."""
-    left_out: dict[str, int]
-    """Files of a folder left out because they are no text, by what they are."""
-    splits: dict[str, int]
-    """Tokens in each split."""
-
-    @property
-    def omissions(self) -> str:
-        """What was left out, as a part of a line; empty where nothing was."""
-        skipped = f", {self.skipped:,} invalid ones left out" if self.skipped else ""
-        return skipped + _counted(self.left_out)
-
-
 def build(
     corpus: str | Path,
     *,
@@ -95,13 +71,13 @@ def build(
 
     Documents keep the order of the corpus and each ends in the tokenizer's end of text. If an
     earlier build of the same corpus was interrupted, this one goes on from there; the bytes are
-    the same as without interruption.
+    the same as without interruption. If it was finished, there is nothing to do.
 
     Args:
         corpus: a file or folder of text or JSON Lines, plain or packed by gzip or zstd, or
             `stdlib`; see `find_corpus`.
         tokenizer: a `tokenizer.json` or a loaded one.
-        out: the folder to make; it must not hold anything yet.
+        out: the folder to make; it must not hold anything but the same build.
         hold_out: share of documents, 0 ≤ share < 1, that goes to the split `held_out`. A
             document's text alone decides, so the same text is never in both splits.
         shard_size_mib: a shard is closed at the first document end past this size.
@@ -137,8 +113,6 @@ def build(
         parse=parse,
         document_limit_mib=document_limit_mib,
     )
-    folder = free_place(out)
-    _refuse_inside(folder, corpus)
     recipe = Recipe(
         tokenizer=encoder.digest,
         end_of_text=encoder.end_of_text,
@@ -148,20 +122,28 @@ def build(
         libraries=f"tokenizers {tokenizers.__version__}, zstandard {zstandard.__version__}",
         chat=chats.digest if chats else "",
     )
+    wanted = Finished(
+        recipe=recipe,
+        skip_invalid=source.skip_invalid,
+        document_limit_bytes=source.document_limit_bytes,
+        listing=source.listing,
+        summary=_NOTHING,
+    )
+    with writing(Path(out)):
+        folder = Path(os.path.realpath(out))
+        if (done := summary_of(folder, wanted, source, out)) is not None:
+            return done
+    folder = free_place(out)
+    _refuse_inside(folder, corpus)
     aside = folder.with_name(folder.name + ".partial")
     with build_folder(aside, JOURNAL):
         summary = _Build(source, encoder, chats, recipe, aside, on_progress).run()
+        finished = msgspec.structs.replace(wanted, summary=summary)
+        write_file(aside / BUILD_FILE, encode_finished(finished))
         (aside / JOURNAL).unlink(missing_ok=True)
         sync_folder(aside)
         publish(aside, folder)
     return msgspec.structs.replace(summary, folder=str(out))
-
-
-def _counted(left_out: Mapping[str, int]) -> str:
-    """What was left out, as a part of a line."""
-    count = sum(left_out.values())
-    kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(left_out.items()))
-    return f", {count:,} files left out as no text ({kinds})" if count else ""
 
 
 def _refuse_inside(folder: Path, corpus: str | Path) -> None:
@@ -199,6 +181,19 @@ def _chat_encoder(
         kind="preferences" if pairs else "conversations",
         allow_special=allow_special,
     )
+
+
+_NOTHING = Summary(
+    folder="",
+    documents=0,
+    tokens=0,
+    shards=0,
+    size_bytes=0,
+    text_bytes=0,
+    skipped=0,
+    left_out={},
+    splits={},
+)
 
 
 class _Batch(NamedTuple):
@@ -366,10 +361,11 @@ class _Build:
     def _finish(self, shards: tuple[ShardEntry, ...]) -> Summary:
         if not shards:
             files = len(self._source.files)
-            left_out = f", {self._skipped} left out as invalid" if self._skipped else ""
-            kinds = _counted(self._left_out)
+            nothing = msgspec.structs.replace(
+                _NOTHING, skipped=self._skipped, left_out=self._left_out
+            )
             raise CorpusError(
-                f"{self._source.name} is empty: no text in {files} files{left_out}{kinds}; "
+                f"{self._source.name} is empty: no text in {files} files{nothing.omissions}; "
                 "give a corpus that holds text"
             )
         write_file(self._aside / "tokenizer.json", self._encoder.content)
@@ -390,7 +386,7 @@ class _Build:
         )
         write_file(self._aside / "index.json", encode_index(index))
         return Summary(
-            folder=str(self._aside),
+            folder="",
             documents=sum(shard.documents for shard in shards),
             tokens=sum(shard.tokens for shard in shards),
             shards=len(shards),

@@ -13,6 +13,7 @@ assistant says is found
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -20,12 +21,14 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from ms_data.errors import DataError, SettingError, TokenizerError
+from ms_data.errors import DataError, SettingError, TokenizerError, shown
 from ms_data.messages import Message
 from ms_data.template_process import ask
+from ms_data.untrusted import decoding, read_json, read_text
 
 __all__ = ["ChatTemplate", "Rendered"]
 
+TEMPLATE_LIMIT_BYTES = 1 << 20
 _PROBE = "quartz"
 
 
@@ -57,6 +60,11 @@ class ChatTemplate:
         special_tokens: Mapping[str, Any] | None = None,
         today: date | None = None,
     ) -> None:
+        if len(source) > TEMPLATE_LIMIT_BYTES or not _is_text([source, special_tokens or {}]):
+            raise TokenizerError(
+                f"not a valid chat template: it or its special tokens are no text, or longer than "
+                f"{TEMPLATE_LIMIT_BYTES >> 20} MiB"
+            )
         self.source = source
         self.special_tokens = dict(special_tokens or {})
         self.today = today
@@ -82,19 +90,20 @@ class ChatTemplate:
         """
         path = Path(path)
         try:
-            if path.is_dir():
-                source, tokens = _from_folder(path, name)
-            else:
-                source, tokens = path.read_text(encoding="utf-8"), {}
-        except (OSError, ValueError) as error:
+            with decoding(path, error=TokenizerError):
+                if os.path.isdir(path):
+                    source, tokens = _from_folder(path, name)
+                else:
+                    source, tokens = _read_template(path), {}
+        except TokenizerError as error:
             raise TokenizerError(
-                f"{path}: cannot be read as a chat template: {error}; give a tokenizer's folder "
-                "with tokenizer_config.json or chat_template.jinja"
+                f"no chat template: {error}; give a tokenizer's folder with tokenizer_config.json "
+                "or chat_template.jinja"
             ) from error
         try:
             return cls(source, special_tokens=tokens, today=today)
         except TokenizerError as error:
-            raise TokenizerError(f"{path}: {error}") from error
+            raise TokenizerError(f"{shown(path)}: {error}") from error
 
     def with_tokens_of(self, folder: Path | None) -> "ChatTemplate":
         """This template, told the special tokens it reads if it wasn't told any.
@@ -117,10 +126,8 @@ class ChatTemplate:
             )
         try:
             known = _special_tokens(_read_config(config))
-        except (OSError, ValueError) as error:
-            raise TokenizerError(
-                f"{config}: cannot be read: {error}; fetch the tokenizer's folder again"
-            ) from error
+        except TokenizerError as error:
+            raise TokenizerError(f"{error}; fetch the tokenizer's folder again") from error
         told = {name: known[name] for name in asked if name in known}
         return ChatTemplate(self.source, special_tokens=told, today=self.today)
 
@@ -290,9 +297,9 @@ def _from_folder(folder: Path, name: str | None) -> tuple[str, dict[str, Any]]:
     path = folder / "tokenizer_config.json"
     config = _read_config(path) if path.exists() else {}
     if (folder / "chat_template.jinja").exists():
-        templates = {"default": (folder / "chat_template.jinja").read_text(encoding="utf-8")}
+        templates = {"default": _read_template(folder / "chat_template.jinja")}
         for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
-            templates[path.stem] = path.read_text(encoding="utf-8")
+            templates[path.stem] = _read_template(path)
     else:
         templates = _named(config.get("chat_template"))
     wanted = name or "default"
@@ -302,11 +309,21 @@ def _from_folder(folder: Path, name: str | None) -> tuple[str, dict[str, Any]]:
     return templates[wanted], _special_tokens(config)
 
 
+def _read_template(path: Path) -> str:
+    return read_text(path, error=TokenizerError, limit_bytes=TEMPLATE_LIMIT_BYTES)
+
+
 def _read_config(path: Path) -> dict[str, Any]:
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        raise ValueError("tokenizer_config.json is no JSON object")
-    return config
+    return read_json(path, dict[str, Any], error=TokenizerError)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether all text in a value can be written down, which half a character can't."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

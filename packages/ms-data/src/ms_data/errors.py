@@ -55,7 +55,8 @@ class DamageError(DataError, RuntimeError):
 
     def __init__(self, path: Path, part: str, problem: str) -> None:
         super().__init__(
-            f"{path}: {part}: {problem}; restore the file from a copy, or build the dataset again"
+            f"{shown(path)}: {part}: {problem}; restore the file from a copy, or build the "
+            "dataset again"
         )
         self.file = path.name
         self.part = part

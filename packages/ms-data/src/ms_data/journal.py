@@ -1,5 +1,6 @@
 """How far a build has come, kept beside its shards so that a killed build can go on."""
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -7,6 +8,7 @@ import msgspec
 from ms_data.durable import write_file
 from ms_data.errors import OutputError
 from ms_data.format import checksum
+from ms_data.untrusted import read_bytes
 from ms_data.writer import DatasetState
 
 __all__ = ["Journal", "Recipe", "load_journal", "save_journal"]
@@ -79,12 +81,9 @@ def load_journal(path: Path) -> Journal | None:
     Raises:
         OutputError: the journal is damaged.
     """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be read: {error.strerror}") from error
+    content = read_bytes(path, error=OutputError)
     body = content[_CHECKSUM_BYTES:]
     try:
         if checksum(body) != int.from_bytes(content[:_CHECKSUM_BYTES], "little"):

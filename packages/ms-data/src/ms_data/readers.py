@@ -80,6 +80,8 @@ class Corpus:
     """A longer document, or line, is not valid."""
     named: bool = False
     """The one file was named itself, so that it must be text."""
+    root: Path = Path()
+    """The folder that all files lie in."""
     sizes_bytes: tuple[int, ...] = field(init=False)
     """Size of each file."""
 
@@ -100,6 +102,18 @@ class Corpus:
             # A name need not be UTF-8.
             seen.update(os.fsencode(path) + f"\0{facts.st_size} {facts.st_mtime_ns}\0".encode())
         return seen.hexdigest()
+
+    @property
+    def listing(self) -> str:
+        """Hexadecimal xxh3-128 of the files' names below the root and their sizes."""
+        seen = xxhash.xxh3_128()
+        for path, size in zip(self.files, self.sizes_bytes, strict=True):
+            seen.update(os.fsencode(os.path.relpath(path, self.root)) + f"\0{size}\0".encode())
+        return seen.hexdigest()
+
+    def changed_since(self, time_ns: int) -> Path | None:
+        """The first file that was written after `time_ns`, if there is one."""
+        return next((path for path in self.files if path.stat().st_mtime_ns > time_ns), None)
 
     def documents(
         self,
@@ -257,7 +271,14 @@ def find_corpus(
         parse=parse,
         document_limit_bytes=document_limit_mib << 20,
         named=named,
+        root=_root_of(Path(corpus), library=library),
     )
+
+
+def _root_of(corpus: Path, *, library: bool) -> Path:
+    if library:
+        return Path(sysconfig.get_path("stdlib"))
+    return corpus if corpus.is_dir() else corpus.parent
 
 
 def _visible_files(folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from ms_data.errors import OutputError
 from ms_data.format import (
     FRAME,
     MAGIC,
+    SHARD_NAME,
     TRAILER,
     TRAILER_MARK,
     Footer,
@@ -46,6 +47,13 @@ class ShardState(msgspec.Struct, frozen=True, kw_only=True):
     """Document ends in that frame."""
     table: bytes
     """FRAME records of the frames on disk."""
+
+    def __post_init__(self) -> None:
+        # The name is a plain file name, so no journal can have a file elsewhere cut off.
+        if SHARD_NAME.fullmatch(self.name) is None or self.size_bytes < len(MAGIC):
+            raise ValueError(f"a shard cannot be {self.name!r} of {self.size_bytes} bytes")
+        if len(self.table) % FRAME.itemsize or min(self.tokens, self.documents, self.position) < 0:
+            raise ValueError(f"the state of {self.name} is not one that a build wrote")
 
 
 class DatasetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +162,8 @@ class ShardWriter:
         self._file.truncate(state.size_bytes)
         while piece := self._file.read(_PIECE_BYTES):
             self._written.update(piece)
+        if len(state.pending) % self._kind.itemsize or len(state.pending) > self._buffer.nbytes:
+            raise OutputError(f"the state of {state.name} is damaged; remove the folder")
         pending = np.frombuffer(state.pending, self._kind)
         self._filled = len(pending)
         self._buffer[: self._filled] = pending
