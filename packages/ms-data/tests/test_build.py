@@ -121,6 +121,7 @@ def test_the_same_corpus_gives_the_same_bytes(
         build(corpus, tokenizer=tokenizer, out=tmp_path / name, hold_out=0.2)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
     assert sorted(files_of(tmp_path / "one")) == [
+        "build.json",
         "index.json",
         "shard-00000.msd",
         "shard-00001.msd",
@@ -254,7 +255,8 @@ def test_what_an_earlier_run_left_is_not_published(
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "shard-00099.msd").write_bytes(b"left")
     build(corpus, tokenizer=tokenizer, out=tmp_path / "out")
-    assert sorted(files_of(tmp_path / "out")) == ["index.json", "shard-00000.msd", "tokenizer.json"]
+    whole = ["build.json", "index.json", "shard-00000.msd", "tokenizer.json"]
+    assert sorted(files_of(tmp_path / "out")) == whole
 
 
 @settings(max_examples=100, deadline=None)
@@ -503,6 +505,45 @@ def test_a_build_does_not_go_on_from_damaged_shards(
         return
     with pytest.raises(OutputError, match=r"damaged: \d+ bytes where \d+ were written; remove"):
         make(state=state)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_no_flipped_bit_of_an_interrupted_build_is_gone_on_from(
+    tokenizer: Tokenizer, tmp_path: Path, closed: bool
+) -> None:
+    """Every byte of every shard that the journal counts is sealed by it, size unchanged or not."""
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    limit = 200 if closed else 10_000
+    make = partial(
+        DatasetWriter, folder, token_type="uint16", frame_tokens=16, shard_size_bytes=limit
+    )
+    writer = make()
+    writer.append("train", np.arange(100))
+    state = writer.state()
+    writer.abandon()
+    path = folder / "shard-00000.msd"
+    content = path.read_bytes()
+    for place in range(0, len(content), 7):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        with pytest.raises(OutputError, match="damaged: its checksum is not that of the bytes"):
+            make(state=state)
+    path.write_bytes(content)
+    make(state=state).abandon()
+
+
+def test_changed_settings_are_told_with_what_they_were(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Both values of each setting in one line; a larger limit alone is no other build."""
+    interrupt(corpus, tokenizer, tmp_path / "out")
+    with pytest.raises(
+        OutputError, match=r"hold_out is 0\.5, was 0\.0; text_key is 'x', was 'text'"
+    ):
+        build(corpus, tokenizer=tokenizer, out=tmp_path / "out", hold_out=0.5, text_key="x")
+    build(corpus, tokenizer=tokenizer, out=tmp_path / "out", document_limit_mib=64)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.0, float("nan")])

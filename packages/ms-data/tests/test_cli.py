@@ -4,13 +4,16 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import ms_data
 from ms_data import inspect, progress
 from ms_data.cli import main
 
@@ -158,6 +161,81 @@ def test_every_command_has_help_with_an_example(
         main([command, "--help"])
     assert stop.value.code == 0
     assert f"example: ms-data {command} " in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_the_version_is_printed_and_help_names_the_limit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`--version` is the package's, with exit 0."""
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"ms-data {ms_data.__version__}\n"
+
+
+def test_a_finished_build_again_has_nothing_to_do(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 0 and one line; another setting, another corpus or damage is refused with its name."""
+    command = ["build", "corpus.jsonl", "--tokenizer", "t.json", "--out", "shards"]
+    before = {path: path.stat().st_mtime_ns for path in (place / "shards").iterdir()}
+    capsys.readouterr()
+    assert main([*command, "--hold-out", "0.2"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("shards: built before, nothing to do: 60 documents, ")
+    assert told.count("\n") == 1
+    assert main([*command, "--hold-out", "0.2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["built_before"] is True
+    assert {path: path.stat().st_mtime_ns for path in (place / "shards").iterdir()} == before
+    assert main(command) == 2
+    assert "another build: hold_out is 0.0, was 0.2; choose" in capsys.readouterr().err
+    os.truncate(place / "shards" / "shard-00000.msd", 50)
+    assert main([*command, "--hold-out", "0.2"]) == 2
+    assert "shard-00000.msd: damaged: 50 bytes where" in capsys.readouterr().err
+    (place / "shards" / "shard-00000.msd").write_bytes(b"")
+    (place / "corpus.jsonl").write_text('{"text": "x"}\n')
+    assert main([*command, "--hold-out", "0.2"]) == 2
+    assert "the corpus has other files, or files of other sizes" in capsys.readouterr().err
+
+
+def test_files_left_out_are_said_with_their_count(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By build and tokenizer, as words and as JSON; a named one is refused by its kind."""
+    (place / "mixed").mkdir()
+    (place / "mixed" / "a.txt").write_text("some text")
+    (place / "mixed" / "b.bin").write_bytes(b"a\0b")
+    (place / "mixed" / "c.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    said = ", 2 files left out as no text (1 PNG image, 1 file with NUL bytes)"
+    build = ["build", "mixed", "--tokenizer", "t.json", "--out"]
+    capsys.readouterr()
+    assert main([*build, "one"]) == 0
+    assert capsys.readouterr().out.startswith(f"one: 1 documents{said}, ")
+    assert main(["tokenizer", "mixed", "--vocab-size", "300", "--out", "u.json"]) == 0
+    assert said in capsys.readouterr().out
+    kinds = {"PNG image": 1, "file with NUL bytes": 1}
+    for arguments in ([*build, "two"], ["tokenizer", "mixed", "--out", "v.json"]):
+        assert main([*arguments, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["left_out"] == kinds
+    assert main(["build", "mixed/c.png", "--tokenizer", "t.json", "--out", "three"]) == 2
+    assert "c.png: PNG image, which is not read as text; give" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_exits_130_in_one_line(place: Path) -> None:
+    """A real SIGINT while it tokenizes; what is kept is said."""
+    write_lines(place / "large.jsonl", texts_of(3, 60_000))
+    command = [sys.executable, "-m", "ms_data", "build", "large.jsonl", "--tokenizer", "t.json"]
+    process = subprocess.Popen(
+        [*command, "--out", "new"], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    while not (place / "new.partial" / "shard-00000.msd").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (out, told.count(b"\n")) == (b"", 1)
+    assert told.startswith(b"ms-data: interrupted")
 
 
 def test_progress_is_a_bar_on_a_terminal(place: Path) -> None:

@@ -7,7 +7,7 @@ the same command after a crash goes on from that note and ends in the same bytes
 
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 
 from ms_data.build_folder import build_folder, free_place
 from ms_data.chat import ChatTemplate
-from ms_data.durable import publish, sync_folder, write_file
+from ms_data.durable import publish, sync_folder, write_file, writing
 from ms_data.errors import CorpusError, OutputError, SettingError
+from ms_data.finished import BUILD_FILE, Finished, Summary, encode_finished, summary_of
 from ms_data.format import FRAME_BYTES, Index, ShardEntry, TokenType, encode_index, token_type_for
 from ms_data.instructions import ChatEncoder
 from ms_data.journal import Journal, Recipe, load_journal, save_journal
-from ms_data.readers import Corpus, Document, Position, find_corpus
+from ms_data.readers import DOCUMENT_LIMIT_MIB, Corpus, Document, Position, find_corpus
 from ms_data.tokenizer import Tokenizer
 from ms_data.writer import DatasetWriter
 
@@ -40,29 +41,15 @@ BATCH_CHARACTERS = 1 << 20
 BATCHES_AHEAD = max(2, (os.cpu_count() or 1) // 4)
 """Batches that are tokenized while one is written, so that no core waits for a long document."""
 
+CHARACTERS_AHEAD = (BATCHES_AHEAD + 2) * BATCH_CHARACTERS
+"""Text in all these batches; more than that waits, unless it is one document."""
+
 SAVE_EVERY_S = 5.0
 """A build that is killed loses at most about this much work."""
 
 JOURNAL = "journal.msgpack"
 
 _Encoded = Sequence[NDArray[np.integer]]
-
-
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a build wrote."""
-
-    folder: str
-    documents: int
-    tokens: int
-    shards: int
-    size_bytes: int
-    """All shards together."""
-    text_bytes: int
-    """The documents as UTF-8."""
-    skipped: int
-    """Documents left out because they are not valid text."""
-    splits: dict[str, int]
-    """Tokens in each split."""
 
 
 def build(
@@ -77,19 +64,20 @@ def build(
     chat: str | Path | ChatTemplate | None = None,
     pairs: bool = False,
     allow_special: bool = False,
+    document_limit_mib: int = DOCUMENT_LIMIT_MIB,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
     """Tokenizes a corpus into a folder of checked, compressed shards.
 
     Documents keep the order of the corpus and each ends in the tokenizer's end of text. If an
     earlier build of the same corpus was interrupted, this one goes on from there; the bytes are
-    the same as without interruption.
+    the same as without interruption. If it was finished, there is nothing to do.
 
     Args:
         corpus: a file or folder of text or JSON Lines, plain or packed by gzip or zstd, or
             `stdlib`; see `find_corpus`.
         tokenizer: a `tokenizer.json` or a loaded one.
-        out: the folder to make; it must not hold anything yet.
+        out: the folder to make; it must not hold anything but the same build.
         hold_out: share of documents, 0 ≤ share < 1, that goes to the split `held_out`. A
             document's text alone decides, so the same text is never in both splits.
         shard_size_mib: a shard is closed at the first document end past this size.
@@ -100,6 +88,8 @@ def build(
             file is told the special tokens of the tokenizer's folder.
         pairs: with `chat`, the rows are preference pairs; see `read_pair`.
         allow_special: with `chat`, messages may spell special tokens.
+        document_limit_mib: a document, once unpacked, of more than so many MiB stops the build; it
+            is tokenized in one piece, which takes some 130 times its size.
         on_progress: hears how many of how many bytes of the corpus are done, after each batch.
 
     Raises:
@@ -116,9 +106,13 @@ def build(
     encoder = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
     chats = _chat_encoder(chat, encoder, pairs=pairs, allow_special=allow_special)
     parse = chats.parse if chats else None
-    source = find_corpus(corpus, text_key=text_key, skip_invalid=skip_invalid, parse=parse)
-    folder = free_place(out)
-    _refuse_inside(folder, corpus)
+    source = find_corpus(
+        corpus,
+        text_key=text_key,
+        skip_invalid=skip_invalid,
+        parse=parse,
+        document_limit_mib=document_limit_mib,
+    )
     recipe = Recipe(
         tokenizer=encoder.digest,
         end_of_text=encoder.end_of_text,
@@ -128,9 +122,24 @@ def build(
         libraries=f"tokenizers {tokenizers.__version__}, zstandard {zstandard.__version__}",
         chat=chats.digest if chats else "",
     )
+    wanted = Finished(
+        recipe=recipe,
+        skip_invalid=source.skip_invalid,
+        document_limit_bytes=source.document_limit_bytes,
+        listing=source.listing,
+        summary=_NOTHING,
+    )
+    with writing(Path(out)):
+        folder = Path(os.path.realpath(out))
+        if (done := summary_of(folder, wanted, source, out)) is not None:
+            return done
+    folder = free_place(out)
+    _refuse_inside(folder, corpus)
     aside = folder.with_name(folder.name + ".partial")
     with build_folder(aside, JOURNAL):
         summary = _Build(source, encoder, chats, recipe, aside, on_progress).run()
+        finished = msgspec.structs.replace(wanted, summary=summary)
+        write_file(aside / BUILD_FILE, encode_finished(finished))
         (aside / JOURNAL).unlink(missing_ok=True)
         sync_folder(aside)
         publish(aside, folder)
@@ -174,12 +183,32 @@ def _chat_encoder(
     )
 
 
+_NOTHING = Summary(
+    folder="",
+    documents=0,
+    tokens=0,
+    shards=0,
+    size_bytes=0,
+    text_bytes=0,
+    skipped=0,
+    left_out={},
+    splits={},
+)
+
+
 class _Batch(NamedTuple):
     """Documents that are tokenized together."""
 
     documents: list[Document]
     skipped: int
     """Documents left out before the last of them, from the beginning of the corpus."""
+    left_out: Counter[str]
+    """Files that are no text, likewise."""
+
+    @property
+    def characters(self) -> int:
+        """Length of all documents."""
+        return sum(len(document.text) for document in self.documents)
 
 
 class _Build:
@@ -209,6 +238,7 @@ class _Build:
         self._position = Position(journal.file, journal.documents) if journal else Position()
         self._text_bytes = journal.text_bytes if journal else 0
         self._skipped = journal.skipped if journal else 0
+        self._left_out = Counter(journal.left_out if journal else {})
         self._writer = DatasetWriter(
             aside,
             token_type=self._token_type,
@@ -239,7 +269,10 @@ class _Build:
             for batch in self._batches():
                 texts = [document.text for document in batch.documents]
                 ahead.append((batch, pool.submit(self._encode, texts)))
-                if len(ahead) > BATCHES_AHEAD:
+                # A batch may be one long document, whose tokens take more than all others.
+                while len(ahead) > BATCHES_AHEAD or (
+                    len(ahead) > 1 and sum(one.characters for one, _ in ahead) > CHARACTERS_AHEAD
+                ):
                     first, encoded = ahead.popleft()
                     yield first, encoded.result()
             for first, encoded in ahead:
@@ -250,28 +283,32 @@ class _Build:
     def _batches(self) -> Iterator[_Batch]:
         documents: list[Document] = []
         size, skipped, counted = 0, self._skipped, self._skipped
+        left_out, seen = Counter(self._left_out), Counter(self._left_out)
 
         def on_skip(reason: str) -> None:
             nonlocal skipped
             skipped += 1
 
-        for document in self._source.documents(self._position, on_skip):
+        def on_leave_out(kind: str) -> None:
+            left_out[kind] += 1
+
+        for document in self._source.documents(self._position, on_skip, on_leave_out):
             documents.append(document)
-            size, counted = size + len(document.text), skipped
+            size, counted, seen = size + len(document.text), skipped, Counter(left_out)
             if size >= BATCH_CHARACTERS:
-                yield _Batch(documents, counted)
+                yield _Batch(documents, counted, seen)
                 documents, size = [], 0
         if documents:
-            yield _Batch(documents, counted)
+            yield _Batch(documents, counted, seen)
         # What was left out after the last document is counted, but stands in no journal:
         # a build that goes on from the last document meets it again.
-        yield _Batch([], skipped)
+        yield _Batch([], skipped, left_out)
 
     def _write(self, batch: _Batch, encoded: _Encoded) -> None:
         for document, tokens in zip(batch.documents, encoded, strict=True):
             self._text_bytes += len(document.text.encode())
             self._writer.append("held_out" if self._is_held(document) else "train", tokens)
-        self._skipped = batch.skipped
+        self._skipped, self._left_out = batch.skipped, batch.left_out
         if batch.documents:
             last = batch.documents[-1]
             self._position = last.after
@@ -287,11 +324,13 @@ class _Build:
         journal = Journal(
             recipe=self._recipe,
             skip_invalid=self._source.skip_invalid,
+            document_limit_bytes=self._source.document_limit_bytes,
             file=self._position.file,
             documents=self._position.documents,
             files_read=self._source.identity(self._position.file + 1),
             text_bytes=self._text_bytes,
             skipped=self._skipped,
+            left_out=dict(self._left_out),
             dataset=self._writer.state(),
         )
         save_journal(self._aside / JOURNAL, journal)
@@ -304,24 +343,29 @@ class _Build:
 
     def _check(self, journal: Journal) -> None:
         """Refuses to go on with another build."""
-        before, now = msgspec.structs.asdict(journal.recipe), msgspec.structs.asdict(self._recipe)
-        differing = [name for name in now if before[name] != now[name]]
+        differing = journal.recipe.differences(self._recipe)
         if journal.skip_invalid and not self._source.skip_invalid:
-            differing.append("skip_invalid")
+            differing.append("skip_invalid is off, was on")
+        limits = journal.document_limit_bytes, self._source.document_limit_bytes
+        if self._source.skip_invalid and limits[0] != limits[1]:
+            before, now = (limit >> 20 for limit in limits)
+            differing.append(f"document_limit_mib is {now}, was {before}")
         if self._source.identity(journal.file + 1) != journal.files_read:
-            differing.append("corpus")
+            differing.append("the corpus has other files, or other content")
         if differing:
             raise OutputError(
-                f"{self._aside} holds an interrupted build with another {', '.join(differing)}; "
-                "repeat that build's command, or remove the folder"
+                f"{self._aside} holds an interrupted build that cannot go on with other settings: "
+                f"{'; '.join(differing)}; give what it had, or remove the folder"
             )
 
     def _finish(self, shards: tuple[ShardEntry, ...]) -> Summary:
         if not shards:
             files = len(self._source.files)
-            left_out = f", {self._skipped} left out as invalid" if self._skipped else ""
+            nothing = msgspec.structs.replace(
+                _NOTHING, skipped=self._skipped, left_out=self._left_out
+            )
             raise CorpusError(
-                f"{self._source.name} is empty: no text in {files} files{left_out}; "
+                f"{self._source.name} is empty: no text in {files} files{nothing.omissions}; "
                 "give a corpus that holds text"
             )
         write_file(self._aside / "tokenizer.json", self._encoder.content)
@@ -342,13 +386,14 @@ class _Build:
         )
         write_file(self._aside / "index.json", encode_index(index))
         return Summary(
-            folder=str(self._aside),
+            folder="",
             documents=sum(shard.documents for shard in shards),
             tokens=sum(shard.tokens for shard in shards),
             shards=len(shards),
             size_bytes=sum(shard.size_bytes for shard in shards),
             text_bytes=self._text_bytes,
             skipped=self._skipped,
+            left_out=dict(sorted(self._left_out.items())),
             splits={
                 name: sum(shard.tokens for shard in shards if shard.split == name)
                 for name in index.splits

@@ -14,7 +14,7 @@ from ms_data.errors import OutputError
 __all__ = ["build_folder", "free_place"]
 
 _OURS = re.compile(
-    r"(shard-\d{5,}\.msd|index\.json|tokenizer\.json|tokenizer_config\.json|"
+    r"(shard-\d{5,}\.msd|index\.json|build\.json|tokenizer\.json|tokenizer_config\.json|"
     r"chat_template\.jinja|journal\.msgpack)(\.partial)?"
 )
 """All that a build writes."""

@@ -2,7 +2,9 @@
 
 A template is a Jinja program that comes with a tokenizer. It runs in Jinja's immutable sandbox,
 with the same settings, filters and globals that transformers gives it, so that the text is the
-same (tests hold both against each other). What the assistant says is found
+same (tests hold both against each other), and in a process of its own with limits of time, memory
+and size (`template_worker`), so that a template can neither hang nor fill this one. What the
+assistant says is found
 
 1. by the template's own marks, `{% generation %}` to `{% endgeneration %}`, where it has them;
 2. otherwise by prefixes: the text up to an answer, with the prompt that asks for it, must begin
@@ -11,31 +13,23 @@ same (tests hold both against each other). What the assistant says is found
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
-from datetime import date, datetime, time
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
-from ms_data.errors import SettingError, TokenizerError
+from ms_data.errors import DataError, SettingError, TokenizerError, shown
 from ms_data.messages import Message
+from ms_data.template_process import ask
+from ms_data.untrusted import decoding, read_json, read_text
 
 __all__ = ["ChatTemplate", "Rendered"]
 
-# Two characters that Unicode keeps for no one, around what a template marks as generated.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+TEMPLATE_LIMIT_BYTES = 1 << 20
 _PROBE = "quartz"
-# What a template's own expressions raise.
-_FAILURES = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 class Rendered(NamedTuple):
@@ -56,7 +50,7 @@ class ChatTemplate:
 
     Raises:
         SettingError: jinja2 is not installed.
-        TokenizerError: the template is not valid Jinja.
+        TokenizerError: the template is not valid Jinja, or compiling it takes too much.
     """
 
     def __init__(
@@ -66,11 +60,18 @@ class ChatTemplate:
         special_tokens: Mapping[str, Any] | None = None,
         today: date | None = None,
     ) -> None:
+        if len(source) > TEMPLATE_LIMIT_BYTES or not _is_text([source, special_tokens or {}]):
+            raise TokenizerError(
+                f"not a valid chat template: it or its special tokens are no text, or longer than "
+                f"{TEMPLATE_LIMIT_BYTES >> 20} MiB"
+            )
         self.source = source
         self.special_tokens = dict(special_tokens or {})
         self.today = today
-        self._marking = self._probed = False
-        self._template = self._compile()
+        self._probed = False
+        told = json.dumps([source, self.special_tokens, str(today)], sort_keys=True)
+        self._name = xxhash.xxh3_128_hexdigest(told.encode())
+        self._reads = self._compile()
 
     @classmethod
     def load(
@@ -89,19 +90,20 @@ class ChatTemplate:
         """
         path = Path(path)
         try:
-            if path.is_dir():
-                source, tokens = _from_folder(path, name)
-            else:
-                source, tokens = path.read_text(encoding="utf-8"), {}
-        except (OSError, ValueError) as error:
+            with decoding(path, error=TokenizerError):
+                if os.path.isdir(path):
+                    source, tokens = _from_folder(path, name)
+                else:
+                    source, tokens = _read_template(path), {}
+        except TokenizerError as error:
             raise TokenizerError(
-                f"{path}: cannot be read as a chat template: {error}; give a tokenizer's folder "
-                "with tokenizer_config.json or chat_template.jinja"
+                f"no chat template: {error}; give a tokenizer's folder with tokenizer_config.json "
+                "or chat_template.jinja"
             ) from error
         try:
             return cls(source, special_tokens=tokens, today=today)
         except TokenizerError as error:
-            raise TokenizerError(f"{path}: {error}") from error
+            raise TokenizerError(f"{shown(path)}: {error}") from error
 
     def with_tokens_of(self, folder: Path | None) -> "ChatTemplate":
         """This template, told the special tokens it reads if it wasn't told any.
@@ -113,10 +115,7 @@ class ChatTemplate:
             SettingError: it reads some, and no one says what they are.
             TokenizerError: tokenizer_config.json cannot be read.
         """
-        from jinja2.meta import find_undeclared_variables
-
-        template = self._template.environment.parse(self.source)
-        asked = sorted(one for one in find_undeclared_variables(template) if one.endswith("_token"))
+        asked = self._reads
         if self.special_tokens or not asked:
             return self
         config = folder / "tokenizer_config.json" if folder else None
@@ -127,10 +126,8 @@ class ChatTemplate:
             )
         try:
             known = _special_tokens(_read_config(config))
-        except (OSError, ValueError) as error:
-            raise TokenizerError(
-                f"{config}: cannot be read: {error}; fetch the tokenizer's folder again"
-            ) from error
+        except TokenizerError as error:
+            raise TokenizerError(f"{error}; fetch the tokenizer's folder again") from error
         told = {name: known[name] for name in asked if name in known}
         return ChatTemplate(self.source, special_tokens=told, today=self.today)
 
@@ -177,8 +174,11 @@ class ChatTemplate:
 
         Raises:
             ValueError: the template refuses the messages; says why.
+            TokenizerError: it takes more time or memory than any sound template, or makes a longer
+                text.
         """
-        return self._run(messages, tools, add_generation_prompt, variables, marking=False)
+        more = {"prompt": bool(add_generation_prompt), "variables": variables}
+        return str(self._ask("render", messages, tools, **more)["text"])
 
     def learnt(
         self,
@@ -197,18 +197,16 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the messages, or it cannot be proved which part is
                 the assistant's, or that part is empty.
+            TokenizerError: as `render`.
         """
         if not self._probed:
             self._probe()
         turns = [at for at, one in enumerate(messages) if one["role"] == "assistant"]
         wanted = [at for at in turns if at >= first and messages[at].get("weight", 1)]
         plain = [{key: one[key] for key in one if key != "weight"} for one in messages]
-        text = self._run(plain, tools, False, {}, marking=False)
-        if self.marks_answers:
-            spans = self._marked(text, plain, tools, turns, wanted)
-        else:
-            spans = [self._proved(text, plain, tools, at) for at in wanted]
-        spans = [(start, stop) for start, stop in spans if text[start:stop].strip()]
+        answer = self._ask("learnt", plain, tools, turns=turns, wanted=wanted)
+        text: str = answer["text"]
+        spans = [(start, stop) for start, stop in answer["spans"] if text[start:stop].strip()]
         if not spans:
             raise ValueError(
                 "the template gives the assistant no text in this conversation, so nothing would "
@@ -226,6 +224,8 @@ class ChatTemplate:
         asked = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": _PROBE}]
         try:
             text, spans = self.learnt(asked)
+        except TokenizerError:
+            raise
         except ValueError:  # it wants other messages than these; what it is given is judged alone
             return
         if not any(_PROBE in text[start:stop] for start, stop in spans):
@@ -235,163 +235,61 @@ class ChatTemplate:
                 "mend the template, or mark the answers in it with {% generation %}"
             )
 
-    def _marked(
+    def _ask(
         self,
-        text: str,
+        do: str,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
-        turns: Sequence[int],
-        wanted: Sequence[int],
-    ) -> list[tuple[int, int]]:
-        marked = self._run(messages, tools, False, {}, marking=True)
-        if marked.replace(_OPEN, "").replace(_CLOSE, "") != text:
-            raise ValueError(
-                "the template changes what it marks with {% generation %}; put the marks around "
-                "what is printed, not around what is assigned"
-            )
-        spans = _spans(marked)
-        if list(wanted) == list(turns):
-            return spans
-        if len(spans) != len(turns):
-            raise ValueError(
-                f"the template marks {len(spans)} parts with {{% generation %}} for {len(turns)} "
-                "messages of the assistant, so it cannot be said which part is which; mark each "
-                "message once"
-            )
-        return [span for at, span in zip(turns, spans, strict=True) if at in wanted]
-
-    def _proved(
-        self,
-        text: str,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        at: int,
-    ) -> tuple[int, int]:
-        """Where message `at` stands in `text`, if prefixes prove it."""
-        remedy = (
-            "mark the assistant's part in the template with {% generation %} and "
-            "{% endgeneration %}, or keep only the last answer in the conversation"
-        )
-        if at == 0:
-            raise ValueError("the conversation begins with the assistant; begin it with the user")
-        before = self._run(messages[:at], tools, True, {}, marking=False)
-        last = at == len(messages) - 1
-        after = text if last else self._run(messages[: at + 1], tools, False, {}, marking=False)
-        for name, prefix, whole in (("before", before, after), ("up to", after, text)):
-            if not whole.startswith(prefix):
-                raise ValueError(
-                    f"which part is the assistant's cannot be proved: the text {name} message "
-                    f"{at} is written otherwise when more follows; {remedy}"
-                )
-        stop = len(after)
-        while stop > len(before) and after[stop - 1].isspace():
-            stop -= 1
-        return len(before), stop
-
-    def _run(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any],
-        *,
-        marking: bool,
-    ) -> str:
-        from jinja2 import TemplateError
-
+        **more: Any,
+    ) -> dict[str, Any]:
+        """What the other process answers about some messages."""
         if not messages:
             raise ValueError("a conversation without messages; give at least one")
-        given = json.loads(json.dumps([*messages, list(tools) if tools else None]))
-        if marking and (_OPEN in json.dumps(given, ensure_ascii=False)):
-            raise ValueError(f"the text holds the noncharacter {_OPEN!r}; remove it")
-        self._marking = marking
+        request = {
+            "do": do,
+            "name": self._name,
+            "messages": list(messages),
+            "tools": list(tools) if tools else None,
+            "variables": {},
+            **more,
+        }
         try:
-            text: str = self._template.render(
-                messages=[_told(message) for message in given[:-1]],
-                tools=given[-1],
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self.special_tokens, **variables},
-            )
-        except (TemplateError, *_FAILURES) as error:
-            raise ValueError(f"the chat template refuses the messages: {error}") from error
-        finally:
-            self._marking = False
-        return text
+            answer = ask(request)
+            if "unknown" in answer:
+                self._compile()
+                answer = ask(request)
+        except DataError:
+            raise
+        except (RecursionError, TypeError, ValueError) as error:
+            raise ValueError(f"the messages are no JSON: {error}; mend them") from error
+        if "limit" in answer:
+            raise _beyond_limits(answer["limit"])
+        if "refused" in answer:
+            raise ValueError(answer["refused"])
+        return answer
 
-    def _compile(self) -> Any:
-        try:
-            from jinja2 import TemplateError
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError as error:
-            raise SettingError(
-                "chat templates need jinja2; install it with `pip install ms-data[chat]`"
-            ) from error
-        from ms_data.generation_tag import generation_tag
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[generation_tag(self._mark), "jinja2.ext.loopcontrols"],
+    def _compile(self) -> tuple[str, ...]:
+        """Compiles the template in the other process; returns the special tokens it reads."""
+        answer = ask(
+            {
+                "do": "compile",
+                "name": self._name,
+                "source": self.source,
+                "tokens": self.special_tokens,
+                "today": str(self.today) if self.today else None,
+            }
         )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = self._now
-        try:
-            return environment.from_string(self.source)
-        except TemplateError as error:
-            raise TokenizerError(f"not a valid chat template: {error}") from error
-
-    def _mark(self, text: str) -> str:
-        return f"{_OPEN}{text}{_CLOSE}" if self._marking else text
-
-    def _now(self, form: str) -> str:
-        when = datetime.combine(self.today, time()) if self.today else datetime.now()
-        return when.strftime(form)
+        if "limit" in answer:
+            raise _beyond_limits(answer["limit"])
+        if "invalid" in answer:
+            raise TokenizerError(f"not a valid chat template: {answer['invalid']}")
+        return tuple(answer["reads"])
 
 
-def _spans(marked: str) -> list[tuple[int, int]]:
-    """What stands between marks, in characters of the text without them."""
-    spans, start, seen = [], 0, 0
-    for at, letter in enumerate(marked):
-        if letter == _OPEN:
-            start = at - seen
-        elif letter == _CLOSE:
-            spans.append((start, at - seen))
-        seen += letter in (_OPEN, _CLOSE)
-    return spans
-
-
-def _told(message: Message) -> Message:
-    """A message as templates read it: no empty keys, thoughts under each of their names."""
-    message = {key: value for key, value in message.items() if value is not None}
-    thoughts = next((message[key] for key in _THOUGHTS if key in message), None)
-    if thoughts is None:
-        return message
-    return {"thinking": thoughts, **message, "reasoning_content": thoughts}
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike Jinja's own filter, HTML's characters stay as they are."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+def _beyond_limits(what: str) -> TokenizerError:
+    return TokenizerError(
+        f"the chat template {what}, so it was stopped; look at what it does, or take another one"
     )
-
-
-def _refuse(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
 
 
 def _from_folder(folder: Path, name: str | None) -> tuple[str, dict[str, Any]]:
@@ -399,9 +297,9 @@ def _from_folder(folder: Path, name: str | None) -> tuple[str, dict[str, Any]]:
     path = folder / "tokenizer_config.json"
     config = _read_config(path) if path.exists() else {}
     if (folder / "chat_template.jinja").exists():
-        templates = {"default": (folder / "chat_template.jinja").read_text(encoding="utf-8")}
+        templates = {"default": _read_template(folder / "chat_template.jinja")}
         for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
-            templates[path.stem] = path.read_text(encoding="utf-8")
+            templates[path.stem] = _read_template(path)
     else:
         templates = _named(config.get("chat_template"))
     wanted = name or "default"
@@ -411,11 +309,21 @@ def _from_folder(folder: Path, name: str | None) -> tuple[str, dict[str, Any]]:
     return templates[wanted], _special_tokens(config)
 
 
+def _read_template(path: Path) -> str:
+    return read_text(path, error=TokenizerError, limit_bytes=TEMPLATE_LIMIT_BYTES)
+
+
 def _read_config(path: Path) -> dict[str, Any]:
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        raise ValueError("tokenizer_config.json is no JSON object")
-    return config
+    return read_json(path, dict[str, Any], error=TokenizerError)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether all text in a value can be written down, which half a character can't."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -3,16 +3,21 @@
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from datetime import date
 
 import msgspec
 
+from ms_data import __version__
 from ms_data.build import build
 from ms_data.chat import ChatTemplate
+from ms_data.entry import INTERRUPTED, CommandParser, one_line, perform
 from ms_data.errors import DamageError, DataError
-from ms_data.inspection import inspect
+from ms_data.finished import left_out_words
+from ms_data.inspection import TokenizerFacts, inspect
 from ms_data.progress import showing
+from ms_data.readers import DOCUMENT_LIMIT_MIB
 from ms_data.tokenizer import Tokenizer, train_tokenizer
 from ms_data.verify import verify
 
@@ -25,22 +30,28 @@ _CORPUS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns 0 (done), 1 (failed, or a check did not hold) or 2 (bad input)."""
+    """Runs one command; 0 done, 1 failed or a check did not hold, 2 bad input, 130 after Ctrl-C."""
+    return perform("ms-data", lambda: _execute(arguments), report=_report)
+
+
+def _execute(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
-    try:
-        status = int(options.run(options))
-        sys.stdout.flush()
-        return status
-    except DataError as error:
+    return int(options.run(options))
+
+
+def _report(error: BaseException) -> int | None:
+    """Writes the line of an error that has notes, or is the system's; leaves others."""
+    if isinstance(error, DataError):
         _complain(str(error), error)
         return 1 if isinstance(error, DamageError) else 2
-    except KeyboardInterrupt as error:
+    if isinstance(error, KeyboardInterrupt):
         _complain("interrupted", error)
-        return 1
-    except OSError as error:
+        return INTERRUPTED
+    if isinstance(error, OSError):
         _complain(f"cannot go on: {error}; free some space or choose another place", error)
         _forget_output()
         return 2
+    return None
 
 
 def _forget_output() -> None:
@@ -51,14 +62,16 @@ def _forget_output() -> None:
 
 
 def _complain(text: str, error: BaseException) -> None:
-    print("; ".join((f"ms-data: {text}", *getattr(error, "__notes__", ()))), file=sys.stderr)
+    line = one_line("; ".join((text, *getattr(error, "__notes__", ()))))
+    print(f"ms-data: {line}", file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="ms-data",
+        version=__version__,
         description="From raw corpus to token batches.",
-        epilog="example: ms-data build stdlib --tokenizer tokenizer.json --out shards",
+        example="ms-data build stdlib --tokenizer tokenizer.json --out shards",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_tokenizer(commands)
@@ -69,18 +82,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, text: str, line: str
-) -> argparse.ArgumentParser:
-    return commands.add_parser(name, help=text, description=text, epilog=f"example: {line}")
+    commands: "argparse._SubParsersAction[CommandParser]", name: str, text: str, line: str
+) -> CommandParser:
+    return commands.add_parser(name, help=text, description=text, example=line)
 
 
-def _add_reading(parser: argparse.ArgumentParser) -> None:
+def _add_reading(parser: CommandParser) -> None:
     parser.add_argument("corpus", metavar="CORPUS", help=_CORPUS)
     parser.add_argument("--text-key", default="text", help="where a JSON line holds its text")
     parser.add_argument("--skip-invalid", action="store_true", help="leave out what is not text")
+    parser.add_argument(
+        "--document-limit-mib",
+        type=int,
+        default=DOCUMENT_LIMIT_MIB,
+        help=f"longest document, once unpacked (default {DOCUMENT_LIMIT_MIB})",
+    )
 
 
-def _add_tokenizer(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_tokenizer(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     parser = _command(
         commands,
         "tokenizer",
@@ -89,11 +108,17 @@ def _add_tokenizer(commands: "argparse._SubParsersAction[argparse.ArgumentParser
     )
     _add_reading(parser)
     parser.add_argument("--vocab-size", type=int, default=8192, help="tokens to learn at most")
-    parser.add_argument("--out", required=True, help="the file to write")
+    parser.add_argument(
+        "--out",
+        required=True,
+        help="the file to write if it ends in .json; else a folder, which transformers'"
+        " AutoTokenizer opens too",
+    )
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
     parser.set_defaults(run=_run_tokenizer)
 
 
-def _add_build(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     parser = _command(
         commands,
         "build",
@@ -123,7 +148,7 @@ def _add_build(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.set_defaults(run=_run_build)
 
 
-def _add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_inspect(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     text = "Say what a folder of shards holds."
     parser = _command(commands, "inspect", text, "ms-data inspect shards --json")
     parser.add_argument("shards", metavar="SHARDS")
@@ -131,7 +156,7 @@ def _add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.set_defaults(run=_run_inspect)
 
 
-def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_verify(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     text = "Check every byte of a folder of shards; exit 1 and name the place where one is wrong."
     parser = _command(commands, "verify", text, "ms-data verify shards")
     parser.add_argument("shards", metavar="SHARDS")
@@ -140,6 +165,7 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _run_tokenizer(options: argparse.Namespace) -> int:
+    left_out: Counter[str] = Counter()
     with showing("reading") as on_progress:
         tokenizer = train_tokenizer(
             options.corpus,
@@ -147,9 +173,21 @@ def _run_tokenizer(options: argparse.Namespace) -> int:
             out=options.out,
             text_key=options.text_key,
             skip_invalid=options.skip_invalid,
+            document_limit_mib=options.document_limit_mib,
             on_progress=on_progress,
+            on_leave_out=lambda kind: left_out.update([kind]),
         )
-    print(f"{options.out}: {tokenizer.vocabulary_size:,} tokens")
+    facts = TokenizerFacts(
+        path=options.out,
+        vocabulary_size=tokenizer.vocabulary_size,
+        end_of_text=tokenizer.end_of_text,
+        end_of_text_name=tokenizer.end_of_text_name,
+        left_out=dict(sorted(left_out.items())),
+    )
+    if options.json:
+        _print_json(facts)
+        return 0
+    print(f"{facts.path}: {facts.vocabulary_size:,} tokens{left_out_words(facts.left_out)}")
     return 0
 
 
@@ -166,6 +204,7 @@ def _run_build(options: argparse.Namespace) -> int:
             shard_size_mib=options.shard_size_mib,
             text_key=options.text_key,
             skip_invalid=options.skip_invalid,
+            document_limit_mib=options.document_limit_mib,
             chat=template,
             pairs=options.pairs,
             allow_special=options.allow_special,
@@ -175,10 +214,11 @@ def _run_build(options: argparse.Namespace) -> int:
         _print_json(summary)
         return 0
     splits = ", ".join(f"{name} {tokens:,}" for name, tokens in summary.splits.items())
-    skipped = f", {summary.skipped:,} invalid ones left out" if summary.skipped else ""
+    done = "built before, nothing to do: " if summary.built_before else ""
     print(
-        f"{summary.folder}: {summary.documents:,} documents{skipped}, {summary.tokens:,} tokens "
-        f"({splits}) in {_shards(summary.shards)} of {summary.size_bytes / 1e6:.1f} MB"
+        f"{summary.folder}: {done}{summary.documents:,} documents{summary.omissions}, "
+        f"{summary.tokens:,} tokens ({splits}) in {_shards(summary.shards)} of "
+        f"{summary.size_bytes / 1e6:.1f} MB"
     )
     return 0
 

@@ -1,5 +1,6 @@
 """A folder of shards read as one long row of tokens a split."""
 
+import os
 from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_data.errors import DamageError, SettingError
+from ms_data.errors import DamageError, SettingError, shown
 from ms_data.format import Index, Kind, decode_index
 from ms_data.shard import Frame, Shard
 
@@ -32,18 +33,27 @@ def read_index(folder: Path) -> Index:
         DamageError: the index is not exactly what was written.
     """
     path = folder / "index.json"
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError as error:
+    if not os.path.lexists(str(path).replace("\0", "\ufffd")):
         raise SettingError(
-            f"{folder} holds no dataset (no index.json); build one with `ms-data build`"
-        ) from error
+            f"{shown(folder)} holds no dataset (no index.json); build one with `ms-data build`"
+        )
+    try:
+        size = path.stat().st_size
+        if size > INDEX_LIMIT_BYTES:
+            raise DamageError(path, "file", f"has {size} bytes, more than any index")
+        content = path.read_bytes()
     except OSError as error:
         raise DamageError(path, "file", f"cannot be read: {error.strerror}") from error
     try:
         return decode_index(content)
-    except ValueError as error:
-        raise DamageError(path, "index", str(error)) from error
+    except RecursionError as error:
+        raise DamageError(path, "index", "is nested too deeply") from error
+    except (ValueError, OverflowError) as error:
+        raise DamageError(path, "index", shown(error)) from error
+
+
+INDEX_LIMIT_BYTES = 1 << 28
+"""More than a million shards."""
 
 
 class Passage(NamedTuple):

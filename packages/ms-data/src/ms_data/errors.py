@@ -11,7 +11,19 @@ __all__ = [
     "StateError",
     "TokenizerError",
     "WriteError",
+    "shown",
 ]
+
+_SHOWN_CHARACTERS = 200
+
+
+def shown(value: object) -> str:
+    """A path or a value as a message may hold it: printable, on one line, not endless."""
+    text = str(value)
+    if len(text) > _SHOWN_CHARACTERS:
+        half = _SHOWN_CHARACTERS // 2
+        text = f"{text[:half]}...{text[-half:]}"
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 class DataError(Exception):
@@ -43,7 +55,8 @@ class DamageError(DataError, RuntimeError):
 
     def __init__(self, path: Path, part: str, problem: str) -> None:
         super().__init__(
-            f"{path}: {part}: {problem}; restore the file from a copy, or build the dataset again"
+            f"{shown(path)}: {part}: {problem}; restore the file from a copy, or build the "
+            "dataset again"
         )
         self.file = path.name
         self.part = part

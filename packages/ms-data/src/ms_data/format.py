@@ -27,6 +27,7 @@ __all__ = [
     "FRAME_BYTES",
     "LEARNT",
     "MAGIC",
+    "SHARD_NAME",
     "TRAILER",
     "TRAILER_MARK",
     "Footer",
@@ -56,6 +57,9 @@ FRAME_BYTES = 1 << 16
 MAX_FRAME_TOKENS = FRAME_BYTES // 2
 """No frame holds more, so that a document's end fits the narrowest token type."""
 
+LARGEST = 1 << 60
+"""No count or size reaches it, so that sums of them fit 64 bits."""
+
 TokenType = Literal["uint16", "uint32"]
 
 Kind = Literal["text", "conversations", "preferences"]
@@ -64,7 +68,7 @@ Kind = Literal["text", "conversations", "preferences"]
 LEARNT = np.uint32(1 << 31)
 """The bit of a word that says that its token is learnt, in datasets that are not text."""
 
-_SHARD_NAME = re.compile(r"shard-[0-9]{5,9}\.msd")
+SHARD_NAME = re.compile(r"shard-[0-9]{5,9}\.msd")
 _SPLIT_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
@@ -122,10 +126,11 @@ class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         # The name is a plain file name, so no index can point outside its folder.
-        _require(_SHARD_NAME.fullmatch(self.name) is not None, "name", self.name)
+        _require(SHARD_NAME.fullmatch(self.name) is not None, "name", self.name)
         _require(_SPLIT_NAME.fullmatch(self.split) is not None, "split", self.split)
         _require(self.size_bytes > len(MAGIC) + TRAILER.size, "size_bytes", self.size_bytes)
-        _require(self.tokens > 0, "tokens", self.tokens)
+        _require(self.size_bytes < LARGEST, "size_bytes", self.size_bytes)
+        _require(0 < self.tokens < LARGEST, "tokens", self.tokens)
         _require(0 < self.documents <= self.tokens, "documents", self.documents)
 
 
@@ -159,6 +164,8 @@ class Index(
         _require(text == (self.chat is msgspec.UNSET) and self.kind != "text", "kind", self.kind)
         _require(0 <= self.end_of_text < self.vocabulary_size, "end_of_text", self.end_of_text)
         _require(len(self.shards) > 0, "shards", "none")
+        tokens = sum(shard.tokens for shard in self.shards)
+        _require(tokens < LARGEST, "the sum of tokens", tokens)
         names = [shard.name for shard in self.shards]
         _require(len(set(names)) == len(names), "shards", "the same name twice")
 

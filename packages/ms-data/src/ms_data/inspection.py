@@ -6,7 +6,19 @@ import msgspec
 
 from ms_data.dataset import read_index
 
-__all__ = ["Facts", "SplitFacts", "inspect"]
+__all__ = ["Facts", "SplitFacts", "TokenizerFacts", "inspect"]
+
+
+class TokenizerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A tokenizer that was trained."""
+
+    path: str
+    vocabulary_size: int
+    end_of_text: int
+    """The token that ends a document."""
+    end_of_text_name: str
+    left_out: dict[str, int]
+    """Files of the corpus left out because they are no text, by what they are."""
 
 
 class SplitFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -292,7 +292,7 @@ class InstructionStream(Iterator[InstructionBatch]):
         before = self.state_dict()
         try:
             self._restore(state)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             self._restore(before)
             raise StateError(f"stream state is damaged: {error}") from error
 

@@ -1,5 +1,6 @@
 """How far a build has come, kept beside its shards so that a killed build can go on."""
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -7,6 +8,7 @@ import msgspec
 from ms_data.durable import write_file
 from ms_data.errors import OutputError
 from ms_data.format import checksum
+from ms_data.untrusted import read_bytes
 from ms_data.writer import DatasetState
 
 __all__ = ["Journal", "Recipe", "load_journal", "save_journal"]
@@ -25,14 +27,31 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     libraries: str
     """Versions of tokenizers and zstandard."""
     chat: str = ""
-    """Template and settings of an instruction set, as a checksum; empty for text."""
+    """Template, kind and settings of an instruction set, as a checksum; empty for text."""
+
+    def differences(self, other: "Recipe") -> list[str]:
+        """What `other` says otherwise, a line's part each."""
+        return [
+            f"{_NAMES.get(name, name)} is {_said(getattr(other, name))}, was "
+            f"{_said(getattr(self, name))}"
+            for name in self.__struct_fields__
+            if getattr(self, name) != getattr(other, name)
+        ]
 
 
-class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.1"):
+_NAMES = {"chat": "the chat template or its settings", "tokenizer": "the tokenizer's checksum"}
+
+
+def _said(value: object) -> str:
+    return repr(value) if value != "" else "not given"
+
+
+class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.2"):
     """One moment of a build at which everything counted here is safely on disk."""
 
     recipe: Recipe
     skip_invalid: bool
+    document_limit_bytes: int
     file: int
     """Files of the corpus that are done."""
     documents: int
@@ -41,6 +60,8 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.1"
     """Names, sizes and times of the files that were read so far, as a checksum."""
     text_bytes: int
     skipped: int
+    left_out: dict[str, int]
+    """Files that are no text, by what they are."""
     dataset: DatasetState
 
 
@@ -60,18 +81,15 @@ def load_journal(path: Path) -> Journal | None:
     Raises:
         OutputError: the journal is damaged.
     """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be read: {error.strerror}") from error
+    content = read_bytes(path, error=OutputError)
     body = content[_CHECKSUM_BYTES:]
     try:
         if checksum(body) != int.from_bytes(content[:_CHECKSUM_BYTES], "little"):
             raise ValueError("its checksum does not match")
         return msgspec.msgpack.decode(body, type=Journal)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OutputError(
             f"{path}: damaged ({error}); remove {path.parent} to build anew"
         ) from error

@@ -176,7 +176,7 @@ class Mixture:
             ]
             self._position, self._counts = sum(counts), counts
             self._set(plan)
-        except (KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise StateError(f"the ledger is damaged: {error}") from error
 
     def _set(self, plan: list[tuple[Phase, tuple[int, _Counts] | None]]) -> None:

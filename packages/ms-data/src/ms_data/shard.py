@@ -127,6 +127,8 @@ class Shard:
             raise self._damage("frame table", "does not fit the frames")
         if table["ends"].max() > footer.frame_tokens:
             raise self._damage("frame table", "a frame has more documents than tokens")
+        if table["position"].max() >= footer.tokens:
+            raise self._damage("frame table", "a frame begins beyond the tokens of the shard")
         self.footer, self.table, self.offsets = footer, table, bounds[:-1]
 
     def _read_footer(self, entry: ShardEntry) -> tuple[Footer, int]:

@@ -1,6 +1,9 @@
 """Text to tokens and back: a thin face over a `tokenizers` file, and training a new one."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,10 @@ from numpy.typing import NDArray
 
 from ms_data.chat import Rendered
 from ms_data.dataset import read_index
-from ms_data.durable import write_file
-from ms_data.errors import CorpusError, DamageError, SettingError, TokenizerError
-from ms_data.readers import Corpus, find_corpus
+from ms_data.durable import write_file, write_files, writing
+from ms_data.errors import CorpusError, DamageError, SettingError, TokenizerError, shown
+from ms_data.readers import DOCUMENT_LIMIT_MIB, Corpus, find_corpus
+from ms_data.untrusted import read_bytes
 
 __all__ = ["END_OF_TEXT", "Tokenizer", "train_tokenizer"]
 
@@ -44,19 +48,18 @@ class Tokenizer:
     """
 
     def __init__(self, content: bytes, *, end_of_text: str | int | None = None) -> None:
-        try:
+        with _calling("not a tokenizer.json of the `tokenizers` library"):
             self._model = _plain(content)
-        except Exception as error:  # the binding raises nothing narrower than Exception
-            raise TokenizerError(
-                f"not a tokenizer.json of the `tokenizers` library ({error}); "
-                "train one with `ms-data tokenizer`"
-            ) from error
         self._model.encode_special_tokens = True
         self.content = content
         self.folder: Path | None = None
         """Where it was loaded from, if that was a folder."""
         self._chat: tokenizers.Tokenizer | None = None
-        self.vocabulary_size = 1 + max(self._model.get_vocab(with_added_tokens=True).values())
+        self.vocabulary_size = 1 + max(self._model.get_vocab().values(), default=-1)
+        if not 0 < self.vocabulary_size <= LARGEST_VOCABULARY:
+            raise TokenizerError(
+                f"has {self.vocabulary_size} tokens; a tokenizer has 1 to {LARGEST_VOCABULARY}"
+            )
         self.end_of_text = self._find_end(end_of_text)
 
     @classmethod
@@ -75,17 +78,15 @@ class Tokenizer:
             index = read_index(path)
             path, wanted, end_of_text = path / "tokenizer.json", index.tokenizer, index.end_of_text
         try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise TokenizerError(
-                f"{path}: cannot be read: {error.strerror}; give a tokenizer.json"
-            ) from error
+            content = read_bytes(path, error=TokenizerError)
+        except TokenizerError as error:
+            raise TokenizerError(f"{error}; give a tokenizer.json, or its folder") from error
         if wanted not in (None, xxhash.xxh3_128_hexdigest(content)):
             raise DamageError(path, "file", "its checksum is not the one in the index")
         try:
             tokenizer = cls(content, end_of_text=end_of_text)
         except TokenizerError as error:
-            raise TokenizerError(f"{path}: {error}") from error
+            raise TokenizerError(f"{shown(path)}: {error}") from error
         tokenizer.folder = folder
         return tokenizer
 
@@ -96,13 +97,62 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of one text, without an end."""
-        ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
+        with _calling("cannot encode a text"):
+            ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """The tokens of each text, each followed by the end of text; uses all cores."""
-        encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array([*one.ids, self.end_of_text], np.int64) for one in encoded]
+        """The tokens of each text, each followed by the end of text; uses all cores.
+
+        Raises:
+            TokenizerError: a text becomes the end of text itself, which would end a document in
+                its midst; or the tokenizer fails.
+        """
+        with _calling("cannot encode a text"):
+            encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        found = [np.array([*one.ids, self.end_of_text], np.int64) for one in encoded]
+        for text, ids in zip(texts, found, strict=True):
+            if (ids[:-1] == self.end_of_text).any():
+                raise TokenizerError(
+                    f"makes a text its end of text, token {self.end_of_text} "
+                    f"({self.end_of_text_name!r}), as in {shown(text)!r}; name a special token, "
+                    "which no text can spell, with --end-of-text"
+                )
+        return found
+
+    @property
+    def end_of_text_name(self) -> str:
+        """The token that ends a document, by its name."""
+        name: str | None = self._model.id_to_token(self.end_of_text)
+        return name or ""
+
+    def files(self, special_tokens: Mapping[str, str] | None = None) -> dict[str, bytes]:
+        """The files, by name, of a folder that `transformers.AutoTokenizer` opens.
+
+        Args:
+            special_tokens: such as `bos_token`, by name; the end of text is `eos_token` and
+                `pad_token` where they are not among them.
+        """
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "eos_token": self.end_of_text_name,
+            "pad_token": self.end_of_text_name,
+            **(special_tokens or {}),
+        }
+        encoded = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+        return {"tokenizer.json": self.content, "tokenizer_config.json": encoded}
+
+    def save(self, folder: str | Path) -> None:
+        """Writes a folder that `Tokenizer.load` and `transformers.AutoTokenizer` open.
+
+        Raises:
+            OutputError: the folder cannot be written.
+        """
+        folder = Path(folder)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_files({folder / name: content for name, content in self.files().items()})
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -112,7 +162,8 @@ class Tokenizer:
 
     def encode_chat(self, text: str) -> list[int]:
         """The tokens of a rendered conversation, in which special tokens are what they spell."""
-        ids: list[int] = self._chat_model().encode(text, add_special_tokens=False).ids
+        with _calling("cannot encode a conversation"):
+            ids: list[int] = self._chat_model().encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_chats(
@@ -120,7 +171,8 @@ class Tokenizer:
     ) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
         """Tokens (n,) of each rendered conversation, and which of them its spans touch, (n,)."""
         texts = [chat.text for chat in chats]
-        encoded = self._chat_model().encode_batch(texts, add_special_tokens=False)
+        with _calling("cannot encode a conversation"):
+            encoded = self._chat_model().encode_batch(texts, add_special_tokens=False)
         found = []
         for chat, one in zip(chats, encoded, strict=True):
             offsets = np.array(one.offsets, np.int64).reshape(-1, 2)
@@ -159,6 +211,20 @@ class Tokenizer:
         )
 
 
+@contextmanager
+def _calling(what: str) -> Iterator[None]:
+    """Turns whatever the binding raises, its Rust's panics too, into one line."""
+    try:
+        yield
+    except BaseException as error:  # nothing narrower than Exception, and a panic is not even that
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(
+            f"{what} ({shown(' '.join(str(error).split()))}); train one with `ms-data tokenizer`, "
+            "or fetch it again"
+        ) from error
+
+
 def _plain(content: bytes) -> tokenizers.Tokenizer:
     """A model that gives the same text the same tokens every time, and all of them."""
     model = tokenizers.Tokenizer.from_str(content.decode())
@@ -176,17 +242,22 @@ def train_tokenizer(
     out: str | Path | None = None,
     text_key: str = "text",
     skip_invalid: bool = False,
+    document_limit_mib: int = DOCUMENT_LIMIT_MIB,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_leave_out: Callable[[str], None] = lambda kind: None,
 ) -> Tokenizer:
     """Learns a byte-level BPE from a corpus; any text can be encoded with it.
 
     Args:
         corpus: as for `build`.
         vocab_size: most tokens to learn, the 256 bytes and the end of text included.
-        out: where to write `tokenizer.json`; None keeps it in memory.
+        out: where to write it: a file if it ends in .json, else a folder that
+            `transformers.AutoTokenizer` opens too; None keeps it in memory.
         text_key: the member of a JSON line that holds the text.
         skip_invalid: leave out what is not valid text.
+        document_limit_mib: a document, once unpacked, of more than so many MiB is not valid.
         on_progress: hears how many of how many bytes of the corpus are read.
+        on_leave_out: hears of each file of a folder that is no text what it is.
 
     Raises:
         SettingError: vocab_size has no room for the bytes, or shards have none for it.
@@ -198,7 +269,12 @@ def train_tokenizer(
             f"vocab_size is {vocab_size}; it must be {SMALLEST_VOCABULARY} or more, "
             f"which is every byte and the end of text, and {LARGEST_VOCABULARY} at most"
         )
-    source = find_corpus(corpus, text_key=text_key, skip_invalid=skip_invalid)
+    source = find_corpus(
+        corpus,
+        text_key=text_key,
+        skip_invalid=skip_invalid,
+        document_limit_mib=document_limit_mib,
+    )
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
@@ -208,16 +284,24 @@ def train_tokenizer(
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    model.train_from_iterator(_texts(source, on_progress), trainer)
+    model.train_from_iterator(_texts(source, on_progress, on_leave_out), trainer)
     tokenizer = Tokenizer(model.to_str(pretty=True).encode())
-    if out is not None:
+    if out is None:
+        return tokenizer
+    if Path(out).suffix == ".json" or (os.path.exists(out) and not os.path.isdir(out)):
         write_file(Path(out), tokenizer.content)
+    else:
+        tokenizer.save(out)
     return tokenizer
 
 
-def _texts(source: Corpus, on_progress: Callable[[int, int], None]) -> Iterator[str]:
+def _texts(
+    source: Corpus,
+    on_progress: Callable[[int, int], None],
+    on_leave_out: Callable[[str], None],
+) -> Iterator[str]:
     document = None
-    for document in source.documents():
+    for document in source.documents(on_leave_out=on_leave_out):
         on_progress(document.read_bytes, source.size_bytes)
         yield document.text
     if document is None:

@@ -1,0 +1,184 @@
+"""Chat templates come from other people: whatever one does is bounded in time, memory and size."""
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ms_data import ChatTemplate
+from ms_data.errors import TokenizerError
+
+from .chats import CHATML
+
+ASKED = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+_NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
+_GROWING = "{% set ns = namespace(x=X, y=X) %}{% for i in range(60) %}BODY{% endfor %}"
+
+SLOW = {
+    "nested ranges": _NESTED.replace("BODY", _NESTED),
+    "nested printing": _NESTED.replace("BODY", "x"),
+    "power of a power": "{% set n = messages | length + 8 %}{{ n ** (n ** n) % 7 }}",
+    "power at compile time": "{{ 10 ** (10 ** 9) % 7 }}",
+    "macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}"
+    "{% endif %}{% endmacro %}{{ f(60) }}",
+    "lists that share": _GROWING.replace("X", "[1]").replace(
+        "BODY", "{% set ns.x = [ns.x, ns.x] %}"
+    )
+    + "{{ ns.x }}",
+    "lists compared": _GROWING.replace("X", "[1]").replace(
+        "BODY", "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}"
+    )
+    + "{{ ns.x == ns.y }}",
+    "long expression": "{{ " + "+".join(["1"] * 300_000) + " }}",
+    "integers that square": "{% set ns = namespace(x=3) %}{% for i in range(9999) %}"
+    "{% set ns.x = ns.x * ns.x %}{% endfor %}",
+}
+LARGE = {
+    "format": "{{ '%2000000000d' % 1 }}",
+    "format method": "{{ '{:2000000000d}'.format(1) }}",
+    "format filter": "{{ '%2000000000d' | format(1) }}",
+    "JSON indent": "{{ messages | tojson(indent=10**9) }}",
+    "text times a number": "{{ 'a' * 10**10 }}",
+    "list times a number": "{{ ([0] * 10**10) | length }}",
+    "center": "{{ 'a' | center(2000000000) }}",
+    "ljust": "{{ 'a'.ljust(2000000000) }}",
+    "zfill": "{{ 'a'.zfill(2000000000) }}",
+    "expandtabs": "{{ '\t'.expandtabs(2000000000) }}",
+    "indent": "{{ 'a\nb' | indent(2000000000) }}",
+    "batch": "{{ [1] | batch(10**10, 0) | list | length }}",
+    "slice": "{{ [1] | slice(10**9) | list | length }}",
+    "bytes": "{{ (5).to_bytes(2000000000, 'little') | length }}",
+    "replace": "{% set a = 'a' * 100000 %}{{ a.replace('a', a) | length }}",
+    "doubling": _GROWING.replace("X", "'a'").replace("BODY", "{% set ns.x = ns.x ~ ns.x %}"),
+    "lipsum": "{{ lipsum(n=10**7) }}",
+    "printed": "{{ 'a' * 30000000 }}",
+}
+BROKEN = {
+    "break outside a loop": ("{% break %}", "not a valid chat template: 'break' outside loop"),
+    "deep expression": ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "recursion depth"),
+    "deep blocks": ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "recursion depth"),
+    "infinity": ("{{ 1e999 | round | int }}", "refuses the messages"),
+    "rounded infinity": (
+        "{{ (1e308 * (messages | length + 9)) | round | int }}",
+        "refuses the messages: cannot convert float infinity",
+    ),
+    "loop without end": (
+        "{% for m in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
+        "refuses the messages: maximum recursion",
+    ),
+    "half a character": ("{{ '\\ud800' }}", "half a character"),
+    "long number": ("{{ 10 ** 5000 }}", "Exceeds the limit"),
+    "no such file": ("{% include 'x' %}", "refuses the messages: no loader"),
+    "terminal escapes": ("{{ raise_exception('x\x1b[31m\n' * 9999) }}", r"x \[31m x \[31m"),
+}
+
+
+def _seconds_and_error(source: str) -> tuple[float, Exception]:
+    """Processor time of both processes, and what the template ends in."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - its text is looked at by the caller
+        ChatTemplate(source).learnt(ASKED)
+    after = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    seconds = sum(
+        two.ru_utime + two.ru_stime - one.ru_utime - one.ru_stime
+        for one, two in zip(usage, after, strict=True)
+    )
+    return seconds, caught.value
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_template_that_never_ends_is_stopped(name: str) -> None:
+    """Within two seconds of processor time, in one line, while the caller goes on."""
+    seconds, error = _seconds_and_error(SLOW[name])
+    assert isinstance(error, TokenizerError)
+    assert "takes more processor time than any sound template" in str(error) or (
+        "too much memory" in str(error)
+    )
+    assert seconds < 2
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_template_that_asks_for_gigabytes_is_stopped(name: str) -> None:
+    """Whatever multiplies: operators, formats, filters, methods of text, lists and numbers."""
+    seconds, error = _seconds_and_error(LARGE[name])
+    assert isinstance(error, TokenizerError)
+    assert "\n" not in str(error)
+    assert seconds < 2
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_template_that_breaks_is_refused_in_one_short_line(name: str) -> None:
+    """Python's own errors too, without what a terminal would obey."""
+    source, says = BROKEN[name]
+    with pytest.raises(ValueError, match=says) as caught:
+        ChatTemplate(source).learnt(ASKED)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 500
+
+
+def test_no_attack_takes_200_megabytes() -> None:
+    """Peak memory of a fresh caller and of what it begins, over every third attack."""
+    script = (
+        "import resource, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from tests.test_template_limits import ASKED, LARGE\n"
+        "from ms_data import ChatTemplate\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "for source in list(LARGE.values())[::3]:\n"
+        "    try: ChatTemplate(source).learnt(ASKED)\n"
+        "    except ValueError: pass\n"
+        "grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before\n"
+        "print(grown, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\n"
+    )
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    command = [sys.executable, "-c", script, root]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert sum(map(int, told)) < 200 << 10
+
+
+def test_templates_go_on_after_one_was_stopped_and_in_threads_and_forks() -> None:
+    """One process serves all; it is begun again, and a forked caller begins its own."""
+    sound = ChatTemplate(CHATML)
+    text = sound.render(ASKED)
+    with pytest.raises(TokenizerError):
+        ChatTemplate(LARGE["text times a number"]).render(ASKED)
+    assert sound.render(ASKED) == text
+    found: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: found.extend(sound.render(ASKED) for _ in range(20)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [text] * 80
+    if (child := os.fork()) == 0:
+        os._exit(0 if sound.render(ASKED) == text else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sound.render(ASKED) == text
+
+
+def test_many_templates_and_long_conversations_are_served() -> None:
+    """More templates than are kept compiled; a conversation of two megabytes and 400 messages."""
+    templates = [ChatTemplate(f"{number}{{{{ messages[0].content }}}}") for number in range(40)]
+    for number, template in enumerate(templates):
+        assert template.render(ASKED) == f"{number}Why?"
+    turn = [
+        {"role": "user", "content": "é漢 " * 1200},
+        {"role": "assistant", "content": "So. " * 9},
+    ]
+    rendered = ChatTemplate(CHATML).learnt(turn * 200)
+    assert len(rendered.spans) == 200
+
+
+def test_what_no_json_holds_is_refused() -> None:
+    """A deep or cyclic message, a set, half a character."""
+    template = ChatTemplate(CHATML)
+    deep: list[object] = []
+    deep.append(deep)
+    for value in (deep, {1}, "\ud800"):
+        with pytest.raises(ValueError, match=r"no JSON|half a character|refuses"):
+            template.render([{"role": "user", "content": value}])
