@@ -22,9 +22,9 @@ from ms_compress.corpus import rows
 from ms_compress.durable import write_whole
 from ms_compress.evaluate import Evaluation, evaluate
 from ms_compress.footprint import footprint
-from ms_compress.perplexity import perplexity
 from ms_compress.report import Report, Result, render, table
 from ms_compress.runtimes import open_runtime
+from ms_compress.text_loss import perplexity
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import decoder, llama, tokens
 
 from ms_compress import ConfigError, ExportError, GradualPruning, Tuning, qat, tune
-from ms_compress.prune import keep_zeros, sparsity
+from ms_compress.pruning import keep_zeros, sparsity
 
 HOW = Tuning(steps=7, batch_size=4, sequence_length=32, learning_rate=1e-2)
 

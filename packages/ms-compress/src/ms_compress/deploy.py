@@ -11,11 +11,11 @@ from torch import nn
 from ms_compress.decoder_config import decoder_config
 from ms_compress.durable import whole_folder, writing
 from ms_compress.errors import ConfigError, ExportError, LayerError
-from ms_compress.export import compressed_tensors, gguf, onnx
-from ms_compress.export.gguf_tokenizer import check_tokenizer
 from ms_compress.parts import Source
-from ms_compress.scheme import Scheme, scheme
-from ms_compress.verify import verify as verify_folder
+from ms_compress.schemes import Scheme, scheme
+from ms_compress.targets import compressed_tensors, gguf, onnx
+from ms_compress.targets.gguf_tokenizer import check_tokenizer
+from ms_compress.verification import verify as verify_folder
 
 __all__ = ["check_export", "export"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ms_compress.durable import replace, writing
 from ms_compress.errors import ConfigError, ExportError
 from ms_compress.layers import prepared_layers
-from ms_compress.prune import masks, set_masks
+from ms_compress.pruning import masks, set_masks
 
 __all__ = ["KeptTraining", "facts_of", "steps_held"]
 

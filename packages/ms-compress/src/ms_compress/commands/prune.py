@@ -13,10 +13,10 @@ from ms_compress.commands.progress import Shown
 from ms_compress.commands.run_options import ModelRun
 from ms_compress.commands.training import output, train, trained
 from ms_compress.pattern import Pattern, pattern
-from ms_compress.prune import GradualPruning, keep_zeros, prune, sparsity
+from ms_compress.pruning import GradualPruning, keep_zeros, prune, sparsity
 from ms_compress.run_file import build
 from ms_compress.settings import flag, one_of
-from ms_compress.wanda import wanda
+from ms_compress.wanda_pruning import wanda
 
 __all__ = ["PRUNE"]
 

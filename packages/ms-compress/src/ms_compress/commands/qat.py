@@ -14,9 +14,9 @@ from ms_compress.commands.progress import Shown
 from ms_compress.commands.run_options import SchemeRun, optional_path
 from ms_compress.commands.training import output, steps_made, train, trained
 from ms_compress.errors import ConfigError
-from ms_compress.gptq import gptq
-from ms_compress.prune import keep_zeros, mask_zeros, masks
-from ms_compress.qat import FloatThenQuantised, qat
+from ms_compress.gptq_rounding import gptq
+from ms_compress.preparation import FloatThenQuantised, qat
+from ms_compress.pruning import keep_zeros, mask_zeros, masks
 from ms_compress.run_file import build
 from ms_compress.settings import flag, one_of, whole
 

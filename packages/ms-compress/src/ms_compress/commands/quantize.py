@@ -13,8 +13,8 @@ from ms_compress.commands.progress import Shown
 from ms_compress.commands.run_options import SchemeRun
 from ms_compress.commands.training import output
 from ms_compress.errors import ConfigError
-from ms_compress.gptq import gptq
-from ms_compress.qat import fit_scales, qat
+from ms_compress.gptq_rounding import gptq
+from ms_compress.preparation import fit_scales, qat
 from ms_compress.run_file import build
 from ms_compress.settings import flag, one_of
 

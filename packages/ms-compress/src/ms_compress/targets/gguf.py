@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ms_compress.decoder_config import DecoderConfig, check_names, decoder_config
 from ms_compress.errors import ExportError
-from ms_compress.export.gguf_tokenizer import add_tokenizer
 from ms_compress.parts import Entry, Source
 from ms_compress.rounding import Quantised
+from ms_compress.targets.gguf_tokenizer import add_tokenizer
 
 __all__ = ["check", "pack", "permuted", "write"]
 
