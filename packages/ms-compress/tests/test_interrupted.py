@@ -133,7 +133,7 @@ def test_a_training_goes_on_from_the_same_weights_alone(
         next(model.parameters()).mul_(0.5)
     save_model(model, run_file.parent / changed)
     assert run("qat", run_file, teacher) == 2
-    assert "is of a run with other settings" in capsys.readouterr().err
+    assert f"is of a run with other settings: {changed} is another" in capsys.readouterr().err
 
 
 MISSING = {"onnx": "ONNX files", "gguf": "GGUF files", "compressed_tensors": "verify needs"}

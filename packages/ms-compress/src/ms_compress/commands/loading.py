@@ -8,6 +8,7 @@ from torch import nn
 
 from ms_compress.durable import whole_folder, writing
 from ms_compress.errors import ConfigError, ExportError
+from ms_compress.kept_training import DIGEST
 
 __all__ = ["digest", "load", "save"]
 
@@ -53,7 +54,7 @@ def digest(folder: Path) -> str:
             with path.open("rb") as file:
                 held = hashlib.file_digest(file, hashlib.blake2b).digest()
             whole.update(path.name.encode() + b"\0" + held)
-    return whole.hexdigest()
+    return DIGEST + whole.hexdigest()
 
 
 def save(model: nn.Module, folder: Path) -> None:

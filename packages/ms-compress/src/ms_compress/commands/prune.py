@@ -7,7 +7,7 @@ from attrs import field, frozen
 from torch import nn
 
 from ms_compress.commands.command import Command
-from ms_compress.commands.finish import tokens_of
+from ms_compress.commands.finish import calibration_of, text_of
 from ms_compress.commands.loading import load, save
 from ms_compress.commands.progress import Shown
 from ms_compress.commands.run_options import ModelRun
@@ -37,10 +37,13 @@ def run(settings: dict[str, Any], where: str) -> int:
     options = build(PruneRun, settings, where=where)
     with output(options):
         model = load(options.model)
+        trains = options.retrain or options.method == "gradual"
+        text = text_of(options, model) if trains else None
         schedule = _prune(model, options)
-        if options.retrain or schedule is not None:
+        if text is not None:
             train(
                 model,
+                text,
                 options,
                 before_step=None if schedule is None else lambda step: schedule.apply(model, step),
                 after_step=lambda step: keep_zeros(model),
@@ -60,7 +63,7 @@ def _prune(model: nn.Module, options: PruneRun) -> GradualPruning | None:
     if options.method == "magnitude":
         prune(model, options.pattern, exceptions=options.exceptions)
         return None
-    batches = torch.split(tokens_of(options, model), options.tuning.batch_size)
+    batches = torch.split(calibration_of(options, model), options.tuning.batch_size)
     with Shown("layer") as shown:
         wanda(
             model,

@@ -7,7 +7,7 @@ from attrs import field, frozen
 from torch import nn
 
 from ms_compress.commands.command import Command
-from ms_compress.commands.finish import check, finish, tokens_of
+from ms_compress.commands.finish import calibration_of, check, finish
 from ms_compress.commands.loading import load
 from ms_compress.commands.progress import Shown
 from ms_compress.commands.run_options import SchemeRun
@@ -51,7 +51,7 @@ def run(settings: dict[str, Any], where: str) -> int:
 
 def _round(model: nn.Module, options: QuantizeRun) -> None:
     if options.method == "gptq":
-        batches = torch.split(tokens_of(options, model), options.tuning.batch_size)
+        batches = torch.split(calibration_of(options, model), options.tuning.batch_size)
         with Shown("layer") as shown:
             gptq(
                 model,
