@@ -9,9 +9,10 @@ from pathlib import Path
 from torch import nn
 
 from ms_compress.decoder_config import decoder_config
-from ms_compress.durable import whole_folder, writing
+from ms_compress.durable import writing
 from ms_compress.errors import ConfigError, ExportError, LayerError
 from ms_compress.parts import Source
+from ms_compress.place_lock import new_folder
 from ms_compress.schemes import Scheme, scheme
 from ms_compress.targets import compressed_tensors, gguf, onnx
 from ms_compress.targets.gguf_tokenizer import check_tokenizer
@@ -109,7 +110,7 @@ def _check(source: Source, how: Scheme, tokenizer: Path | None) -> None:
 
 def _aside(folder: Path, source: Source, *, overwrite: bool) -> AbstractContextManager[Path]:
     """Where the first process writes; others write nothing."""
-    return whole_folder(folder, overwrite=overwrite) if source.is_first else nullcontext(folder)
+    return new_folder(folder, overwrite=overwrite) if source.is_first else nullcontext(folder)
 
 
 def _write(

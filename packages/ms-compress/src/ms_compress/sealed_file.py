@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ms_compress.durable import replace, writing
+from ms_compress.durable import replace
 from ms_compress.errors import ConfigError
 
 __all__ = ["Payload", "check_seal", "opened", "write_sealed"]
@@ -43,8 +43,7 @@ def write_sealed(path: Path, header: bytes, write: Callable[[BinaryIO], object])
         file.seek(0)
         file.write(hashing.hash.hexdigest().encode())
 
-    with writing(path):
-        replace(path, write_all)
+    replace(path, write_all)
 
 
 def check_seal(path: Path) -> None:

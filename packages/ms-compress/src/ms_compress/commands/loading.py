@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ms_compress.durable import whole_folder, writing
+from ms_compress.durable import writing
 from ms_compress.errors import ConfigError, ExportError
 from ms_compress.kept_training import DIGEST
+from ms_compress.place_lock import new_folder
 
 __all__ = ["digest", "load", "save"]
 
@@ -69,7 +70,7 @@ def save(model: nn.Module, folder: Path) -> None:
                 f"{name}: {strange} of its values are NaN or infinite; look at the training, or at"
                 " the folder that it was read from"
             )
-    with whole_folder(folder) as aside, writing(folder):
+    with new_folder(folder) as aside, writing(folder):
         if hasattr(model.config, "to_dict"):
             model.save_pretrained(aside)  # type: ignore[operator]
             return

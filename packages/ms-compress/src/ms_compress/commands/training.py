@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ms_compress.commands.loading import digest
 from ms_compress.commands.progress import Shown
 from ms_compress.commands.run_options import ModelRun
-from ms_compress.durable import alone
 from ms_compress.errors import ConfigError
 from ms_compress.kept_training import steps_held
+from ms_compress.place_lock import alone
 from ms_compress.schemes import Scheme
 from ms_compress.tuning import tune
 
