@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ms_compress.distil import Divergence, distillation_loss
-from ms_compress.errors import ConfigError, DataError
+from ms_compress.errors import ConfigError, DataError, DivergedError
 from ms_compress.hidden_states import HiddenStates
 from ms_compress.kept_training import KeptTraining, facts_of
 from ms_compress.layers import FACTOR
@@ -99,8 +99,9 @@ def tune(
         The loss of each step.
 
     Raises:
-        ConfigError: there are fewer rows than a batch takes, or a loss is not finite.
+        ConfigError: there are fewer rows than a batch takes, or the first loss is not finite.
         DataError: a row has nothing to learn.
+        DivergedError: a later loss is not finite.
     """
     batch = _as_batch(text, how)
     state = None
@@ -175,8 +176,9 @@ def _train(
         if states is not None:
             loss = loss + how.hidden_weight * states.distance()
         if not bool(torch.isfinite(loss)):
-            remedy = "lower learning_rate" if step else "look at the model's weights"
-            raise ConfigError(f"step {step}: the loss is {loss.item()}; {remedy}")
+            if not step:
+                raise ConfigError(f"step 0: the loss is {loss.item()}; look at the model's weights")
+            raise DivergedError(f"step {step}: the loss is {loss.item()}; lower learning_rate")
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), how.max_grad_norm)
         for group in optimizer.param_groups:

@@ -34,7 +34,7 @@ def run(settings: dict[str, Any], where: str) -> int:
         text = text_of(options, teacher)
         student = cut_student(teacher, layers=options.layers, inner=options.inner)
         train(student, text, options, teacher=teacher)
-        save(student, options.output_dir)
+        save(student, options.output_dir, beside=options.model)
         trained(options)
     counts = [sum(p.numel() for p in m.parameters()) for m in (student, teacher)]
     print(f"{options.output_dir}: {counts[0]:,} parameters of the teacher's {counts[1]:,}")

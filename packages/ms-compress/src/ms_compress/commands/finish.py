@@ -78,7 +78,13 @@ def check(model: nn.Module, options: SchemeRun) -> None:
             f"verify needs {' and '.join(missing)}: pip install 'ms-compress[{extra}]', or leave"
             " verify out"
         )
-    check_export(model, options.scheme, tokenizer=_tokenizer(options))
+    tokenizer = _tokenizer(options)
+    if options.scheme.target == "gguf" and tokenizer is None:
+        raise ExportError(
+            f"{options.model} has no tokenizer.json, and llama.cpp reads no text without one;"
+            " give it as tokenizer"
+        )
+    check_export(model, options.scheme, tokenizer=tokenizer)
 
 
 def finish(model: nn.Module, options: SchemeRun) -> int:

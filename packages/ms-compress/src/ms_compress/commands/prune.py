@@ -49,7 +49,7 @@ def run(settings: dict[str, Any], where: str) -> int:
                 after_step=lambda step: keep_zeros(model),
             )
         keep_zeros(model)
-        save(model, options.output_dir)
+        save(model, options.output_dir, beside=options.model)
         trained(options)
     print(f"{options.output_dir}: {sparsity(model):.1%} of the pruned layers' weights are zero")
     return 0

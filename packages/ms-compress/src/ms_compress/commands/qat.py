@@ -9,7 +9,7 @@ from torch import nn
 
 from ms_compress.commands.command import Command
 from ms_compress.commands.finish import calibration_of, check, finish, text_of
-from ms_compress.commands.loading import load
+from ms_compress.commands.loading import check_finite, load
 from ms_compress.commands.progress import Shown
 from ms_compress.commands.run_options import SchemeRun, optional_path
 from ms_compress.commands.training import output, steps_made, train, trained
@@ -74,6 +74,7 @@ def run(settings: dict[str, Any], where: str) -> int:
             before_step=lambda step: schedule.apply(model, step),
             after_step=lambda step: keep_zeros(model) if masks(model) else None,
         )
+        check_finite(model, failed=True)
         schedule.apply(model, options.float_steps)
         code = finish(model, options)
         trained(options)
