@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from ms_compress import ExportError, distillation_loss, export, perplexity, qat
 from ms_compress.corpus import rows
-from ms_compress.prune import keep_zeros, prune, sparsity
+from ms_compress.pruning import keep_zeros, prune, sparsity
 from ms_compress.runtimes import open_runtime
-from ms_compress.scheme import scheme
+from ms_compress.schemes import scheme
 from ms_parallel.models import load_model, save_model
 
 

@@ -16,7 +16,7 @@ from ms_compress import CalibrationError, CompressError, gptq, wanda
 from ms_compress.calibration import walk
 from ms_compress.layers import prepared_layers
 from ms_compress.logits import model_logits
-from ms_compress.prune import masks
+from ms_compress.pruning import masks
 
 
 def by_turns() -> nn.Module:

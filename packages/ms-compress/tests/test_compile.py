@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ms_compress import prune, qat
 from ms_compress.rounding import round_activations, round_weight
-from ms_compress.scheme import NAMES, scheme
+from ms_compress.schemes import NAMES, scheme
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -16,7 +16,8 @@ from forks import die, ended, started
 from models import decoder
 
 from ms_compress import ExportError, export, qat
-from ms_compress.durable import alone, replace, whole_folder, writing
+from ms_compress.durable import replace, writing
+from ms_compress.place_lock import alone, new_folder
 
 
 def forked(act: Callable[[], object]) -> int:
@@ -29,13 +30,13 @@ def test_a_folder_has_one_writer_at_a_time(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def second() -> None:
-        with whole_folder(out) as aside:
+        with new_folder(out) as aside:
             (aside / "theirs").touch()
 
-    with whole_folder(out) as aside:
+    with new_folder(out) as aside:
         (aside / "mine").touch()
         assert forked(second) == 1
-        with pytest.raises(ExportError, match="another process is writing"):
+        with pytest.raises(ExportError, match="is being written by process"):
             second()
         assert forked(lambda: export(qat(decoder(1), "ct.int4_g32"), out)) == 1
     assert [path.name for path in out.iterdir()] == ["mine"]
@@ -49,13 +50,13 @@ def test_what_a_killed_writer_left_is_no_obstacle(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def killed() -> None:
-        with whole_folder(out) as aside:
+        with new_folder(out) as aside:
             (aside / "half").touch()
             die()
 
     assert forked(killed) == -signal.SIGKILL
     assert not out.exists()
-    with whole_folder(out) as aside:
+    with new_folder(out) as aside:
         (aside / "whole").touch()
     assert [path.name for path in out.iterdir()] == ["whole"]
     assert list(tmp_path.iterdir()) == [out]
@@ -74,7 +75,7 @@ def test_a_lock_whose_name_was_removed_is_none(
 
     monkeypatch.setattr(fcntl, "flock", late)
     with alone(out):
-        with pytest.raises(ExportError, match="another process is writing"), alone(out):
+        with pytest.raises(ExportError, match="is being written by process"), alone(out):
             pass
         assert lock.is_file()
     assert not list(tmp_path.iterdir())
@@ -87,7 +88,7 @@ def test_a_file_that_the_disk_refuses_leaves_nothing_aside(tmp_path: Path) -> No
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
     try:
-        with pytest.raises(ExportError, match=r"out\.training: File too large"), writing(path):
+        with pytest.raises(ExportError, match=r"out\.training: File too large"):
             replace(path, lambda file: torch.save(torch.zeros(100_000), file))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)

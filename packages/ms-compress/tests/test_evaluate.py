@@ -19,12 +19,12 @@ from folders import VOCABULARY, model, write_model, write_shards
 from ms_compress import ConfigError, DataError, ExportError, export, qat
 from ms_compress.cli import main
 from ms_compress.corpus import rows
-from ms_compress.durable import write_whole
+from ms_compress.durable import write_files
 from ms_compress.evaluate import Evaluation, evaluate
 from ms_compress.footprint import footprint
-from ms_compress.perplexity import perplexity
 from ms_compress.report import Report, Result, render, table
 from ms_compress.runtimes import open_runtime
+from ms_compress.text_loss import perplexity
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_a_report_appears_with_all_its_files_or_none(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old")
     contents = {tmp_path / "a": b"new", tmp_path / ("b" * 250): b"new"}
     with pytest.raises(ExportError, match="File name too long"):
-        write_whole(contents)
+        write_files(contents)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
 
 

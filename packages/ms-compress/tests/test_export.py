@@ -17,13 +17,13 @@ from torch import nn
 
 from ms_compress import ExportError, LayerError, SchemeError, export, qat, verify
 from ms_compress.decoder_config import decoder_config
-from ms_compress.export.compressed_tensors import pack
 from ms_compress.layers import FACTOR
 from ms_compress.logits import model_logits
 from ms_compress.rounding import quantise
 from ms_compress.runtimes import open_runtime
-from ms_compress.scheme import scheme
-from ms_compress.verify import compare
+from ms_compress.schemes import scheme
+from ms_compress.targets.compressed_tensors import pack
+from ms_compress.verification import compare
 from ms_parallel import AdamWConfig, Engine, NextTokenLoss
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -1,6 +1,7 @@
 """Commands that are killed, run twice at once, or asked for what cannot be: nothing is lost."""
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from folders import write_run
 from forks import die, ended, started
 
 from ms_compress.cli import main
-from ms_compress.durable import alone
+from ms_compress.place_lock import alone
 from ms_parallel import load_model, save_model
 
 COMMANDS = {
@@ -57,7 +58,7 @@ def test_two_runs_never_share_an_output(
     with alone(out):
         assert run(command, run_file) == 2
         error = capsys.readouterr().err
-        assert "another process is writing" in error
+        assert f"out is being written by process {os.getpid()} on " in error
         assert "step" not in error
         assert [path.name for path in run_file.parent.glob("out*")] == ["out.lock"]
     assert run(command, run_file) == 0
@@ -133,7 +134,7 @@ def test_a_training_goes_on_from_the_same_weights_alone(
         next(model.parameters()).mul_(0.5)
     save_model(model, run_file.parent / changed)
     assert run("qat", run_file, teacher) == 2
-    assert "is of a run with other settings" in capsys.readouterr().err
+    assert f"is of a run with other settings: {changed} is another" in capsys.readouterr().err
 
 
 MISSING = {"onnx": "ONNX files", "gguf": "GGUF files", "compressed_tensors": "verify needs"}

@@ -17,7 +17,7 @@ from mutants import GGUF, mutate_gguf
 from ms_compress import Tuning, VerifyError, export, qat, tune, verify
 from ms_compress.logits import model_logits
 from ms_compress.runtimes import open_runtime
-from ms_compress.verify import compare
+from ms_compress.verification import compare
 from ms_parallel import load_model, save_model
 
 SCHEMES = ["gguf.q8_0", "gguf.q4_0"]

@@ -12,15 +12,15 @@ from models import decoder, llama, tokens
 
 from ms_compress import CalibrationError, ConfigError, LayerError, export, fit_scales, qat
 from ms_compress.distil import distillation_loss
-from ms_compress.gptq import gptq, gptq_weight
+from ms_compress.gptq_rounding import gptq, gptq_weight
 from ms_compress.layers import prepared_layers
 from ms_compress.logits import model_logits
 from ms_compress.pattern import NOfM
-from ms_compress.prune import GradualPruning, keep_zeros, mask_zeros, masks, prune, sparsity
+from ms_compress.pruning import GradualPruning, keep_zeros, mask_zeros, masks, prune, sparsity
 from ms_compress.rounding import fitted_factor, quantise, round_weight
 from ms_compress.runtimes import open_runtime
-from ms_compress.scheme import NAMES, Scheme, scheme
-from ms_compress.wanda import wanda
+from ms_compress.schemes import NAMES, Scheme, scheme
+from ms_compress.wanda_pruning import wanda
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,7 +15,7 @@ from models import decoder, llama, tokens
 from ms_compress import FloatThenQuantised, LayerError, Tuning, prune, qat, tune
 from ms_compress.layers import FACTOR, PreparedLinear
 from ms_compress.rounding import quantise, round_weight
-from ms_compress.scheme import NAMES, scheme
+from ms_compress.schemes import NAMES, scheme
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import decoder, llama, tokens
 
 from ms_compress import ConfigError, ExportError, GradualPruning, Tuning, qat, tune
-from ms_compress.prune import keep_zeros, sparsity
+from ms_compress.pruning import keep_zeros, sparsity
+from ms_compress.sealed_file import opened, write_sealed
 
 HOW = Tuning(steps=7, batch_size=4, sequence_length=32, learning_rate=1e-2)
 
@@ -86,35 +87,66 @@ def test_dropout_goes_on_from_where_it_was_stopped(tmp_path: Path) -> None:
         assert torch.equal(again.state_dict()[name], value), name
 
 
-def test_a_file_without_the_generators_state_is_refused(tmp_path: Path) -> None:
-    """As versions before have written it."""
+def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    """Whole as it is: what versions before have written had no seal."""
     kept = tmp_path / "out.training"
-    with pytest.raises(StoppedError):
-        train(prepared(), kept, stop=3)
-    state = torch.load(kept, weights_only=True)
-    del state["random"]
-    torch.save(state, kept)
-    with pytest.raises(ConfigError, match="does not hold the state of random numbers"):
+    torch.save({"key": "", "model": {}}, kept)
+    with pytest.raises(ConfigError, match=r"out\.training is damaged"):
+        train(prepared(), kept)
+    write_sealed(kept, b'{"format": "ms-compress-training/1"}', lambda file: None)
+    with pytest.raises(ConfigError, match=r"holds no training of this version"):
         train(prepared(), kept)
 
 
+@pytest.fixture(scope="module")
+def kept_state(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The state of a training that was stopped after three steps."""
+    kept = tmp_path_factory.mktemp("kept") / "out.training"
+    with pytest.raises(StoppedError):
+        train(prepared(), kept, stop=3)
+    return kept.read_bytes()
+
+
+def test_a_flipped_bit_anywhere_in_the_state_is_refused(kept_state: bytes, tmp_path: Path) -> None:
+    """In the digest, the header, the names and the numbers; no step is made of such a file."""
+    kept, model, size = tmp_path / "out.training", prepared(), len(kept_state)
+    ends = [*range(0, 160, 7), *range(size - 40, size, 3)]
+    for place in [*ends, *range(160, size, size // 40)]:
+        damaged = bytearray(kept_state)
+        damaged[place] ^= 1 << place % 8
+        kept.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"out\.training is damaged"):
+            train(model, kept)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 129, 130, 400, -1, -100])
+def test_a_state_that_is_cut_off_is_refused(cut: int, kept_state: bytes, tmp_path: Path) -> None:
+    """And so is one to which something was added."""
+    kept = tmp_path / "out.training"
+    for content in (kept_state[:cut], kept_state + b"\0"):
+        kept.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"out\.training is damaged"):
+            train(prepared(), kept)
+
+
 def test_what_another_run_kept_is_refused(tmp_path: Path) -> None:
-    """In a line with the remedy; the file stays."""
+    """In a line that names what differs, with the remedy; the file stays."""
     kept = tmp_path / "out.training"
     with pytest.raises(StoppedError):
         train(prepared(), kept, stop=3)
     before = kept.read_bytes()
-    with pytest.raises(ConfigError, match="a run with other settings, tokens or layers"):
-        tune(prepared(), tokens(16, 33), attrs.evolve(HOW, seed=1), kept=kept)
+    other_settings = attrs.evolve(HOW, seed=1, learning_rate=1e-3)
+    told = r"tuning\.learning_rate is 0\.001, was 0\.01, tuning\.seed is 1, was 0;"
+    with pytest.raises(ConfigError, match=told):
+        tune(prepared(), tokens(16, 33), other_settings, kept=kept)
     other = qat(decoder(), "ort.matmulnbits", learned_scales=True)
-    with pytest.raises(ConfigError, match="a run with other settings, tokens or layers"):
+    with pytest.raises(ConfigError, match="with other settings: layers is another;"):
         train(other, kept)
-    with pytest.raises(ConfigError, match="a run with other settings, tokens or layers"):
-        tune(prepared(), tokens(16, 33), HOW, kept=kept, kept_for="another model's folder")
+    with pytest.raises(ConfigError, match="with other settings: tokens is another;"):
+        tune(prepared(), tokens(16, 33, seed=1), HOW, kept=kept)
+    with pytest.raises(ConfigError, match="with other settings: model is 'b', was not given;"):
+        tune(prepared(), tokens(16, 33), HOW, kept=kept, kept_for={"model": "'b'"})
     assert kept.read_bytes() == before
-    kept.write_bytes(before[: len(before) // 2])
-    with pytest.raises(ConfigError, match=r"out\.training is damaged"):
-        train(prepared(), kept)
 
 
 def test_a_last_state_that_the_disk_refuses_does_not_end_the_run(
@@ -143,7 +175,9 @@ def test_on_an_accelerator_a_stopped_training_goes_on(tmp_path: Path) -> None:
     kept = tmp_path / "out.training"
     with pytest.raises(StoppedError):
         train(dropping().to(device), kept, stop=3)
-    assert {"cpu", device.type} == torch.load(kept, weights_only=True)["random"].keys()
+    with opened(kept) as (_, payload):
+        held = torch.load(payload, weights_only=True)  # type: ignore[arg-type]
+    assert {"cpu", device.type} == held["random"].keys()
     again = dropping().to(device)
     train(again, kept)
     assert all(bool(parameter.isfinite().all()) for parameter in again.parameters())

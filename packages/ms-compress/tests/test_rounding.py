@@ -11,7 +11,7 @@ from onnxruntime.capi._pybind_state import quantize_matmul_4bits
 from torch import Tensor
 
 from ms_compress.rounding import quantise, round_activations, round_weight
-from ms_compress.scheme import NAMES, Q8_BLOCKS, scheme
+from ms_compress.schemes import NAMES, Q8_BLOCKS, scheme
 
 ROWS, FEATURES, GROUP = 64, 256, 32
 

@@ -13,9 +13,9 @@ from ms_compress.errors import (
     SchemeError,
     VerifyError,
 )
-from ms_compress.gptq import gptq
-from ms_compress.perplexity import perplexity
-from ms_compress.prune import (
+from ms_compress.gptq_rounding import gptq
+from ms_compress.preparation import FloatThenQuantised, fit_scales, qat
+from ms_compress.pruning import (
     GradualPruning,
     keep_zeros,
     mask_zeros,
@@ -24,12 +24,12 @@ from ms_compress.prune import (
     set_masks,
     sparsity,
 )
-from ms_compress.qat import FloatThenQuantised, fit_scales, qat
-from ms_compress.scheme import Scheme, scheme
+from ms_compress.schemes import Scheme, scheme
 from ms_compress.student import cut_student
+from ms_compress.text_loss import perplexity
 from ms_compress.tuning import Tuning, tune
-from ms_compress.verify import Agreement, verify
-from ms_compress.wanda import wanda
+from ms_compress.verification import Agreement, verify
+from ms_compress.wanda_pruning import wanda
 
 __version__ = "0.1.0"
 

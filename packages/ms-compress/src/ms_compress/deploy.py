@@ -1,31 +1,30 @@
 """Export: a prepared model as a folder that its target runs, whole or not at all."""
 
-import json
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from attrs import frozen
 from torch import nn
 
 from ms_compress.decoder_config import decoder_config
-from ms_compress.durable import whole_folder, writing
-from ms_compress.errors import ConfigError, ExportError, LayerError
-from ms_compress.export import compressed_tensors, gguf, onnx
-from ms_compress.export.gguf_tokenizer import check_tokenizer
+from ms_compress.durable import write_synced, writing
+from ms_compress.errors import ConfigError, LayerError
 from ms_compress.parts import Source
-from ms_compress.scheme import Scheme, scheme
-from ms_compress.verify import verify as verify_folder
-
-__all__ = ["check_export", "export"]
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
+from ms_compress.place_lock import new_folder
+from ms_compress.schemes import Scheme, scheme
+from ms_compress.targets import compressed_tensors, gguf, onnx
+from ms_compress.targets.gguf_tokenizer import check_tokenizer
+from ms_compress.tokenizer_files import (
+    TextEnds,
+    TokenizerFiles,
+    read_tokenizer,
+    text_ends,
+    without_tokenizer,
 )
+from ms_compress.verification import verify as verify_folder
+
+__all__ = ["check_export", "export", "write_export"]
 
 
 def export(
@@ -47,11 +46,13 @@ def export(
     Args:
         model: whole, or this process's stage or stages; plain, split or sharded.
         folder: gets `model.safetensors` and `config.json` (ct), `model.gguf` (gguf), or
-            `model.onnx` and `model.onnx.data` (ort).
+            `model.onnx` and `model.onnx.data` (ort); and what says how its texts end.
         target: refuses a model that is prepared for another scheme.
         verify: read it back through the target's own runtime and compare logits; needs that
             runtime, and the whole model in one process.
-        tokenizer: a tokenizer.json, or a folder with one, to go with it.
+        tokenizer: a tokenizer.json, or a folder with one, to go with it, with the settings, the
+            chat template and the generation_config.json that lie beside it. Without one, a GGUF
+            file has tokens without texts: llama.cpp then takes and gives numbers alone.
         accuracy_level: of MatMulNBits: 1 computes in float32, 4 rounds inputs to 8 bits.
         overwrite: replace the folder if there is one.
 
@@ -64,25 +65,76 @@ def export(
             process failed.
         VerifyError: the runtime reads another model than this one; nothing is left.
     """
-    folder = Path(folder)
+    return write_export(
+        model,
+        Path(folder),
+        target=target,
+        verify=verify,
+        tokenizer=tokenizer,
+        accuracy_level=accuracy_level,
+        overwrite=overwrite,
+    )
+
+
+def write_export(
+    model: nn.Module | Sequence[nn.Module],
+    folder: Path,
+    *,
+    target: str | Scheme | None = None,
+    verify: bool = False,
+    tokenizer: str | Path | None = None,
+    accuracy_level: int = 1,
+    overwrite: bool = False,
+    last: Callable[[Path], object] = lambda aside: None,
+) -> Path:
+    """`export`, whose folder `last` is given once all else is in it, before it has its name."""
     source = Source(model)
     with source.together:
         how = _scheme_of(source, target)
-        tokenizer_path = _tokenizer(tokenizer)
-        _check(source, how, tokenizer_path)
+        beside = _Beside.of(source, tokenizer)
+        _check(source, how, beside)
         if verify and not isinstance(model, nn.Module):
             raise ConfigError(
                 "verify needs the whole model in one process; verify the folder there"
             )
         with _aside(folder, source, overwrite=overwrite) as aside:
             with writing(folder):
-                _write(how, source, aside, tokenizer_path, accuracy_level)
-                if source.is_first and tokenizer_path is not None:
-                    _copy_tokenizer(tokenizer_path, aside)
+                _write(how, source, aside, beside, accuracy_level)
+                if source.is_first:
+                    beside.write(aside)
             if verify:
                 assert isinstance(model, nn.Module)
                 verify_folder(model, aside, how.target)
+            if source.is_first:
+                last(aside)
     return folder
+
+
+@frozen(kw_only=True)
+class _Beside:
+    """What goes with the weights."""
+
+    files: TokenizerFiles | None
+    ends: TextEnds
+
+    @classmethod
+    def of(cls, source: Source, tokenizer: str | Path | None) -> "_Beside":
+        """Read; the model's configuration is told how its texts end, where it does not say."""
+        files = None if tokenizer is None else read_tokenizer(tokenizer)
+        vocabulary = int(source.config.get("vocab_size") or 2**31)
+        if files is not None:
+            files.check_fits(vocabulary)
+        ends = text_ends(files, source.config, vocabulary)
+        for key, value in ends.ids().items():
+            if source.config.get(key) is None:
+                source.config[key] = value
+        return cls(files=files, ends=ends)
+
+    def write(self, folder: Path) -> None:
+        """The tokenizer's files, and how a text is generated."""
+        files = without_tokenizer(self.ends) if self.files is None else self.files.files(self.ends)
+        for name, content in files.items():
+            write_synced(folder / name, content)
 
 
 def check_export(
@@ -98,25 +150,25 @@ def check_export(
     Raises:
         LayerError, ExportError: as of `export`.
     """
-    _check(Source(model), scheme(target), _tokenizer(tokenizer))
+    source = Source(model)
+    _check(source, scheme(target), _Beside.of(source, tokenizer))
 
 
-def _check(source: Source, how: Scheme, tokenizer: Path | None) -> None:
+def _check(source: Source, how: Scheme, beside: _Beside) -> None:
     {"ct": compressed_tensors, "gguf": gguf, "ort": onnx}[how.target].check(source)
-    if how.target == "gguf" and tokenizer is not None:
-        check_tokenizer(tokenizer, decoder_config(source.config, "GGUF"))
+    if how.target == "gguf" and beside.files is not None:
+        vocabulary = decoder_config(source.config, "GGUF").vocabulary
+        check_tokenizer(beside.files, beside.ends, vocabulary)
 
 
 def _aside(folder: Path, source: Source, *, overwrite: bool) -> AbstractContextManager[Path]:
     """Where the first process writes; others write nothing."""
-    return whole_folder(folder, overwrite=overwrite) if source.is_first else nullcontext(folder)
+    return new_folder(folder, overwrite=overwrite) if source.is_first else nullcontext(folder)
 
 
-def _write(
-    how: Scheme, source: Source, aside: Path, tokenizer: Path | None, accuracy_level: int
-) -> None:
+def _write(how: Scheme, source: Source, aside: Path, beside: _Beside, accuracy_level: int) -> None:
     if how.target == "gguf":
-        gguf.write(source, aside, tokenizer)
+        gguf.write(source, aside, beside.files, beside.ends)
     elif how.target == "ort":
         onnx.write(source, aside, accuracy_level)
     else:
@@ -137,26 +189,3 @@ def _scheme_of(source: Source, target: str | Scheme | None) -> Scheme:
     if target is not None and scheme(target) != how:
         raise LayerError(f"the model is prepared for {how}, not for {scheme(target)}")
     return how
-
-
-def _tokenizer(given: str | Path | None) -> Path | None:
-    if given is None:
-        return None
-    path = Path(given)
-    path = path / "tokenizer.json" if path.is_dir() else path
-    if not path.is_file():
-        raise ExportError(f"{path}: there is no such tokenizer; give a tokenizer.json")
-    try:
-        known = "vocab" in json.loads(path.read_bytes())["model"]
-    except (OSError, ValueError, KeyError, TypeError):
-        known = False
-    if not known:
-        raise ExportError(f"{path}: it holds no tokenizer; give a tokenizer.json")
-    return path
-
-
-def _copy_tokenizer(path: Path, folder: Path) -> None:
-    shutil.copyfile(path, folder / "tokenizer.json")
-    for name in TOKENIZER_FILES[1:]:
-        if (path.parent / name).is_file():
-            shutil.copyfile(path.parent / name, folder / name)

@@ -5,6 +5,7 @@ __all__ = [
     "CompressError",
     "ConfigError",
     "DataError",
+    "DivergedError",
     "ExportError",
     "FolderError",
     "LayerError",
@@ -47,8 +48,16 @@ class ExportError(CompressError, RuntimeError):
     """A file that cannot be written, or a model that the target does not know."""
 
 
+class DivergedError(CompressError, RuntimeError):
+    """A training whose weights or loss are no numbers any more: names the tensor or the step."""
+
+    exit_code = 1
+
+
 class VerifyError(CompressError, RuntimeError):
     """A file that its runtime reads as another model than the one that was exported."""
+
+    exit_code = 1
 
 
 class WriteError(ExportError):

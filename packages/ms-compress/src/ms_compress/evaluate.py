@@ -17,10 +17,10 @@ from torch import Tensor
 from ms_compress.corpus import rows
 from ms_compress.errors import ConfigError, DataError
 from ms_compress.footprint import Footprint, footprint
-from ms_compress.perplexity import perplexity
 from ms_compress.report import Report, Result
 from ms_compress.runtimes import Runtime, open_runtime
 from ms_compress.settings import text, whole
+from ms_compress.text_loss import perplexity
 
 __all__ = ["Evaluation", "evaluate"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ms_compress.rounding import Reduce, round_activations, round_weight, scale_gradient
-from ms_compress.scheme import Activations, Scheme
+from ms_compress.schemes import Activations, Scheme
 
 __all__ = ["Rule", "fake_input", "fake_linear", "fake_weight", "largest_over"]
 

@@ -9,8 +9,8 @@ from attrs import frozen
 from safetensors import SafetensorError, safe_open
 
 from ms_compress.errors import ExportError
-from ms_compress.export import gguf, onnx
 from ms_compress.folder_config import quantization, read_config
+from ms_compress.targets import gguf, onnx
 
 __all__ = ["Footprint", "footprint"]
 

@@ -1,21 +1,43 @@
-"""The state of a training in one file, so that what was killed goes on to the same weights."""
+"""The state of a training in one sealed file, so that what was killed goes on to the same weights.
+
+The file names what its steps follow from: a run with other settings is told which of them differ,
+and is refused, as the weights would be those of neither run.
+"""
 
 import hashlib
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
+import msgspec
 import torch
+from attrs import asdict
 from torch import Tensor, nn
 
-from ms_compress.durable import replace, writing
 from ms_compress.errors import ConfigError, ExportError
 from ms_compress.layers import prepared_layers
-from ms_compress.prune import masks, set_masks
+from ms_compress.pruning import masks, set_masks
+from ms_compress.sealed_file import opened, write_sealed
 
-__all__ = ["KeptTraining", "facts_of", "steps_held"]
+__all__ = ["DIGEST", "KeptTraining", "digest_of", "facts_of", "read_header", "steps_held"]
+
+DIGEST = "blake2b:"
+"""Begins a fact that stands for something too large to be shown."""
 
 logger = logging.getLogger(__name__)
+
+
+class TrainingHeader(
+    msgspec.Struct, frozen=True, kw_only=True, tag="ms-compress-training/2", tag_field="format"
+):
+    """What a kept training follows from, and how far it is."""
+
+    facts: dict[str, str]
+    """By the setting's name; digests of what is large."""
+    losses: list[float]
+    """Of the steps made."""
 
 
 class KeptTraining:
@@ -26,14 +48,12 @@ class KeptTraining:
     Args:
         path: of the file, which may be there.
         facts: what the steps follow from; another run's file is refused.
-        kept_for: those of them that the caller gave.
         every_s: seconds between two writes.
     """
 
-    def __init__(self, path: Path, facts: list[bytes], *, kept_for: str, every_s: float) -> None:
+    def __init__(self, path: Path, facts: Mapping[str, str], *, every_s: float) -> None:
         self.path = path
-        self._key = hashlib.sha256(b"\0".join(facts)).hexdigest()
-        self._kept_for = kept_for
+        self._facts = dict(facts)
         self._every_s = every_s
         self._written = monotonic()
 
@@ -45,28 +65,15 @@ class KeptTraining:
         """
         if not self.path.is_file():
             return []
-        try:
-            state = torch.load(self.path, weights_only=True)
-            key = state["key"]
-        except Exception as error:  # whatever torch makes of a damaged file
-            raise ConfigError(
-                f"{self.path} is damaged ({type(error).__name__}); remove it to begin anew"
-            ) from error
-        if key != self._key:
-            raise ConfigError(
-                f"{self.path} is of a run with other settings, tokens or layers; give those again,"
-                " or remove it to begin anew"
-            )
-        if "random" not in state:
-            raise ConfigError(
-                f"{self.path} does not hold the state of random numbers, which an older version"
-                " left out; remove it to begin anew"
-            )
+        with opened(self.path) as (line, payload):
+            header = _header(self.path, line)
+            _check_facts(self.path, header.facts, self._facts)
+            state = torch.load(payload, weights_only=True)  # type: ignore[arg-type]  # a file
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         set_masks(model, state["masks"])
         _set_random_states(state["random"])
-        return list(state["losses"])
+        return list(header.losses)
 
     def keep(
         self,
@@ -84,18 +91,16 @@ class KeptTraining:
         """
         if monotonic() - self._written < self._every_s and not last:
             return
+        header = TrainingHeader(facts=self._facts, losses=losses)
         state = {
-            "key": self._key,
-            "kept_for": self._kept_for,
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "random": _random_states(),
             "masks": masks(model),
-            "losses": losses,
         }
         try:
-            with writing(self.path):
-                replace(self.path, lambda file: torch.save(state, file))
+            line = msgspec.json.encode(header)
+            write_sealed(self.path, line, lambda file: torch.save(state, file))
         except ExportError as error:
             if not last:
                 raise
@@ -103,21 +108,78 @@ class KeptTraining:
         self._written = monotonic()
 
 
-def steps_held(path: Path, kept_for: str) -> int | None:
-    """How many steps a file holds; None if it is no file of a training kept for just this."""
-    try:
-        state = torch.load(path, weights_only=True, mmap=True)
-        return len(state["losses"]) if state["kept_for"] == kept_for else None
-    except Exception:  # whatever torch makes of a damaged file
-        return None
+def read_header(path: Path) -> TrainingHeader:
+    """What a kept training follows from and how far it is; every byte of the file is checked.
+
+    Raises:
+        ConfigError: the file is damaged, or of another version.
+    """
+    with opened(path) as (line, _):
+        return _header(path, line)
 
 
-def facts_of(model: nn.Module, tokens: Tensor, *settings: object) -> list[bytes]:
-    """What the steps of a training follow from: settings, text, parameters' shapes and schemes."""
+def steps_held(path: Path, kept_for: Mapping[str, str]) -> int | None:
+    """How many steps a file holds; None if it was kept for anything but just this.
+
+    Raises:
+        ConfigError: the file is damaged, or of another version.
+    """
+    header = read_header(path)
+    same = all(header.facts.get(name) == fact for name, fact in kept_for.items())
+    return len(header.losses) if same else None
+
+
+def facts_of(
+    model: nn.Module, tokens: Mapping[str, Tensor], how: Any, kept_for: Mapping[str, str]
+) -> dict[str, str]:
+    """What the steps of a training follow from, by name.
+
+    Args:
+        model: as it is prepared.
+        tokens: the text, by the tensors' names.
+        how: the settings, an attrs value.
+        kept_for: what the caller adds.
+    """
     shapes = [(name, tuple(value.shape)) for name, value in model.named_parameters()]
     schemes = [(name, layer.scheme, layer.activations) for name, layer in prepared_layers(model)]
-    text = tokens.cpu().contiguous().numpy().tobytes()
-    return [repr((settings, shapes, schemes)).encode(), hashlib.sha256(text).digest()]
+    text = [value.cpu().contiguous().numpy().tobytes() for value in tokens.values()]
+    settings = {f"tuning.{name}": repr(value) for name, value in asdict(how).items()}
+    layers = digest_of(repr((shapes, schemes)).encode())
+    return {**kept_for, **settings, "layers": layers, "tokens": digest_of(*text)}
+
+
+def digest_of(*contents: bytes) -> str:
+    """What stands for contents that are too large to be shown."""
+    whole = hashlib.blake2b(digest_size=16)
+    for content in contents:
+        whole.update(len(content).to_bytes(8, "little") + content)
+    return DIGEST + whole.hexdigest()
+
+
+def _header(path: Path, line: bytes) -> TrainingHeader:
+    try:
+        return msgspec.json.decode(line, type=TrainingHeader)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{path} holds no training of this version of ms-compress ({error}); remove it to begin"
+            " anew"
+        ) from error
+
+
+def _check_facts(path: Path, held: Mapping[str, str], now: Mapping[str, str]) -> None:
+    names = [name for name in {**now, **held} if held.get(name) != now.get(name)]
+    if names:
+        told = ", ".join(_change(name, held.get(name), now.get(name)) for name in names)
+        raise ConfigError(
+            f"{path} is of a run with other settings: {told}; give those again, or remove it to"
+            " begin anew"
+        )
+
+
+def _change(name: str, before: str | None, now: str | None) -> str:
+    if any(fact is not None and fact.startswith(DIGEST) for fact in (before, now)):
+        return f"{name} is another"
+    return f"{name} is {now or 'not given'}, was {before or 'not given'}"
 
 
 def _random_states() -> dict[str, Tensor]:

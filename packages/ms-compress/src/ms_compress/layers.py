@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ms_compress.errors import LayerError, OrderError
 from ms_compress.fake_quantiser import Rule, fake_linear, fake_weight, largest_over
-from ms_compress.scheme import Activations, Scheme
+from ms_compress.schemes import Activations, Scheme
 
 __all__ = [
     "FACTOR",

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ms_compress.errors import ExportError
 from ms_compress.layers import FACTOR, Prepared, drop_gathered
 from ms_compress.rounding import Quantised, quantise
-from ms_compress.scheme import Activations, Scheme
+from ms_compress.schemes import Activations, Scheme
 from ms_compress.selection import is_tied
 from ms_compress.together import Together
 from ms_compress.wrappers import architecture, bare_name, check_merged, unwrapped

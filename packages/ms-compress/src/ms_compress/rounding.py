@@ -12,7 +12,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
-from ms_compress.scheme import DTYPES, Activations, Rounding, Scheme
+from ms_compress.schemes import DTYPES, Activations, Rounding, Scheme
 
 __all__ = [
     "Quantised",

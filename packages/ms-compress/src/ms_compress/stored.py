@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ms_compress.decoder_config import decoder_config
-from ms_compress.export import compressed_tensors, gguf, onnx
 from ms_compress.folder_config import quantization
+from ms_compress.targets import compressed_tensors, gguf, onnx
 
 __all__ = ["Reader", "reader"]
 

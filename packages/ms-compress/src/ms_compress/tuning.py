@@ -4,7 +4,7 @@ Larger models train under any loop or engine; a prepared model is an ordinary on
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ms_compress.distil import Divergence, distillation_loss
-from ms_compress.errors import ConfigError
+from ms_compress.errors import ConfigError, DataError, DivergedError
 from ms_compress.hidden_states import HiddenStates
 from ms_compress.kept_training import KeptTraining, facts_of
 from ms_compress.layers import FACTOR
@@ -22,6 +22,10 @@ from ms_compress.logits import next_token_logits
 from ms_compress.settings import number, one_of, whole
 
 __all__ = ["Tuning", "tune"]
+
+IGNORED = -100
+BATCH = ("tokens", "targets", "weights")
+"""What training reads of a batch."""
 
 
 @frozen(kw_only=True)
@@ -60,7 +64,7 @@ class Tuning:
 
 def tune(
     model: nn.Module,
-    tokens: Tensor,
+    text: Tensor | Mapping[str, Tensor],
     how: Tuning,
     *,
     teacher: nn.Module | None = None,
@@ -68,15 +72,17 @@ def tune(
     after_step: Callable[[int], object] | None = None,
     on_loss: Callable[[int, float], object] | None = None,
     kept: Path | None = None,
-    kept_for: str = "",
+    kept_for: Mapping[str, str] | None = None,
     keep_every_s: float = 60.0,
 ) -> list[float]:
-    """Train a model on rows of tokens, in a shuffled order that the seed fixes.
+    """Train a model on rows of text, in a shuffled order that the seed fixes.
 
     Args:
         model: of ms-parallel or transformers; changed in place.
-        tokens: (R, L) int64, L more than `sequence_length`: targets are the next tokens. They may
-            lie on another device than the model.
+        text: rows of tokens (R, L) int64, L more than `sequence_length`, the targets being the next
+            ones; or `tokens` and `targets`, (R, L) int64, where targets of -100 do not count, and
+            `weights`, (R, L) float32, what each target counts, if they differ. They may lie on
+            another device than the model.
         how: the settings.
         teacher: gives the logits to distil; it is left in evaluation mode.
         before_step: called with the step's number, such as a schedule of pruning.
@@ -85,36 +91,55 @@ def tune(
         kept: a file that the state is written to while it trains and at its end, and gone on from
             if it is there: the weights are then those of a run that was never stopped. It is left
             to the caller.
-        kept_for: what else the run follows from, such as the names of the model's and the teacher's
-            folders: a file that was kept for another is refused.
+        kept_for: what else the run follows from, by name, such as the model's and the teacher's
+            folders: a file that was kept for another is refused, and what differs is named.
         keep_every_s: seconds between two writes.
 
     Returns:
         The loss of each step.
 
     Raises:
-        ConfigError: there are fewer rows than a batch takes, or a loss is not finite.
+        ConfigError: there are fewer rows than a batch takes, or the first loss is not finite.
+        DataError: a row has nothing to learn.
+        DivergedError: a later loss is not finite.
     """
+    batch = _as_batch(text, how)
+    state = None
+    if kept is not None:
+        facts = {**(kept_for or {}), "a teacher": str(teacher is not None)}
+        state = KeptTraining(kept, facts_of(model, batch, how, facts), every_s=keep_every_s)
+    with _watched(model, teacher, how) as states:
+        losses = _train(model, batch, how, teacher, states, before_step, after_step, on_loss, state)
+    model.eval()
+    return losses
+
+
+def _as_batch(text: Tensor | Mapping[str, Tensor], how: Tuning) -> dict[str, Tensor]:
+    """`tokens`, `targets` and `weights` of `sequence_length`."""
+    if isinstance(text, Tensor):
+        text = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+    tokens, length = text["tokens"], how.sequence_length
     if how.batch_size > len(tokens) > 0:
         raise ConfigError(
             f"batch_size is {how.batch_size}, and there are {len(tokens)} rows of tokens; give as"
             " many rows, or a smaller batch"
         )
-    if not len(tokens) or tokens.shape[1] <= how.sequence_length:
+    if not len(tokens) or tokens.shape[1] < length:
         raise ConfigError(
-            f"tokens are of shape {tuple(tokens.shape)}; give rows of more than"
-            f" sequence_length={how.sequence_length}"
+            f"rows of tokens with their targets are of shape {tuple(tokens.shape)}; give rows of at"
+            f" least sequence_length={length}"
         )
-    state = None
-    if kept is not None:
-        facts = facts_of(model, tokens, how, teacher is not None, kept_for)
-        state = KeptTraining(kept, facts, kept_for=kept_for, every_s=keep_every_s)
-    with _watched(model, teacher, how) as states:
-        losses = _train(
-            model, tokens, how, teacher, states, before_step, after_step, on_loss, state
+    batch = {name: value[:, :length] for name, value in text.items() if name in BATCH}
+    counts = batch["targets"] != IGNORED
+    if "weights" in batch:
+        counts = counts & (batch["weights"] > 0)
+    if not bool(counts.any(dim=1).all()):
+        row = int((~counts.any(dim=1)).nonzero()[0])
+        raise DataError(
+            f"row {row} has no target among its first {length} tokens, so nothing is to be learnt"
+            " of it; give a longer sequence_length, or leave the row out"
         )
-    model.eval()
-    return losses
+    return batch
 
 
 def _watched(
@@ -127,7 +152,7 @@ def _watched(
 
 def _train(
     model: nn.Module,
-    tokens: Tensor,
+    batch: Mapping[str, Tensor],
     how: Tuning,
     teacher: nn.Module | None,
     states: HiddenStates | None,
@@ -141,18 +166,19 @@ def _train(
     device = next(model.parameters()).device
     losses = [] if kept is None else kept.resume(model, optimizer)
     done = len(losses)
-    for step, rows in zip(range(how.steps), _batches(len(tokens), how), strict=False):
+    for step, rows in zip(range(how.steps), _batches(len(batch["tokens"]), how), strict=False):
         if step < done:
             continue
         if before_step is not None:
             before_step(step)
-        text = tokens[rows, : how.sequence_length + 1].to(device)
-        loss = _loss(model, text, how, teacher)
+        part = {name: value[rows].to(device) for name, value in batch.items()}
+        loss = _loss(model, part, how, teacher)
         if states is not None:
             loss = loss + how.hidden_weight * states.distance()
         if not bool(torch.isfinite(loss)):
-            remedy = "lower learning_rate" if step else "look at the model's weights"
-            raise ConfigError(f"step {step}: the loss is {loss.item()}; {remedy}")
+            if not step:
+                raise ConfigError(f"step 0: the loss is {loss.item()}; look at the model's weights")
+            raise DivergedError(f"step {step}: the loss is {loss.item()}; lower learning_rate")
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), how.max_grad_norm)
         for group in optimizer.param_groups:
@@ -184,16 +210,28 @@ def _optimizer(model: nn.Module, how: Tuning) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=how.learning_rate)
 
 
-def _loss(model: nn.Module, text: Tensor, how: Tuning, teacher: nn.Module | None) -> Tensor:
-    logits = next_token_logits(model, text[:, :-1])
-    targets = text[:, 1:]
-    plain = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+def _loss(
+    model: nn.Module, part: Mapping[str, Tensor], how: Tuning, teacher: nn.Module | None
+) -> Tensor:
+    tokens, targets = part["tokens"], part["targets"]
+    logits = next_token_logits(model, tokens)
+    plain = _of_text(logits, targets, part.get("weights"))
     if teacher is None or (how.distil_weight == 0 and how.hidden_weight == 0):
         return plain
     with torch.no_grad():
-        aim = next_token_logits(teacher.eval(), text[:, :-1])
-    apart = distillation_loss(logits, aim, kind=how.divergence)
+        aim = next_token_logits(teacher.eval(), tokens)
+    some = targets if bool((targets == IGNORED).any()) else None
+    apart = distillation_loss(logits, aim, kind=how.divergence, targets=some)
     return how.distil_weight * apart + (1 - how.distil_weight) * plain
+
+
+def _of_text(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Mean loss of the targets that count, each as much as its weight."""
+    flat = logits.float().flatten(0, 1), targets.flatten()
+    if weights is None:
+        return F.cross_entropy(*flat)
+    each = F.cross_entropy(*flat, reduction="none")
+    return (each * weights.flatten()).sum() / weights.sum()
 
 
 def _batches(rows: int, how: Tuning) -> Iterator[Tensor]:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ms_compress.errors import CalibrationError
 from ms_compress.logits import next_token_logits
 from ms_compress.rounding import fitted_factor, round_at, scales_of
-from ms_compress.scheme import Scheme
+from ms_compress.schemes import Scheme
 
 __all__ = ["output_squares", "round_by_loss"]
 

@@ -5,6 +5,7 @@ from typing import Any
 from attrs import field, frozen
 
 from ms_compress.commands.command import Command
+from ms_compress.commands.finish import text_of
 from ms_compress.commands.loading import load, save
 from ms_compress.commands.run_options import ModelRun
 from ms_compress.commands.training import output, train, trained
@@ -30,9 +31,10 @@ def run(settings: dict[str, Any], where: str) -> int:
     options = build(DistillRun, settings, where=where)
     with output(options):
         teacher = load(options.model)
+        text = text_of(options, teacher)
         student = cut_student(teacher, layers=options.layers, inner=options.inner)
-        train(student, options, teacher=teacher)
-        save(student, options.output_dir)
+        train(student, text, options, teacher=teacher)
+        save(student, options.output_dir, beside=options.model)
         trained(options)
     counts = [sum(p.numel() for p in m.parameters()) for m in (student, teacher)]
     print(f"{options.output_dir}: {counts[0]:,} parameters of the teacher's {counts[1]:,}")

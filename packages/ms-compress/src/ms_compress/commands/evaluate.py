@@ -11,7 +11,7 @@ import msgspec
 
 from ms_compress.commands.command import Command
 from ms_compress.commands.progress import Shown
-from ms_compress.durable import write_whole, writing
+from ms_compress.durable import write_files, writing
 from ms_compress.errors import ConfigError
 from ms_compress.evaluate import Evaluation, evaluate
 from ms_compress.report import render, table
@@ -34,7 +34,7 @@ def run(settings: dict[str, Any], where: str) -> int:
             report = evaluate(evaluation, progress=shown.made)
         text = table(report)
         document = msgspec.json.format(msgspec.json.encode(report))
-        write_whole({facts: document, plain: text.encode(), page: render(report).encode()})
+        write_files({facts: document, plain: text.encode(), page: render(report).encode()})
     sys.stdout.write(text)
     return 0
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from ms_compress.commands.run_options import ModelRun, SchemeRun
-from ms_compress.corpus import read_tokens
+from ms_compress.corpus import read_batch, read_tokens
 from ms_compress.deploy import check_export, export
 from ms_compress.errors import ConfigError, DataError, ExportError
 
-__all__ = ["check", "finish", "tokens_of"]
+__all__ = ["calibration_of", "check", "finish", "text_of"]
 
 RUNTIMES = {
     "ct": (("transformers", "compressed_tensors"), "ct"),
@@ -20,24 +20,48 @@ RUNTIMES = {
 """What `verify` imports for each target, and the extra that installs it."""
 
 
-def tokens_of(options: ModelRun, model: nn.Module) -> Tensor:
-    """Rows of the run's dataset, one token longer than what is trained on.
+def text_of(options: ModelRun, model: nn.Module) -> dict[str, Tensor]:
+    """Rows of the run's dataset to train on: tokens, and the targets that count.
 
     Raises:
         ConfigError: none was given.
         DataError: there is too little of it, or the model's vocabulary does not hold it.
     """
-    if options.dataset is None:
-        raise ConfigError("dataset is missing; give a folder of shards or a JSON list of tokens")
+    length = options.tuning.sequence_length
+    found = read_batch(_dataset(options), count=options.rows, length=length, chat=options.model)
+    _check_vocabulary(options, model, found["tokens"])
+    return found
+
+
+def calibration_of(options: ModelRun, model: nn.Module, *, most: int | None = None) -> Tensor:
+    """Rows of the run's dataset to calibrate on, (R, S) int64.
+
+    Raises:
+        ConfigError, DataError: as of `text_of`.
+    """
+    count = options.rows if most is None else min(options.rows, most)
     length = options.tuning.sequence_length + 1
-    tokens = read_tokens(options.dataset, count=options.rows, length=length)
+    found = read_tokens(_dataset(options), count=count, length=length, chat=options.model)
+    _check_vocabulary(options, model, found)
+    return found
+
+
+def _dataset(options: ModelRun) -> Path:
+    if options.dataset is None:
+        raise ConfigError(
+            "dataset is missing; give a folder of shards, conversations in JSON Lines, or a JSON"
+            " list of tokens"
+        )
+    return options.dataset
+
+
+def _check_vocabulary(options: ModelRun, model: nn.Module, tokens: Tensor) -> None:
     vocabulary = int(model.config.vocab_size)  # type: ignore[union-attr,arg-type]
     if int(tokens.max()) >= vocabulary or int(tokens.min()) < 0:
         raise DataError(
             f"{options.dataset}: its tokens are {int(tokens.min())} to {int(tokens.max())}, and"
             f" {options.model} has a vocabulary of {vocabulary}; use the model's own tokenizer"
         )
-    return tokens
 
 
 def check(model: nn.Module, options: SchemeRun) -> None:
@@ -54,7 +78,13 @@ def check(model: nn.Module, options: SchemeRun) -> None:
             f"verify needs {' and '.join(missing)}: pip install 'ms-compress[{extra}]', or leave"
             " verify out"
         )
-    check_export(model, options.scheme, tokenizer=_tokenizer(options))
+    tokenizer = _tokenizer(options)
+    if options.scheme.target == "gguf" and tokenizer is None:
+        raise ExportError(
+            f"{options.model} has no tokenizer.json, and llama.cpp reads no text without one;"
+            " give it as tokenizer"
+        )
+    check_export(model, options.scheme, tokenizer=tokenizer)
 
 
 def finish(model: nn.Module, options: SchemeRun) -> int:

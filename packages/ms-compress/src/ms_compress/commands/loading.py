@@ -1,15 +1,21 @@
 """Models of a run file."""
 
 import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ms_compress.durable import whole_folder, writing
-from ms_compress.errors import ConfigError, ExportError
+from ms_compress.durable import write_file, writing
+from ms_compress.errors import ConfigError, DivergedError, ExportError
+from ms_compress.kept_training import DIGEST
+from ms_compress.place_lock import new_folder
+from ms_compress.tokenizer_files import read_tokenizer, text_ends, without_tokenizer
+from ms_compress.untrusted import read_json
 
-__all__ = ["digest", "load", "save"]
+__all__ = ["check_finite", "digest", "load", "save"]
 
 CONTENTS = (".json", ".safetensors", ".bin")
 """Files of a folder that its model follows from."""
@@ -20,6 +26,7 @@ def load(folder: str | Path) -> nn.Module:
 
     Raises:
         ConfigError: the folder is none, or neither package is installed.
+        ExportError: a value is NaN or infinite.
     """
     path = Path(folder)
     if not (path / "config.json").is_file():
@@ -29,6 +36,7 @@ def load(folder: str | Path) -> nn.Module:
     except ImportError:
         return _load_with_transformers(path)
     model: nn.Module = ms_parallel.load_model(path)
+    check_finite(model)
     return model
 
 
@@ -42,6 +50,7 @@ def _load_with_transformers(path: Path) -> nn.Module:
     model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
         path, local_files_only=True, dtype=torch.float32
     )
+    check_finite(model)
     return model
 
 
@@ -53,25 +62,60 @@ def digest(folder: Path) -> str:
             with path.open("rb") as file:
                 held = hashlib.file_digest(file, hashlib.blake2b).digest()
             whole.update(path.name.encode() + b"\0" + held)
-    return whole.hexdigest()
+    return DIGEST + whole.hexdigest()
 
 
-def save(model: nn.Module, folder: Path) -> None:
+def save(model: nn.Module, folder: Path, *, beside: Path) -> None:
     """Write a model's stored weights as a Hugging Face folder, whole or not at all.
 
+    Args:
+        model: of ms-parallel or transformers.
+        folder: must not exist.
+        beside: the folder of the model that it was made from, whose tokenizer goes with it.
+
     Raises:
-        ExportError: the folder exists or cannot be written, or a weight is NaN or infinite.
+        ExportError: the folder exists or cannot be written, or a value is NaN or infinite.
     """
-    for name, value in model.named_parameters():
-        if strange := int((~value.detach().isfinite()).sum()):
-            raise ExportError(
-                f"{name}: {strange} of its values are NaN or infinite; look at the training, or at"
-                " the folder that it was read from"
-            )
-    with whole_folder(folder) as aside, writing(folder):
+    check_finite(model, failed=True)
+    with new_folder(folder) as aside, writing(folder):
         if hasattr(model.config, "to_dict"):
             model.save_pretrained(aside)  # type: ignore[operator]
-            return
-        import ms_parallel
+        else:
+            import ms_parallel
 
-        ms_parallel.save_model(model, aside)  # type: ignore[arg-type]
+            ms_parallel.save_model(model, aside)  # type: ignore[arg-type]
+        _write_beside(aside, beside)
+
+
+def check_finite(model: nn.Module, *, failed: bool = False) -> None:
+    """Refuse a model with a value that is no number, and say in which tensor.
+
+    Args:
+        model: is looked at.
+        failed: it became so here: the run has failed, and was not given bad input.
+
+    Raises:
+        ExportError: a parameter or a kept buffer has NaN or infinity.
+    """
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or bool(value.isfinite().all()):
+            continue
+        kind = DivergedError if failed else ExportError
+        raise kind(
+            f"{name}: {int((~value.isfinite()).sum())} of its values are NaN or infinite; look at"
+            " the training, or at the folder that it was read from"
+        )
+
+
+def _write_beside(folder: Path, source: Path) -> None:
+    """The tokenizer of the model's source, and how its texts end, in each place that says it."""
+    path = folder / "config.json"
+    config = read_json(path, dict[str, Any], error=ExportError)
+    files = read_tokenizer(source) if (source / "tokenizer.json").is_file() else None
+    ends = text_ends(files, config, int(config.get("vocab_size") or 2**31))
+    missing = {key: value for key, value in ends.ids().items() if config.get(key) is None}
+    if missing:
+        text = json.dumps({**config, **missing}, indent=2, sort_keys=True)
+        write_file(path, text.encode() + b"\n")
+    for name, content in (files.files(ends) if files else without_tokenizer(ends)).items():
+        write_file(folder / name, content)

@@ -7,16 +7,16 @@ from attrs import field, frozen
 from torch import nn
 
 from ms_compress.commands.command import Command
-from ms_compress.commands.finish import tokens_of
+from ms_compress.commands.finish import calibration_of, text_of
 from ms_compress.commands.loading import load, save
 from ms_compress.commands.progress import Shown
 from ms_compress.commands.run_options import ModelRun
 from ms_compress.commands.training import output, train, trained
 from ms_compress.pattern import Pattern, pattern
-from ms_compress.prune import GradualPruning, keep_zeros, prune, sparsity
+from ms_compress.pruning import GradualPruning, keep_zeros, prune, sparsity
 from ms_compress.run_file import build
 from ms_compress.settings import flag, one_of
-from ms_compress.wanda import wanda
+from ms_compress.wanda_pruning import wanda
 
 __all__ = ["PRUNE"]
 
@@ -37,16 +37,19 @@ def run(settings: dict[str, Any], where: str) -> int:
     options = build(PruneRun, settings, where=where)
     with output(options):
         model = load(options.model)
+        trains = options.retrain or options.method == "gradual"
+        text = text_of(options, model) if trains else None
         schedule = _prune(model, options)
-        if options.retrain or schedule is not None:
+        if text is not None:
             train(
                 model,
+                text,
                 options,
                 before_step=None if schedule is None else lambda step: schedule.apply(model, step),
                 after_step=lambda step: keep_zeros(model),
             )
         keep_zeros(model)
-        save(model, options.output_dir)
+        save(model, options.output_dir, beside=options.model)
         trained(options)
     print(f"{options.output_dir}: {sparsity(model):.1%} of the pruned layers' weights are zero")
     return 0
@@ -60,7 +63,7 @@ def _prune(model: nn.Module, options: PruneRun) -> GradualPruning | None:
     if options.method == "magnitude":
         prune(model, options.pattern, exceptions=options.exceptions)
         return None
-    batches = torch.split(tokens_of(options, model), options.tuning.batch_size)
+    batches = torch.split(calibration_of(options, model), options.tuning.batch_size)
     with Shown("layer") as shown:
         wanda(
             model,

@@ -8,15 +8,15 @@ from attrs import field, frozen
 from torch import nn
 
 from ms_compress.commands.command import Command
-from ms_compress.commands.finish import check, finish, tokens_of
-from ms_compress.commands.loading import load
+from ms_compress.commands.finish import calibration_of, check, finish, text_of
+from ms_compress.commands.loading import check_finite, load
 from ms_compress.commands.progress import Shown
 from ms_compress.commands.run_options import SchemeRun, optional_path
 from ms_compress.commands.training import output, steps_made, train, trained
 from ms_compress.errors import ConfigError
-from ms_compress.gptq import gptq
-from ms_compress.prune import keep_zeros, mask_zeros, masks
-from ms_compress.qat import FloatThenQuantised, qat
+from ms_compress.gptq_rounding import gptq
+from ms_compress.preparation import FloatThenQuantised, qat
+from ms_compress.pruning import keep_zeros, mask_zeros, masks
 from ms_compress.run_file import build
 from ms_compress.settings import flag, one_of, whole
 
@@ -63,15 +63,18 @@ def run(settings: dict[str, Any], where: str) -> int:
         teacher = _teacher(model, options)
         if options.sparse:
             _keep_zeros(model, options)
+        text = text_of(options, model)
         _prepare(model, options)
         schedule = FloatThenQuantised(float_steps=options.float_steps)
         train(
             model,
+            text,
             options,
             teacher=teacher,
             before_step=lambda step: schedule.apply(model, step),
             after_step=lambda step: keep_zeros(model) if masks(model) else None,
         )
+        check_finite(model, failed=True)
         schedule.apply(model, options.float_steps)
         code = finish(model, options)
         trained(options)
@@ -103,7 +106,9 @@ def _keep_zeros(model: nn.Module, options: QatRun) -> None:
 def _prepare(model: nn.Module, options: QatRun) -> None:
     """Make the model's layers compute as the target will; what was trained holds GPTQ's codes."""
     if options.start == "gptq" and steps_made(options) is None:
-        batches = torch.split(tokens_of(options, model)[:CALIBRATION], options.tuning.batch_size)
+        batches = torch.split(
+            calibration_of(options, model, most=CALIBRATION), options.tuning.batch_size
+        )
         with Shown("layer") as shown:
             gptq(
                 model,

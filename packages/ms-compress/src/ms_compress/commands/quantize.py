@@ -7,14 +7,14 @@ from attrs import field, frozen
 from torch import nn
 
 from ms_compress.commands.command import Command
-from ms_compress.commands.finish import check, finish, tokens_of
+from ms_compress.commands.finish import calibration_of, check, finish
 from ms_compress.commands.loading import load
 from ms_compress.commands.progress import Shown
 from ms_compress.commands.run_options import SchemeRun
 from ms_compress.commands.training import output
 from ms_compress.errors import ConfigError
-from ms_compress.gptq import gptq
-from ms_compress.qat import fit_scales, qat
+from ms_compress.gptq_rounding import gptq
+from ms_compress.preparation import fit_scales, qat
 from ms_compress.run_file import build
 from ms_compress.settings import flag, one_of
 
@@ -51,7 +51,7 @@ def run(settings: dict[str, Any], where: str) -> int:
 
 def _round(model: nn.Module, options: QuantizeRun) -> None:
     if options.method == "gptq":
-        batches = torch.split(tokens_of(options, model), options.tuning.batch_size)
+        batches = torch.split(calibration_of(options, model), options.tuning.batch_size)
         with Shown("layer") as shown:
             gptq(
                 model,

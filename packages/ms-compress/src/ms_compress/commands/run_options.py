@@ -7,7 +7,7 @@ from typing import Any
 from attrs import Attribute, field, frozen
 
 from ms_compress.errors import ConfigError
-from ms_compress.scheme import Scheme, scheme
+from ms_compress.schemes import Scheme, scheme
 from ms_compress.settings import flag, text, whole
 from ms_compress.tuning import Tuning
 

@@ -1,26 +1,26 @@
 """How the commands train: with progress on standard error, and going on after a kill."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
-from torch import nn
+from torch import Tensor, nn
 
-from ms_compress.commands.finish import tokens_of
 from ms_compress.commands.loading import digest
 from ms_compress.commands.progress import Shown
 from ms_compress.commands.run_options import ModelRun
-from ms_compress.durable import alone
 from ms_compress.errors import ConfigError
 from ms_compress.kept_training import steps_held
+from ms_compress.place_lock import alone
+from ms_compress.schemes import Scheme
 from ms_compress.tuning import tune
 
 __all__ = ["output", "steps_made", "train", "trained"]
 
-LATER = ("output_dir", "tokenizer", "verify")
-"""Settings that no step follows from."""
+NO_FACTS = ("output_dir", "tokenizer", "verify", "tuning")
+"""Settings that no step follows from, and those that `tune` itself tells."""
 
 
 @contextmanager
@@ -43,13 +43,14 @@ def output(options: ModelRun) -> Iterator[None]:
 
 def train(
     model: nn.Module,
+    text: Mapping[str, Tensor],
     options: ModelRun,
     *,
     teacher: nn.Module | None = None,
     before_step: Callable[[int], object] | None = None,
     after_step: Callable[[int], object] | None = None,
 ) -> list[float]:
-    """`tune` on the run's dataset.
+    """`tune` on what `text_of` read of the run's dataset.
 
     Until the run's folder is there, a file beside it keeps the state; `trained` removes it.
     """
@@ -57,7 +58,7 @@ def train(
     with Shown("step", tokens=how.batch_size * how.sequence_length) as shown:
         losses = tune(
             model,
-            tokens_of(options, model),
+            text,
             how,
             teacher=teacher,
             before_step=before_step,
@@ -85,10 +86,17 @@ def _kept(options: ModelRun) -> Path:
     return options.output_dir.with_name(f"{options.output_dir.name}.training")
 
 
-def _kept_for(options: ModelRun) -> str:
+def _kept_for(options: ModelRun) -> dict[str, str]:
     """What a run's steps follow from beside its text: settings, and what its models hold."""
     settings = attrs.asdict(options, recurse=False)
     folders = {name: settings.pop(name, None) for name in ("model", "teacher")}
-    facts = {name: value for name, value in settings.items() if name not in LATER}
-    held = {name: digest(folder) for name, folder in folders.items() if folder is not None}
-    return repr((type(options).__name__, facts, held))
+    facts = {name: _shown(value) for name, value in settings.items() if name not in NO_FACTS}
+    held = {
+        name: "not given" if folder is None else digest(folder) for name, folder in folders.items()
+    }
+    tuning = {f"tuning.{name}": repr(value) for name, value in attrs.asdict(options.tuning).items()}
+    return {"command": type(options).__name__, **facts, **tuning, **held}
+
+
+def _shown(value: object) -> str:
+    return repr(str(value)) if isinstance(value, Path | Scheme) else repr(value)

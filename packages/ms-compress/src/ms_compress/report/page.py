@@ -5,7 +5,7 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
-from ms_compress.durable import write_whole
+from ms_compress.durable import write_file
 from ms_compress.report.chart import Bar, Point, bars, scatter
 from ms_compress.report.facts import Report, Result
 from ms_compress.report.table import HEADINGS, TEXTS, cells
@@ -21,7 +21,7 @@ def write_report(report: Report, path: str | os.PathLike[str]) -> None:
     Raises:
         ExportError: the disk refuses.
     """
-    write_whole({Path(path): render(report).encode()})
+    write_file(Path(path), render(report).encode())
 
 
 def render(report: Report) -> str:

@@ -4,11 +4,11 @@ A runtime is opened on a folder, gives logits of tokens, and prefill and decode 
 """
 
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol, overload
 
 from torch import Tensor
 
-__all__ = ["Runtime", "open_runtime"]
+__all__ = ["Runtime", "TextRuntime", "open_runtime"]
 
 
 class Runtime(Protocol):
@@ -23,6 +23,34 @@ class Runtime(Protocol):
     def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
         """Seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
         ...
+
+
+class TextRuntime(Runtime, Protocol):
+    """One that reads and writes texts with what its folder says of them."""
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, in which special tokens are what they spell; none is added."""
+        ...
+
+    def ends(self) -> frozenset[int]:
+        """The tokens at which it ends a text by itself."""
+        ...
+
+    def generate(self, tokens: list[int], most: int) -> list[int]:
+        """The likeliest next tokens, until one of them ends the text, `most` of them at most."""
+        ...
+
+
+@overload
+def open_runtime(
+    folder: Path, target: Literal["ct", "gguf", "ort"], *, threads: int = 1, strict: bool = True
+) -> TextRuntime: ...
+
+
+@overload
+def open_runtime(
+    folder: Path, target: str, *, threads: int = 1, strict: bool = True
+) -> Runtime: ...
 
 
 def open_runtime(folder: Path, target: str, *, threads: int = 1, strict: bool = True) -> Runtime:

@@ -41,8 +41,8 @@ class LlamaRuntime:
         self.model = llama_cpp.llama_model_load_from_file(str(self.path).encode(), parameters)
         if not self.model:
             raise ExportError(f"{self.path}: llama.cpp cannot read it")
-        vocabulary = llama_cpp.llama_model_get_vocab(self.model)
-        self.vocabulary = llama_cpp.llama_vocab_n_tokens(vocabulary)
+        self._texts = llama_cpp.llama_model_get_vocab(self.model)
+        self.vocabulary = llama_cpp.llama_vocab_n_tokens(self._texts)
 
     def _context(self, positions: int) -> Any:
         parameters = self.library.llama_context_default_params()
@@ -94,6 +94,37 @@ class LlamaRuntime:
         ended = perf_counter()
         self.library.llama_free(context)
         return prefilled - began, ended - prefilled
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, in which special tokens are what they spell; none is added."""
+        raw = text.encode()
+        room = (self.library.llama_token * (len(raw) + 1))()
+        count = self.library.llama_tokenize(
+            self._texts, raw, len(raw), room, len(room), False, True
+        )
+        if count < 0:
+            raise ExportError(f"{self.path}: llama.cpp cannot tokenize {text!r}")
+        return list(room[:count])
+
+    def ends(self) -> frozenset[int]:
+        """The tokens at which it ends a text by itself."""
+        is_end = self.library.llama_vocab_is_eog
+        return frozenset(n for n in range(self.vocabulary) if is_end(self._texts, n))
+
+    def generate(self, tokens: list[int], most: int) -> list[int]:
+        """The likeliest next tokens, until one of them ends the text, `most` of them at most."""
+        context, made = self._context(len(tokens) + most), list[int]()
+        try:
+            logits = self._feed(context, tokens, 0, every=False)
+            while len(made) < most:
+                made.append(int(logits[-1].argmax()))
+                ended = self.library.llama_vocab_is_eog(self._texts, made[-1])
+                if ended or len(made) == most:
+                    break
+                logits = self._feed(context, made[-1:], len(tokens) + len(made) - 1, False)
+        finally:
+            self.library.llama_free(context)
+        return made
 
     def __del__(self) -> None:
         if getattr(self, "model", None):

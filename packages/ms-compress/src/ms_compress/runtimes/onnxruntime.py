@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ms_compress.errors import ExportError
+from ms_compress.runtimes.encoder import encoder
+from ms_compress.untrusted import read_json
 
 __all__ = ["OnnxRuntime"]
 
@@ -40,6 +42,28 @@ class OnnxRuntime:
         if not self.layers:
             raise ExportError(f"{folder}: its graph has no past_key_values; export it again")
         _, self.key_heads, _, self.width = shapes["past_key_values.0.key"]
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, in which special tokens are what they spell; none is added."""
+        return encoder(self.folder)(text)
+
+    def ends(self) -> frozenset[int]:
+        """What generation_config.json names: onnxruntime itself knows nothing of texts."""
+        path = self.folder / "generation_config.json"
+        found = read_json(path, dict[str, Any], error=ExportError) if path.is_file() else {}
+        said = found.get("eos_token_id")
+        return frozenset(said if isinstance(said, list) else [] if said is None else [said])
+
+    def generate(self, tokens: list[int], most: int) -> list[int]:
+        """The likeliest next tokens, until one of them ends the text, `most` of them at most."""
+        ends, made = self.ends(), list[int]()
+        logits, *past = self._run(np.array([tokens], dtype=np.int64), self._empty(1))
+        while len(made) < most:
+            made.append(int(logits[0, -1].argmax()))
+            if made[-1] in ends or len(made) == most:
+                break
+            logits, *past = self._run(np.array([made[-1:]], dtype=np.int64), past)
+        return made
 
     def _run(self, tokens: Any, past: list[Any]) -> list[Any]:
         """Logits and the keys and values of all positions so far."""

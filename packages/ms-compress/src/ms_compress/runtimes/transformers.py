@@ -33,6 +33,8 @@ class TransformersRuntime:
             ) from error
         self.model: Any
         known: Any = transformers.AutoModelForCausalLM
+        self._folder = folder
+        self._library: Any = transformers
         quantization(folder)
         dtype = _dtype(folder)
         try:
@@ -68,6 +70,38 @@ class TransformersRuntime:
             token = out.logits[:, -1:].argmax(-1)
             out = self.model(token, past_key_values=out.past_key_values, use_cache=True)
         return prefilled - began, perf_counter() - prefilled
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, in which special tokens are what they spell; none is added."""
+        try:
+            with _quiet():
+                known = self._library.AutoTokenizer.from_pretrained(
+                    self._folder, local_files_only=True
+                )
+        except Exception as error:  # its parts' errors share no base but this
+            raise ExportError(
+                f"{self._folder}: transformers cannot read its tokenizer: {error}"
+            ) from error
+        return list(known(text, add_special_tokens=False)["input_ids"])
+
+    def ends(self) -> frozenset[int]:
+        """The tokens at which it ends a text by itself."""
+        said = self.model.generation_config.eos_token_id
+        return frozenset(said if isinstance(said, list) else [] if said is None else [said])
+
+    @torch.no_grad()
+    def generate(self, tokens: list[int], most: int) -> list[int]:
+        """The likeliest next tokens, until one of them ends the text, `most` of them at most."""
+        given = torch.tensor([tokens])
+        with _quiet():
+            out = self.model.generate(
+                given,
+                attention_mask=torch.ones_like(given),
+                do_sample=False,
+                num_beams=1,
+                max_new_tokens=most,
+            )
+        return [int(token) for token in out[0, len(tokens) :]]
 
 
 def _check_loaded(folder: Path, found: Mapping[str, Any], strict: bool) -> None:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ms_compress.decoder_config import DecoderConfig, check_names, decoder_config
 from ms_compress.errors import ExportError
-from ms_compress.export.gguf_tokenizer import add_tokenizer
 from ms_compress.parts import Entry, Source
 from ms_compress.rounding import Quantised
+from ms_compress.targets.gguf_tokenizer import add_placeholders, add_tokenizer
+from ms_compress.tokenizer_files import TextEnds, TokenizerFiles
 
 __all__ = ["check", "pack", "permuted", "write"]
 
@@ -79,7 +80,7 @@ def check(source: Source) -> None:
     check_names(source.entries, "GGUF")
 
 
-def write(source: Source, folder: Path, tokenizer: Path | None = None) -> None:
+def write(source: Source, folder: Path, files: TokenizerFiles | None, ends: TextEnds) -> None:
     """Write `model.gguf` in a folder that exists; all processes call it, the first one writes."""
     config = decoder_config(source.config, "GGUF")
     if not source.is_first:
@@ -90,7 +91,10 @@ def write(source: Source, folder: Path, tokenizer: Path | None = None) -> None:
     architecture = "llama" if config.family in PERMUTED else config.family
     with closing(gguf.GGUFWriter(None, architecture)) as writer:
         _add_facts(writer, gguf, config, source)
-        add_tokenizer(writer, gguf, tokenizer, config)
+        if files is None:
+            add_placeholders(writer, gguf, ends, config.vocabulary)
+        else:
+            add_tokenizer(writer, gguf, files, ends, config.vocabulary)
         divisors = config.frequency_divisors
         if divisors is not None:
             _add_info(writer, gguf, "rope_freqs.weight", (len(divisors),), None)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ms_compress.calibration import check_calibration, walk
 from ms_compress.errors import CalibrationError, ConfigError
 from ms_compress.layers import FACTOR, Prepared
-from ms_compress.qat import qat
+from ms_compress.preparation import qat
 from ms_compress.rounding import fitted_factor, round_at, scales_of
-from ms_compress.scheme import Scheme
+from ms_compress.schemes import Scheme
 from ms_compress.selection import select
 from ms_compress.two_sided import output_squares, round_by_loss
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ms_compress.durable import sync_folder, write_synced
 from ms_compress.errors import LayerError
-from ms_compress.export.safetensors_file import Slot, TensorFile
 from ms_compress.parts import Entry, Source
 from ms_compress.rounding import Quantised
-from ms_compress.scheme import Activations, Scheme
+from ms_compress.schemes import Activations, Scheme
+from ms_compress.targets.safetensors_file import Slot, TensorFile
 
 __all__ = ["check", "pack", "write"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ms_compress.calibration import walk
 from ms_compress.layers import prepare_layer
 from ms_compress.pattern import Pattern, Unstructured, pattern
-from ms_compress.prune import check_pattern, keep_zeros
+from ms_compress.pruning import check_pattern, keep_zeros
 from ms_compress.selection import select
 
 __all__ = ["wanda"]

@@ -21,7 +21,7 @@ from ms_compress.layers import (
     prepared_layers,
 )
 from ms_compress.rounding import fitted_factor
-from ms_compress.scheme import Scheme, scheme
+from ms_compress.schemes import Scheme, scheme
 from ms_compress.selection import is_tied, select
 
 __all__ = ["FloatThenQuantised", "fit_scales", "qat", "set_quantising"]

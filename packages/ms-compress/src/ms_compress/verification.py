@@ -10,9 +10,10 @@ compared as float32 has it, which is what runtimes compute in.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 
 from ms_compress.errors import VerifyError
@@ -20,12 +21,24 @@ from ms_compress.layers import prepared_layers
 from ms_compress.logits import model_logits
 from ms_compress.parts import Source
 from ms_compress.rounding import Quantised
-from ms_compress.runtimes import open_runtime
+from ms_compress.runtimes import TextRuntime, open_runtime
+from ms_compress.runtimes.encoder import encoder
 from ms_compress.stored import Reader, reader
+from ms_compress.tokenizer_files import read_tokenizer, text_ends
 from ms_compress.wrappers import unwrapped
 
-__all__ = ["Agreement", "check_weights", "compare", "verify"]
+__all__ = ["Agreement", "check_text", "check_weights", "compare", "verify"]
 
+PROMPT = 16
+GENERATED = 24
+"""Tokens of a text that a runtime is to write."""
+TEXTS = (
+    "The quick brown fox didn't jump over 12 lazy dogs; it's 3.14159 past 2026!",
+    "  two  spaces,\ttabs\n\n\nand lines \r\n ",
+    "Grüße, 你好世界, здравствуй, नमस्ते 🙂 ½ ²",
+    "def f(x): return {'a': [x**2 for _ in range(10_000)]}  # <tag/> $5%",
+)
+"""Which tokenizers cut at different places; the first is written on."""
 PROBE_ROWS = 2
 PROBE_POSITIONS = 48
 HALF = (torch.bfloat16, torch.float16)
@@ -33,7 +46,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @frozen(kw_only=True)
 class Agreement:
-    """How far a runtime's logits lie from the model's."""
+    """How far a runtime's logits lie from the model's, and a text that it wrote."""
 
     mean: float
     """Of absolute differences."""
@@ -42,12 +55,22 @@ class Agreement:
     """Standard deviation of the model's own logits."""
     argmax: float
     """Share of positions at which both find the same token likeliest."""
+    generated: tuple[int, ...] = ()
+    """Tokens of a text that the runtime wrote on by itself, the model's own likeliest; none where
+    the folder has no tokenizer."""
 
 
 def verify(
-    model: nn.Module, folder: str | Path, target: str, *, tokens: Tensor | None = None
+    model: nn.Module,
+    folder: str | Path,
+    target: Literal["ct", "gguf", "ort"],
+    *,
+    tokens: Tensor | None = None,
 ) -> Agreement:
     """Compare a folder, its tensors and what its target's runtime computes, with its model.
+
+    Where the folder has a tokenizer, the runtime must also read texts as that tokenizer does, end
+    them where the folder says, and write on a text as the model would.
 
     Args:
         model: prepared; its evaluation mode is used. Weights narrower than float32 are wide while
@@ -76,7 +99,56 @@ def verify(
             f" model's own spread is {found.spread:.3g} and {limit * found.spread:.3g} is allowed;"
             " the file is not this model, export it again"
         )
-    return found
+    if not (folder / "tokenizer.json").is_file():
+        return found
+    margin = max(1e-3, 10 * limit) * found.spread
+    return evolve(found, generated=check_text(model, folder, runtime, margin))
+
+
+def check_text(
+    model: nn.Module, folder: Path, runtime: TextRuntime, margin: float
+) -> tuple[int, ...]:
+    """Have a runtime read and write texts with the folder's own tokenizer.
+
+    Args:
+        model: the one that was exported.
+        folder: with a tokenizer.json.
+        runtime: opened on it.
+        margin: how far below the model's likeliest token one may lie that the runtime chose.
+
+    Returns:
+        The tokens that it wrote.
+
+    Raises:
+        VerifyError: it reads or ends texts otherwise, or chose what the model would not.
+    """
+    files, reference = read_tokenizer(folder), encoder(folder)
+    ends = text_ends(files, {}, _vocabulary(model)).ends
+    for text in (*TEXTS, *(f"a{each['content']}b" for each in files.added.values())):
+        expected, got = reference(text), runtime.encode(text)
+        if got != expected:
+            raise VerifyError(
+                f"{folder}: {runtime.name} reads {text!r} as tokens {got}, and its tokenizer.json"
+                f" as {expected}; export it again with the tokenizer that the model was trained on"
+            )
+    if unknown := [token for token in ends if token not in runtime.ends()]:
+        raise VerifyError(
+            f"{folder}: token {unknown[0]} ends a text, and {runtime.name} writes on; export it"
+            " again with a generation_config.json that names it"
+        )
+    prompt = reference(TEXTS[0])[:PROMPT] or [0]
+    made = runtime.generate(prompt, GENERATED)
+    with _in_float32(model):
+        logits = model_logits(model, torch.tensor([prompt + made]))[0, len(prompt) - 1 : -1]
+    behind = logits.max(-1).values - logits.gather(-1, torch.tensor(made)[:, None])[:, 0]
+    if float(behind.max()) > margin:
+        at = int(behind.argmax())
+        raise VerifyError(
+            f"{folder}: {runtime.name} wrote token {made[at]} as the text's {at + 1}th, where the"
+            f" model's likeliest is {int(logits[at].argmax())}; the file is not this model, export"
+            " it again"
+        )
+    return tuple(made)
 
 
 def check_weights(model: nn.Module, folder: str | Path, target: str) -> None:

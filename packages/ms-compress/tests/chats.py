@@ -1,0 +1,70 @@
+"""A small model that was taught to answer, as a training on conversations leaves it."""
+
+import json
+from pathlib import Path
+
+import attrs
+import torch
+from folders import VOCABULARY, model
+from torch import nn
+
+import ms_data
+from ms_compress import Tuning, tune
+from ms_compress.corpus import read_batch
+from ms_parallel.models import save_model
+
+END = "<|endoftext|>"
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}"
+    "Question: {{ message['content'] }}\n{% else %}"
+    "Answer:{{ message['content'] }}<|endoftext|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Answer:{% endif %}"
+)
+QUESTION, ANSWER = "ping 7?", "pong!"
+
+
+def write_conversations(path: Path, count: int = 16) -> Path:
+    """One question in some words, and one answer."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"ping {number}?"},
+                {"role": "assistant", "content": ANSWER},
+            ]
+        }
+        for number in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """Byte-level BPE of ms-data, with a chat template and the end of a text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = folder / "corpus.txt"
+    text.write_text("Question: ping 1?\nAnswer:pong!\n" * 50)
+    ms_data.train_tokenizer(text, vocab_size=VOCABULARY, out=folder / "tokenizer.json")
+    text.unlink()
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": END,
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def write_taught(folder: Path, conversations: Path) -> Path:
+    """A plain model's folder that answers each question and then ends its text."""
+    write_tokenizer(folder)
+    taught: nn.Module = model()
+    taught.config = attrs.evolve(taught.config, eos_token_id=0, pad_token_id=0)
+    text = read_batch(conversations, count=16, length=48, chat=folder)
+    tune(taught, text, Tuning(steps=60, batch_size=8, sequence_length=48, learning_rate=5e-3))
+    torch.manual_seed(0)
+    save_model(taught, folder / "saved")
+    for path in (folder / "saved").iterdir():
+        path.rename(folder / path.name)
+    (folder / "saved").rmdir()
+    return folder
