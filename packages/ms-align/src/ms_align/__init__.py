@@ -13,7 +13,8 @@ from ms_align.errors import (
 )
 from ms_align.generation import Generator, LocalGenerator, Responses
 from ms_align.local import LocalEngine
-from ms_align.lora import AdaptedModel, LoraOptions, add_lora, load_lora
+from ms_align.lora import AdaptedModel, LoraOptions, add_lora
+from ms_align.lora_load import load_lora
 from ms_align.parallel import ParallelEngine
 from ms_align.reward import Reward, Sample
 from ms_align.reward_model import RewardModel
