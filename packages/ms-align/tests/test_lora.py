@@ -290,5 +290,5 @@ def test_a_damaged_adapter_configuration_is_refused_in_one_line(
 
 def test_a_rank_beyond_every_layer_is_refused_before_it_takes_memory() -> None:
     """10⁹ rows of a matrix of 32 would be 128 GB."""
-    with pytest.raises(ConfigError, match="rank is 1000000000 .* at most 32"):
+    with pytest.raises(ConfigError, match=r"rank is 1000000000 .* at most 32"):
         add_lora(decoder(), LoraOptions(rank=10**9, targets=("q_proj",)))
