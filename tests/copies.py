@@ -9,9 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "shared_source"
 COPIES = {
-    "durable.py": ("data", "parallel"),
+    "durable.py": ("align", "data", "parallel"),
     "entry.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
-    "run_folder.py": ("parallel",),
+    "run_folder.py": ("align", "parallel"),
     "untrusted.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
 }
 """Which packages hold a copy of each source."""

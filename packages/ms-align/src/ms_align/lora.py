@@ -57,6 +57,7 @@ class LoraOptions:
     """Which layers are adapted, and how."""
 
     rank: int = field(default=8, validator=whole())
+    """Rows of A, and columns of B."""
     alpha: float = field(default=16.0, validator=number(least=1e-6))
     """What an adapter adds is multiplied by alpha / rank."""
     targets: str | tuple[str, ...] = field(default=DEFAULT_TARGETS, converter=_targets)
@@ -211,6 +212,22 @@ class AdaptedModel(nn.Module):
         """Take them out again, bit for bit."""
         for layer in self.adapters().values():
             layer.unmerge()
+
+    @contextmanager
+    def as_merged(self) -> Iterator[nn.Module]:
+        """The plain model with its adapters in its weights, while the block runs."""
+        layers = self.adapters()
+        merged_before = {name for name, layer in layers.items() if layer.merged}
+        self.merge()
+        for name, layer in layers.items():
+            _replace(self.base, name, layer.base_layer)
+        try:
+            yield self.base
+        finally:
+            for name, layer in layers.items():
+                _replace(self.base, name, layer)
+                if name not in merged_before:
+                    layer.unmerge()
 
     def merged_model(self) -> nn.Module:
         """The model with its adapters in its weights and without them beside; this one is spent."""

@@ -7,7 +7,7 @@ them are written, from one source.
 
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from attrs import evolve, field, frozen
 from ms_align.durable import write_file
 from ms_align.errors import DataError, ModelError
 from ms_align.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from ms_align.untrusted import decode_json, read_bytes, read_json, read_text
+from ms_align.untrusted import decode_json, decoding, read_bytes, read_json, read_text
 
 __all__ = ["TokenizerFiles", "complete", "files_of", "has_tokenizer"]
 
@@ -33,6 +33,7 @@ COPIED = (
     "special_tokens_map.json",
 )
 """What some tokenizer of transformers is read from, beside the two files that are made anew."""
+PAD = "<|pad|>"
 ROLES = ("bos_token", "eos_token", "pad_token")
 KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
 """Names of the token that ends a text, most telling first, where nothing says which it is."""
@@ -51,6 +52,8 @@ class TokenizerFiles:
     """Numbers of the special tokens, by text."""
     roles: Mapping[str, str] = field(factory=dict)
     """Texts of `bos_token`, `eos_token` and `pad_token`, as far as there are such."""
+    size: int = 0
+    """One more than the greatest number of a token; 0 where that is not known."""
     ends: tuple[int, ...] = ()
     """Tokens that end a text or a turn, that of `eos_token` first."""
 
@@ -62,6 +65,22 @@ class TokenizerFiles:
         """The same, with those of `tokens` that are special ones among its ends."""
         more = [token for token in self.ids.values() if token in tokens]
         return evolve(self, ends=tuple(dict.fromkeys([*self.ends, *more])))
+
+    def padded(self, number: int) -> "TokenizerFiles":
+        """The same, with a token of its own to fill rows; one is added if `number` is unused."""
+        if number in self.ids.values():
+            return self
+        document = decode_json(
+            self.files[TOKENIZER], dict[str, Any], where=TOKENIZER, error=DataError
+        )
+        document["added_tokens"] = [*document.get("added_tokens", []), _special(number, PAD)]
+        return evolve(
+            self,
+            files={**self.files, TOKENIZER: msgspec.json.encode(document)},
+            ids={**self.ids, PAD: number},
+            roles={**self.roles, "pad_token": PAD},
+            size=number + 1,
+        )
 
     def contents(self) -> dict[str, bytes]:
         """Every file, by name."""
@@ -82,20 +101,23 @@ class TokenizerFiles:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder holds a tokenizer of any kind."""
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", CONFIG))
+    with decoding(folder, error=DataError):
+        return any((folder / name).is_file() for name in (TOKENIZER, "tokenizer.model", CONFIG))
 
 
-def files_of(tokenizer: Any) -> TokenizerFiles | None:
+def files_of(place: Any, tokenizer: Any = None) -> TokenizerFiles | None:
     """The files of a tokenizer, or of the folder that it lies in; None where it has none.
 
     Args:
-        tokenizer: a folder, a tokenizer of ms-align, ms-data or transformers, or any other.
+        place: a folder, a tokenizer of ms-align, ms-data or transformers, or any other.
+        tokenizer: what is asked where `place` is no folder.
 
     Raises:
         DataError: its files cannot be read.
     """
-    if isinstance(tokenizer, str | Path):
-        return _read(Path(tokenizer)) if has_tokenizer(Path(tokenizer)) else None
+    if isinstance(place, str | Path) and has_tokenizer(Path(place)):
+        return _read(Path(place))
+    tokenizer = place if tokenizer is None else tokenizer
     if isinstance(tokenizer, ByteTokenizer):
         return _from_json(_byte_tokenizer(), end_of_text=tokenizer.end_of_text)
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -111,13 +133,12 @@ def files_of(tokenizer: Any) -> TokenizerFiles | None:
     return found if beside is None else evolve(found, chat_template=beside.chat_template)
 
 
-def complete(folder: Path, tokenizer: TokenizerFiles | None, *, pad: int | None = None) -> None:
+def complete(folder: Path, tokenizer: TokenizerFiles | None) -> None:
     """Put a tokenizer into a model's folder, and say in its configurations how a text ends.
 
     Args:
         folder: with `config.json`, where the model has one.
         tokenizer: None leaves the folder without one, and what its model says of ends as it is.
-        pad: number of the token that fills rows; by default that of the tokenizer.
 
     Raises:
         ModelError: config.json cannot be read.
@@ -127,26 +148,22 @@ def complete(folder: Path, tokenizer: TokenizerFiles | None, *, pad: int | None 
     config = folder / "config.json"
     if config.is_file():
         known = read_json(config, dict[str, Any], error=ModelError)
-        numbers = _numbers(known, tokenizer, pad)
+        numbers = _numbers(known, tokenizer)
         files["config.json"] = _document({**known, **numbers})
         files["generation_config.json"] = _document(_generation(folder, numbers, tokenizer))
     for name, content in files.items():
         write_file(folder / name, content)
 
 
-def _numbers(
-    known: Mapping[str, Any], tokenizer: TokenizerFiles | None, pad: int | None
-) -> dict[str, Any]:
+def _numbers(known: Mapping[str, Any], tokenizer: TokenizerFiles | None) -> dict[str, Any]:
     """`bos_token_id`, `eos_token_id` and `pad_token_id` of a model's configuration."""
     numbers = {f"{role}_id": known.get(f"{role}_id") for role in ROLES}
     if tokenizer is None:
         return numbers
     found = {f"{role}_id": tokenizer.id_of(role) for role in ROLES}
     numbers |= {name: number for name, number in found.items() if number is not None}
-    if pad is not None or numbers["pad_token_id"] is None:
-        first = numbers["eos_token_id"]
-        first = first[0] if isinstance(first, list) and first else first
-        numbers["pad_token_id"] = first if pad is None else pad
+    if numbers["pad_token_id"] is None:
+        numbers["pad_token_id"] = next(iter(_as_list(numbers["eos_token_id"])), None)
     return numbers
 
 
@@ -230,8 +247,23 @@ def _from_json(
         config=dict(config or {}),
         ids=ids,
         roles=found,
+        size=1 + max([*ids.values(), *_vocabulary(document)], default=-1),
         ends=() if end is None else (end,),
     )
+
+
+def _vocabulary(document: Mapping[str, Any]) -> Iterable[int]:
+    """Numbers of the tokens that are no added ones."""
+    model = document.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
+    if isinstance(vocabulary, Mapping):
+        return (number for number in vocabulary.values() if isinstance(number, int))
+    return range(len(vocabulary)) if isinstance(vocabulary, list) else ()
+
+
+def _special(number: int, text: str) -> dict[str, Any]:
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": text, "special": True, **plain}
 
 
 def _of_transformers(tokenizer: Any) -> TokenizerFiles:
@@ -266,12 +298,11 @@ def _byte_tokenizer() -> bytes:
     others = (byte for byte in range(256) if byte not in letters)
     letters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    end = {"id": ByteTokenizer.end_of_text, "content": KNOWN_ENDS[0], "special": True}
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    end = _special(ByteTokenizer.end_of_text, KNOWN_ENDS[0])
     return msgspec.json.encode(
         {
             "version": "1.0",
-            "added_tokens": [{**end, **plain}],
+            "added_tokens": [end],
             "normalizer": None,
             "pre_tokenizer": {**level, "use_regex": False},
             "post_processor": None,
