@@ -9,9 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "shared_source"
 COPIES = {
-    "durable.py": ("compress", "data", "parallel"),
+    "durable.py": ("align", "compress", "data", "parallel"),
     "entry.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
-    "run_folder.py": ("compress", "parallel"),
+    "run_folder.py": ("align", "compress", "parallel"),
     "untrusted.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
 }
 """Which packages hold a copy of each source."""

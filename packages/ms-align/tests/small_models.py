@@ -51,6 +51,21 @@ def gpt2(seed: int = 0) -> nn.Module:
     return _sharper(GPT2LMHeadModel(config))
 
 
+def biased(kind: str) -> nn.Module:
+    """A model of transformers whose attention is biased by distance (ALiBi)."""
+    import transformers as t
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 258, "hidden_size": 32, "num_attention_heads": 4}
+    if kind == "bloom":
+        return _sharper(t.BloomForCausalLM(t.BloomConfig(n_layer=2, **sizes)))
+    if kind == "falcon":
+        config = t.FalconConfig(num_hidden_layers=2, alibi=True, bos_token_id=0, **sizes)
+        return _sharper(t.FalconForCausalLM(config))
+    config = t.MptConfig(vocab_size=258, d_model=32, n_heads=4, n_layers=2, max_seq_len=64)
+    return _sharper(t.MptForCausalLM(config))
+
+
 def _sharper(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():

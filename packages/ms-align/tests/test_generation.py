@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from small_models import decoder, gpt2, llama
+from small_models import biased, decoder, gpt2, llama
 
 from ms_align import DataError, LocalEngine, LocalGenerator, ModelError, Sampling
 from ms_align.generation.engine_generator import EngineGenerator
@@ -30,12 +30,15 @@ MODELS = {
     "mistral": lambda: decoder("mistral"),
     "transformers-llama": llama,
     "transformers-gpt2": gpt2,
+    "transformers-bloom": lambda: biased("bloom"),
+    "transformers-falcon": lambda: biased("falcon"),
+    "transformers-mpt": lambda: biased("mpt"),
 }
 
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> nn.Module:
-    """Each kind of model, with rotary and with learned positions."""
+    """Each kind of model: rotary and learned positions, and attention biased by distance."""
     return MODELS[request.param]()
 
 

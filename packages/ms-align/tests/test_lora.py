@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 
 from ms_align.errors import ConfigError, ModelError
 from ms_align.local import LocalEngine
-from ms_align.lora import LoraLinear, LoraOptions, add_lora, load_lora
+from ms_align.lora import LoraLinear, LoraOptions, add_lora
+from ms_align.lora_load import load_lora
 from ms_align.losses.sft import SFTLoss
 from ms_align.options import OptimizerOptions
 from ms_parallel import save_model
@@ -134,8 +136,9 @@ def test_what_peft_writes_we_read(tmp_path: Path, rslora: bool) -> None:
         ({"bias": "all"}, "bias='all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"r": "many"}, "no LoRA configuration"),
-        ({"target_modules": ["q_proj"]}, "the model has no linear layer"),
-        ({"r": 5}, "has shapes"),
+        ({"target_modules": ["q_proj"]}, "its target_modules leave out"),
+        ({"target_modules": ["q_proj", "another"]}, "its target_modules leave out"),
+        ({"r": 5}, r"has shape .* r=5"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(
@@ -149,6 +152,18 @@ def test_an_adapter_that_does_not_fit_is_refused(
         load_lora(decoder(), tmp_path)
 
 
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    """It has layers that the model has not, lacks some, or has others of their names."""
+    trained(decoder()).save_pretrained(tmp_path)
+    for sizes, says in (
+        ({"num_hidden_layers": 1}, "the model has no linear layer"),
+        ({"num_hidden_layers": 3}, "the folder lacks"),
+        ({"intermediate_size": 128}, "has shapes"),
+    ):
+        with pytest.raises(ModelError, match=says):
+            load_lora(decoder(**sizes), tmp_path)
+
+
 def test_layers_are_found_by_name_expression_or_all() -> None:
     """gpt2's are no nn.Linear, which is said."""
     assert len(add_lora(decoder(), LoraOptions(targets=("q_proj",))).adapters()) == 2
@@ -159,3 +174,121 @@ def test_layers_are_found_by_name_expression_or_all() -> None:
         add_lora(gpt2())
     with pytest.raises(ConfigError, match="has adapters already"):
         add_lora(add_lora(decoder()))
+
+
+def peft_adapter(place: Path, **settings: Any) -> torch.Tensor:
+    """Write a base model and an adapter that peft trained a little; what peft's reload gives."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    save_model(decoder(), place / "base")  # type: ignore[arg-type]
+    base = AutoModelForCausalLM.from_pretrained(place / "base")
+    config = peft.LoraConfig(
+        **{"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], **settings},
+        task_type="CAUSAL_LM",
+    )
+    theirs = peft.get_peft_model(base, config)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    theirs.eval().save_pretrained(place / "adapter")
+    again = AutoModelForCausalLM.from_pretrained(place / "base")
+    return logits(peft.PeftModel.from_pretrained(again, place / "adapter").eval())
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize(
+    "begins", [True, False, "gaussian", "orthogonal", "mica", "eva", "pissa", "olora"]
+)
+def test_an_adapter_computes_what_peft_computes_however_it_began(
+    tmp_path: Path, begins: bool | str, rslora: bool
+) -> None:
+    """PiSSA and OLoRA take a part out of the weights; the others leave them alone."""
+    pytest.importorskip("peft")
+    wanted = peft_adapter(tmp_path, init_lora_weights=begins, use_rslora=rslora)
+    adapted = load_lora(decoder(), tmp_path / "adapter")
+    # W - s·B₀·A₀ rounds once more in peft: a few parts in 1e6 of logits of size 10.
+    torch.testing.assert_close(logits(adapted), wanted, rtol=1e-4, atol=1e-4)
+    with adapted.disable_adapter():
+        assert torch.equal(logits(adapted), logits(decoder()))
+    adapted.save_pretrained(tmp_path / "again")
+    again = load_lora(decoder(), tmp_path / "again")
+    assert torch.equal(logits(again), logits(adapted))
+    plain = adapted.merged_model()
+    torch.testing.assert_close(logits(plain), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"init_lora_weights": "corda"},
+        {"init_lora_weights": "loftq"},
+        {"init_lora_weights": "lora_ga"},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "another"},
+        {"alora_invocation_tokens": [5, 6]},
+        {"layers_to_transform": 0},
+        {"exclude_modules": ["q_proj"]},
+        {"target_parameters": ["w"]},
+        {"layer_replication": [[0, 1]]},
+        {"kasa_config": {"beta": 1.0}},
+        {"trainable_token_indices": [1]},
+        {"ensure_weight_tying": True},
+        {"task_type": "SEQ_CLS"},
+        {"a_key_of_next_year": 1},
+    ],
+)
+def test_a_key_that_is_not_known_to_be_neutral_is_refused_by_name(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    """Whatever would change the logits without being read."""
+    trained(decoder()).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ModelError, match=f"{next(iter(change))}="):
+        load_lora(decoder(), tmp_path)
+
+
+def test_every_key_that_peft_writes_today_is_known(tmp_path: Path) -> None:
+    """A plain adapter of peft's, with the optional tables of beginnings that it does not use."""
+    pytest.importorskip("peft")
+    wanted = peft_adapter(tmp_path)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    more = {"eva_config": {"rho": 2.0}, "corda_config": {"x": 1}, "a_key_of_next_year": None}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+    got = logits(load_lora(decoder(), tmp_path / "adapter"))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+HOSTILE = {
+    "deep": b'{"r": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "no utf-8": b'{"r": 8, "lora_alpha": 16, "target_modules": ["\xff\xfe"]}',
+    "surrogate": b'{"r": 8, "lora_alpha": 16, "target_modules": ["\\ud800"]}',
+    "huge rank": b'{"r": 1000000000, "lora_alpha": 16, "target_modules": ["q_proj"]}',
+    "huge number": b'{"r": 8, "lora_alpha": 1e999, "target_modules": ["q_proj"]}',
+    "huge integer": b'{"r": 1' + b"0" * 5000 + b', "lora_alpha": 1, "target_modules": []}',
+    "no object": b"[]",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_damaged_adapter_configuration_is_refused_in_one_line(
+    tmp_path: Path, content: bytes
+) -> None:
+    """However it is damaged, and before memory is taken for what it asks."""
+    trained(decoder()).save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_bytes(content)
+    with pytest.raises(ModelError) as refused:
+        load_lora(decoder(), tmp_path)
+    assert str(tmp_path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+def test_a_rank_beyond_every_layer_is_refused_before_it_takes_memory() -> None:
+    """10⁹ rows of a matrix of 32 would be 128 GB."""
+    with pytest.raises(ConfigError, match=r"rank is 1000000000 .* at most 32"):
+        add_lora(decoder(), LoraOptions(rank=10**9, targets=("q_proj",)))

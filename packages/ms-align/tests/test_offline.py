@@ -156,9 +156,9 @@ def test_dpo_goes_on_with_the_reference_that_it_began_with_alone(
         )
 
     trainer().train(1)
-    with pytest.raises(CheckpointError, match=r"another run: reference was \d+ and is \d+"):
+    with pytest.raises(CheckpointError, match=r"whose reference is \"\w+\", and now"):
         trainer(reference=1).train(2)
-    with pytest.raises(CheckpointError, match=r"another run: policy was \d+ and is \d+"):
+    with pytest.raises(CheckpointError, match=r"whose policy is \"\w+\", and now"):
         trainer(start=1, reference=0).train(2)
     assert trainer(reference=0).train(2).step == 2
 
@@ -244,9 +244,9 @@ def run_file(sets: Path, place: Path, kind: str, **more: Any) -> Path:
     lines = [f"{k} = {json.dumps(v)}" for k, v in settings.items() if k not in tables]
     data = {"copy": str(sets / "copy"), "reverse": str(sets / "reverse")}
     if kind == "sft":
-        tables["data"] = data
+        tables["dataset"] = data
     else:
-        lines.append(f"data = {json.dumps(str(sets / 'pairs'))}")
+        lines.append(f"dataset = {json.dumps(str(sets / 'pairs'))}")
     for name, table in tables.items():
         lines += [f"[{name}]", *(f"{key} = {json.dumps(one)}" for key, one in table.items())]
     path = place / f"{kind}.toml"
@@ -267,7 +267,7 @@ def test_conversations_are_refused_where_pairs_are_learnt_from(
 ) -> None:
     """The folder and the remedy; a reward model under a layout is refused as well."""
     run = run_file(sets, tmp_path, kind)
-    assert main([kind, str(run), "--set", f"data='{sets / 'copy'}'"]) == 2
+    assert main([kind, str(run), "--set", f"dataset='{sets / 'copy'}'"]) == 2
     assert "copy holds conversations and no preference pairs; build" in capsys.readouterr().err
     if kind == "reward":
         assert main([kind, str(run), "--set", "layout.data=2"]) == 2
@@ -299,15 +299,16 @@ def test_kill_9_then_the_same_command_ends_in_the_same_bits(
         told = events(tmp_path / kind, "sample")
         assert told[0]["prompt"].endswith("<assistant>")
         assert len(told) >= 6
-    for name in ("model/model.safetensors", "checkpoints/step-00000006/rank-00000.safetensors"):
+    weights = "model/body/model.safetensors" if kind == "reward" else "model/model.safetensors"
+    for name in (weights, "checkpoints/step-00000006/rank-00000.safetensors"):
         made, wanted = (load_file(at / kind / name) for at in (tmp_path, tmp_path / "whole"))
         assert made.keys() == wanted.keys()
         assert all(torch.equal(made[key], wanted[key]) for key in made)
     before = load_file(sets / "model" / "model.safetensors")
-    after = load_file(tmp_path / kind / "model" / "model.safetensors")
+    after = load_file(tmp_path / kind / weights)
     assert any(not torch.equal(before[key], after[key]) for key in before)
     assert (tmp_path / kind / "model" / "tokenizer.json").is_file()
-    assert load_model(tmp_path / kind / "model") is not None
+    assert load_model((tmp_path / kind / weights).parent) is not None
 
 
 def test_epochs_are_counted_in_rows(sets: Path, tmp_path: Path) -> None:
@@ -323,7 +324,7 @@ def test_epochs_are_counted_in_rows(sets: Path, tmp_path: Path) -> None:
     ("change", "says"),
     [
         (["model=nowhere"], "nowhere has no config.json"),
-        (["data=nowhere"], "nowhere holds no dataset"),
+        (["dataset=nowhere"], "nowhere holds no dataset"),
         (["sequence_length=100000"], "longer than the model's context"),
         (["sequence_length=4"], "anything to learn"),
         (["step=5"], "unknown key 'step'; did you mean 'steps'"),
@@ -336,8 +337,8 @@ def test_epochs_are_counted_in_rows(sets: Path, tmp_path: Path) -> None:
         (["lora=3"], "lora is 3; give a table"),
         (["lora.targets='('"], "targets is '(', which is no regular expression"),
         (["lora.targets=5"], "targets is 5; give"),
-        (["data=3"], "data is 3; give a folder, or a table of them"),
-        (["data={a=1}"], "data is {'a': 1}; give a folder, or a table of them"),
+        (["dataset=3"], "dataset is 3; give a folder, or a table of them"),
+        (["dataset={a=1}"], "dataset is {'a': 1}; give a folder, or a table of them"),
         (["weights=x"], "weights is 'x'; give a table of numbers, 0 or more"),
         (["task_weights=3"], "task_weights is 3; give a table of numbers"),
         (["task_weights={a='x'}"], "task_weights is {'a': 'x'}; give a table of numbers"),
@@ -345,6 +346,7 @@ def test_epochs_are_counted_in_rows(sets: Path, tmp_path: Path) -> None:
         (["tasks={signal='given', given=5}"], "given is 5; give a table of numbers"),
         (["betas=5"], "betas is 5; give two numbers"),
         (["output_dir=5"], "output_dir is 5; give a folder"),
+        (["data='x'"], "'data' is called 'dataset' now"),
     ],
 )
 def test_bad_settings_are_one_line_and_exit_2(
@@ -364,13 +366,18 @@ def test_bad_settings_are_one_line_and_exit_2(
     assert not (tmp_path / "sft" / "checkpoints").exists()
 
 
-def test_a_run_that_has_no_step_left_is_refused(
+def test_a_finished_run_says_so_and_a_run_of_fewer_steps_is_refused(
     sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Instead of ending at once as if it had learned."""
-    run = run_file(sets, tmp_path, "sft")
+    """The same command again is done at once, with exit code 0 and a line; nothing is changed."""
+    run = run_file(sets, tmp_path, "sft", progress=True, steps=3)
     assert main(["sft", str(run)]) == 0
-    assert main(["sft", str(run)]) == 2
+    made = (tmp_path / "sft" / "model" / "model.safetensors").stat()
+    capsys.readouterr()
+    assert main(["sft", str(run)]) == 0
+    assert "finished: the 3 steps of" in capsys.readouterr().out
+    assert (tmp_path / "sft" / "model" / "model.safetensors").stat() == made
+    assert main(["sft", str(run), "--set", "steps=2"]) == 2
     assert "nothing would be trained; raise steps" in capsys.readouterr().err
 
 
@@ -396,7 +403,8 @@ def test_a_run_that_ended_before_its_model_was_written_writes_it(
     assert main([kind, str(run)]) == 0
     assert file.read_bytes() == before
     assert len(events(tmp_path / kind, "step")) == made
-    assert main([kind, str(run)]) == 2
+    assert main([kind, str(run)]) == 0
+    assert len(events(tmp_path / kind, "step")) == made
 
 
 class Constant:
@@ -422,13 +430,14 @@ class Constant:
         self.left = state["left"]
 
 
-def test_a_tokenizer_that_cannot_be_put_beside_the_model_is_told(
+def test_a_place_that_cannot_be_written_is_told(
     sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line, as for every other place that cannot be written."""
-    (tmp_path / "sft" / "model" / "tokenizer.json").mkdir(parents=True)
-    assert main(["sft", str(run_file(sets, tmp_path, "sft"))]) == 2
-    assert "tokenizer.json: Is a directory" in capsys.readouterr().err
+    """One line: what, why, and the remedy."""
+    (tmp_path / "file").write_text("")
+    run = run_file(sets, tmp_path, "sft", output_dir=str(tmp_path / "file" / "sft"))
+    assert main(["sft", str(run)]) == 2
+    assert "Not a directory; choose another output_dir" in capsys.readouterr().err
 
 
 def test_silent_failures_are_refused(sets: Path, tmp_path: Path) -> None:

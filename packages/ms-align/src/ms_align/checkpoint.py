@@ -25,7 +25,7 @@ from ms_align import processes
 from ms_align.durable import publish, sync_folder, write_synced, writing
 from ms_align.errors import CheckpointError, DamageError
 
-__all__ = ["State", "complete_steps", "keep_last", "read", "step_folder", "write"]
+__all__ = ["State", "complete_steps", "incomplete", "keep_last", "read", "step_folder", "write"]
 
 NAME = "step-{:08d}"
 MANIFEST = "manifest.json"
@@ -65,6 +65,12 @@ def complete_steps(root: Path) -> list[int]:
     """Steps whose checkpoint is complete, ascending."""
     found = [path for path in root.glob("step-*") if (path / MANIFEST).is_file()]
     return sorted(int(path.name[5:]) for path in found if path.name[5:].isdigit())
+
+
+def incomplete(root: Path) -> list[Path]:
+    """Folders of checkpoints that were complete when they got their name, and lack the manifest."""
+    found = (path for path in root.glob("step-*") if path.name[5:].isdigit())
+    return sorted(path for path in found if not (path / MANIFEST).is_file())
 
 
 def write(root: Path, step: int, state: State) -> Path:

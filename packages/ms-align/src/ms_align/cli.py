@@ -1,46 +1,50 @@
 """The command: `python -m ms_align` and `ms-align`, a skin over public classes."""
 
 import argparse
+import contextlib
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from ms_align.commands import COMMANDS
-from ms_align.errors import AlignError
+from ms_align import __version__
+from ms_align.commands.command import COMMANDS, Command
+from ms_align.commands.template import help_of, template_of
+from ms_align.durable import write_file
+from ms_align.entry import DONE, CommandParser, perform
+from ms_align.errors import ConfigError
 from ms_align.run_file import read_settings
 
 __all__ = ["main"]
 
+PROG = "ms-align"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0 (done), 1 (failed) or 2 (bad input)."""
-    options = _parser().parse_args(arguments)
-    try:
-        settings = read_settings(options.run_file, options.set)
-        return int(options.command.run(settings, options.run_file))
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # whoever read the output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except Exception as error:  # whatever is not told in a line keeps its traceback
-        if not isinstance(error, AlignError) and not _is_of_a_sibling(error):
-            raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    """Run the command; returns 0 (done), 1 (failed), 2 (bad input) or 130 (after Ctrl-C)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser(explains=bool({"-h", "--help"} & set(given))).parse_args(given)
+    act: Callable[[argparse.Namespace], int] = options.act
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    prog = f"{PROG} (process {os.environ.get('RANK', '0')})" if several else PROG
+    return perform(prog, lambda: act(options))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ms-align",
+def _parser(*, explains: bool) -> argparse.ArgumentParser:
+    parser = CommandParser(
+        PROG,
+        version=__version__,
         description="Align language models: tune on instructions, learn rewards, optimise them.",
-        epilog="example: ms-align ppo RUN.toml --set steps=200 --set kl_coeff=0.1",
+        example="ms-align ppo RUN.toml --set steps=200 --set kl_coeff=0.1",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         one = commands.add_parser(
-            command.name, help=command.help, epilog=f"example: {command.example}"
+            command.name,
+            help=command.help,
+            description=f"{command.help[0].upper()}{command.help[1:]}.",
+            epilog=help_of(command) if explains else None,
         )
         one.add_argument("run_file", metavar="RUN.toml", help="settings of the run, in TOML")
         one.add_argument(
@@ -50,12 +54,48 @@ def _parser() -> argparse.ArgumentParser:
             metavar="KEY=VALUE",
             help="change one setting; table.key=value reaches into a table",
         )
-        one.set_defaults(command=command)
+        one.add_argument(
+            "--json",
+            action="store_true",
+            help="print what the run came to as one JSON document; all else goes to standard error",
+        )
+        one.set_defaults(act=_run, command=command)
+    _add_init(commands)
     return parser
 
 
-def _is_of_a_sibling(error: Exception) -> bool:
-    """An error that a sibling raised on purpose; without importing what a run need not have."""
-    bases = (("ms_data", "DataError"), ("ms_parallel", "ParallelError"))
-    kinds = [getattr(sys.modules.get(module), name, None) for module, name in bases]
-    return any(kind is not None and isinstance(error, kind) for kind in kinds)
+def _add_init(commands: "argparse._SubParsersAction[CommandParser]") -> None:
+    init = commands.add_parser(
+        "init",
+        help="write a run file to begin with",
+        description="Write a run file that holds every key of a command, its default and meaning.",
+        example="ms-align init ppo --out RUN.toml",
+    )
+    named = {command.name: command for command in COMMANDS}
+    init.add_argument("name", metavar="COMMAND", choices=sorted(named), help=", ".join(named))
+    init.add_argument("--out", metavar="RUN.toml", help="a new file; standard output by default")
+    init.set_defaults(act=lambda options: _init(named[options.name], options.out))
+
+
+def _init(command: Command, out: str | None) -> int:
+    text = template_of(command)
+    if out is None:
+        sys.stdout.write(text)
+        return DONE
+    if os.path.lexists(out):
+        raise ConfigError(f"{out} is there already; choose another name")
+    write_file(Path(out), text.encode())
+    print(f"{out}: fill in the paths, then: ms-align {command.name} {out}")
+    return DONE
+
+
+def _run(options: argparse.Namespace) -> int:
+    settings = read_settings(options.run_file, options.set)
+    run = options.command.function()
+    if not options.json:
+        return int(run(settings, options.run_file)["code"])
+    with contextlib.redirect_stdout(sys.stderr):
+        facts = run(settings, options.run_file)
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(facts, indent=2))
+    return int(facts["code"])

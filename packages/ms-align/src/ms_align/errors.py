@@ -8,6 +8,7 @@ __all__ = [
     "DataError",
     "FolderError",
     "ModelError",
+    "NonFiniteError",
     "NothingToLearnError",
     "RewardError",
     "WriteError",
@@ -32,6 +33,12 @@ class ModelError(AlignError, ValueError):
 
 class RewardError(AlignError, RuntimeError):
     """A reward that raised, or returned what is no reward: names the sample."""
+
+
+class NonFiniteError(AlignError, RuntimeError):
+    """Weights or gradients that are infinite or no numbers: the run has failed."""
+
+    exit_code = 1
 
 
 class NothingToLearnError(AlignError, RuntimeError):

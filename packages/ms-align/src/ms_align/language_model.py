@@ -168,6 +168,9 @@ class HuggingFaceModel:
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         arguments["position_ids"] = positions
+        if documents is not None and _is_alibi(self._inner):
+            rows, at = _documents_apart(tokens, documents)
+            return self.hidden(rows, None, None)[at]
         # An explicit mask, for what a model makes of positions that restart differs by version.
         if documents is not None:
             causal = torch.ones(2 * tokens.shape[1:], dtype=torch.bool, device=tokens.device).tril()
@@ -187,7 +190,7 @@ class HuggingFaceModel:
         arguments: dict[str, Any] = {
             "input_ids": tokens,
             "position_ids": positions,
-            "attention_mask": None if seen is None else attention_masks(self._inner, seen),
+            "attention_mask": self._mask_behind(seen),
             "past_key_values": cache,
             "use_cache": True,
         }
@@ -195,9 +198,34 @@ class HuggingFaceModel:
             return cast(Tensor, self._inner(**arguments).logits)
         return cast(Tensor, self._inner.base_model(**arguments).last_hidden_state)
 
+    def _mask_behind(self, seen: Tensor | None) -> Tensor | dict[str, Tensor] | None:
+        if seen is None:
+            return None
+        if _is_alibi(self._inner) and seen.shape[1] == 1:
+            return seen[:, 0].long()
+        return attention_masks(self._inner, seen)
+
     def project(self, hidden: Tensor) -> Tensor:
         """Hidden states (..., H) to logits (..., V)."""
         return hidden if self._whole else cast(Tensor, self._inner.get_output_embeddings()(hidden))
+
+
+def _is_alibi(inner: Any) -> bool:
+    """Whether it biases attention by distance, which it counts from a mask (B, W) alone."""
+    return inner.config.model_type == "bloom" or bool(getattr(inner.config, "alibi", False))
+
+
+def _documents_apart(tokens: Tensor, documents: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Packed rows (B, S) as a row a document, padded behind; and where each position went."""
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    row = begins.flatten().cumsum(0).view(documents.shape) - 1
+    columns = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    first = torch.where(begins, columns, 0).cummax(1).values
+    at = row, columns - first
+    apart = tokens.new_zeros(int(row.max()) + 1, int(at[1].max()) + 1)
+    apart[at] = tokens
+    return apart, at
 
 
 def attention_masks(inner: Any, seen: Tensor) -> Tensor | dict[str, Tensor]:

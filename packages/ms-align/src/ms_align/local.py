@@ -8,7 +8,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from ms_align.engine import IGNORED, Batch, Loss, Output
-from ms_align.errors import AlignError, CheckpointError, ModelError
+from ms_align.errors import CheckpointError, ModelError, NonFiniteError
 from ms_align.language_model import LanguageModel, language_model
 from ms_align.options import OptimizerOptions
 from ms_align.token_statistics import (
@@ -118,6 +118,7 @@ class LocalEngine:
         optimizer: AdamW's settings; weights that need no gradient are left alone.
         heads: width of each extra linear head on the final hidden states, by name; they begin at
             zero, so that nothing is expected before anything was seen.
+        head_offsets: whether they add a learnt number to their product.
         microbatch_size: rows that pass at once, the last time perhaps fewer; None for all.
         on_nonfinite: what a gradient with an infinity or NaN does: `"skip"` the update and say so,
             or `"raise"`. Weights are never touched by it.
@@ -136,6 +137,7 @@ class LocalEngine:
         optimizer: OptimizerOptions | None = None,
         *,
         heads: Mapping[str, int] | None = None,
+        head_offsets: bool = True,
         microbatch_size: int | None = None,
         on_nonfinite: Literal["skip", "raise"] = "skip",
     ) -> None:
@@ -147,7 +149,7 @@ class LocalEngine:
         self.step = 0
         """Updates asked for so far, skipped ones included."""
         self.device = next(model.parameters()).device
-        self.heads = nn.ModuleDict(self._build(dict(heads or {})))
+        self.heads = nn.ModuleDict(self._build(dict(heads or {}), head_offsets))
         self.parameters = {
             **{name: p for name, p in model.named_parameters() if p.requires_grad},
             **{f"heads.{name}": p for name, p in self.heads.named_parameters()},
@@ -156,7 +158,7 @@ class LocalEngine:
         self._scratch = Scratch()
         model.eval()
 
-    def _build(self, widths: dict[str, int]) -> dict[str, nn.Module]:
+    def _build(self, widths: dict[str, int], offsets: bool) -> dict[str, nn.Module]:
         if widths and self.model.hidden_size is None:
             raise ModelError(
                 f"{type(self.module).__name__} shows no hidden states for the head "
@@ -164,9 +166,10 @@ class LocalEngine:
             )
         built: dict[str, nn.Module] = {}
         for name, width in widths.items():
-            head = nn.Linear(self.model.hidden_size or 0, width, device=self.device)
-            nn.init.zeros_(head.weight)
-            nn.init.zeros_(head.bias)
+            size = self.model.hidden_size or 0
+            head = nn.Linear(size, width, bias=offsets, device=self.device)
+            for parameter in head.parameters():
+                nn.init.zeros_(parameter)
             built[name] = head
         return built
 
@@ -202,7 +205,7 @@ class LocalEngine:
         """One step of the optimizer on a batch.
 
         Raises:
-            AlignError: the gradient is not finite and `on_nonfinite="raise"`.
+            NonFiniteError: the gradient is not finite and `on_nonfinite="raise"`.
         """
         microbatches = self._microbatches(batch)
         weight = sum(loss.weight(microbatch) for microbatch in microbatches)
@@ -235,7 +238,7 @@ class LocalEngine:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if not finite and self.on_nonfinite == "raise":
-            raise AlignError(
+            raise NonFiniteError(
                 f"update {self.step - 1}: loss {total / weight}, gradient norm {norm}: not finite; "
                 "weights are unchanged; lower learning_rate or look at this batch"
             )

@@ -5,21 +5,21 @@ Whatever ends the process, the same call goes on from the last complete checkpoi
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol
+from typing import Protocol
 
 from attrs import define, field, frozen
 
 from ms_align import checkpoint, processes
 from ms_align.checkpoint import State
-from ms_align.durable import alone
 from ms_align.engine import Update
-from ms_align.errors import AlignError, CheckpointError, ConfigError, DamageError
+from ms_align.errors import CheckpointError, ConfigError, DamageError, NonFiniteError
 from ms_align.events import Fields, JsonLines, OnEvent
 from ms_align.options import RunOptions
+from ms_align.ownership import Ownership
 from ms_align.processes import StopRequest
 from ms_align.progress import Pace, Show, duration
 
@@ -76,6 +76,8 @@ class Result:
     """Held-out figures at the end."""
     seconds: float
     """Time in updates, over all launches."""
+    signal_name: str = ""
+    """The signal that stopped this launch, such as `SIGINT`."""
 
 
 @define(kw_only=True)
@@ -94,9 +96,11 @@ class Loop:
         work: what to do.
         steps: updates of the whole run, over all launches.
         options: how to go on, show and keep.
-        identity: what makes a run another run; a checkpoint of another is refused.
-        result: what the caller writes when the run is finished. While it is not there, a run
-            whose updates are all made is taken up once more, to be written.
+        folder: of the run, which nobody else may work in.
+        owner: what makes a run another run, which the folder and its checkpoints are refused to.
+        write: writes what the run is for, when all updates are made; called on every process.
+        result: the folder that `write` writes last. While it is not there, a run whose updates are
+            all made is taken up once more, to be written.
     """
 
     def __init__(
@@ -105,7 +109,9 @@ class Loop:
         *,
         steps: int,
         options: RunOptions,
-        identity: Mapping[str, Any],
+        folder: Path,
+        owner: Ownership,
+        write: Callable[[], None] | None = None,
         result: Path | None = None,
     ) -> None:
         if steps < 1:
@@ -113,9 +119,13 @@ class Loop:
         self.work = work
         self.steps = steps
         self.options = options
-        self.identity = dict(identity)
+        self.folder = folder
+        self.owner = owner
+        self.write = write
         self.result = result
         self.standing = _Standing()
+        self.done_before = False
+        """All updates were made and written when the run was called."""
         self.stop = StopRequest()
         self.show = Show(
             total=steps, every=options.log_every, active=options.progress and not processes.rank()
@@ -124,23 +134,27 @@ class Loop:
     @property
     def checkpoints(self) -> Path:
         """Where they lie."""
-        return self.options.output_dir / "checkpoints"
+        return self.folder / "checkpoints"
 
     def run(self) -> Result:
-        """Make all updates that are left.
+        """Make all updates that are left, and write the result; where all is done, do nothing.
 
         Raises:
-            ConfigError: none is left, and the result is written.
-            CheckpointError: the checkpoints are of another run or being written by one, or cannot
-                be written.
+            ConfigError: more updates are made than `steps`.
+            FolderError: the folder is another run's, or is being written by one.
+            CheckpointError: checkpoints are of another run or cannot be written.
         """
-        first = not processes.rank()
-        lock = alone(self.options.output_dir) if first else nullcontext()
-        with lock, self._events() as emit, self.stop.listening():
+        held = self.owner.hold(self.folder)
+        with held as changes, self._events() as emit, self.stop.listening():
             tell = Tell(event=emit, note=self.show.note)
             try:
+                for change in changes:
+                    tell.note(f"changed: {change}")
+                    emit("changed_setting", {"name": change.name, "told": str(change)})
                 self._resume(tell)
                 finished = self._go(tell)
+                if finished and self.write is not None and not self.done_before:
+                    self.write()
             finally:
                 self.show.close()
             emit("end", {"step": self.standing.step, "finished": int(finished)})
@@ -151,6 +165,7 @@ class Loop:
             first=done.first,
             last=done.last,
             seconds=done.seconds,
+            signal_name="" if finished else self.stop.signal_name,
         )
 
     @contextmanager
@@ -161,13 +176,15 @@ class Loop:
         elif self.options.on_event is not None:
             yield self.options.on_event
         else:
-            lines = JsonLines(self.options.output_dir / "events.jsonl")
+            lines = JsonLines(self.folder / "events.jsonl")
             try:
                 yield lines
             finally:
                 lines.close()
 
     def _go(self, tell: Tell) -> bool:
+        if self.done_before:
+            return True
         pace, skipped = Pace(), 0
         tell.event("begin", {"steps": self.steps, "step": self.standing.step})
         if self.standing.step == 0:
@@ -222,7 +239,7 @@ class Loop:
                 "the update is skipped"
             )
         if skipped == SKIPPED_IN_A_ROW:
-            raise AlignError(
+            raise NonFiniteError(
                 f"{skipped} updates in a row were skipped (loss {update.loss}); lower "
                 "learning_rate, or look at the data, and start from an earlier checkpoint"
             )
@@ -241,7 +258,7 @@ class Loop:
     def _save(self, tell: Tell) -> None:
         state, done, began = self.work.state(), self.standing, monotonic()
         facts = {
-            "identity": self.identity,
+            "identity": self._identity(),
             "standing": {
                 "step": done.step,
                 "seconds": done.seconds,
@@ -259,6 +276,8 @@ class Loop:
         tell.event("checkpoint", {"step": done.step, "folder": str(folder), "seconds": seconds})
 
     def _resume(self, tell: Tell) -> None:
+        for folder in checkpoint.incomplete(self.checkpoints):
+            self._set_aside(folder, f"{folder} has no manifest", tell)
         steps = checkpoint.complete_steps(self.checkpoints)
         if not steps:
             self._refuse_if_only_damaged()
@@ -276,25 +295,34 @@ class Loop:
             return
         assert state is not None
         self._take(folder, state)
+        if self.done_before:
+            tell.note(
+                f"finished: the {self.steps} steps of {self.folder} are made and {self.result} is "
+                "written; raise steps to go on"
+            )
+            return
         tell.note(f"goes on from {folder} (step {self.standing.step} of {self.steps})")
         tell.event("resume", {"step": self.standing.step, "checkpoint": str(folder)})
 
+    def _identity(self) -> dict[str, str]:
+        return {"kind": self.owner.kind, **self.owner.identity}
+
     def _take(self, folder: Path, state: State) -> None:
-        kept = state.facts["identity"]
-        for name in self.identity.keys() | kept.keys():
-            if kept.get(name) != self.identity.get(name):
+        kept, own = state.facts["identity"], self._identity()
+        for name in own.keys() | kept.keys():
+            if kept.get(name) != own.get(name):
                 raise CheckpointError(
                     f"{folder} is of another run: {name} was {kept.get(name)!r} and is "
-                    f"{self.identity.get(name)!r}; choose another output_dir"
+                    f"{own.get(name)!r}; choose another output_dir"
                 )
         standing = _Standing(**state.facts["standing"])
-        unwritten = standing.step == self.steps and self._is_unwritten()
-        if standing.step >= self.steps and not unwritten:
+        if standing.step > self.steps:
             raise ConfigError(
                 f"{folder} is at step {standing.step} and steps is {self.steps}, so nothing would "
                 "be trained; raise steps, or choose another output_dir"
             )
         self.standing = standing
+        self.done_before = standing.step == self.steps and not self._is_unwritten()
         self.work.load(State(tensors=state.tensors, facts=state.facts["work"]))
 
     def _is_unwritten(self) -> bool:

@@ -19,10 +19,19 @@ from attrs import field, frozen
 from torch import Tensor, nn
 
 from ms_align.errors import ConfigError, ModelError
-from ms_align.lora_file import AdapterConfig, read_adapter, write_adapter
+from ms_align.lora_file import AdapterConfig, write_adapter
 from ms_align.settings import flag, number, whole
 
-__all__ = ["AdaptedModel", "LoraLinear", "LoraOptions", "add_lora", "load_lora", "save_adapters"]
+__all__ = [
+    "AdaptedModel",
+    "LoraLinear",
+    "LoraOptions",
+    "adapt",
+    "add_lora",
+    "ends_with",
+    "linear_layers",
+    "save_adapters",
+]
 
 ALL_LINEAR = "all-linear"
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -48,6 +57,7 @@ class LoraOptions:
     """Which layers are adapted, and how."""
 
     rank: int = field(default=8, validator=whole())
+    """Rows of A, and columns of B."""
     alpha: float = field(default=16.0, validator=number(least=1e-6))
     """What an adapter adds is multiplied by alpha / rank."""
     targets: str | tuple[str, ...] = field(default=DEFAULT_TARGETS, converter=_targets)
@@ -203,6 +213,22 @@ class AdaptedModel(nn.Module):
         for layer in self.adapters().values():
             layer.unmerge()
 
+    @contextmanager
+    def as_merged(self) -> Iterator[nn.Module]:
+        """The plain model with its adapters in its weights, while the block runs."""
+        layers = self.adapters()
+        merged_before = {name for name, layer in layers.items() if layer.merged}
+        self.merge()
+        for name, layer in layers.items():
+            _replace(self.base, name, layer.base_layer)
+        try:
+            yield self.base
+        finally:
+            for name, layer in layers.items():
+                _replace(self.base, name, layer)
+                if name not in merged_before:
+                    layer.unmerge()
+
     def merged_model(self) -> nn.Module:
         """The model with its adapters in its weights and without them beside; this one is spent."""
         self.merge()
@@ -260,74 +286,63 @@ def add_lora(
         base_name: the model's name or folder, for `adapter_config.json`.
 
     Raises:
-        ConfigError: no layer bears a name that is asked for.
+        ConfigError: no layer bears a name that is asked for, or the rank is beyond every layer.
     """
     options = options or LoraOptions()
     names = _matching(model, options.targets)
+    _check_rank(model, names, options.rank)
+    adapted = adapt(model, names, options, base_name)
+    for name, layer in adapted.adapters().items():
+        # By its name: the same whether the model is whole or a stage of it.
+        layer.initialise(zlib.crc32(f"{seed} {name}".encode()))
+    return adapted
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of a model without adapters, by name, in its order."""
+    if any(isinstance(module, LoraLinear) for module in model.modules()):
+        raise ConfigError("the model has adapters already; merge them, or go on with them")
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+
+
+def ends_with(name: str, targets: Iterable[str]) -> bool:
+    """Whether a layer's name is one of the targets, or ends with one."""
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def adapt(model: nn.Module, names: list[str], options: LoraOptions, base: str) -> AdaptedModel:
+    """Freeze a model and put adapters beside the named layers, in place."""
     model.requires_grad_(False)
     for name in names:
         layer = LoraLinear(cast(nn.Linear, model.get_submodule(name)), options.rank, options.scale)
-        # By its name: the same whether the model is whole or a stage of it.
-        layer.initialise(zlib.crc32(f"{seed} {name}".encode()))
         _replace(model, name, layer)
-    return AdaptedModel(model, options, base_name)
-
-
-def load_lora(model: nn.Module, folder: str | Path) -> AdaptedModel:
-    """Put the adapters of a folder in peft's format beside a model's layers.
-
-    Args:
-        model: the one they were trained for.
-        folder: with `adapter_config.json` and `adapter_model.safetensors`.
-
-    Raises:
-        ModelError: the folder holds no LoRA adapter, one that needs what is not supported here
-            (DoRA, trained biases or whole modules), or one that does not fit the model.
-    """
-    config, weights = read_adapter(Path(folder))
-    targets = config.target_modules
-    options = LoraOptions(
-        rank=config.r,
-        alpha=config.lora_alpha,
-        targets=targets if isinstance(targets, str) else tuple(targets),
-        rslora=config.use_rslora,
-    )
-    adapted = add_lora(model, options, base_name=config.base_model_name_or_path or "")
-    layers = adapted.adapters()
-    if layers.keys() != weights.keys():
-        odd = min(layers.keys() ^ weights.keys())
-        where = "the folder lacks" if odd in layers else "the model has no linear layer"
-        raise ModelError(f"{folder}: {where} {odd!r}; load it into the model it was trained for")
-    with torch.no_grad():
-        for name, (a, b) in weights.items():
-            layer = layers[name]
-            if a.shape != layer.lora_A.shape or b.shape != layer.lora_B.shape:
-                raise ModelError(
-                    f"{folder}: adapter of {name!r} has shapes {tuple(a.shape)} and "
-                    f"{tuple(b.shape)}, the model's layer asks for {tuple(layer.lora_A.shape)} and "
-                    f"{tuple(layer.lora_B.shape)}"
-                )
-            layer.lora_A.copy_(a)
-            layer.lora_B.copy_(b)
-    return adapted
+    return AdaptedModel(model, options, base)
 
 
 def _matching(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
     """Names of the linear layers that are asked for, in the model's order."""
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if any(isinstance(module, LoraLinear) for module in model.modules()):
-        raise ConfigError("the model has adapters already; merge them, or go on with them")
+    linear = list(linear_layers(model))
     if targets == ALL_LINEAR:
         head = _head_name(model)
         found = [name for name in linear if name != head]
     elif isinstance(targets, str):
         found = [name for name in linear if re.fullmatch(targets, name)]
     else:
-        found = [n for n in linear if any(n == t or n.endswith(f".{t}") for t in targets)]
+        found = [name for name in linear if ends_with(name, targets)]
     if not found:
         have = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
         raise ConfigError(f"no linear layer matches targets {targets!r}; the model has: {have}")
     return found
+
+
+def _check_rank(model: nn.Module, names: list[str], rank: int) -> None:
+    """Refuse a rank that no adapted matrix has, before memory is taken for it."""
+    most = max(min(cast(nn.Linear, model.get_submodule(name)).weight.shape) for name in names)
+    if rank > most:
+        raise ConfigError(
+            f"rank is {rank} and no layer that is adapted has more than {most} rows or columns; "
+            f"give at most {most}"
+        )
 
 
 def _head_name(model: nn.Module) -> str | None:

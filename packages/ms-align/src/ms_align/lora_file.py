@@ -1,5 +1,9 @@
-"""Adapters on disk in peft's format: `adapter_config.json` and `adapter_model.safetensors`."""
+"""Adapters on disk in peft's format: `adapter_config.json` and `adapter_model.safetensors`.
 
+A key of the configuration that is neither read nor known to change nothing is refused by its name.
+"""
+
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,19 +34,46 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     target_modules: list[str] | str
     use_rslora: bool = False
     base_model_name_or_path: str | None = None
+    init_lora_weights: bool | str | None = True
     peft_type: str = "LORA"
     task_type: str | None = "CAUSAL_LM"
     bias: str = "none"
     lora_dropout: float = 0.0
-    """Kept; models run without dropout here."""
     fan_in_fan_out: bool = False
     inference_mode: bool = True
-    use_dora: bool = False
-    modules_to_save: list[str] | None = None
-    rank_pattern: dict[str, Any] = {}
-    alpha_pattern: dict[str, Any] = {}
-    lora_bias: bool = False
-    layers_to_transform: list[int] | int | None = None
+
+
+EMPTY: tuple[object, ...] = (None, False, "", [], {})
+"""Values that ask for nothing, whatever their key."""
+ANYTHING: tuple[object, ...] = ()
+"""A key whose value never changes what an adapter computes."""
+READ = frozenset({"r", "lora_alpha", "target_modules", "use_rslora", "base_model_name_or_path"})
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": (None, "CAUSAL_LM", "FEATURE_EXTRACTION"),
+    "bias": ("none",),
+    # Such a beginning leaves the model's weights alone, and is overwritten by what was trained;
+    # the last two are made again (see `lora_begin`).
+    "init_lora_weights": (
+        *(None, True, False, "gaussian", "eva", "orthogonal", "mica"),
+        *("pissa", "olora"),
+    ),
+    "auto_mapping": ANYTHING,
+    "peft_version": ANYTHING,
+    "revision": ANYTHING,
+    "inference_mode": ANYTHING,
+    # Models run in evaluation mode.
+    "lora_dropout": ANYTHING,
+    # Read while an adapter begins, and only for the beginning that bears its name.
+    "corda_config": ANYTHING,
+    "eva_config": ANYTHING,
+    "loftq_config": ANYTHING,
+    "lora_ga_config": ANYTHING,
+    # Nothing without `megatron_config` and `use_qalora`.
+    "megatron_core": ANYTHING,
+    "qalora_group_size": ANYTHING,
+}
+"""By key, the values with which an adapter is a plain one; a key that is not here must be empty."""
 
 
 def write_adapter(folder: Path, config: AdapterConfig, weights: Weights) -> None:
@@ -75,48 +106,58 @@ def read_adapter(folder: Path) -> tuple[AdapterConfig, Weights]:
     try:
         if path.stat().st_size > LARGEST_CONFIG_BYTES:
             raise ModelError(f"{path} is larger than any adapter's configuration")
-        config = msgspec.json.decode(path.read_bytes(), type=AdapterConfig)
+        given = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        _refuse_unsupported(path, given)
+        config = msgspec.convert(given, AdapterConfig)
         tensors = load((folder / WEIGHTS).read_bytes())
     except OSError as error:
         raise ModelError(f"{folder} holds no adapter in peft's format: {error}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{path} is no LoRA configuration of peft: {error}") from error
     except SafetensorError as error:
         raise ModelError(f"{folder / WEIGHTS} is damaged: {error}; copy it again") from error
-    _refuse_unsupported(path, config)
-    return config, _pairs(folder / WEIGHTS, tensors)
+    _check_numbers(path, config)
+    return config, _pairs(folder / WEIGHTS, tensors, config.r)
 
 
-def _refuse_unsupported(path: Path, config: AdapterConfig) -> None:
-    plain = AdapterConfig(r=1, lora_alpha=1.0, target_modules=[])
-    names = (
-        "peft_type",
-        "bias",
-        "use_dora",
-        "fan_in_fan_out",
-        "modules_to_save",
-        "rank_pattern",
-        "alpha_pattern",
-        "lora_bias",
-        "layers_to_transform",
-    )
-    for name in names:
-        value = getattr(config, name)
-        if value and value != getattr(plain, name):
-            raise ModelError(
-                f"{path} has {name}={value!r}, which is not supported here; merge the adapter with "
-                "peft and load the merged model"
-            )
+def _refuse_unsupported(path: Path, given: Mapping[str, Any]) -> None:
+    for key, value in given.items():
+        allowed = NEUTRAL.get(key, EMPTY)
+        word = value.lower() if key == "init_lora_weights" and isinstance(value, str) else value
+        if key in READ or allowed is ANYTHING or any(_same(word, one) for one in allowed):
+            continue
+        raise ModelError(
+            f"{path} has {key}={repr(value)[:80]}, which is not supported here; merge the adapter "
+            "with peft and load the merged model"
+        )
+
+
+def _same(one: object, other: object) -> bool:
+    """Equal, and no number taken for a truth value."""
+    return type(one) is type(other) and one == other
+
+
+def _check_numbers(path: Path, config: AdapterConfig) -> None:
     if config.r < 1:
         raise ModelError(f"{path} has r={config.r}; it must be 1 or more")
+    if not (math.isfinite(config.lora_alpha) and config.lora_alpha > 0):
+        raise ModelError(f"{path} has lora_alpha={config.lora_alpha}; it must be above 0")
 
 
-def _pairs(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def _pairs(
+    path: Path, tensors: Mapping[str, Tensor], rank: int
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and B by layer, each of the rank that the configuration names."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, _, kind = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         if not key.startswith(PREFIX) or kind not in ("lora_A", "lora_B"):
             raise ModelError(f"{path} holds {key!r}, which is no part of a plain LoRA adapter")
+        if tensor.ndim != 2 or tensor.shape[0 if kind == "lora_A" else 1] != rank:
+            raise ModelError(
+                f"{path}: {key!r} has shape {tuple(tensor.shape)} and "
+                f"{CONFIG} r={rank}; copy both files again"
+            )
         found.setdefault(name, {})[kind] = tensor
     for name, parts in found.items():
         if len(parts) != 2:

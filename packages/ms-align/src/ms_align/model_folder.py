@@ -11,6 +11,7 @@ from torch import nn
 from ms_align import processes
 from ms_align.durable import writing
 from ms_align.errors import ConfigError, ModelError
+from ms_align.untrusted import decoding
 
 __all__ = ["load_model", "save_model"]
 
@@ -23,8 +24,9 @@ def load_model(folder: str | Path) -> nn.Module:
         ConfigError: neither ms-parallel nor transformers is installed.
     """
     path = Path(folder)
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json; give the folder of a model")
+    with decoding(folder, error=ModelError):
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{folder} has no config.json; give the folder of a model")
     others = importlib.util.find_spec("transformers") is not None
     if importlib.util.find_spec("ms_parallel"):
         import ms_parallel

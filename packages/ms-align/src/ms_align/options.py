@@ -22,7 +22,9 @@ def _betas(value: Any) -> tuple[float, float]:
     return pair
 
 
-def _folder(value: Any) -> Path:
+def _folder(value: Any) -> Path | None:
+    if value is None:
+        return None
     if not isinstance(value, str | os.PathLike):
         raise ConfigError(f"output_dir is {value!r}; give a folder")
     return Path(value)
@@ -32,8 +34,9 @@ def _folder(value: Any) -> Path:
 class RunOptions:
     """How a run goes on, shows itself and is kept."""
 
-    output_dir: Path = field(default=Path("runs/default"), converter=_folder)
-    """Checkpoints, events and the trained model lie here."""
+    output_dir: Path | None = field(default=None, converter=_folder)
+    """Checkpoints, events and the trained model lie here, and nothing of another run; by default
+    `runs/sft`, `runs/ppo` and so on."""
     seed: int = field(default=0, validator=whole(least=0, most=LARGEST_SEED))
     """Of all chance in the run."""
     evaluate_every: int | None = field(default=None, validator=whole(optional=True))
@@ -41,11 +44,13 @@ class RunOptions:
     checkpoint_every: int = field(default=50, validator=whole())
     """Updates between checkpoints; always at the end."""
     keep_checkpoints: int = field(default=2, validator=whole())
+    """How many of the last ones are kept."""
     resume: bool = field(default=True, validator=flag)
     """Go on from the last complete checkpoint; False refuses where there is one."""
     log_every: int = field(default=10, validator=whole())
     """Updates between lines where there is no terminal."""
     progress: bool = field(default=True, validator=flag)
+    """Show steps and figures."""
     on_event: OnEvent | None = None
     """Takes every event; by default they go to `output_dir/events.jsonl`."""
 
@@ -61,8 +66,11 @@ class OptimizerOptions:
     decay_steps: int | None = field(default=None, validator=whole(optional=True))
     """Updates over which it then falls in a straight line to `final_learning_rate_ratio`."""
     final_learning_rate_ratio: float = field(default=0.0, validator=number(most=1.0))
+    """Of the highest rate, what the decay ends at."""
     betas: tuple[float, float] = field(default=(0.9, 0.999), converter=_betas)
+    """How much of the old moments an update keeps."""
     epsilon: float = field(default=1e-8, validator=number(least=1e-20))
+    """Added to the root of the second moment."""
     weight_decay: float = field(default=0.0, validator=number())
     """Decoupled; weights of one dim (norms, biases) are never decayed."""
     max_grad_norm: float | None = field(default=1.0, validator=number(least=1e-12, optional=True))

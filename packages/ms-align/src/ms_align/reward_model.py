@@ -1,23 +1,36 @@
-"""A reward model: a language model's body and one number a token; saved, loaded, and a reward."""
+"""A reward model: a language model's body and one number a token; saved, loaded, and a reward.
+
+model/config.json                    a sequence classifier of transformers, with one score
+/model.safetensors.index.json   whose weights are in the two files below
+/body/                          the language model, as any other
+/reward_head.safetensors        the head, written last
+"""
 
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from ms_align.durable import write_synced, writing
+from ms_align.durable import whole_folder, write_file
 from ms_align.errors import DamageError, ModelError
 from ms_align.language_model import language_model
 from ms_align.model_folder import load_model, save_model
+from ms_align.tokenizer_files import TokenizerFiles, complete
+from ms_align.untrusted import read_bytes, read_json
 
-__all__ = ["HEAD_FILE", "RewardModel"]
+__all__ = ["HEAD_FILE", "RewardModel", "is_reward_model"]
 
 HEAD_FILE = "reward_head.safetensors"
-"""Written last into a reward model's folder."""
+BODY, INDEX = "body", "model.safetensors.index.json"
+
+
+def is_reward_model(folder: Path) -> bool:
+    """Whether `RewardModel.save` wrote the folder."""
+    return (folder / HEAD_FILE).is_file()
 
 
 class RewardModel(nn.Module):
@@ -25,7 +38,7 @@ class RewardModel(nn.Module):
 
     Args:
         body: a causal language model that shows hidden states.
-        head: from a hidden state to a score; a fresh one, at 0, by default.
+        head: from a hidden state to a score; a fresh one, at 0 and without an offset, by default.
 
     Raises:
         ModelError: the body shows no hidden states.
@@ -41,9 +54,8 @@ class RewardModel(nn.Module):
             )
         self.body = body
         if head is None:
-            head = nn.Linear(face.hidden_size, 1)
+            head = nn.Linear(face.hidden_size, 1, bias=False)
             nn.init.zeros_(head.weight)
-            nn.init.zeros_(head.bias)
         self.head = head
         self._face = face
 
@@ -61,22 +73,57 @@ class RewardModel(nn.Module):
         scores: Tensor = self.head(hidden[rows, lengths - 1].float())[:, 0]
         return scores
 
-    def save(self, folder: str | Path) -> None:
-        """Write body and head to a folder that `load` reads.
+    def save(self, folder: str | Path, tokenizer: TokenizerFiles | None = None) -> None:
+        """Write a folder that `load` reads, and transformers as a sequence classifier.
+
+        A head of the caller's with an offset gives scores here that are higher by it.
+
+        Args:
+            folder: takes the place of a reward model that is there.
+            tokenizer: is put beside it.
 
         Raises:
-            ModelError: the folder cannot be written.
+            WriteError: the folder cannot be written.
         """
-        path = Path(folder)
-        save_model(self.body, path)
-        with writing(path / HEAD_FILE):
-            weights: dict[str, Any] = {
-                name: tensor.detach().cpu().contiguous()
-                for name, tensor in self.head.named_parameters()
-            }
-            aside = path / (HEAD_FILE + ".partial")
-            write_synced(aside, save(weights))
-            aside.replace(path / HEAD_FILE)
+        with whole_folder(Path(folder), overwrite=True) as aside:
+            save_model(self.body, aside / BODY)
+            complete(aside / BODY, tokenizer)
+            self._write_head(aside)
+            if (aside / BODY / "config.json").is_file():
+                self._write_classifier(aside, tokenizer)
+
+    def _write_head(self, folder: Path) -> None:
+        weights = {
+            "score.weight" if name == "weight" else name: tensor.detach().cpu().contiguous()
+            for name, tensor in self.head.named_parameters()
+        }
+        write_file(folder / HEAD_FILE, save(weights, {"format": "pt"}))
+
+    def _write_classifier(self, folder: Path, tokenizer: TokenizerFiles | None) -> None:
+        config = read_json(folder / BODY / "config.json", dict[str, Any], error=ModelError)
+        family = str(config["architectures"][0]).partition("For")[0].removesuffix("LMHeadModel")
+        config |= {
+            "architectures": [f"{family}ForSequenceClassification"],
+            "id2label": {"0": "score"},
+            "label2id": {"score": 0},
+        }
+        places: dict[str, str] = {}
+        for path in sorted((folder / BODY).glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                places |= dict.fromkeys(file.keys(), f"{BODY}/{path.name}")
+        places["score.weight"] = HEAD_FILE
+        index = {"metadata": {}, "weight_map": places}
+        write_file(folder / INDEX, msgspec.json.encode(index))
+        write_file(folder / "config.json", msgspec.json.encode(config))
+        filler = _filler(config, tokenizer)
+        if filler is not None and tokenizer is not None:
+            tokenizer = tokenizer.padded(filler)
+        complete(folder, tokenizer)
+        if filler is None:
+            # The classifier looks for the last token that is not this one, and would pass the end.
+            known = read_json(folder / "config.json", dict[str, Any], error=ModelError)
+            known["pad_token_id"] = None
+            write_file(folder / "config.json", msgspec.json.encode(known))
 
     @classmethod
     def load(cls, folder: str | Path) -> "RewardModel":
@@ -87,20 +134,32 @@ class RewardModel(nn.Module):
             DamageError: its head is not what was written.
         """
         path = Path(folder)
-        try:
-            content = (path / HEAD_FILE).read_bytes()
-        except OSError as error:
+        if not is_reward_model(path):
             raise ModelError(
-                f"{folder} holds no reward model ({HEAD_FILE}: {error.strerror}); train one with "
+                f"{folder} holds no reward model ({HEAD_FILE} is not there); train one with "
                 "`ms-align reward`"
-            ) from error
+            )
+        content = read_bytes(path / HEAD_FILE, error=DamageError)
         try:
             weights = load(content)
         except (SafetensorError, msgspec.MsgspecError) as error:
             raise DamageError(f"{path / HEAD_FILE} is damaged: {error}") from error
-        model = cls(load_model(path))
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.head.named_parameters()}
+        weights = {name.removeprefix("score."): tensor for name, tensor in weights.items()}
+        body = load_model(path / BODY if (path / BODY).is_dir() else path)
+        size = language_model(body).hidden_size or 0
+        head = nn.Linear(size, 1, bias="bias" in weights)
+        shapes = {name: tuple(tensor.shape) for name, tensor in head.named_parameters()}
         if {name: tuple(tensor.shape) for name, tensor in weights.items()} != shapes:
             raise ModelError(f"{path / HEAD_FILE} does not fit the model beside it; train it anew")
-        model.head.load_state_dict(weights)
-        return model.eval()
+        head.load_state_dict(weights)
+        return cls(body, head).eval()
+
+
+def _filler(config: dict[str, Any], tokenizer: TokenizerFiles | None) -> int | None:
+    """A token for the places behind a text that no text ends with; None where there is none."""
+    if tokenizer is None:
+        return None
+    pad = tokenizer.id_of("pad_token")
+    if pad is not None and pad not in tokenizer.ends:
+        return pad
+    return tokenizer.size if 0 < tokenizer.size < int(config.get("vocab_size", 0)) else None

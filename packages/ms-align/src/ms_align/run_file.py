@@ -13,8 +13,9 @@ from attrs import Attribute, fields
 
 from ms_align.errors import AlignError, ConfigError
 from ms_align.settings import nearest
+from ms_align.untrusted import read_toml
 
-__all__ = ["build", "read_settings"]
+__all__ = ["build", "read_settings", "refuse_renamed"]
 
 T = TypeVar("T")
 NOT_IN_FILES = {"on_event"}
@@ -30,12 +31,7 @@ def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
     Raises:
         ConfigError: the file cannot be read, or an override is not one.
     """
-    try:
-        settings = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
+    settings = read_toml(path, error=ConfigError)
     for override in overrides:
         _override(settings, override)
     return settings
@@ -64,6 +60,17 @@ def build(kind: type[T], settings: Mapping[str, Any], *, where: str) -> T:
         raise type(error)(f"{where}: {error}") from error
     except TypeError as error:
         raise ConfigError(f"{where}: {_missing(error)}") from error
+
+
+def refuse_renamed(settings: Mapping[str, Any], renamed: Mapping[str, str], *, where: str) -> None:
+    """Refuse keys that go by another name now.
+
+    Raises:
+        ConfigError: names both.
+    """
+    for old, new in renamed.items():
+        if old in settings:
+            raise ConfigError(f"{where}: {old!r} is called {new!r} now; rename it")
 
 
 def _value_of(each: "Attribute[Any]", value: Any, where: str) -> Any:
@@ -97,5 +104,5 @@ def _override(settings: dict[str, Any], text: str) -> None:
 def _parse(text: str) -> object:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, ValueError, RecursionError):
         return text

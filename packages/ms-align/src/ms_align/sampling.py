@@ -17,13 +17,14 @@ from torch import Tensor
 from ms_align.errors import ConfigError
 from ms_align.settings import number, whole
 
-__all__ = ["Drawn", "Sampling", "draw"]
+__all__ = ["Drawn", "Sampling", "draw", "token_numbers"]
 
 BLOCK = 64
 """Tokens whose probabilities are summed before the block of the drawn one is looked into."""
 
 
-def _tokens(value: object) -> tuple[int, ...]:
+def token_numbers(value: object) -> tuple[int, ...]:
+    """A setting that is one token's number, or several."""
     given = tuple(value) if isinstance(value, Iterable) else (value,)
     if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in given):
         told = list(given) if isinstance(value, Iterable) else value
@@ -45,6 +46,7 @@ class Sampling:
     """How responses are drawn."""
 
     max_new_tokens: int = field(default=64, validator=whole())
+    """Tokens of a response at most."""
     temperature: float = field(default=1.0, validator=number())
     """Divides the logits; 0 always takes the likeliest token, whose log-probability is then that
     at temperature 1."""
@@ -54,7 +56,7 @@ class Sampling:
     """Only the likeliest tokens that together reach this probability are ever drawn."""
     min_p: float = field(default=0.0, validator=number(most=1.0))
     """Only tokens of at least this share of the likeliest one's probability are ever drawn."""
-    stop_tokens: tuple[int, ...] = field(default=(), converter=_tokens)
+    stop_tokens: tuple[int, ...] = field(default=(), converter=token_numbers)
     """Each ends a response, and is its last token."""
     stop_strings: tuple[str, ...] = field(default=(), converter=_strings)
     """A response ends with the token that completes one of them."""

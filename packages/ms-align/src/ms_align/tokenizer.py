@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ms_align.errors import ConfigError, DataError
+from ms_align.untrusted import decoding
 
 __all__ = ["ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "load_tokenizer"]
 
@@ -71,7 +72,11 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     """
     if str(name) == "bytes":
         return ByteTokenizer()
-    path = Path(name)
+    with decoding(name, error=DataError):
+        return _load(Path(name))
+
+
+def _load(path: Path) -> Tokenizer:
     if path.is_dir() and (path / "tokenizer_config.json").is_file():
         try:
             from transformers import AutoTokenizer
@@ -85,7 +90,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
             raise DataError(f"{path} cannot be read: {error}; is it whole?") from error
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise DataError(f"there is no tokenizer at {name}; give 'bytes', a file or a folder")
+        raise DataError(f"there is no tokenizer at {path}; give 'bytes', a file or a folder")
     try:
         from ms_data import Tokenizer as DataTokenizer
     except ImportError as error:

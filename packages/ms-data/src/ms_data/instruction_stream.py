@@ -76,6 +76,8 @@ class InstructionStream(Iterator[InstructionBatch]):
     ) -> None:
         folders = sources if isinstance(sources, Mapping) else {Path(sources).name: sources}
         _check(sequence_length, batch_size, open_rows, epochs, long, weighting)
+        self.folders = tuple(Path(folder) for folder in folders.values())
+        """Where the sources lie, with the tokenizer that made them."""
         self._rank, self._count = (place.rank, place.count) if place else (0, 1)
         if not 0 <= self._rank < self._count or batch_size % self._count:
             raise SettingError(

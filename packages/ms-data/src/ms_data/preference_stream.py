@@ -76,6 +76,8 @@ class PreferenceStream(Iterator[PreferenceBatch]):
                 "take a multiple of the count"
             )
         self.samples = Samples(folder, split)
+        self.folders = (Path(folder),)
+        """Where the pairs lie, with the tokenizer that made them."""
         self.sequence_length = operator.index(sequence_length)
         self.batch_size = operator.index(batch_size)
         self._kept = [one for one in range(len(self.samples)) if self._fits(one)]

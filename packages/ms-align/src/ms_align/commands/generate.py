@@ -5,20 +5,24 @@ from typing import Any
 
 import msgspec
 from attrs import Attribute, field, fields, frozen
+from attrs.converters import optional
 
 from ms_align.chance import LARGEST_SEED
-from ms_align.commands.command import Command
-from ms_align.durable import publish, write_synced, writing
+from ms_align.durable import write_file, writing
 from ms_align.errors import ConfigError
 from ms_align.generation import LocalGenerator, Responses
 from ms_align.model_folder import load_model
 from ms_align.prompts import Prompt, read_prompts
-from ms_align.run_file import build
-from ms_align.sampling import Sampling
+from ms_align.run_file import build, refuse_renamed
+from ms_align.sampling import Sampling, token_numbers
 from ms_align.settings import text, whole
+from ms_align.stopping import beside, stopping
 from ms_align.tokenizer import Tokenizer, load_tokenizer
+from ms_align.tokenizer_files import files_of
 
-__all__ = ["COMMAND"]
+__all__ = ["Generation", "generate"]
+
+RENAMED = {"policy_model": "model", "prompt_dataset": "dataset", "data": "dataset"}
 
 
 def _file(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
@@ -30,32 +34,49 @@ def _file(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
 class Generation(Sampling):
     """Settings of the command, beside those of sampling."""
 
-    policy_model: str = field(validator=text())
+    model: str = field(validator=text())
     """Folder of the model."""
-    tokenizer: str = field(validator=text())
-    prompt_dataset: str = field(validator=text())
+    tokenizer: str | None = field(default=None, validator=text(optional=True))
+    """A folder, a `tokenizer.json`, or `bytes`; by default the one that lies beside the model."""
+    dataset: str = field(validator=text())
     """JSON Lines file of prompts."""
+    stop_tokens: Any = field(default=None, converter=optional(token_numbers))
+    """Each ends a response; by default those that end a text of the model."""
     out: str = field(validator=_file)
     """JSON Lines file to write; whole or not at all."""
     group_size: int = field(default=1, validator=whole())
     """Responses to each prompt."""
     slots: int = field(default=64, validator=whole())
+    """Responses that are written at once."""
     seed: int = field(default=0, validator=whole(least=0, most=LARGEST_SEED))
+    """Of chance."""
 
 
-def _run(settings: dict[str, Any], where: str) -> int:
+def generate(settings: dict[str, Any], where: str) -> dict[str, Any]:
+    """`ms-align generate`."""
+    refuse_renamed(settings, RENAMED, where=where)
     given = build(Generation, settings, where=where)
-    tokenizer = load_tokenizer(given.tokenizer)
-    prompts = read_prompts(given.prompt_dataset, tokenizer)
-    sampling = Sampling(**{each.name: getattr(given, each.name) for each in fields(Sampling)})
-    generator = LocalGenerator(
-        load_model(given.policy_model), slots=given.slots, decode=tokenizer.decode
-    )
+    place = beside(given.tokenizer, given.model)
+    if place is None:
+        raise ConfigError(f"{where}: no tokenizer lies in {given.model}; give tokenizer")
+    tokenizer = load_tokenizer(place)
+    prompts = read_prompts(given.dataset, tokenizer, what="dataset")
+    drawn = {each.name: getattr(given, each.name) for each in fields(Sampling)}
+    sampling = Sampling(**{**drawn, "stop_tokens": given.stop_tokens or ()})
+    sampling = stopping(sampling, given.stop_tokens, tokenizer, files_of(place, tokenizer))
+    generator = LocalGenerator(load_model(given.model), slots=given.slots, decode=tokenizer.decode)
     responses = generator(
         [prompt.tokens for prompt in prompts], sampling, count=given.group_size, seed=given.seed
     )
     _write(Path(given.out), prompts, responses, tokenizer, given.group_size)
-    return 0
+    return {
+        "code": 0,
+        "out": given.out,
+        "prompts": len(prompts),
+        "responses": len(responses.lengths),
+        "tokens": int(responses.lengths.sum()),
+        "stopped": int(responses.stopped.sum()),
+    }
 
 
 def _write(
@@ -77,17 +98,6 @@ def _write(
             "stopped": bool(responses.stopped[row]),
         }
         lines.append(msgspec.json.encode(fact))
-    aside = path.with_name(path.name + ".partial")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.unlink(missing_ok=True)
-        write_synced(aside, b"\n".join(lines) + b"\n")
-        publish(aside, path)
-
-
-COMMAND = Command(
-    name="generate",
-    help="write responses to prompts",
-    example="ms-align generate RUN.toml --set group_size=4 --set out=responses.jsonl",
-    run=_run,
-)
+    write_file(path, b"\n".join(lines) + b"\n")

@@ -1,42 +1,37 @@
 """`ms-align sft | reward | dpo`: learning from a dataset that is there before the run."""
 
-import shutil
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from attrs import Attribute, evolve, field, fields, frozen
 from torch import nn
 
-from ms_align import processes
-from ms_align.commands.command import Command
-from ms_align.durable import writing
+from ms_align.commands.facts import facts_of
+from ms_align.commands.launch import check_launched
 from ms_align.engine import Engine
 from ms_align.errors import ConfigError
 from ms_align.local import LocalEngine
 from ms_align.loop import Result
-from ms_align.lora import AdaptedModel, LoraOptions, add_lora
-from ms_align.model_folder import load_model, save_model
+from ms_align.lora import LoraOptions, add_lora
+from ms_align.model_folder import load_model
 from ms_align.options import OptimizerOptions, RunOptions
+from ms_align.ownership import Ownership, plain
 from ms_align.parallel import ParallelEngine
-from ms_align.reward_model import HEAD_FILE
-from ms_align.run_file import build
+from ms_align.run_file import build, refuse_renamed
 from ms_align.sampling import Sampling
 from ms_align.settings import flag, nearest, numbers, one_of, text, whole
 from ms_align.trainers.preference import DPOOptions, DPOTrainer, RewardOptions, RewardTrainer
 from ms_align.trainers.sft import SFTOptions, SFTTrainer
 from ms_align.trainers.showing import Showing
 
-__all__ = ["COMMANDS", "DPORun", "OfflineRun", "RewardRun", "SFTRun"]
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+__all__ = ["DPORun", "OfflineRun", "RewardRun", "SFTRun", "dpo", "reward", "sft"]
 
 
 def _folders(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
     folders = list(value.values()) if isinstance(value, dict) else [value]
     if not all(isinstance(folder, str) and folder for folder in folders):
-        raise ConfigError(f"data is {value!r}; give a folder, or a table of them")
+        raise ConfigError(f"dataset is {value!r}; give a folder, or a table of them")
 
 
 def _ranks(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
@@ -50,7 +45,7 @@ class OfflineRun(OptimizerOptions, RunOptions):
 
     model: str = field(validator=text())
     """Folder of the model to begin with."""
-    data: str | dict[str, str] = field(validator=_folders)
+    dataset: str | dict[str, str] = field(validator=_folders)
     """Folder that `ms-data build --chat-template` wrote; for `sft` also a table of several."""
     sequence_length: int = field(validator=whole(least=2))
     """Tokens in a row at most."""
@@ -61,6 +56,7 @@ class OfflineRun(OptimizerOptions, RunOptions):
     steps: int | None = field(default=None, validator=whole(optional=True))
     """Updates of the whole run; or give epochs."""
     epochs: int | None = field(default=None, validator=whole(optional=True))
+    """Passes over the data; or give steps."""
     evaluate_samples: int = field(default=3, validator=whole(least=0))
     """Held-out prompts whose answers are shown at each evaluation."""
     held_out_batches: int | None = field(default=None, validator=whole(optional=True))
@@ -97,6 +93,7 @@ class OfflineRun(OptimizerOptions, RunOptions):
             if name not in axes:
                 raise ConfigError(f"layout has no axis {name!r}; {nearest(name, axes)}")
         layout = Layout(**(self.layout or {}))
+        check_launched(layout.world_size)
         engine = ParallelEngine.start(
             self.model,
             layout,
@@ -111,7 +108,7 @@ class OfflineRun(OptimizerOptions, RunOptions):
         """The first held-out prompts, up to where the assistant speaks."""
         from ms_data import PairSample, Samples, Tokenizer
 
-        folders = list(self.data.values()) if isinstance(self.data, dict) else [self.data]
+        folders = list(self.dataset.values()) if isinstance(self.dataset, dict) else [self.dataset]
         if not self.evaluate_samples or not all(_has_held_out(folder) for folder in folders):
             return None
         prompts: list[list[int]] = []
@@ -131,41 +128,30 @@ class OfflineRun(OptimizerOptions, RunOptions):
             ),
         )
 
-    def result(self) -> Path:
-        """What `save` writes last."""
-        adapter = self.lora is not None and (self.layout is not None or not self.merge)
-        return self.output_dir / ("adapter" if adapter else "model")
+    @property
+    def reads(self) -> dict[str, Any]:
+        """The models that the run begins from, by setting."""
+        return {"model": self.model}
 
-    def save(self, engine: Engine, name: str = "model") -> None:
-        """Write what was learnt, and the tokenizer that goes with it."""
-        folder = self.output_dir / name
-        if isinstance(engine, ParallelEngine):
-            if engine.adapters is not None:
-                engine.adapters.save_pretrained(self.output_dir / "adapter")
-            else:
-                engine.save(folder)
-        elif isinstance(engine, LocalEngine):
-            module = engine.module
-            if isinstance(module, AdaptedModel):
-                module.save_pretrained(self.output_dir / "adapter")
-                module = module.merged_model() if self.merge else None  # type: ignore[assignment]
-            if module is not None:
-                save_model(module, folder)
-        self.copy_tokenizer(folder)
-
-    def copy_tokenizer(self, folder: Path) -> None:
-        """Put the data's tokenizer and chat template beside a model that was written."""
-        first = next(iter(self.data.values())) if isinstance(self.data, dict) else self.data
-        if processes.rank() == 0 and folder.is_dir():
-            for each in TOKENIZER_FILES:
-                if Path(first, each).is_file():
-                    with writing(folder / each):
-                        shutil.copyfile(Path(first, each), folder / each)
+    def owner(self) -> Ownership:
+        """What the run says of itself when it takes its folder; the trainer adds the kind."""
+        names = self.dataset
+        dataset = (
+            names if isinstance(names, str) else ", ".join(f"{k}={v}" for k, v in names.items())
+        )
+        return Ownership(
+            kind="ms-align",
+            identity={"model": self.model, "dataset": dataset},
+            settings=plain(self),
+            reads=self.reads,
+        )
 
 
 @frozen(kw_only=True, slots=False)
 class SFTRun(SFTOptions, OfflineRun):
     """`ms-align sft`."""
+
+    algorithm = "sft"
 
     weights: dict[str, float] | None = field(default=None, validator=numbers(optional=True))
     """How often samples of each source are drawn; by default as many as each holds."""
@@ -174,6 +160,7 @@ class SFTRun(SFTOptions, OfflineRun):
     open_rows: int = field(default=512, validator=whole(least=0))
     """Rows packed at a time for each source; 0 gives each sample a row of its own."""
     weighting: str = field(default="token", validator=one_of("token", "sample"))
+    """What counts alike: each `token`, or each `sample`."""
 
     def __attrs_post_init__(self) -> None:
         SFTOptions.__attrs_post_init__(self)
@@ -193,11 +180,10 @@ class SFTRun(SFTOptions, OfflineRun):
             showing=self.showing(),
             sft=self.part(SFTOptions),
             options=self.part(RunOptions),
+            merge=self.merge,
+            owner=self.owner(),
         )
-        result = trainer.train(steps, result=self.result())
-        if result.finished:
-            self.save(engine)
-        return result
+        return trainer.train(steps)
 
     def _stream(self, engine: Engine, *, epochs: int | None = None, **settings: Any) -> Any:
         from ms_data import InstructionStream
@@ -211,7 +197,7 @@ class SFTRun(SFTOptions, OfflineRun):
             "seed": self.seed,
             **settings,
         }
-        sources: Any = self.data
+        sources: Any = self.dataset
         return InstructionStream(
             sources,
             sequence_length=self.sequence_length,
@@ -221,7 +207,7 @@ class SFTRun(SFTOptions, OfflineRun):
         )
 
     def _held_out(self, engine: Engine) -> Any:
-        folders = self.data.values() if isinstance(self.data, dict) else [self.data]
+        folders = self.dataset.values() if isinstance(self.dataset, dict) else [self.dataset]
         if not all(_has_held_out(folder) for folder in folders):
             return None
         settings = {"split": "held_out", "shuffle": False, "weights": None, "weighting": "token"}
@@ -235,15 +221,15 @@ class _PairRun(OfflineRun):
     def _stream(self, engine: Engine, **settings: Any) -> Any:
         from ms_data import PreferenceStream, Samples
 
-        if not isinstance(self.data, str):
-            raise ConfigError("data is a table; preference pairs come from one folder")
-        if Samples(self.data).kind != "preferences":
+        if not isinstance(self.dataset, str):
+            raise ConfigError("dataset is a table; preference pairs come from one folder")
+        if Samples(self.dataset).kind != "preferences":
             raise ConfigError(
-                f"{self.data} holds conversations and no preference pairs; build it with "
+                f"{self.dataset} holds conversations and no preference pairs; build it with "
                 "`ms-data build --pairs`, or run `ms-align sft`"
             )
         return PreferenceStream(
-            self.data,
+            self.dataset,
             sequence_length=self.sequence_length,
             batch_size=self.batch_size,
             place=_Place(engine),
@@ -251,7 +237,7 @@ class _PairRun(OfflineRun):
         )
 
     def _held_out(self, engine: Engine) -> Any:
-        if not _has_held_out(str(self.data)):
+        if not _has_held_out(str(self.dataset)):
             return None
         return lambda: _first(
             self._stream(engine, split="held_out", shuffle=False, epochs=1), self.held_out_batches
@@ -266,8 +252,15 @@ class _PairRun(OfflineRun):
 class DPORun(DPOOptions, _PairRun):
     """`ms-align dpo`."""
 
-    reference: str | None = field(default=None, validator=text(optional=True))
+    algorithm = "dpo"
+
+    reference_model: str | None = field(default=None, validator=text(optional=True))
     """Folder of the reference; by default the model as it begins."""
+
+    @property
+    def reads(self) -> dict[str, Any]:
+        """The model and the reference."""
+        return {"model": self.model, "reference_model": self.reference_model}
 
     def run(self) -> Result:
         """Train, and write the model."""
@@ -281,25 +274,26 @@ class DPORun(DPOOptions, _PairRun):
             showing=self.showing(),
             dpo=self.part(DPOOptions),
             options=self.part(RunOptions),
+            merge=self.merge,
+            owner=self.owner(),
         )
-        result = trainer.train(self._steps(stream), result=self.result())
-        if result.finished:
-            self.save(engine)
-        return result
+        return trainer.train(self._steps(stream))
 
     def _reference(self) -> nn.Module | Engine | None:
         if self.reference_free:
             return None
-        if self.layout is not None and self.lora and not self.reference:
+        if self.layout is not None and self.lora and not self.reference_model:
             return None  # the adapters are switched off
         if self.layout is not None:
-            return evolve(self, model=self.reference or self.model).engine()
-        return load_model(self.reference) if self.reference else None
+            return evolve(self, model=self.reference_model or self.model).engine()
+        return load_model(self.reference_model) if self.reference_model else None
 
 
 @frozen(kw_only=True, slots=False)
 class RewardRun(RewardOptions, _PairRun):
     """`ms-align reward`."""
+
+    algorithm = "reward"
 
     def run(self) -> Result:
         """Train, and write the reward model, which `ms-align ppo` takes as its reward_model."""
@@ -318,12 +312,9 @@ class RewardRun(RewardOptions, _PairRun):
             optimizer=self.part(OptimizerOptions),
             microbatch_size=self.microbatch_size,
             options=self.part(RunOptions),
+            owner=self.owner(),
         )
-        result = trainer.train(self._steps(stream), result=self.output_dir / "model" / HEAD_FILE)
-        if result.finished:
-            trainer.reward_model().save(self.output_dir / "model")
-            self.copy_tokenizer(self.output_dir / "model")
-        return result
+        return trainer.train(self._steps(stream))
 
 
 class _Place:
@@ -346,30 +337,25 @@ def _first(stream: Iterable[Mapping[str, Any]], most: int | None) -> Iterable[Ma
         yield batch
 
 
-def _run(kind: type[Any], settings: dict[str, Any], where: str) -> int:
-    return 0 if build(kind, settings, where=where).run().finished else 1
+RENAMED = {"data": "dataset", "reference": "reference_model", "out": "output_dir"}
 
 
-COMMANDS = tuple(
-    Command(name=name, help=text, example=f"ms-align {name} RUN.toml --set {sets}", run=run)
-    for name, text, sets, run in (
-        (
-            "sft",
-            "tune a model on instructions; the same command goes on",
-            "steps=200 --set learning_rate=1e-5",
-            partial(_run, SFTRun),
-        ),
-        (
-            "reward",
-            "train a reward model on preference pairs",
-            "epochs=1 --set centring=0.01",
-            partial(_run, RewardRun),
-        ),
-        (
-            "dpo",
-            "optimise preferences directly",
-            "epochs=1 --set beta=0.1",
-            partial(_run, DPORun),
-        ),
-    )
-)
+def _run(kind: type[Any], settings: dict[str, Any], where: str) -> dict[str, Any]:
+    refuse_renamed(settings, RENAMED, where=where)
+    run = build(kind, settings, where=where)
+    return facts_of(run.run(), run.output_dir or Path("runs", kind.algorithm))
+
+
+def sft(settings: dict[str, Any], where: str) -> dict[str, Any]:
+    """`ms-align sft`."""
+    return _run(SFTRun, settings, where)
+
+
+def dpo(settings: dict[str, Any], where: str) -> dict[str, Any]:
+    """`ms-align dpo`."""
+    return _run(DPORun, settings, where)
+
+
+def reward(settings: dict[str, Any], where: str) -> dict[str, Any]:
+    """`ms-align reward`."""
+    return _run(RewardRun, settings, where)

@@ -1,15 +1,18 @@
 """What a run begins with, as a number that its checkpoints keep: other weights make another run."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ms_align import processes
 from ms_align.engine import Engine
+from ms_align.prompts import Prompt
 
-__all__ = ["checksum_of", "weights_checksum"]
+__all__ = ["checksum_of", "frozen_checksum", "name_of", "prompts_checksum", "weights_checksum"]
 
 
 def weights_checksum(state: Mapping[str, Tensor]) -> int | None:
@@ -29,3 +32,28 @@ def checksum_of(engine: Engine) -> int | None:
     module = getattr(engine, "module", None)
     holder = module if isinstance(module, nn.Module) else engine
     return weights_checksum(holder.state_dict())
+
+
+def frozen_checksum(engine: Engine) -> str:
+    """Of the weights that take no gradient, which no checkpoint holds; "" where there are none."""
+    module = getattr(engine, "module", None)
+    if not isinstance(module, nn.Module):
+        return ""
+    frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+    found = weights_checksum(frozen) if frozen else None
+    return "" if found is None else f"{found:08x}"
+
+
+def prompts_checksum(prompts: Sequence[Prompt]) -> str:
+    """Of the tokens of some prompts."""
+    found = 0
+    for prompt in prompts:
+        found = zlib.crc32(repr(prompt.tokens).encode(), found)
+    return f"{found:08x}"
+
+
+def name_of(model: Any) -> str:
+    """What a run's folder calls a model: its folder, or its class."""
+    if model is None or isinstance(model, str | Path):
+        return str(model or "")
+    return str(getattr(model, "__qualname__", type(model).__qualname__))

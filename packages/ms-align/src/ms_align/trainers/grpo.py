@@ -26,7 +26,10 @@ class GRPOTrainer(OnlineTrainer):
         ConfigError: a setting is of the wrong kind or out of range.
     """
 
+    algorithm = "grpo"
+
     group_size: int = field(default=8, validator=whole(least=2))
+    """Responses to each prompt, at least 2."""
     kl_in: Literal["reward", "loss"] = field(default="loss", validator=one_of("reward", "loss"))
     kl_estimator: str = "k3_weighted"
     scale_rewards: Literal["group", "batch", "none"] = field(

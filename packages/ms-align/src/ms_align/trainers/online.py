@@ -5,14 +5,14 @@ of it is in a checkpoint, so a run that was killed between any two updates goes 
 """
 
 import math
-import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
-from attrs import field, fields, frozen
+from attrs import evolve, field, fields, frozen
+from attrs.converters import optional
 from torch import Tensor, nn
 
 from ms_align.engine import Engine, Loss
@@ -22,16 +22,21 @@ from ms_align.generation.engine_generator import EngineGenerator
 from ms_align.kl import AdaptiveKL
 from ms_align.local import LocalEngine
 from ms_align.loop import Loop, Result
-from ms_align.model_folder import load_model, save_model
+from ms_align.model_folder import load_model
 from ms_align.options import OptimizerOptions, RunOptions
+from ms_align.ownership import Ownership, plain
 from ms_align.prompts import Prompt, read_prompts
+from ms_align.results import check_finite, result_of, write_result
 from ms_align.reward import Failure, rewards_of
-from ms_align.sampling import Sampling
+from ms_align.sampling import Sampling, token_numbers
 from ms_align.settings import flag, number, one_of, whole
+from ms_align.stopping import beside, stopping
 from ms_align.tokenizer import Tokenizer, load_tokenizer
-from ms_align.trainers.beginning import weights_checksum
+from ms_align.tokenizer_files import TokenizerFiles, files_of
+from ms_align.trainers.beginning import name_of, prompts_checksum, weights_checksum
 from ms_align.trainers.experience import Experience, Scoring
 from ms_align.trainers.reference import Reference, reference_of
+from ms_align.trainers.rewards import named_rewards
 from ms_align.trainers.work import OnlineWork
 
 __all__ = ["OnlineTrainer"]
@@ -41,15 +46,21 @@ __all__ = ["OnlineTrainer"]
 class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
     """Settings that PPO, GRPO and RLOO share, beside those of sampling, optimizer and run."""
 
+    algorithm: ClassVar[str]
+
     policy_model: Any
     """What learns: a torch.nn.Module, an Engine, or the folder of a model."""
     reward_model: Any
-    """Any callable on samples, any torch.nn.Module, several of them, or names with weights."""
+    """Any callable on samples, any torch.nn.Module, the folder of a reward model, several of
+    them, or names with weights."""
     reference_model: Any = None
     """What the KL holds the policy near: a module, an Engine, a folder, `"adapter_off"` for the
     policy without its adapters, or None for a frozen copy of the policy as it begins."""
     tokenizer: Any = None
-    """Has `encode` and `decode`; or a name for `load_tokenizer`. Needed for texts alone."""
+    """Has `encode` and `decode`; or a name for `load_tokenizer`. By default the one that lies in
+    the policy's folder. Needed for texts alone; it is put beside the trained model."""
+    stop_tokens: Any = field(default=None, converter=optional(token_numbers))
+    """Each ends a response, and is its last token; None for those that end a text of the model."""
     generator: Generator | None = None
     """Draws the responses; the built-in one by default."""
     steps: int = field(default=100, validator=whole())
@@ -69,15 +80,20 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
     kl_coeff: float = field(default=0.0, validator=number())
     """How much a nat of KL from the reference costs."""
     kl_in: Literal["reward", "loss"] = field(default="reward", validator=one_of("reward", "loss"))
+    """Where the KL stands: in the `reward` or in the `loss`."""
     kl_estimator: str = "k1"
     """`k1`, `k2` or `k3` in the reward; `k2`, `k3`, `k3_weighted` or `k1_to_go` in the loss."""
     kl_target: float | None = field(default=None, validator=number(optional=True))
     """KL of a response in nats that the coefficient is moved towards, from a `kl_coeff` above 0;
     None keeps it."""
     kl_horizon: int = field(default=10_000, validator=whole())
+    """Responses over which the coefficient moves towards `kl_target`."""
     entropy_coeff: float = field(default=0.0, validator=number())
+    """How much a nat of entropy of the policy is worth."""
     clip_low: float = field(default=0.2, validator=number())
+    """A ratio below 1 minus this gains nothing."""
     clip_high: float = field(default=0.2, validator=number())
+    """A ratio above 1 plus this gains nothing."""
     missing_stop_penalty: float = field(default=0.0, validator=number())
     """Taken from the reward of a response that its length ended."""
     length_penalty: float = field(default=0.0, validator=number())
@@ -85,7 +101,9 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
     reward_clip: float | None = field(default=None, validator=number(optional=True))
     """Rewards are held within plus and minus it."""
     on_reward_failure: Failure = field(default="stop", validator=one_of("stop", "skip", "penalise"))
+    """What a reward that fails does: `stop` the run, `skip` the sample, or `penalise` it."""
     reward_failure_penalty: float = field(default=-1.0, validator=number(least=-math.inf))
+    """The reward of a sample that is penalised."""
     equal_rewards_limit: int = field(default=10, validator=whole())
     """Rollouts in a row of which nothing can be learned, after which the run is refused."""
     recompute_logprobs: bool = field(default=False, validator=flag)
@@ -125,7 +143,13 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
     @property
     def sampling(self) -> Sampling:
         """How responses are drawn."""
-        return Sampling(**{f.name: getattr(self, f.name) for f in fields(Sampling)})
+        given = {each.name: getattr(self, each.name) for each in fields(Sampling)}
+        return Sampling(**{**given, "stop_tokens": self.stop_tokens or ()})
+
+    @property
+    def place(self) -> Path:
+        """The run's folder."""
+        return self.output_dir or Path("runs", self.algorithm)
 
     @property
     def controller(self) -> AdaptiveKL | None:
@@ -148,28 +172,43 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
                 policy is never trained on it: each reward finds it in `sample.answer`.
 
         Returns:
-            What the run came to. The trained model lies in `output_dir/model`.
+            What the run came to. The trained model lies in `output_dir/model`, its tokenizer
+            beside it.
 
         Raises:
-            ConfigError: a setting does not fit another, or nothing is left to do.
+            ConfigError: a setting does not fit another.
+            FolderError: `output_dir` is another run's.
             DataError: the dataset is empty, or a prompt or the tokenizer does not fit the model.
             RewardError: a reward failed and `on_reward_failure="stop"`.
+            NonFiniteError: a weight is infinite or no number.
             NothingToLearnError: too many rollouts in a row gave no difference to learn from.
         """
         tokenizer = self._tokenizer()
-        prompts = read_prompts(prompt_dataset, tokenizer, response_dataset)
+        files = files_of(beside(self.tokenizer, self.policy_model), tokenizer)
+        sampling = stopping(self.sampling, self.stop_tokens, tokenizer, files)
+        ready = evolve(self, stop_tokens=sampling.stop_tokens, stop_strings=sampling.stop_strings)
+        return ready._optimize(prompt_dataset, response_dataset, tokenizer, files)
+
+    def _optimize(
+        self, dataset: Any, answers: Any, tokenizer: Tokenizer | None, files: TokenizerFiles | None
+    ) -> Result:
+        prompts = read_prompts(dataset, tokenizer, answers)
         held_out = (
             [] if self.held_out is None else read_prompts(self.held_out, tokenizer, what="held_out")
         )
         torch.manual_seed(self.seed)
         work = self._work(prompts, held_out, tokenizer)
-        folder = self.output_dir / "model"
-        identity = self._identity(work, prompts)
-        loop = Loop(work, steps=self.steps, options=self, identity=identity, result=folder)
-        result = loop.run()
-        if result.finished:
-            _save(work.policy, folder)
-        return result
+        check_finite(work.policy)
+        folder = self.place
+        return Loop(
+            work,
+            steps=self.steps,
+            options=self,
+            folder=folder,
+            owner=self._owner(work, prompts, dataset),
+            write=lambda: write_result(work.policy, folder, files),
+            result=result_of(work.policy, folder),
+        ).run()
 
     @abstractmethod
     def loss(self, kl_coeff: float) -> Loss:
@@ -214,7 +253,7 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
             reference=self._reference(policy),
             generator=self._generator(policy, tokenizer),
             scoring=Scoring(
-                rewards=rewards_of(self.reward_model),
+                rewards=rewards_of(named_rewards(self.reward_model)),
                 tokenizer=tokenizer,
                 on_failure=self.on_reward_failure,
                 penalty=self.reward_failure_penalty,
@@ -261,24 +300,34 @@ class OnlineTrainer(Sampling, OptimizerOptions, RunOptions):
         raise ConfigError(f"{type(policy).__name__} does not generate; give generator=")
 
     def _tokenizer(self) -> Tokenizer | None:
-        if isinstance(self.tokenizer, str | Path):
-            return load_tokenizer(self.tokenizer)
-        given = self.tokenizer
+        given = beside(self.tokenizer, self.policy_model)
+        if isinstance(given, str | Path):
+            return load_tokenizer(given)
         if given is not None and not (hasattr(given, "encode") and hasattr(given, "decode")):
             raise ConfigError(f"tokenizer is {given!r}; give a folder, a file, or a tokenizer")
-        return cast("Tokenizer | None", self.tokenizer)
+        return cast("Tokenizer | None", given)
 
-    def _identity(self, work: OnlineWork, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        names = ("seed", "batch_size", "minibatch_size", "group_size", "epochs", "learning_rate")
-        checksum = 0
-        for prompt in prompts:
-            checksum = zlib.crc32(repr(prompt.tokens).encode(), checksum)
-        return {
-            "trainer": type(self).__name__,
-            "prompts": checksum,
-            "policy": weights_checksum(work.policy.state_dict()),
-            **{name: getattr(self, name) for name in names},
+    def _owner(self, work: OnlineWork, prompts: Sequence[Prompt], dataset: Any) -> Ownership:
+        models = ("policy_model", "reward_model", "reference_model", "value_model")
+        read = {name: getattr(self, name, None) for name in models}
+        weights = weights_checksum(work.policy.state_dict())
+        identity = {
+            "model": name_of(self.policy_model),
+            "weights": "on several processes" if weights is None else f"{weights:08x}",
+            "dataset": f"{len(prompts)} prompts" if not _is_path(dataset) else str(dataset),
+            "prompts": prompts_checksum(prompts),
         }
+        return Ownership(
+            kind=f"ms-align {self.algorithm}",
+            identity=identity,
+            settings={**plain(self), **{name: name_of(one) for name, one in read.items()}},
+            fixed=("seed", "batch_size", "minibatch_size", "group_size", "epochs", "value_model"),
+            reads=read,
+        )
+
+
+def _is_path(dataset: Any) -> bool:
+    return isinstance(dataset, str | Path)
 
 
 LOSS_ESTIMATORS = ("k2", "k3", "k3_weighted", "k1_to_go")
@@ -288,15 +337,6 @@ def _module_of(engine: Engine) -> nn.Module | None:
     """The whole model of an engine, where this process holds it."""
     module = getattr(engine, "module", None)
     return module if isinstance(module, nn.Module) else None
-
-
-def _save(engine: Engine, folder: Path) -> None:
-    """Write the trained model, by the engine itself where it is spread over processes."""
-    model, save = _module_of(engine), getattr(engine, "save", None)
-    if model is not None:
-        save_model(model, folder)
-    elif save is not None:
-        save(folder)
 
 
 def _check_tokenizer(tokenizer: Tokenizer | None, policy: Engine) -> None:

@@ -30,11 +30,14 @@ class PPOTrainer(OnlineTrainer):
         ConfigError: a setting is of the wrong kind or out of range.
     """
 
+    algorithm = "ppo"
+
     value_model: Any = None
     """What estimates values: None for a head on the policy's own hidden states, `"copy"` for a
     model of its own that begins as the policy, a module, a folder, or an Engine with a head
     `value`."""
     epochs: int = field(default=4, validator=whole())
+    """Passes over one rollout."""
     kl_coeff: float = field(default=0.05, validator=number())
     gamma: float = field(default=1.0, validator=number(most=1.0))
     """Discount a token."""
@@ -43,7 +46,9 @@ class PPOTrainer(OnlineTrainer):
     value_coeff: float = field(default=0.1, validator=number())
     """Weight of the value's loss where it shares the policy's model."""
     value_clip: float | None = field(default=0.2, validator=number(optional=True))
+    """How far a value may move from the one of the rollout; None does not clip."""
     whiten_advantages: bool = field(default=True, validator=flag)
+    """Give the advantages of a rollout a mean of 0 and a deviation of 1."""
     whiten_rewards: bool = field(default=False, validator=flag)
     """Divide rewards by their deviation; their mean stays."""
 

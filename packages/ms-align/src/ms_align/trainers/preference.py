@@ -17,10 +17,14 @@ from ms_align.loop import Loop, Result, Tell
 from ms_align.losses.dpo import DPOLoss, dpo_loss, pair_weights, row_logprobs
 from ms_align.losses.pairwise import PairwiseLoss, pairwise_loss, row_scores
 from ms_align.options import OptimizerOptions, RunOptions
-from ms_align.reward_model import RewardModel
+from ms_align.ownership import Ownership, plain
+from ms_align.results import check_finite, result_of, write_result
+from ms_align.reward_model import HEAD_FILE, RewardModel
 from ms_align.settings import flag, number
 from ms_align.streams import Stream, check_fit, endless
-from ms_align.trainers.beginning import checksum_of
+from ms_align.tokenizer_files import TokenizerFiles
+from ms_align.trainers.beginning import checksum_of, name_of
+from ms_align.trainers.endings import Endings, tokenizer_beside
 from ms_align.trainers.reference import ADAPTER_OFF, Reference, reference_of
 from ms_align.trainers.showing import Showing
 
@@ -35,13 +39,22 @@ class _PairTrainer(ABC):
     algorithm: str
     engine: Engine
     showing: Showing | None = None
+    merge: bool = True
 
     def __init__(
-        self, stream: Stream, held_out: HeldOut | None, options: RunOptions | None
+        self,
+        stream: Stream,
+        held_out: HeldOut | None,
+        options: RunOptions | None,
+        tokenizer: Any,
+        owner: Ownership | None,
     ) -> None:
         self.stream = stream
         self.held_out = held_out
         self.options = options or RunOptions()
+        self.owner = owner
+        self.tokenizer = tokenizer_beside(tokenizer, stream)
+        self.endings = Endings.of(self.tokenizer)
         self.step = 0
         self.beginning: dict[str, int | None] = {}
         """Checksums of the weights that nothing but the caller keeps."""
@@ -60,19 +73,66 @@ class _PairTrainer(ABC):
         """A batch with all that the loss reads."""
         return batch
 
-    def train(self, steps: int, *, result: Path | None = None) -> Result:
+    @property
+    def output_dir(self) -> Path:
+        """Where the run lies."""
+        return self.options.output_dir or Path("runs", self.algorithm)
+
+    @property
+    @abstractmethod
+    def own_settings(self) -> object:
+        """Those of the algorithm, an attrs instance."""
+
+    def train(self, steps: int) -> Result:
         """Make `steps` updates over all launches; goes on from the last checkpoint.
+
+        The model is then in `output_dir/model`, its tokenizer beside it.
 
         Args:
             steps: of the whole run.
-            result: what will be written when it is finished; see `ms_align.loop.Loop`.
+
+        Raises:
+            NonFiniteError: a weight is infinite or no number.
+            AlignError: see `ms_align.loop.Loop`.
         """
-        identity = {"algorithm": self.algorithm, "seed": self.options.seed, **self.beginning}
-        return Loop(self, steps=steps, options=self.options, identity=identity, result=result).run()
+        check_finite(self.engine)
+        return Loop(
+            self,
+            steps=steps,
+            options=self.options,
+            folder=self.output_dir,
+            owner=self._owner(),
+            write=lambda: self.write(self.tokenizer and self.tokenizer.ending(self.endings.found)),
+            result=self.result(),
+        ).run()
+
+    def result(self) -> Path:
+        """The folder that `write` writes last."""
+        return result_of(self.engine, self.output_dir, merge=self.merge)
+
+    def write(self, tokenizer: TokenizerFiles | None) -> None:
+        """Write the trained model."""
+        write_result(self.engine, self.output_dir, tokenizer, merge=self.merge)
+
+    def _owner(self) -> Ownership:
+        identity = {
+            "model": name_of(getattr(self.engine, "module", self.engine)),
+            **(self.owner.identity if self.owner else {}),
+            **{name: f"{one or 0:08x}" for name, one in self.beginning.items()},
+        }
+        settings = {**plain(self.own_settings), **plain(self.options)}
+        return Ownership(
+            kind=f"ms-align {self.algorithm}",
+            identity=identity,
+            settings=self.owner.settings if self.owner else settings,
+            fixed=("seed", "lora"),
+            reads=self.owner.reads if self.owner else {},
+        )
 
     def update(self, tell: Tell) -> Update:
         """One update."""
         batch = self.prepare(endless(self.stream))
+        self.endings.look(batch)
         update = self.engine.update(batch, self.loss)
         if update.skipped and update.loss == 0.0 and update.grad_norm == 0.0:
             raise NothingToLearnError(
@@ -107,13 +167,18 @@ class _PairTrainer(ABC):
 
     def state(self) -> State:
         """Weights, moments and the stream's place."""
-        facts = {"step": self.step, "stream": self.stream.state_dict()}
+        facts = {
+            "step": self.step,
+            "stream": self.stream.state_dict(),
+            "endings": sorted(self.endings.found),
+        }
         return State(tensors=self.engine.state_dict(), facts=facts)
 
     def load(self, state: State) -> None:
         """Go to where `state` was taken."""
         self.engine.load_state_dict(state.tensors)
         self.step = int(state.facts["step"])
+        self.endings.found |= set(state.facts["endings"])
         self.stream.load_state_dict(state.facts["stream"])
 
 
@@ -143,6 +208,10 @@ class DPOTrainer(_PairTrainer):
         optimizer: AdamW's settings, for a model; an engine has its own.
         microbatch_size: rows that pass at once, for a model; even, so that pairs stay whole.
         options: how the run goes on, shows and keeps.
+        tokenizer: what is put beside the trained model: a folder or a tokenizer; by default what
+            lies in the stream's folder.
+        merge: with adapters, write the merged model too.
+        owner: what else the run says of itself when it takes `output_dir`.
 
     Raises:
         ConfigError: an engine is given and no reference, unless `reference_free`.
@@ -163,12 +232,16 @@ class DPOTrainer(_PairTrainer):
         optimizer: OptimizerOptions | None = None,
         microbatch_size: int | None = None,
         options: RunOptions | None = None,
+        tokenizer: Any = None,
+        merge: bool = True,
+        owner: Ownership | None = None,
     ) -> None:
         self.dpo = dpo or DPOOptions()
+        self.merge = merge
         self.showing = showing
         self.engine = _engine_of(model, optimizer, microbatch_size)
         self.reference = self._reference(reference, microbatch_size)
-        super().__init__(stream, held_out, options)
+        super().__init__(stream, held_out, options, tokenizer, owner)
         self.beginning["policy"] = checksum_of(self.engine)
         if self.reference is not None:
             self.beginning["reference"] = checksum_of(self.reference.engine)
@@ -184,6 +257,11 @@ class DPOTrainer(_PairTrainer):
         return reference_of(
             wanted, self.engine, lambda model: _engine_of(model, None, microbatch_size)
         )
+
+    @property
+    def own_settings(self) -> DPOOptions:
+        """DPO's own."""
+        return self.dpo
 
     @property
     def loss(self) -> DPOLoss:
@@ -241,6 +319,9 @@ class RewardTrainer(_PairTrainer):
         optimizer: AdamW's settings.
         microbatch_size: rows that pass at once; even, so that pairs stay whole.
         options: how the run goes on, shows and keeps.
+        tokenizer: what is put beside the trained model: a folder or a tokenizer; by default what
+            lies in the stream's folder.
+        owner: what else the run says of itself when it takes `output_dir`.
 
     Raises:
         ConfigError: it is an engine, not a model.
@@ -260,6 +341,8 @@ class RewardTrainer(_PairTrainer):
         optimizer: OptimizerOptions | None = None,
         microbatch_size: int | None = None,
         options: RunOptions | None = None,
+        tokenizer: Any = None,
+        owner: Ownership | None = None,
     ) -> None:
         self.reward = reward or RewardOptions()
         if not isinstance(model, nn.Module):
@@ -269,12 +352,30 @@ class RewardTrainer(_PairTrainer):
             )
         body = model.body if isinstance(model, RewardModel) else model
         self.local = LocalEngine(
-            body, optimizer, heads={self.head: 1}, microbatch_size=microbatch_size
+            body,
+            optimizer,
+            heads={self.head: 1},
+            head_offsets=isinstance(model, RewardModel) and model.head.bias is not None,
+            microbatch_size=microbatch_size,
         )
         if isinstance(model, RewardModel):
             self.local.heads[self.head].load_state_dict(model.head.state_dict())
         self.engine = self.local
-        super().__init__(stream, held_out, options)
+        super().__init__(stream, held_out, options, tokenizer, owner)
+
+    @property
+    def own_settings(self) -> RewardOptions:
+        """A reward model's own."""
+        return self.reward
+
+    def result(self) -> Path:
+        """What `write` writes last."""
+        return self.output_dir / "model" / HEAD_FILE
+
+    def write(self, tokenizer: TokenizerFiles | None) -> None:
+        """Write the reward model, which PPO takes by its folder."""
+        check_finite(self.engine)
+        self.reward_model().save(self.output_dir / "model", tokenizer)
 
     @property
     def loss(self) -> PairwiseLoss:

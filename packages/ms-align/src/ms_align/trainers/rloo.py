@@ -22,9 +22,13 @@ class RLOOTrainer(OnlineTrainer):
         ConfigError: a setting is of the wrong kind or out of range.
     """
 
+    algorithm = "rloo"
+
     group_size: int = field(default=4, validator=whole(least=2))
+    """Responses to each prompt, at least 2."""
     kl_coeff: float = field(default=0.05, validator=number())
     whiten_advantages: bool = field(default=False, validator=flag)
+    """Give the advantages of a rollout a mean of 0 and a deviation of 1."""
 
     @property
     def learns_from_groups(self) -> bool:

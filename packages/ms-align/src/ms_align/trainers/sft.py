@@ -16,9 +16,13 @@ from ms_align.local import LocalEngine
 from ms_align.loop import Loop, Result, Tell
 from ms_align.losses.sft import SFTLoss, token_weights
 from ms_align.options import OptimizerOptions, RunOptions
+from ms_align.ownership import Ownership, plain
+from ms_align.results import check_finite, result_of, write_result
 from ms_align.settings import flag, number, numbers
 from ms_align.streams import Stream, TaskStream, check_fit, endless
 from ms_align.task_sampler import TaskOptions, TaskSampler
+from ms_align.trainers.beginning import frozen_checksum, name_of
+from ms_align.trainers.endings import Endings, tokenizer_beside
 from ms_align.trainers.showing import Showing
 from ms_align.uncertainty import Uncertainty
 
@@ -58,6 +62,10 @@ class SFTTrainer:
         optimizer: AdamW's settings, for a model; an engine has its own.
         microbatch_size: rows that pass at once, for a model.
         options: how the run goes on, shows and keeps.
+        tokenizer: what is put beside the trained model: a folder or a tokenizer; by default what
+            lies in the stream's folder.
+        merge: with adapters, write the merged model too.
+        owner: what else the run says of itself when it takes `output_dir`.
 
     Raises:
         ModelError: tokenizer and model disagree, or rows are longer than the context.
@@ -75,6 +83,9 @@ class SFTTrainer:
         optimizer: OptimizerOptions | None = None,
         microbatch_size: int | None = None,
         options: RunOptions | None = None,
+        tokenizer: Any = None,
+        merge: bool = True,
+        owner: Ownership | None = None,
     ) -> None:
         self.engine: Engine = (
             LocalEngine(model, optimizer, microbatch_size=microbatch_size)
@@ -87,6 +98,10 @@ class SFTTrainer:
         self.sft = sft or SFTOptions()
         self.options = options or RunOptions()
         self.step = 0
+        self.merge = merge
+        self.owner = owner
+        self.tokenizer = tokenizer_beside(tokenizer, stream)
+        self.endings = Endings.of(self.tokenizer)
         check_fit(self.engine, stream, "training data")
         self.names: tuple[str, ...] = tuple(getattr(stream, "names", ()))
         self._tasks = len(self.names) if len(self.names) > 1 else 0
@@ -98,23 +113,44 @@ class SFTTrainer:
         )
         self._factors = self._given_factors()
 
-    def train(self, steps: int, *, result: Path | None = None) -> Result:
+    @property
+    def output_dir(self) -> Path:
+        """Where the run lies."""
+        return self.options.output_dir or Path("runs", "sft")
+
+    def train(self, steps: int) -> Result:
         """Make `steps` updates over all launches; goes on from the last checkpoint.
+
+        The model is then in `output_dir/model`, its tokenizer beside it; adapters are in
+        `output_dir/adapter`.
 
         Args:
             steps: of the whole run.
-            result: what will be written when it is finished; see `ms_align.loop.Loop`.
 
         Raises:
-            NothingToLearnError: a batch has no target, or no step is left.
+            NothingToLearnError: a batch has no target.
+            NonFiniteError: a weight is infinite or no number.
             AlignError: see `ms_align.loop.Loop`.
         """
-        identity = self._identity()
-        return Loop(self, steps=steps, options=self.options, identity=identity, result=result).run()
+        check_finite(self.engine)
+        return Loop(
+            self,
+            steps=steps,
+            options=self.options,
+            folder=self.output_dir,
+            owner=self._owner(),
+            write=self._write,
+            result=result_of(self.engine, self.output_dir, merge=self.merge),
+        ).run()
+
+    def _write(self) -> None:
+        tokenizer = self.tokenizer and self.tokenizer.ending(self.endings.found)
+        write_result(self.engine, self.output_dir, tokenizer, merge=self.merge)
 
     def update(self, tell: Tell) -> Update:
         """One update, and what it teaches about the tasks."""
         batch, chances = self._batch()
+        self.endings.look(batch)
         loss = SFTLoss(
             tasks=self._tasks,
             task_weights=self._task_weights(),
@@ -161,6 +197,7 @@ class SFTTrainer:
             "stream": self.stream.state_dict(),
             "sampler": self.sampler.state() if self.sampler else None,
             "log_variances": self.uncertainty.log_variances if self.uncertainty else None,
+            "endings": sorted(self.endings.found),
         }
         return State(tensors=self.engine.state_dict(), facts=facts)
 
@@ -168,21 +205,30 @@ class SFTTrainer:
         """Go to where `state` was taken."""
         self.engine.load_state_dict(state.tensors)
         self.step = int(state.facts["step"])
+        self.endings.found |= set(state.facts["endings"])
         self.stream.load_state_dict(state.facts["stream"])
         if self.sampler:
             self.sampler.load(state.facts["sampler"])
         if self.uncertainty:
             self.uncertainty.log_variances = list(state.facts["log_variances"])
 
-    def _identity(self) -> dict[str, Any]:
+    def _owner(self) -> Ownership:
         tasks = self.sft.tasks
-        return {
-            "algorithm": "sft",
-            "seed": self.options.seed,
-            "tasks": list(self.names),
-            "signal": tasks.signal if tasks else None,
-            "uncertainty": self.sft.uncertainty,
+        identity = {
+            "model": name_of(getattr(self.engine, "module", self.engine)),
+            **(self.owner.identity if self.owner else {}),
+            "frozen_weights": frozen_checksum(self.engine),
+            "tasks": ", ".join(self.names),
+            "signal": tasks.signal if tasks else "",
         }
+        settings = {**plain(self.sft), **plain(self.options)}
+        return Ownership(
+            kind="ms-align sft",
+            identity=identity,
+            settings=self.owner.settings if self.owner else settings,
+            fixed=("seed", "uncertainty", "lora"),
+            reads=self.owner.reads if self.owner else {},
+        )
 
     def _sampler(self) -> TaskSampler | None:
         if self.sft.tasks is None:

@@ -1,0 +1,111 @@
+"""Whose a run's folder is: what the run is made from, its settings, and who may go on in it."""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import attrs
+from attrs import field, frozen
+
+from ms_align import processes
+from ms_align.errors import AlignError, FolderError
+from ms_align.run_folder import Change, hold, inside, locked, owner_of
+
+__all__ = ["Ownership", "plain"]
+
+WRITES = ("checkpoints", "model", "adapter")
+"""What every kind of run writes into its folder."""
+LEFT_BY_NOTHING = {"lock", "run.json", "events.jsonl"}
+"""What lies in the folder of a run that ended before it kept anything."""
+NOT_SETTINGS = {
+    *("output_dir", "resume", "log_every", "progress", "on_event"),
+    *("checkpoint_every", "keep_checkpoints", "evaluate_every", "evaluate_samples"),
+}
+"""Settings that change nothing in what a run comes to."""
+
+
+@frozen(kw_only=True)
+class Ownership:
+    """What a run says of itself when it takes a folder."""
+
+    kind: str
+    """The command, such as `ms-align ppo`."""
+    identity: Mapping[str, str]
+    """What makes it this run: model, dataset, and checksums of what is only in memory."""
+    settings: Mapping[str, Any] = field(factory=dict)
+    fixed: Collection[str] = ()
+    """Settings that cannot change while the run goes on."""
+    reads: Mapping[str, Any] = field(factory=dict)
+    """Models that it begins from, by setting; those that are folders are never written over."""
+
+    @contextmanager
+    def hold(self, folder: Path) -> Iterator[list[Change]]:
+        """Hold `folder` while the block runs; every process must call it, the first one holds.
+
+        Raises:
+            FolderError: it is another run's, or a model that the run reads lies in it.
+        """
+        problem: AlignError | None = None
+        changes: list[Change] = []
+        with ExitStack() as stack:
+            if processes.rank() == 0:
+                try:
+                    self._check_reads(folder)
+                    self._clear(folder)
+                    changes = stack.enter_context(
+                        hold(
+                            folder,
+                            kind=self.kind,
+                            identity=self.identity,
+                            settings=self.settings,
+                            fixed=self.fixed,
+                            writes=WRITES,
+                        )
+                    )
+                except AlignError as error:
+                    problem = error
+            if processes.any_of(problem is not None):
+                raise problem or FolderError(f"the first process cannot work in {folder}")
+            yield changes
+
+    def _check_reads(self, folder: Path) -> None:
+        for name, given in self.reads.items():
+            if not isinstance(given, str | Path) or not inside(given, folder):
+                continue
+            owner = owner_of(folder)
+            if owner is None or owner.kind != self.kind or owner.identity != self.identity:
+                whose = "" if owner is None else f" of {owner.kind!r}"
+                raise FolderError(
+                    f"{name} is {str(given)!r}, which lies in the output_dir {str(folder)!r}{whose}"
+                    " and would be written over; choose another output_dir"
+                )
+
+    def _clear(self, folder: Path) -> None:
+        """Let go of a seal that a run left which kept nothing: it owns nothing."""
+        if not folder.is_dir() or {path.name for path in folder.iterdir()} - LEFT_BY_NOTHING:
+            return
+        with locked(folder / "lock", what=str(folder), kind=self.kind):
+            (folder / "run.json").unlink(missing_ok=True)
+
+
+def plain(settings: object) -> dict[str, Any]:
+    """The settings of an attrs instance as JSON holds them, those apart that change no result."""
+    found = {
+        each.name: getattr(settings, each.name) for each in attrs.fields(cast(Any, type(settings)))
+    }
+    return {name: _plain(value) for name, value in found.items() if name not in NOT_SETTINGS}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if attrs.has(type(value)):
+        return plain(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)

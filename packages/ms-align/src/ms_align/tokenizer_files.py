@@ -1,0 +1,316 @@
+"""A tokenizer as the files of a model's folder, and the tokens with which a text ends.
+
+transformers reads how a text ends from three places: `eos_token` in tokenizer_config.json,
+`eos_token_id` in config.json, and the one that `generate` heeds, in generation_config.json. All of
+them are written, from one source.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from attrs import evolve, field, frozen
+
+from ms_align.durable import write_file
+from ms_align.errors import DataError, ModelError
+from ms_align.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from ms_align.untrusted import decode_json, decoding, read_bytes, read_json, read_text
+
+__all__ = ["TokenizerFiles", "complete", "files_of", "has_tokenizer"]
+
+TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+COPIED = (
+    TOKENIZER,
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+)
+"""What some tokenizer of transformers is read from, beside the two files that are made anew."""
+PAD = "<|pad|>"
+ROLES = ("bos_token", "eos_token", "pad_token")
+KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
+"""Names of the token that ends a text, most telling first, where nothing says which it is."""
+
+
+@frozen(kw_only=True)
+class TokenizerFiles:
+    """What is written beside a model."""
+
+    files: Mapping[str, bytes]
+    """By name, to be copied as they are."""
+    config: Mapping[str, Any] = field(factory=dict)
+    """Of tokenizer_config.json, as it was."""
+    chat_template: str | None = None
+    ids: Mapping[str, int] = field(factory=dict)
+    """Numbers of the special tokens, by text."""
+    roles: Mapping[str, str] = field(factory=dict)
+    """Texts of `bos_token`, `eos_token` and `pad_token`, as far as there are such."""
+    size: int = 0
+    """One more than the greatest number of a token; 0 where that is not known."""
+    ends: tuple[int, ...] = ()
+    """Tokens that end a text or a turn, that of `eos_token` first."""
+
+    def id_of(self, role: str) -> int | None:
+        """The number of `eos_token`, for example."""
+        return self.ids.get(self.roles.get(role, ""))
+
+    def ending(self, tokens: Collection[int]) -> "TokenizerFiles":
+        """The same, with those of `tokens` that are special ones among its ends."""
+        more = [token for token in self.ids.values() if token in tokens]
+        return evolve(self, ends=tuple(dict.fromkeys([*self.ends, *more])))
+
+    def padded(self, number: int) -> "TokenizerFiles":
+        """The same, with a token of its own to fill rows; one is added if `number` is unused."""
+        if number in self.ids.values():
+            return self
+        document = decode_json(
+            self.files[TOKENIZER], dict[str, Any], where=TOKENIZER, error=DataError
+        )
+        document["added_tokens"] = [*document.get("added_tokens", []), _special(number, PAD)]
+        return evolve(
+            self,
+            files={**self.files, TOKENIZER: msgspec.json.encode(document)},
+            ids={**self.ids, PAD: number},
+            roles={**self.roles, "pad_token": PAD},
+            size=number + 1,
+        )
+
+    def contents(self) -> dict[str, bytes]:
+        """Every file, by name."""
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **self.config,
+            **self.roles,
+        }
+        if "eos_token" in self.roles:
+            config.setdefault("pad_token", self.roles["eos_token"])
+        files = dict(self.files)
+        if self.chat_template is not None:
+            config["chat_template"] = self.chat_template
+            files[TEMPLATE] = self.chat_template.encode()
+        return {**files, CONFIG: _document(config)}
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer of any kind."""
+    with decoding(folder, error=DataError):
+        return any((folder / name).is_file() for name in (TOKENIZER, "tokenizer.model", CONFIG))
+
+
+def files_of(place: Any, tokenizer: Any = None) -> TokenizerFiles | None:
+    """The files of a tokenizer, or of the folder that it lies in; None where it has none.
+
+    Args:
+        place: a folder, a tokenizer of ms-align, ms-data or transformers, or any other.
+        tokenizer: what is asked where `place` is no folder.
+
+    Raises:
+        DataError: its files cannot be read.
+    """
+    if isinstance(place, str | Path) and has_tokenizer(Path(place)):
+        return _read(Path(place))
+    tokenizer = place if tokenizer is None else tokenizer
+    if isinstance(tokenizer, ByteTokenizer):
+        return _from_json(_byte_tokenizer(), end_of_text=tokenizer.end_of_text)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer = tokenizer.tokenizer
+    if hasattr(tokenizer, "save_pretrained"):
+        return _of_transformers(tokenizer)
+    content = getattr(tokenizer, "content", None)
+    if not isinstance(content, bytes):
+        return None
+    folder = getattr(tokenizer, "folder", None)
+    found = _from_json(content, end_of_text=getattr(tokenizer, "end_of_text", None))
+    beside = None if folder is None else _read(Path(folder))
+    return found if beside is None else evolve(found, chat_template=beside.chat_template)
+
+
+def complete(folder: Path, tokenizer: TokenizerFiles | None) -> None:
+    """Put a tokenizer into a model's folder, and say in its configurations how a text ends.
+
+    Args:
+        folder: with `config.json`, where the model has one.
+        tokenizer: None leaves the folder without one, and what its model says of ends as it is.
+
+    Raises:
+        ModelError: config.json cannot be read.
+        WriteError: the place cannot be written.
+    """
+    files = tokenizer.contents() if tokenizer else {}
+    config = folder / "config.json"
+    if config.is_file():
+        known = read_json(config, dict[str, Any], error=ModelError)
+        numbers = _numbers(known, tokenizer)
+        files["config.json"] = _document({**known, **numbers})
+        files["generation_config.json"] = _document(_generation(folder, numbers, tokenizer))
+    for name, content in files.items():
+        write_file(folder / name, content)
+
+
+def _numbers(known: Mapping[str, Any], tokenizer: TokenizerFiles | None) -> dict[str, Any]:
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` of a model's configuration."""
+    numbers = {f"{role}_id": known.get(f"{role}_id") for role in ROLES}
+    if tokenizer is None:
+        return numbers
+    found = {f"{role}_id": tokenizer.id_of(role) for role in ROLES}
+    numbers |= {name: number for name, number in found.items() if number is not None}
+    if numbers["pad_token_id"] is None:
+        numbers["pad_token_id"] = next(iter(_as_list(numbers["eos_token_id"])), None)
+    return numbers
+
+
+def _generation(
+    folder: Path, numbers: Mapping[str, Any], tokenizer: TokenizerFiles | None
+) -> dict[str, Any]:
+    path = folder / "generation_config.json"
+    known = read_json(path, dict[str, Any], error=ModelError) if path.is_file() else {}
+    ends = list(tokenizer.ends) if tokenizer else _as_list(numbers["eos_token_id"])
+    if ends:
+        known["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    rest = {name: numbers[name] for name in ("bos_token_id", "pad_token_id")}
+    return {**known, **{name: one for name, one in rest.items() if one is not None}}
+
+
+def _read(folder: Path) -> TokenizerFiles:
+    """The tokenizer of a folder."""
+    files = {
+        name: read_bytes(folder / name, error=DataError)
+        for name in COPIED
+        if (folder / name).is_file()
+    }
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", CONFIG):
+        if (folder / name).is_file():
+            config |= read_json(folder / name, dict[str, Any], error=DataError)
+    template = config.pop("chat_template", None)
+    if (folder / TEMPLATE).is_file():
+        template = read_text(folder / TEMPLATE, error=DataError)
+    ends = [
+        end
+        for name in ("config.json", "generation_config.json")
+        if (folder / name).is_file()
+        for end in _as_list(
+            read_json(folder / name, dict[str, Any], error=DataError).get("eos_token_id")
+        )
+    ]
+    if TOKENIZER not in files:
+        return TokenizerFiles(
+            files=files, config=config, chat_template=_text(template), ends=tuple(ends)
+        )
+    found = _from_json(
+        files[TOKENIZER], config=config, end_of_text=_end_of_data(folder), where=folder / TOKENIZER
+    )
+    every = tuple(dict.fromkeys([*found.ends, *ends]))
+    return evolve(found, files=files, chat_template=_text(template), ends=every)
+
+
+def _end_of_data(folder: Path) -> int | None:
+    """The token that ends a text of shards of ms-data, whose index says which."""
+    if not (folder / "index.json").is_file():
+        return None
+    end = read_json(folder / "index.json", dict[str, Any], error=DataError).get("end_of_text")
+    return end if isinstance(end, int) else None
+
+
+def _from_json(
+    content: bytes,
+    *,
+    config: Mapping[str, Any] | None = None,
+    end_of_text: int | None = None,
+    where: str | Path = TOKENIZER,
+) -> TokenizerFiles:
+    """A tokenizer.json, the settings beside it, and the end of a text where nobody names it."""
+    document = decode_json(content, dict[str, Any], where=where, error=DataError)
+    added = document.get("added_tokens")
+    ids = {
+        str(one["content"]): one["id"]
+        for one in (added if isinstance(added, list) else [])
+        if isinstance(one, dict) and isinstance(one.get("id"), int) and "content" in one
+    }
+    roles = {role: _text((config or {}).get(role)) for role in ROLES}
+    if roles["eos_token"] is None:
+        by_id = {number: text for text, number in ids.items()}
+        likely = next((name for name in KNOWN_ENDS if name in ids), None)
+        roles["eos_token"] = likely if end_of_text is None else by_id.get(end_of_text, likely)
+    found = {role: text for role, text in roles.items() if text is not None}
+    end = ids.get(found.get("eos_token", ""))
+    return TokenizerFiles(
+        files={TOKENIZER: content},
+        config=dict(config or {}),
+        ids=ids,
+        roles=found,
+        size=1 + max([*ids.values(), *_vocabulary(document)], default=-1),
+        ends=() if end is None else (end,),
+    )
+
+
+def _vocabulary(document: Mapping[str, Any]) -> Iterable[int]:
+    """Numbers of the tokens that are no added ones."""
+    model = document.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
+    if isinstance(vocabulary, Mapping):
+        return (number for number in vocabulary.values() if isinstance(number, int))
+    return range(len(vocabulary)) if isinstance(vocabulary, list) else ()
+
+
+def _special(number: int, text: str) -> dict[str, Any]:
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": text, "special": True, **plain}
+
+
+def _of_transformers(tokenizer: Any) -> TokenizerFiles:
+    folder = Path(tempfile.mkdtemp(prefix="ms-align-tokenizer-"))
+    try:
+        tokenizer.save_pretrained(folder)
+        return _read(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _text(value: Any) -> str | None:
+    """A text of a tokenizer's settings, where a token may also be a table with its `content`."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _as_list(value: Any) -> list[int]:
+    given: Sequence[Any] = value if isinstance(value, list) else [value]
+    return [one for one in given if isinstance(one, int) and not isinstance(one, bool)]
+
+
+def _document(content: Mapping[str, Any]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+
+
+def _byte_tokenizer() -> bytes:
+    """A tokenizer.json that gives each byte its own number, and 256 to the end of a text."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {byte: chr(byte) for byte in printable}
+    others = (byte for byte in range(256) if byte not in letters)
+    letters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    end = _special(ByteTokenizer.end_of_text, KNOWN_ENDS[0])
+    return msgspec.json.encode(
+        {
+            "version": "1.0",
+            "added_tokens": [end],
+            "normalizer": None,
+            "pre_tokenizer": {**level, "use_regex": False},
+            "post_processor": None,
+            "decoder": {**level, "use_regex": True},
+            "model": {
+                "type": "BPE",
+                "vocab": {letters[byte]: byte for byte in range(256)},
+                "merges": [],
+            },
+        }
+    )
