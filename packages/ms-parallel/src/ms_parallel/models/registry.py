@@ -25,6 +25,7 @@ __all__ = [
     "build_model",
     "config_document",
     "model_plan",
+    "parameter_shapes",
     "read_config",
 ]
 
@@ -151,6 +152,23 @@ def model_plan(config: ModelConfig) -> ModelPlan:
     if isinstance(config, TransformerXLConfig):
         return transformer_xl.plan(config)
     raise _unknown(config)
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Names and shapes of the whole model's parameters; tied ones once.
+
+    All blocks of a model are alike, so that one is built, however many there are said to be.
+    """
+    with torch.device("meta"):
+        model = build_model(config, layers=range(1))
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    first = "model.layers.0."
+    of_block = {name: shape for name, shape in shapes.items() if name.startswith(first)}
+    return {name: shape for name, shape in shapes.items() if name not in of_block} | {
+        f"model.layers.{layer}.{name.removeprefix(first)}": shape
+        for layer in range(config.num_hidden_layers)
+        for name, shape in of_block.items()
+    }
 
 
 def config_document(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:

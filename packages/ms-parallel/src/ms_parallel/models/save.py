@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ms_parallel.durable import sync_folder, write_synced
-from ms_parallel.errors import ModelError
+from ms_parallel.errors import ModelError, NonFiniteError
+from ms_parallel.models.finite import is_finite
 from ms_parallel.models.initialise import is_added
-from ms_parallel.models.part import drop_gathered
+from ms_parallel.models.part import drop_gathered, part_of
 from ms_parallel.models.registry import config_document, model_plan
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.weight_file import TensorEntry, WeightFile
@@ -63,6 +64,7 @@ def save_model(
 
     Raises:
         ModelError: the disk is full or the folder cannot be written, on any process.
+        NonFiniteError: a weight is NaN or infinite, as it is or in `dtype`; nothing is written.
     """
     folder, rank = Path(folder), _rank()
     stages = [model] if isinstance(model, StagedModel) else list(model)
@@ -81,6 +83,7 @@ def save_model(
         for name, parameter in mine.items()
     ]
     files = _share_out(_exchange(entries), file_size_bytes)
+    _check_finite(mine, dtype, folder)
     document = config_document(config, dtype or next(stages[0].parameters()).dtype)
     own = {name: file for name, file in files.items() if file.writer == rank}
     aside = folder / _ASIDE
@@ -92,6 +95,19 @@ def save_model(
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+@torch.no_grad()
+def _check_finite(mine: Mapping[str, Tensor], dtype: torch.dtype | None, folder: Path) -> None:
+    """Every process looks at its own parts; all of them hear of the first that is not finite."""
+    parts = ((name, part_of(parameter).local) for name, parameter in mine.items())
+    first = next((name for name, part in parts if not is_finite(part, dtype)), None)
+    found = [name for name in _exchange(first) if name is not None]
+    if found:
+        raise NonFiniteError(
+            f"{found[0]!r} holds a NaN or an infinity, so the model is not saved to {folder}; go on"
+            " from an earlier checkpoint"
+        )
 
 
 def _share_out(offers: list[list[TensorEntry]], file_size_bytes: int) -> dict[str, _File]:
