@@ -6,6 +6,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DamageError",
+    "FolderError",
     "LaunchError",
     "LayoutError",
     "ModelError",
@@ -13,6 +14,7 @@ __all__ = [
     "ParallelError",
     "ScheduleError",
     "StageError",
+    "WriteError",
 ]
 
 
@@ -56,3 +58,11 @@ class ScheduleError(ParallelError, ValueError):
 
 class StageError(ParallelError, RuntimeError):
     """A pipeline stage that raised in mid-step: names stage, rank and microbatch, on every rank."""
+
+
+class WriteError(CheckpointError):
+    """A file or folder that the operating system does not let be written."""
+
+
+class FolderError(CheckpointError):
+    """A run's folder that another process holds, or that belongs to another run."""
