@@ -1,7 +1,7 @@
 """Runs a model under any layout: one object that trainers of every kind ask for work."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -300,7 +300,7 @@ class Engine:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int = 0,
-        stop_token: int | None = None,
+        stop_token: int | Collection[int] | Literal["eos"] | None = "eos",
     ) -> list[list[int]]:
         """Continue each of this data rank's prompts; see `ms_parallel.generate`.
 
@@ -312,7 +312,8 @@ class Engine:
             top_p: only the likeliest that together reach this probability are ever chosen.
             min_p: only those of at least this share of the likeliest one's probability are.
             seed: of chance; the same under every layout gives the same tokens.
-            stop_token: ends a row.
+            stop_token: ends a row: one token or any of several; by default those that the model's
+                configuration names as `eos_token_id`. None lets each row run to max_new_tokens.
 
         Returns:
             The new tokens of each row, without the prompt, on every process of the data rank.
@@ -324,8 +325,12 @@ class Engine:
             sampling=Sampling(
                 temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
             ),
-            stop_token=stop_token,
+            stops=self._stops(stop_token),
         )
+
+    def _stops(self, stop_token: int | Collection[int] | str | None) -> Collection[int]:
+        chosen: Any = self.config.eos_token_id if stop_token == "eos" else stop_token
+        return () if chosen is None else (chosen,) if isinstance(chosen, int) else tuple(chosen)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, moments and counters by name, ready for torch.distributed.checkpoint."""

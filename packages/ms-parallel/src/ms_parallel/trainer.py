@@ -11,7 +11,7 @@ from attrs import define, field, frozen
 
 from ms_parallel import launch
 from ms_parallel.agreement import first_does
-from ms_parallel.dataset import copy_tokenizer, data_package, prepare
+from ms_parallel.dataset import data_package, prepare
 from ms_parallel.durable import publish, write_synced, writing
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import JsonLines
@@ -23,6 +23,7 @@ from ms_parallel.layout import Layout
 from ms_parallel.models import has_weights, load_weights, save_model
 from ms_parallel.options import Options
 from ms_parallel.progress import Show, duration
+from ms_parallel.run_tokenizer import run_tokenizer
 from ms_parallel.training import Run, Stream
 
 __all__ = ["DistributedTrainer", "Result", "Stream"]
@@ -250,13 +251,13 @@ class DistributedTrainer(Options):
             return folder
         aside = folder.with_name("model.partial")
         first_does(lambda: shutil.rmtree(aside, ignore_errors=True))
-        save_model(list(run.engine.stages.values()), aside)
+        tokenizer = run_tokenizer(self._shards, self.model_folder)
+        save_model(list(run.engine.stages.values()), aside, tokenizer=tokenizer)
         first_does(lambda: self._publish(aside, folder, run.mark()))
         return folder
 
     def _publish(self, aside: Path, folder: Path, mark: bytes) -> None:
         with writing(folder):
-            copy_tokenizer(self._shards, aside)
             write_synced(aside / "training.json", mark)
             shutil.rmtree(folder, ignore_errors=True)
             publish(aside, folder)

@@ -10,7 +10,7 @@ from attrs.validators import optional
 from ms_parallel.errors import ConfigError
 from ms_parallel.layout import ModelShape
 
-__all__ = ["MOST", "DecoderConfig", "ModelConfig", "RopeScaling"]
+__all__ = ["MOST", "DecoderConfig", "ModelConfig", "RopeScaling", "TokenId"]
 
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
 TokenId = int | tuple[int, ...] | None
@@ -59,6 +59,21 @@ class ModelConfig(Protocol):
     @property
     def model_type(self) -> str:
         """The architecture's name in config.json."""
+        ...
+
+    @property
+    def bos_token_id(self) -> TokenId:
+        """What begins a text, if anything does."""
+        ...
+
+    @property
+    def eos_token_id(self) -> TokenId:
+        """What ends a generated text: one token, any of several, or nothing."""
+        ...
+
+    @property
+    def pad_token_id(self) -> TokenId:
+        """What fills a batch's shorter rows, if anything does."""
         ...
 
     @property
@@ -184,8 +199,9 @@ class DecoderConfig:
     initializer_range: float = field(default=0.02, validator=above_zero)
     """Standard deviation of fresh weights."""
     bos_token_id: TokenId = None
-    """Carried to and from config.json, like the next two; no computation uses it."""
+    """Carried to and from config.json, like the last one."""
     eos_token_id: TokenId = None
+    """What ends a generated text: one token, or any of several."""
     pad_token_id: TokenId = None
 
     def __attrs_post_init__(self) -> None:

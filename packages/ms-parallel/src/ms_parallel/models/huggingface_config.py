@@ -9,7 +9,7 @@ from ms_parallel.errors import ModelError
 from ms_parallel.models.config import MOST, DecoderConfig, RopeScaling
 from ms_parallel.models.config_keys import check_keys
 
-__all__ = ["FAMILIES", "from_document", "to_document"]
+__all__ = ["FAMILIES", "TOKENS", "from_document", "to_document", "token_ids"]
 
 FAMILIES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
@@ -55,7 +55,8 @@ _COPIED = (
 )
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_LLAMA3}
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of the tokens that begin, end and pad a text."""
 
 
 def from_document(document: Mapping[str, Any]) -> DecoderConfig:
@@ -97,7 +98,7 @@ def from_document(document: Mapping[str, Any]) -> DecoderConfig:
         sliding_window=window,
         sliding_layers=layers,
         **{name: given[name] for name in _COPIED if name in given},
-        **{name: _token_ids(name, given.get(name)) for name in _TOKENS},
+        **{name: token_ids(name, given.get(name)) for name in TOKENS},
     )
 
 
@@ -114,7 +115,7 @@ def _head_dim(family: str, given: Mapping[str, Any]) -> Any:
     return given["hidden_size"] // given["num_attention_heads"]
 
 
-def _token_ids(name: str, value: Any) -> Any:
+def token_ids(name: str, value: Any) -> Any:
     """One id, several as a tuple, or None; -1, which some files hold, is no token."""
     ids = value if isinstance(value, list) else [value]
     if value is None or value == -1:
@@ -202,7 +203,7 @@ def to_document(config: DecoderConfig, dtype: torch.dtype) -> dict[str, object]:
         "attention_dropout": 0.0,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
-        **{name: getattr(config, name) for name in (*_COPIED, *_TOKENS)},
+        **{name: getattr(config, name) for name in (*_COPIED, *TOKENS)},
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
         "rope_theta": config.rope_theta,
