@@ -18,7 +18,7 @@ from ms_parallel.events import JsonLines
 from ms_parallel.exits import end_scripts_plainly
 from ms_parallel.fitting import build_engine, find_schedule, fit_model, microbatch
 from ms_parallel.found_schedule import FoundSchedule
-from ms_parallel.held_out import HeldOut, Readers
+from ms_parallel.held_out import HeldOut
 from ms_parallel.layout import Layout
 from ms_parallel.models import has_weights, load_weights, save_model
 from ms_parallel.options import Options
@@ -168,13 +168,12 @@ class DistributedTrainer(Options):
         data = data_package()
         config = fit_model(self, layout, self._shards)
         place = layout.place(launch.rank())
-        readers = Readers(place.data, layout.data)
         stream = data.TokenStream(
             self._shards,
             sequence_length=self.sequence_length,
             batch_size=self.batch_size,
             seed=self.seed,
-            place=readers,
+            place=place,
         )
         total = steps or round((epochs or 0) * stream.samples_per_epoch) // self.batch_size
         if not total:
@@ -192,7 +191,7 @@ class DistributedTrainer(Options):
         return Run(
             engine=engine,
             stream=stream,
-            held_out=HeldOut.find(self._shards, self, readers, rows),
+            held_out=HeldOut.find(self._shards, self, place, rows),
             total=total,
             options=self,
             found=found,
