@@ -19,6 +19,7 @@ from ms_align.parallel import ParallelEngine
 from ms_data import InstructionStream, PreferenceStream, TokenStream
 from ms_parallel import Engine, Layout
 from ms_parallel.events import OnEvent
+from ms_parallel.groups import Groups
 from ms_parallel.ops import Ops
 from ms_parallel.trainer import Stream
 
@@ -66,3 +67,9 @@ def align_draws_from_an_engine(engine: Engine) -> Generator:
 
 
 align_events: ms_align.events.OnEvent = ms_profile.EventLog("events")
+
+
+def a_stream_takes_the_place_of_the_layout(groups: Groups) -> TokenStream:
+    """ms-data asks a place for `rank` and `count`; ms-parallel's processes have one."""
+    asked: ms_data.Place = groups.place
+    return TokenStream("shards", sequence_length=1, batch_size=1, place=asked)

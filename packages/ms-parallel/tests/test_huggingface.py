@@ -339,7 +339,8 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"num_hidden_layers": "four"}, "num_hidden_layers is 'four'"),
     ({"num_hidden_layers": 3}, "holds 'model.layers.3.input_layernorm.weight'"),
     ({"intermediate_size": 48}, r"with shape \(44, 32\), but .* asks for \(48, 32\)"),
-    ({"vocab_size": 10**12}, r"shape \(96, 32\)"),  # refused before memory is taken
+    ({"vocab_size": 10**8}, r"shape \(96, 32\)"),  # refused before memory is taken
+    ({"vocab_size": 10**12}, r"vocab_size=1000000000000 is beyond reason; give at most"),
     ({"attention_bias": True}, "lacks 16 of"),
     ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide"),
 ]

@@ -8,6 +8,7 @@ from ms_parallel.errors import (
     LaunchError,
     LayoutError,
     ModelError,
+    NonFiniteError,
     ParallelError,
     ScheduleError,
     StageError,
@@ -16,6 +17,7 @@ from ms_parallel.layout import Layout
 from ms_parallel.loss import NextTokenLoss
 from ms_parallel.models import load_model, save_model
 from ms_parallel.optimizer import AdamWConfig
+from ms_parallel.plan import ModelPlan
 from ms_parallel.schedule_search import search_schedule
 from ms_parallel.trainer import DistributedTrainer, Result
 
@@ -32,7 +34,9 @@ __all__ = [
     "Layout",
     "LayoutError",
     "ModelError",
+    "ModelPlan",
     "NextTokenLoss",
+    "NonFiniteError",
     "ParallelError",
     "Result",
     "ScheduleError",

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,7 @@ from ms_parallel.durable import publish, write_synced, writing
 from ms_parallel.errors import ConfigError
 from ms_parallel.options import Options
 
-__all__ = ["copy_tokenizer", "data_package", "prepare"]
+__all__ = ["data_package", "prepare"]
 
 SHARDS, SOURCE, TOKENIZER = "shards", "shards-source.json", "tokenizer.json"
 
@@ -116,9 +115,3 @@ def _replace(path: Path, content: bytes) -> None:
     aside.unlink(missing_ok=True)
     write_synced(aside, content)
     publish(aside, path)
-
-
-def copy_tokenizer(shards: Path, folder: Path) -> None:
-    """Lay the tokenizer beside a model, so that the folder is usable alone."""
-    with writing(folder):
-        shutil.copyfile(shards / TOKENIZER, folder / TOKENIZER)

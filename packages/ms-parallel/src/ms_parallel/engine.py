@@ -1,8 +1,7 @@
 """Runs a model under any layout: one object that trainers of every kind ask for work."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +10,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from ms_parallel import ops as plain_ops
+from ms_parallel.assembly import Given, build_stages, describe
 from ms_parallel.errors import ConfigError, ParallelError
 from ms_parallel.generate import Sampling, generate
 from ms_parallel.gradients import (
@@ -22,27 +22,18 @@ from ms_parallel.gradients import (
 )
 from ms_parallel.groups import Groups, connect
 from ms_parallel.layout import Layout
-from ms_parallel.loss import Batch, HeadOutput, Loss, Output
+from ms_parallel.loss import Batch, HeadOutput, LogitsOutput, Loss, Output
 from ms_parallel.microbatches import cut_batch, measure
-from ms_parallel.models import (
-    KeyValueCache,
-    ModelConfig,
-    StagedModel,
-    architecture,
-    has_weights,
-    initialise,
-    load_weights,
-    model_plan,
-)
-from ms_parallel.models.registry import ARCHITECTURES
+from ms_parallel.models import KeyValueCache
 from ms_parallel.ops import Ops
 from ms_parallel.optimizer import AdamW, AdamWConfig, learning_rate
+from ms_parallel.own_model import OwnModelConfig, call_own
+from ms_parallel.plan import ModelPlan
 from ms_parallel.recompute import Recompute
 from ms_parallel.recorded_step import RecordedStep
 from ms_parallel.recording import Recorder, gather_times
-from ms_parallel.runtime import Runtime
+from ms_parallel.runtime import Runtime, call_stage
 from ms_parallel.sharding import reshard
-from ms_parallel.stages import build_stage, cut_layers
 from ms_parallel.state import load_state, state_of
 from ms_parallel.tables import Choice, Tables
 from ms_parallel.tensor_parallel import is_whole
@@ -70,7 +61,9 @@ class Engine:
 
     Args:
         model: an architecture's name, a configuration, or a folder with a config.json; the weights
-            of a folder that has them are read, each process its part.
+            of a folder that has them are read, each process its part. Or a module of your own (see
+            `ms_parallel.own_model`), which is taken over with its weights: those of the first
+            process, on all.
         layout: how the processes split the work; one process by default.
         optimizer: AdamW's settings.
         schedule: a generator's name, such as `"1f1b"` or `"zb-v"`; the path of a CSV file in
@@ -87,6 +80,7 @@ class Engine:
         on_nonfinite: what a gradient with an infinity or NaN does: `"skip"` the update and say
             so, or `"raise"`. Weights are never touched by it.
         groups: processes that are already connected; by default `layout` is connected here.
+        plan: how a module of your own may be split; without one, over the data axis alone.
         prepare: called with each stage of this process once it is split over the tensor axis and
             before it is sharded; may change layers in place. Parameters that it adds begin at zero.
 
@@ -100,7 +94,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str | Path | ModelConfig,
+        model: Given,
         layout: Layout | None = None,
         *,
         optimizer: AdamWConfig | None = None,
@@ -113,34 +107,48 @@ class Engine:
         ops: Ops | None = None,
         on_nonfinite: Literal["skip", "raise"] = "skip",
         groups: Groups | None = None,
-        prepare: Callable[[StagedModel], object] | None = None,
+        plan: ModelPlan | None = None,
+        prepare: Callable[[Any], object] | None = None,
     ) -> None:
         if microbatch_size is not None and microbatch_size < 1:
             raise ConfigError(f"microbatch_size is {microbatch_size}; give at least 1, or None")
         if on_nonfinite not in ("skip", "raise"):
             raise ConfigError(f"on_nonfinite is {on_nonfinite!r}; give skip or raise")
-        self.config = architecture(model) if isinstance(model, str | Path) else model
         layout = groups.layout if groups else layout or Layout()
-        layout.check_model(self.config.shape)
+        self.config, self.plan = describe(model, plan, layout, recompute)
         self.groups = groups or connect(layout, device=device)
         self.ops: Ops = ops or plain_ops
         self.microbatch_size = microbatch_size
         self.on_nonfinite = on_nonfinite
         self.step = 0
         """Updates asked for so far, skipped ones included."""
-        self.plan = model_plan(self.config)
         self.tables = Tables(schedule, layout.pipeline)
         self.placement = self.tables.placement
         """Pipeline rank of each stage."""
-        self.stages = self._build(mixed_precision, recompute, seed, _weights_in(model), prepare)
-        self.runtime = Runtime(self.stages, self.groups)
+        self.stages = build_stages(
+            model,
+            self.config,
+            self.plan,
+            self.tables,
+            self.groups,
+            mixed_precision=mixed_precision,
+            recompute=recompute,
+            seed=seed,
+            ops=self.ops,
+            prepare=prepare,
+        )
+        own = isinstance(model, nn.Module)
+        self.runtime = Runtime(self.stages, self.groups, call_own if own else call_stage)
         self.parameters: dict[str, Tensor] = {
             name: parameter
             for stage in self.stages.values()
             for name, parameter in stage.named_parameters()
+            if parameter.requires_grad or not own
         }
         # Kept, as matching hundreds of names against patterns each step would cost.
-        self.whole = [name for name in self.parameters if is_whole(name, self.plan)]
+        self.whole = [
+            name for name in self.parameters if layout.tensor > 1 and is_whole(name, self.plan)
+        ]
         self.counted = [
             name
             for name in self.parameters
@@ -148,35 +156,6 @@ class Engine:
         ]
         local = {name: local_part(parameter) for name, parameter in self.parameters.items()}
         self.optimizer = AdamW(local, optimizer or AdamWConfig())
-
-    def _build(
-        self,
-        mixed_precision: bool,
-        recompute: Recompute,
-        seed: int,
-        folder: Path | None,
-        prepare: Callable[[StagedModel], object] | None,
-    ) -> dict[int, StagedModel]:
-        layers = cut_layers(
-            self.config.num_hidden_layers, len(self.placement), self.plan.cuts, self.tables.layers
-        )
-        stages = {}
-        for stage, home in enumerate(self.placement):
-            if home == self.groups.place.pipeline:
-                stages[stage] = build_stage(
-                    self.config,
-                    layers[stage],
-                    self.groups,
-                    mixed_precision=mixed_precision,
-                    recompute=recompute,
-                    ops=self.ops,
-                    prepare=prepare,
-                )
-                if folder is None:
-                    initialise(stages[stage], seed)
-                else:
-                    load_weights(stages[stage], folder)
-        return stages
 
     @property
     def device(self) -> torch.device:
@@ -300,7 +279,7 @@ class Engine:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int = 0,
-        stop_token: int | None = None,
+        stop_token: int | Collection[int] | Literal["eos"] | None = "eos",
     ) -> list[list[int]]:
         """Continue each of this data rank's prompts; see `ms_parallel.generate`.
 
@@ -312,7 +291,8 @@ class Engine:
             top_p: only the likeliest that together reach this probability are ever chosen.
             min_p: only those of at least this share of the likeliest one's probability are.
             seed: of chance; the same under every layout gives the same tokens.
-            stop_token: ends a row.
+            stop_token: ends a row: one token or any of several; by default those that the model's
+                configuration names as `eos_token_id`. None lets each row run to max_new_tokens.
 
         Returns:
             The new tokens of each row, without the prompt, on every process of the data rank.
@@ -324,8 +304,12 @@ class Engine:
             sampling=Sampling(
                 temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
             ),
-            stop_token=stop_token,
+            stops=self._stops(stop_token),
         )
+
+    def _stops(self, stop_token: int | Collection[int] | str | None) -> Collection[int]:
+        chosen: Any = self.config.eos_token_id if stop_token == "eos" else stop_token
+        return () if chosen is None else (chosen,) if isinstance(chosen, int) else tuple(chosen)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, moments and counters by name, ready for torch.distributed.checkpoint."""
@@ -348,6 +332,8 @@ class Engine:
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
     def _output(self, hidden: Tensor) -> Output:
+        if isinstance(self.config, OwnModelConfig):
+            return LogitsOutput(hidden)
         last = self.stages[len(self.placement) - 1]
         return HeadOutput(hidden, last.head_weight, self.ops, self.groups)
 
@@ -369,13 +355,6 @@ class Engine:
             scale(list(gradients.values()), limit / (norm + 1e-6))
         local = {name: local_part(parameter) for name, parameter in self.parameters.items()}
         self.optimizer.step(local, gradients, rate)
-
-
-def _weights_in(model: str | Path | ModelConfig) -> Path | None:
-    """The folder to read weights from, if `model` is one that has any."""
-    if not isinstance(model, str | Path) or str(model) in ARCHITECTURES:
-        return None
-    return Path(model) if has_weights(model) else None
 
 
 def _mark_step(stages: Iterable[nn.Module]) -> None:

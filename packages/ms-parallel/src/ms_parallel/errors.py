@@ -1,5 +1,7 @@
 """Every error this package raises on purpose; each is also the builtin that fits."""
 
+from typing import ClassVar
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -8,6 +10,7 @@ __all__ = [
     "LaunchError",
     "LayoutError",
     "ModelError",
+    "NonFiniteError",
     "ParallelError",
     "ScheduleError",
     "StageError",
@@ -29,6 +32,12 @@ class ConfigError(ParallelError, ValueError):
 
 class ModelError(ParallelError, ValueError):
     """A model folder or architecture that cannot be built or read."""
+
+
+class NonFiniteError(ParallelError, ArithmeticError):
+    """Weights that have become NaN or infinite: names the tensor. Nothing is saved of them."""
+
+    exit_code: ClassVar[int] = 1
 
 
 class CheckpointError(ParallelError, RuntimeError):

@@ -67,7 +67,7 @@ def _told(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, StageError):
         return FAILED, str(error)
     if isinstance(error, ParallelError) or _is_of_ms_data(error):
-        return BAD_INPUT, " ".join(str(error).split())
+        return getattr(error, "exit_code", BAD_INPUT), " ".join(str(error).split())
     if isinstance(error, RuntimeError) and launched() and LOST.search(str(error)):
         reason = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split())).split(". ")[0][:160]
         return FAILED, (

@@ -14,6 +14,7 @@ from ms_parallel.models import architecture
 from ms_parallel.ops import Ops
 from ms_parallel.optimizer import AdamWConfig
 from ms_parallel.options import Options
+from ms_parallel.run_tokenizer import with_ends
 from ms_parallel.schedule_search import asked_of, search_schedule
 from ms_parallel.schedules import Schedule
 from ms_parallel.tables import SEARCH, Choice
@@ -54,7 +55,7 @@ def fit_model(options: Options, layout: Layout, shards: Path | None) -> Any:
         )
     _check_sizes(options, layout, config)
     layout.check_model(config.shape)
-    return config
+    return config if shards is None else with_ends(config, shards, options.model_folder)
 
 
 def _check_sizes(options: Options, layout: Layout, config: Any) -> None:

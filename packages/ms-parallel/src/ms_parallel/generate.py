@@ -1,7 +1,7 @@
 """Continues prompts token by token, with a key-value cache, under any layout."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,9 +52,9 @@ def generate(
     *,
     max_new_tokens: int,
     sampling: Sampling,
-    stop_token: int | None = None,
+    stops: Collection[int] = (),
 ) -> list[list[int]]:
-    """The tokens that follow each prompt, without the prompt, the stop token included.
+    """The tokens that follow each prompt, without the prompt, up to the first of `stops`, included.
 
     All processes of one data rank pass the same prompts; every data rank as many, of any length.
     Chance depends on the seed, the prompt's place among those of all data ranks and the token's
@@ -76,8 +76,8 @@ def generate(
         chosen = None if logits is None else pick(logits, sampling, index, *parts)
         tokens = engine.runtime.mailbox.share(chosen, engine.placement[-1]).cpu()
         written.append(tokens)
-        if stop_token is not None:
-            done |= tokens == stop_token
+        if stops:
+            done |= torch.isin(tokens, torch.tensor(sorted(stops)))
             if _all_done(engine, done):
                 break
         batch = window.next(tokens, index)
@@ -85,7 +85,7 @@ def generate(
     for stage in engine.stages.values():
         reshard(stage)
     rows = torch.stack(written, dim=1).tolist() if written else [[] for _ in prompts]
-    return [_until(row, stop_token) for row in rows]
+    return [_until(row, stops) for row in rows]
 
 
 class _Window:
@@ -187,5 +187,6 @@ def _all_done(engine: "Engine", done: Tensor) -> bool:
     return bool(engine.groups.all_reduce(flag, "data", dist.ReduceOp.MIN))
 
 
-def _until(tokens: list[int], stop_token: int | None) -> list[int]:
-    return tokens[: tokens.index(stop_token) + 1] if stop_token in tokens else tokens
+def _until(tokens: list[int], stops: Collection[int]) -> list[int]:
+    end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
+    return tokens[: end + 1]

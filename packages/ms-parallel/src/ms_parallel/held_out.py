@@ -9,20 +9,13 @@ from torch import Tensor
 from ms_parallel.agreement import sums
 from ms_parallel.dataset import data_package
 from ms_parallel.engine import Engine
+from ms_parallel.layout import Place
 from ms_parallel.loss import Batch, Output
 from ms_parallel.options import Options
 
-__all__ = ["HeldOut", "Readers"]
+__all__ = ["HeldOut"]
 
 SPLIT = "held_out"
-
-
-@frozen
-class Readers:
-    """This process's place among those that read different rows."""
-
-    rank: int
-    count: int
 
 
 @frozen(kw_only=True)
@@ -33,16 +26,16 @@ class HeldOut:
     sequence_length: int
     batch_size: int
     batches: int
-    readers: Readers
+    place: Place
 
     @classmethod
-    def find(cls, shards: Path, options: Options, readers: Readers, rows: int) -> "HeldOut | None":
+    def find(cls, shards: Path, options: Options, place: Place, rows: int) -> "HeldOut | None":
         """The held-out text of a dataset, None where it has none or too little.
 
         Args:
             shards: folder of the dataset.
             options: the run's.
-            readers: this process's place.
+            place: this process's, among those that read different rows.
             rows: a batch is a multiple of it.
         """
         split = data_package().inspect(shards).splits.get(SPLIT)
@@ -55,7 +48,7 @@ class HeldOut:
             sequence_length=options.sequence_length,
             batch_size=size,
             batches=min(options.evaluate_batches, samples // size),
-            readers=readers,
+            place=place,
         )
 
     def loss(self, engine: Engine) -> float:
@@ -64,7 +57,7 @@ class HeldOut:
             self.shards,
             sequence_length=self.sequence_length,
             batch_size=self.batch_size,
-            place=self.readers,
+            place=self.place,
             split=SPLIT,
             shuffle=True,
         )

@@ -9,7 +9,8 @@ import torch
 from ms_parallel.fitting import fit_model, microbatch
 from ms_parallel.found_schedule import FILE, read_found
 from ms_parallel.layout import Layout, Place
-from ms_parallel.models import build_model, model_plan
+from ms_parallel.models import model_plan
+from ms_parallel.models.registry import parameter_shapes
 from ms_parallel.options import Options
 from ms_parallel.schedules import verify
 from ms_parallel.stages import cut_layers
@@ -66,8 +67,7 @@ def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Fac
         LayoutError: the layout does not fit the model.
     """
     config = fit_model(options, layout, shards)
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in build_model(config).named_parameters()}
+    shapes = parameter_shapes(config)
     rows = options.batch_size // layout.data
     size = microbatch(options, layout) or rows
     plan = model_plan(config)

@@ -33,6 +33,13 @@ class Place:
     data: int = 0
     context: int = 0
     tensor: int = 0
+    count: int = field(default=1, eq=False)
+    """Ranks on the data axis: how many readers share out a batch."""
+
+    @property
+    def rank(self) -> int:
+        """Which of the `count` readers this process is; a stream asks its place for both."""
+        return self.data
 
 
 @frozen(kw_only=True)
@@ -118,7 +125,7 @@ class Layout:
         coordinates = {}
         for axis in reversed(AXES):
             rank, coordinates[axis] = divmod(rank, getattr(self, axis))
-        return Place(**coordinates)
+        return Place(**coordinates, count=self.data)
 
     def rank(self, place: Place) -> int:
         """The rank that stands at a place: the inverse of `place`.

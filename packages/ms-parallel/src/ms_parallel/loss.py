@@ -10,10 +10,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
+from ms_parallel import ops as plain_ops
 from ms_parallel.groups import Groups
 from ms_parallel.ops import Ops
 
-__all__ = ["Batch", "HeadOutput", "Loss", "NextTokenLoss", "Output"]
+__all__ = ["Batch", "HeadOutput", "LogitsOutput", "Loss", "NextTokenLoss", "Output"]
 
 Batch = Mapping[str, Tensor]
 
@@ -95,6 +96,25 @@ class HeadOutput:
             )
             return losses.view(targets.shape)
         return self.ops.linear_cross_entropy(self.hidden, self.weight, targets, reduction="none")
+
+
+class LogitsOutput:
+    """The logits of a model that has no head apart from it.
+
+    Args:
+        whole: logits (B, S, V), the same on every tensor rank.
+    """
+
+    def __init__(self, whole: Tensor) -> None:
+        self.whole = whole
+
+    def logits(self, positions: slice = EVERYWHERE) -> Tensor:
+        """Logits (B, S, V) of some positions, or of all."""
+        return self.whole[:, positions]
+
+    def token_losses(self, targets: Tensor) -> Tensor:
+        """-log p(target), float32 (B, S), 0 where the target is -100."""
+        return plain_ops.cross_entropy(self.whole, targets, reduction="none")
 
 
 def _gather_sequence(hidden: Tensor, groups: Groups) -> Tensor:

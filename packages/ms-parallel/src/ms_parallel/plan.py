@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-from attrs import frozen
+from attrs import field, frozen
 
 from ms_parallel.errors import ModelError
 
@@ -29,11 +29,12 @@ class ModelPlan:
     In patterns `*` stands for one part of a dotted name.
     """
 
-    tensor: Mapping[str, Style]
-    """Module pattern to style; covers every module that owns parameters."""
-    blocks: str
-    """Pattern of the units of recomputation and of sharding."""
-    cuts: tuple[int, ...]
+    tensor: Mapping[str, Style] = field(factory=dict)
+    """Module pattern to style; covers every module that owns parameters, or none of them: then the
+    tensor axis cannot split the model."""
+    blocks: str = ""
+    """Pattern of the units of recomputation and of sharding; by default the whole is the unit."""
+    cuts: tuple[int, ...] = (0,)
     """Layer numbers at which a stage may begin, ascending, 0 first."""
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs (owner, copy) of parameter names that hold one weight."""
@@ -62,7 +63,7 @@ class ModelPlan:
 
     def is_block(self, module: str) -> bool:
         """Whether a module of this full name is one block."""
-        return _matches(self.blocks, module)
+        return bool(self.blocks) and _matches(self.blocks, module)
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from attrs import define, field
@@ -19,16 +20,25 @@ from ms_parallel.schedules.action import COMPUTE
 from ms_parallel.sharding import after_weight_gradients, set_last_backward
 from ms_parallel.weight_gradients import Later, putting_off
 
-__all__ = ["Finish", "Key", "Runtime", "Step"]
+__all__ = ["Finish", "Key", "Runtime", "Step", "call_stage"]
 
 Finish = Callable[[Tensor, Batch], Tensor]
 """What the last stage makes of its hidden state: in training the scalar to go back from."""
+
+Call = Callable[..., Tensor]
+"""Calls a stage: (stage, what enters, positions=, documents=, cache=) to what leaves it."""
 
 Key = tuple[int, int]
 """(stage, microbatch)."""
 WEIGHTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 """What ends with gradients of weights."""
 UNTIMED = nullcontext()
+
+
+def call_stage(stage: nn.Module, entering: Tensor, **context: Any) -> Tensor:
+    """Call a stage of our own models, whose head waits for the loss."""
+    hidden: Tensor = stage(entering, logits=False, **context)
+    return hidden
 
 
 @define
@@ -60,10 +70,14 @@ class Runtime:
         stages: this process's stages by number; called with hidden states or tokens and the
             keyword arguments of `Decoder.forward`.
         groups: the layout's processes.
+        call: calls a stage, with what enters it and the positions, documents and cache.
     """
 
-    def __init__(self, stages: Mapping[int, nn.Module], groups: Groups) -> None:
+    def __init__(
+        self, stages: Mapping[int, nn.Module], groups: Groups, call: Call | None = None
+    ) -> None:
         self.stages = stages
+        self.call = call or call_stage
         self.groups = groups
         self.mailbox = Mailbox(groups)
         self.recorder: Recorder | None = None
@@ -180,12 +194,12 @@ class Runtime:
         """What a stage makes of what enters it; on the last stage, what is made of that."""
         stage, microbatch = key
         batch = step.microbatches[microbatch]
-        hidden: Tensor = self.stages[stage](
+        hidden = self.call(
+            self.stages[stage],
             entering,
             positions=batch.get("positions"),
             documents=batch.get("documents"),
             cache=step.caches.get(stage),
-            logits=False,
         )
         return step.finish(hidden, batch) if stage + 1 == schedule.stages else hidden
 

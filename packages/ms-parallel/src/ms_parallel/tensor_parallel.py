@@ -17,13 +17,22 @@ from ms_parallel.plan import ModelPlan
 __all__ = ["is_whole", "split_model"]
 
 
-def split_model(model: nn.Module, plan: ModelPlan, groups: Groups) -> None:
+def split_model(
+    model: nn.Module, plan: ModelPlan, groups: Groups, *, gather_logits: bool = False
+) -> None:
     """Replace, in place, the parameters that the plan splits by DTensors on the tensor axis.
 
     Between blocks each rank holds its part of the sequence. What feeds `column` modules gathers
     it once for all of them; `row` modules and the embedding sum and scatter it again. Parameters
     that stay whole stay plain tensors, so that any operator takes them; each rank then has only
     its own share of their gradient, see `is_whole`.
+
+    Args:
+        model: to be split.
+        plan: how.
+        groups: the layout's processes.
+        gather_logits: a linear map over the vocabulary gives whole logits on each rank, where its
+            module is called; else who uses its weight asks for the local part.
     """
     if groups.layout.tensor == 1:
         return
@@ -41,6 +50,8 @@ def split_model(model: nn.Module, plan: ModelPlan, groups: Groups) -> None:
                 styles[name] = RowwiseParallel(output_layouts=Shard(1))
             case "vocabulary" if isinstance(module, nn.Embedding):
                 styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+            case "vocabulary" if gather_logits:
+                styles[name] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
             case "vocabulary" | "split_heads":
                 styles[name] = SplitRows()
             case "sequence" | "heads":

@@ -11,18 +11,19 @@ from attrs import define, field, frozen
 
 from ms_parallel import launch
 from ms_parallel.agreement import first_does
-from ms_parallel.dataset import copy_tokenizer, data_package, prepare
+from ms_parallel.dataset import data_package, prepare
 from ms_parallel.durable import publish, write_synced, writing
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import JsonLines
 from ms_parallel.exits import end_scripts_plainly
 from ms_parallel.fitting import build_engine, find_schedule, fit_model, microbatch
 from ms_parallel.found_schedule import FoundSchedule
-from ms_parallel.held_out import HeldOut, Readers
+from ms_parallel.held_out import HeldOut
 from ms_parallel.layout import Layout
 from ms_parallel.models import has_weights, load_weights, save_model
 from ms_parallel.options import Options
 from ms_parallel.progress import Show, duration
+from ms_parallel.run_tokenizer import run_tokenizer
 from ms_parallel.training import Run, Stream
 
 __all__ = ["DistributedTrainer", "Result", "Stream"]
@@ -167,13 +168,12 @@ class DistributedTrainer(Options):
         data = data_package()
         config = fit_model(self, layout, self._shards)
         place = layout.place(launch.rank())
-        readers = Readers(place.data, layout.data)
         stream = data.TokenStream(
             self._shards,
             sequence_length=self.sequence_length,
             batch_size=self.batch_size,
             seed=self.seed,
-            place=readers,
+            place=place,
         )
         total = steps or round((epochs or 0) * stream.samples_per_epoch) // self.batch_size
         if not total:
@@ -191,7 +191,7 @@ class DistributedTrainer(Options):
         return Run(
             engine=engine,
             stream=stream,
-            held_out=HeldOut.find(self._shards, self, readers, rows),
+            held_out=HeldOut.find(self._shards, self, place, rows),
             total=total,
             options=self,
             found=found,
@@ -250,13 +250,13 @@ class DistributedTrainer(Options):
             return folder
         aside = folder.with_name("model.partial")
         first_does(lambda: shutil.rmtree(aside, ignore_errors=True))
-        save_model(list(run.engine.stages.values()), aside)
+        tokenizer = run_tokenizer(self._shards, self.model_folder)
+        save_model(list(run.engine.stages.values()), aside, tokenizer=tokenizer)
         first_does(lambda: self._publish(aside, folder, run.mark()))
         return folder
 
     def _publish(self, aside: Path, folder: Path, mark: bytes) -> None:
         with writing(folder):
-            copy_tokenizer(self._shards, aside)
             write_synced(aside / "training.json", mark)
             shutil.rmtree(folder, ignore_errors=True)
             publish(aside, folder)

@@ -146,7 +146,8 @@ class Run:
 
     def _check_model(self, folder: Path, there: Mapping[str, Any]) -> None:
         here = model_facts(self.engine)
-        for name in sorted(here.keys() | there.keys()):
+        named = {name for name in here.keys() | there.keys() if not name.endswith("_token_id")}
+        for name in sorted(named):
             if here.get(name) != there.get(name):
                 raise CheckpointError(
                     f"{folder} is a checkpoint of another model: {name} is {there.get(name)!r}"
@@ -263,9 +264,13 @@ class Run:
 
 
 def model_facts(engine: Engine) -> dict[str, Any]:
-    """What makes a model another model, as JSON gives it back."""
+    """What makes a model another model, as JSON gives it back; no weight depends on its tokens."""
     facts = asdict(engine.config)  # type: ignore[arg-type]  # every one is attrs'
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in facts.items()}
+    return {
+        name: list(v) if isinstance(v, tuple) else v
+        for name, v in facts.items()
+        if not name.endswith("_token_id")
+    }
 
 
 def _due(step: int, every: int | None) -> bool:

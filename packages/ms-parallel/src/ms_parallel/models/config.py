@@ -1,6 +1,6 @@
 """What a decoder of the Llama family is made of."""
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
@@ -10,7 +10,7 @@ from attrs.validators import optional
 from ms_parallel.errors import ConfigError
 from ms_parallel.layout import ModelShape
 
-__all__ = ["DecoderConfig", "ModelConfig", "RopeScaling"]
+__all__ = ["MOST", "DecoderConfig", "ModelConfig", "RopeScaling", "TokenId"]
 
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
 TokenId = int | tuple[int, ...] | None
@@ -21,7 +21,6 @@ _FAMILIES: Mapping[str, Mapping[str, tuple[object, ...]]] = {
         "attention_bias": (False,),
         "mlp_bias": (False,),
         "query_key_norm": (False,),
-        "sliding_layers": (None,),
     },
     "qwen2": {"attention_bias": (True,), "mlp_bias": (False,), "query_key_norm": (False,)},
     "qwen3": {"mlp_bias": (False,), "query_key_norm": (True,)},
@@ -63,22 +62,56 @@ class ModelConfig(Protocol):
         ...
 
     @property
+    def bos_token_id(self) -> TokenId:
+        """What begins a text, if anything does."""
+        ...
+
+    @property
+    def eos_token_id(self) -> TokenId:
+        """What ends a generated text: one token, any of several, or nothing."""
+        ...
+
+    @property
+    def pad_token_id(self) -> TokenId:
+        """What fills a batch's shorter rows, if anything does."""
+        ...
+
+    @property
     def shape(self) -> ModelShape:
         """The sizes that a layout has to divide."""
         ...
 
 
+MOST: Mapping[str, int] = {
+    "num_hidden_layers": 10_000,
+    "vocab_size": 1 << 27,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+}
+"""Some ten times what any model has: beyond it a file is damaged, or made to take our memory."""
+
+
 def positive(instance: object, attribute: "Attribute[int]", value: object) -> None:
+    """Validator: a whole number from 1 to the most that is reasonable."""
+    name, shown = attribute.name, repr(value)[:60]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        name = attribute.name
-        raise ConfigError(f"model setting {name} is {value!r}; give a whole number of at least 1")
+        raise ConfigError(f"model setting {name} is {shown}; give a whole number of at least 1")
+    most = MOST.get(name, (1 << 62) - 1)
+    if value > most:
+        raise ConfigError(f"model setting {name}={shown} is beyond reason; give at most {most}")
 
 
 def above_zero(instance: object, attribute: "Attribute[float]", value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"model setting {attribute.name} is {value!r}; give a number")
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"model setting {attribute.name} is {value!r}; give a number above 0")
+    # An int of 400 digits has no float; a float never exceeds this.
+    if not (0 < value <= sys.float_info.max):
+        raise ConfigError(
+            f"model setting {attribute.name} is {repr(value)[:60]}; give a number above 0"
+        )
 
 
 def boolean(instance: object, attribute: "Attribute[bool]", value: object) -> None:
@@ -166,8 +199,9 @@ class DecoderConfig:
     initializer_range: float = field(default=0.02, validator=above_zero)
     """Standard deviation of fresh weights."""
     bos_token_id: TokenId = None
-    """Carried to and from config.json, like the next two; no computation uses it."""
+    """Carried to and from config.json, like the last one."""
     eos_token_id: TokenId = None
+    """What ends a generated text: one token, or any of several."""
     pad_token_id: TokenId = None
 
     def __attrs_post_init__(self) -> None:

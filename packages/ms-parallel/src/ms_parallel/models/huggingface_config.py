@@ -6,9 +6,10 @@ from typing import Any
 import torch
 
 from ms_parallel.errors import ModelError
-from ms_parallel.models.config import DecoderConfig, RopeScaling
+from ms_parallel.models.config import MOST, DecoderConfig, RopeScaling
+from ms_parallel.models.config_keys import check_keys
 
-__all__ = ["FAMILIES", "from_document", "to_document"]
+__all__ = ["FAMILIES", "TOKENS", "from_document", "to_document", "token_ids"]
 
 FAMILIES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
@@ -24,34 +25,19 @@ _DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
     },
-    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
-    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+    "qwen2": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "max_window_layers": 28,
+    },
+    "qwen3": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "max_window_layers": 28,
+        "head_dim": 128,
+    },
 }
 """What transformers takes where a family's config.json is silent."""
-
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "hidden_act": ("silu",),
-    "partial_rotary_factor": (1, None),
-    "quantization_config": (None,),
-    "num_experts": (0, None),
-    "num_local_experts": (0, 1, None),
-    "n_routed_experts": (0, None),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "logit_scale": (1, None),
-    "embedding_multiplier": (1, None),
-    "residual_multiplier": (1, None),
-    "logits_scaling": (1, None),
-    "attention_chunk_size": (None,),
-    "no_rope_layers": (None, []),
-    "use_mrope": (False, None),
-    "is_encoder_decoder": (False, None),
-    "add_cross_attention": (False, None),
-}
-"""Settings that would change the computation, with the values under which they do not."""
-
-_MOST_LAYERS = 100_000
-"""Lists as long as this are made before the weights are looked at."""
 
 _SIZES = (
     "vocab_size",
@@ -69,7 +55,8 @@ _COPIED = (
 )
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_LLAMA3}
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of the tokens that begin, end and pad a text."""
 
 
 def from_document(document: Mapping[str, Any]) -> DecoderConfig:
@@ -84,28 +71,25 @@ def from_document(document: Mapping[str, Any]) -> DecoderConfig:
         raise ModelError(
             f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    for name, values in _NEUTRAL.items():
-        if name in document and document[name] not in values:
-            raise ModelError(f"{name}={document[name]!r} is not supported; only {values[0]!r} is")
+    check_keys(family, document)
     for name in _SIZES:
         if name not in document:
             raise ModelError(f"config.json lacks {name!r}; add it")
         if type(document[name]) is not int or document[name] < 1:
-            raise ModelError(f"{name} is {document[name]!r}; give a whole number of at least 1")
-    if document["num_hidden_layers"] > _MOST_LAYERS:
-        raise ModelError(f"num_hidden_layers={document['num_hidden_layers']} is beyond reason")
-    given = {**_DEFAULTS[family], **{k: v for k, v in document.items() if v is not None}}
-    queries = given["num_attention_heads"]
-    settings = {name: given[name] for name in _COPIED if name in given}
-    for name in _TOKENS:
-        token = given.get(name)
-        settings[name] = tuple(token) if isinstance(token, list) else token
-    window, layers = _window(family, given, document)
+            shown = repr(document[name])[:60]
+            raise ModelError(f"{name} is {shown}; give a whole number of at least 1")
+        if document[name] > MOST[name]:  # before lists as long as this are made
+            raise ModelError(
+                f"{name}={str(document[name])[:60]} is beyond reason; give at most {MOST[name]}"
+            )
+    # Where a key is null, its default does not count: null is a value of its own, or refused.
+    given = {**_DEFAULTS[family], **document}
+    window, layers = _window(family, given)
     theta, scaling = _rope(given)
     return DecoderConfig(
         model_type=family,
-        num_key_value_heads=given.get("num_key_value_heads", queries),
-        head_dim=given.get("head_dim", given["hidden_size"] // queries),
+        num_key_value_heads=_key_value_heads(given),
+        head_dim=_head_dim(family, given),
         rope_theta=theta,
         rope_scaling=scaling,
         attention_bias=family == "qwen2" or given.get("attention_bias", False),
@@ -113,33 +97,73 @@ def from_document(document: Mapping[str, Any]) -> DecoderConfig:
         query_key_norm=family == "qwen3",
         sliding_window=window,
         sliding_layers=layers,
-        **settings,
+        **{name: given[name] for name in _COPIED if name in given},
+        **{name: token_ids(name, given.get(name)) for name in TOKENS},
     )
 
 
-def _window(
-    family: str, given: Mapping[str, Any], document: Mapping[str, Any]
-) -> tuple[int | None, tuple[int, ...] | None]:
+def _key_value_heads(given: Mapping[str, Any]) -> Any:
+    count = given.get("num_key_value_heads")
+    return given["num_attention_heads"] if count is None else count
+
+
+def _head_dim(family: str, given: Mapping[str, Any]) -> Any:
+    """The width that is given, or a head's share of the hidden size where the family allows it."""
+    null_means_share = family in ("llama", "mistral")
+    if "head_dim" in given and not (given["head_dim"] is None and null_means_share):
+        return given["head_dim"]
+    return given["hidden_size"] // given["num_attention_heads"]
+
+
+def token_ids(name: str, value: Any) -> Any:
+    """One id, several as a tuple, or None; -1, which some files hold, is no token."""
+    ids = value if isinstance(value, list) else [value]
+    if value is None or value == -1:
+        return None
+    if not ids or any(type(token) is not int or not 0 <= token < 1 << 31 for token in ids):
+        raise ModelError(f"{name} is {str(value)[:60]!r}; give a token id, a list of some, or null")
+    return tuple(ids) if isinstance(value, list) else value
+
+
+def _window(family: str, given: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...] | None]:
     """The sliding window and the layers that it applies to."""
     if family == "llama":
         return None, None
-    if family == "mistral":
-        return document.get("sliding_window", 4096), None  # an explicit null means none
-    if not given.get("use_sliding_window", False):
-        return None, None
-    window, count = document.get("sliding_window", 4096), given["num_hidden_layers"]
-    if window is None:
-        return None, None
-    kinds, first = given.get("layer_types"), given.get("max_window_layers", 28)
-    if kinds is None and type(first) is int:
-        return window, tuple(range(first, count))
+    window, count = given.get("sliding_window", 4096), given["num_hidden_layers"]
+    if family != "mistral":
+        first = given["max_window_layers"]
+        if type(first) is not int:
+            raise ModelError(f"max_window_layers is {str(first)[:60]!r}; give a whole number")
+        window = window if _slides(given) else None
+    kinds = given.get("layer_types")
+    if kinds is not None:
+        layers = _sliding_layers(kinds, count)
+        if layers and window is None:
+            raise ModelError(
+                "layer_types has sliding_attention, but there is no sliding_window; give one, or"
+                " full_attention for each layer"
+            )
+        return (window, layers) if layers else (None, None)
+    if window is None or family == "mistral":
+        return window, None
+    return window, tuple(range(max(0, given["max_window_layers"]), count))
+
+
+def _slides(given: Mapping[str, Any]) -> bool:
+    uses = given.get("use_sliding_window", False)
+    if type(uses) is not bool:
+        raise ModelError(f"use_sliding_window is {uses!r}; give true or false")
+    return uses
+
+
+def _sliding_layers(kinds: Any, count: int) -> tuple[int, ...]:
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != count or any(k not in known for k in kinds):
         raise ModelError(
-            f"layer_types={kinds!r} is not supported; give full_attention or sliding_attention"
-            f" for each of {count} layers"
+            f"layer_types={str(kinds)[:60]} is not supported; give full_attention or"
+            f" sliding_attention for each of {count} layers"
         )
-    return window, tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
 
 
 def _rope(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -179,7 +203,7 @@ def to_document(config: DecoderConfig, dtype: torch.dtype) -> dict[str, object]:
         "attention_dropout": 0.0,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
-        **{name: getattr(config, name) for name in (*_COPIED, *_TOKENS)},
+        **{name: getattr(config, name) for name in (*_COPIED, *TOKENS)},
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
         "rope_theta": config.rope_theta,
@@ -191,6 +215,9 @@ def to_document(config: DecoderConfig, dtype: torch.dtype) -> dict[str, object]:
         document["mlp_bias"] = config.mlp_bias
     if config.model_type == "mistral":
         document["sliding_window"] = config.sliding_window
+        # Named only where layers differ: readers that know no layer_types let all of them slide.
+        if config.sliding_window is not None and config.sliding_layers is not None:
+            document["layer_types"] = _layer_types(config)
     if config.model_type in ("qwen2", "qwen3"):
         document |= _window_document(config)
     return document
@@ -206,11 +233,17 @@ def _rope_document(config: DecoderConfig) -> dict[str, object] | None:
 
 def _window_document(config: DecoderConfig) -> dict[str, object]:
     count = config.num_hidden_layers
-    slides = [config.window(layer) is not None for layer in range(count)]
+    kinds = _layer_types(config)
+    slides = [kind == "sliding_attention" for kind in kinds]
     return {
         "use_sliding_window": any(slides),
         "sliding_window": config.sliding_window,
         # Older readers know no layer_types: to them all layers from this one on slide.
         "max_window_layers": slides.index(True) if any(slides) else count,
-        "layer_types": ["sliding_attention" if s else "full_attention" for s in slides],
+        "layer_types": kinds,
     }
+
+
+def _layer_types(config: DecoderConfig) -> list[str]:
+    windows = map(config.window, range(config.num_hidden_layers))
+    return ["full_attention" if window is None else "sliding_attention" for window in windows]

@@ -6,11 +6,13 @@ Names are the same on both sides, so nothing is converted.
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ms_parallel.errors import ModelError
+from ms_parallel.models.finite import is_finite
 from ms_parallel.models.initialise import is_added
-from ms_parallel.models.part import drop_gathered, part_of
-from ms_parallel.models.registry import build_model, model_plan, read_config
+from ms_parallel.models.part import Part, drop_gathered, part_of
+from ms_parallel.models.registry import build_model, model_plan, parameter_shapes, read_config
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.weight_folder import INDEX, WeightFolder
 from ms_parallel.ops import Ops
@@ -45,7 +47,7 @@ def load_model(
 
     Raises:
         ModelError: the architecture or a setting is not supported, or a tensor is missing,
-            unknown or of another shape.
+            unknown, of another shape or not finite, or a tied weight is there twice and differs.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -94,7 +96,8 @@ def load_weights(model: StagedModel, folder: str | Path) -> None:
         folder: With safetensors of the same model.
 
     Raises:
-        ModelError: a tensor is missing, unknown or of another shape.
+        ModelError: a tensor is missing, unknown, of another shape or not finite, or a tied weight
+            is there twice and differs.
     """
     weights = WeightFolder(Path(folder))
     drop_gathered(model)
@@ -104,8 +107,7 @@ def load_weights(model: StagedModel, folder: str | Path) -> None:
 
 def _check(model: StagedModel, weights: WeightFolder) -> None:
     """Names of the whole model, and shapes of this stage, before any value is read."""
-    with torch.device("meta"):
-        whole = {name for name, _ in build_model(model.config).named_parameters()}
+    whole = parameter_shapes(model.config).keys()
     copies = {copy: owner for owner, copy in model_plan(model.config).tied}
     missing = sorted(whole - weights.names)
     if missing:
@@ -133,10 +135,30 @@ def _check(model: StagedModel, weights: WeightFolder) -> None:
 
 @torch.no_grad()
 def _fill(model: StagedModel, weights: WeightFolder) -> None:
-    copies = {copy: owner for owner, copy in model_plan(model.config).tied}
+    tied = model_plan(model.config).tied
+    copies = {copy: owner for owner, copy in tied}
     for name, parameter in model.named_parameters():
         part = part_of(parameter)
         if is_added(name):
             part.local.zero_()
         elif part.local.numel():
-            part.local.copy_(weights.read(copies.get(name, name), part.box))
+            values = weights.read(copies.get(name, name), part.box)
+            if not is_finite(values):
+                raise ModelError(
+                    f"{weights.folder} holds {name!r} with a NaN or an infinity; give a model that"
+                    " was saved before it went wrong"
+                )
+            for pair in tied:
+                if name in pair:
+                    _check_tied(pair, values, part, weights)
+            part.local.copy_(values)
+
+
+def _check_tied(pair: tuple[str, str], values: Tensor, part: Part, weights: WeightFolder) -> None:
+    """Refuse a folder whose two files of one weight differ: readers would take one or the other."""
+    owner, copy = pair
+    if copy in weights.names and not torch.equal(values, weights.read(copy, part.box).to(values)):
+        raise ModelError(
+            f"{weights.folder} holds a {copy!r} that differs from {owner!r}, but its config.json"
+            " says that they are one (tie_word_embeddings); set it to false to keep both"
+        )

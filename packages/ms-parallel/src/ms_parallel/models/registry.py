@@ -1,23 +1,26 @@
 """Architectures by name, and what builds, splits and describes each."""
 
+import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import torch
 from attrs import asdict, evolve, fields
 
 from ms_parallel import ops as plain_ops
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models import decoder, huggingface_config, transformer_xl
-from ms_parallel.models.config import DecoderConfig, ModelConfig, RopeScaling
+from ms_parallel.models.config import DecoderConfig, ModelConfig, RopeScaling, TokenId
 from ms_parallel.models.decoder import Decoder
+from ms_parallel.models.huggingface_config import TOKENS, token_ids
 from ms_parallel.models.staged import StagedModel
+from ms_parallel.models.tokenizer_files import TokenizerFiles
 from ms_parallel.models.transformer_xl import TransformerXL, TransformerXLConfig
 from ms_parallel.ops import Ops
 from ms_parallel.plan import ModelPlan
+from ms_parallel.untrusted import read_json
 
 __all__ = [
     "ARCHITECTURES",
@@ -25,8 +28,12 @@ __all__ = [
     "build_model",
     "config_document",
     "model_plan",
+    "parameter_shapes",
     "read_config",
+    "with_tokens",
 ]
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
 
 _LAPTOP = DecoderConfig(
     vocab_size=8192,
@@ -63,7 +70,8 @@ def architecture(
     """The configuration of a named architecture, or of a folder with a config.json.
 
     Args:
-        name_or_folder: A name of `ARCHITECTURES`, or a folder.
+        name_or_folder: A name of `ARCHITECTURES`, in any case and with or without hyphens, or a
+            folder.
         overrides: Settings to change, by name; `rope_scaling` may be a mapping. Where heads or
             hidden size change and `head_dim` is not given, it becomes their quotient.
 
@@ -73,15 +81,23 @@ def architecture(
         ModelError: the folder's config.json is damaged or asks for what is not supported.
     """
     known = ARCHITECTURES.get(str(name_or_folder))
-    if known is None and Path(name_or_folder).is_dir():
+    if known is None and os.path.isdir(name_or_folder):
         known = read_config(Path(name_or_folder))
+    if known is None:
+        known = ARCHITECTURES.get(_spelled(str(name_or_folder)))
     if known is None:
         remedy = _nearest(str(name_or_folder), list(ARCHITECTURES))
         raise ConfigError(
-            f"unknown architecture {str(name_or_folder)!r}; {remedy}"
+            f"unknown architecture {str(name_or_folder)[:200]!r}; {remedy}"
             f" (or give a folder with a config.json)"
         )
     return _override(known, dict(overrides or {}))
+
+
+def _spelled(name: str) -> str:
+    """A name as `ARCHITECTURES` has it, whichever case, hyphens and underscores it was given."""
+    plain = {key.replace("-", ""): key for key in ARCHITECTURES}
+    return plain.get(name.lower().replace("-", "").replace("_", "").replace(" ", ""), name)
 
 
 def _override(config: ModelConfig, overrides: dict[str, Any]) -> ModelConfig:
@@ -153,6 +169,23 @@ def model_plan(config: ModelConfig) -> ModelPlan:
     raise _unknown(config)
 
 
+def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Names and shapes of the whole model's parameters; tied ones once.
+
+    All blocks of a model are alike, so that one is built, however many there are said to be.
+    """
+    with torch.device("meta"):
+        model = build_model(config, layers=range(1))
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    first = "model.layers.0."
+    of_block = {name: shape for name, shape in shapes.items() if name.startswith(first)}
+    return {name: shape for name, shape in shapes.items() if name not in of_block} | {
+        f"model.layers.{layer}.{name.removeprefix(first)}": shape
+        for layer in range(config.num_hidden_layers)
+        for name, shape in of_block.items()
+    }
+
+
 def config_document(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
     """What a config.json says of a configuration, with weights of `dtype`.
 
@@ -166,33 +199,79 @@ def config_document(config: ModelConfig, dtype: torch.dtype) -> dict[str, object
     raise _unknown(config)
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The configuration of a folder's config.json.
+def with_tokens(config: ModelConfig, tokenizer: TokenizerFiles) -> ModelConfig:
+    """A configuration that says how a tokenizer's texts begin, end and are padded.
+
+    What it says already stays.
 
     Raises:
-        ModelError: it is missing or damaged, or asks for something that is not supported.
+        ModelError: the tokenizer has an id that is beyond the model's vocabulary.
     """
-    path = folder / "config.json"
-    try:
-        document = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} is missing; give a folder of a saved model") from error
-    except msgspec.DecodeError as error:
-        raise ModelError(f"{path} is damaged ({error}); copy it again") from error
+    ids = {
+        "bos_token_id": tokenizer.begin_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    missing = {name: value for name, value in ids.items() if getattr(config, name) is None}
+    for name, value in missing.items():
+        if value is not None and max(value if isinstance(value, tuple) else (value,)) >= (
+            config.vocab_size
+        ):
+            raise ModelError(
+                f"the tokenizer's {name} is {value}, but the model has {config.vocab_size} tokens;"
+                " give the tokenizer that the model was trained with"
+            )
+    return cast(ModelConfig, evolve(cast(Any, config), **missing))
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration of a folder: config.json, and what generation_config.json says of ends.
+
+    Raises:
+        ModelError: a file is missing or damaged, or asks for something that is not supported.
+    """
+    path = folder / CONFIG
+    if not os.path.isfile(path):
+        raise ModelError(f"{path} is missing; give a folder of a saved model")
+    document = _read(path)
     try:
         if document.get("model_type") == "transformer-xl":
-            return _transformer_xl(document)
-        return huggingface_config.from_document(document)
+            config: ModelConfig = _transformer_xl(document)
+        else:
+            config = huggingface_config.from_document(document)
     except (ModelError, ConfigError) as error:
         raise ModelError(f"{path}: {error}") from error
+    ends = _ends_of_generation(folder / GENERATION)
+    return config if ends is None else cast(ModelConfig, evolve(cast(Any, config), **ends))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path, dict[str, Any], error=ModelError)
+    except ModelError as error:
+        raise ModelError(f"{error}; copy it again") from error
+
+
+def _ends_of_generation(path: Path) -> dict[str, TokenId] | None:
+    """Whoever generates asks generation_config.json first for what ends a text."""
+    if not os.path.isfile(path):
+        return None
+    name = "eos_token_id"
+    try:
+        ids = token_ids(name, _read(path).get(name))
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+    return None if ids is None else {name: ids}
 
 
 def _transformer_xl(document: dict[str, Any]) -> TransformerXLConfig:
     names = {setting.name for setting in fields(TransformerXLConfig)}
     known = {key: value for key, value in document.items() if key != "torch_dtype"}
-    for key in sorted(names ^ known.keys()):
-        raise ModelError(f"config.json {'lacks' if key in names else 'has unknown'} {key!r}")
-    return TransformerXLConfig(**known)
+    for key in sorted((names - set(TOKENS)) ^ (known.keys() - set(TOKENS))):
+        raise ModelError(f"config.json {'lacks' if key in names else 'has unknown'} {key[:60]!r}")
+    return TransformerXLConfig(
+        **{**known, **{name: token_ids(name, known.get(name)) for name in TOKENS}}
+    )
 
 
 def _unknown(config: object) -> ModelError:

@@ -15,11 +15,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ms_parallel.durable import sync_folder, write_synced
-from ms_parallel.errors import ModelError
+from ms_parallel.errors import ModelError, NonFiniteError
+from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.finite import is_finite
 from ms_parallel.models.initialise import is_added
-from ms_parallel.models.part import drop_gathered
-from ms_parallel.models.registry import config_document, model_plan
+from ms_parallel.models.part import drop_gathered, part_of
+from ms_parallel.models.registry import (
+    CONFIG,
+    GENERATION,
+    config_document,
+    model_plan,
+    with_tokens,
+)
 from ms_parallel.models.staged import StagedModel
+from ms_parallel.models.tokenizer_files import TokenizerFiles, read_tokenizer
 from ms_parallel.models.weight_file import TensorEntry, WeightFile
 from ms_parallel.models.weight_folder import INDEX, SINGLE
 
@@ -27,7 +36,6 @@ __all__ = ["save_model"]
 
 T = TypeVar("T")
 
-CONFIG = "config.json"
 _ASIDE = ".saving"
 
 
@@ -49,6 +57,7 @@ def save_model(
     *,
     dtype: torch.dtype | None = None,
     file_size_bytes: int = 4 << 30,
+    tokenizer: str | Path | TokenizerFiles | None = None,
 ) -> None:
     """Write a folder that transformers and `load_model` read. Every process must call it.
 
@@ -60,15 +69,22 @@ def save_model(
         folder: On a disk that all processes see. Made if missing; a model in it is replaced.
         dtype: Of the files; the parameters' by default.
         file_size_bytes: A file takes no further tensor beyond this size.
+        tokenizer: Whose files go beside the model: a folder of shards or of a model, a
+            `tokenizer.json`, or what `read_tokenizer` gives. Its ids of the begin, the end and the
+            padding of a text go to config.json where the model has none of its own.
 
     Raises:
-        ModelError: the disk is full or the folder cannot be written, on any process.
+        ModelError: the disk is full or the folder cannot be written, on any process; or the
+            tokenizer cannot be read, or has more tokens than the model.
+        NonFiniteError: a weight is NaN or infinite, as it is or in `dtype`; nothing is written.
     """
     folder, rank = Path(folder), _rank()
     stages = [model] if isinstance(model, StagedModel) else list(model)
     for stage in stages:
         drop_gathered(stage)
-    config = stages[0].config
+    if tokenizer is not None and not isinstance(tokenizer, TokenizerFiles):
+        tokenizer = read_tokenizer(tokenizer)
+    config = stages[0].config if tokenizer is None else with_tokens(stages[0].config, tokenizer)
     copies = {copy for _, copy in model_plan(config).tied}
     mine = {
         name: parameter
@@ -81,17 +97,34 @@ def save_model(
         for name, parameter in mine.items()
     ]
     files = _share_out(_exchange(entries), file_size_bytes)
+    _check_finite(mine, dtype, folder)
     document = config_document(config, dtype or next(stages[0].parameters()).dtype)
+    small = {CONFIG: document, GENERATION: _generation(config)}
+    texts = {name: _json(content) for name, content in small.items()}
+    texts |= tokenizer.files if tokenizer is not None else {}
     own = {name: file for name, file in files.items() if file.writer == rank}
     aside = folder / _ASIDE
     try:
         _together(lambda: _clear(aside), folder, rank == 0)
         _together(lambda: _write(mine, own, aside), folder)
-        _together(lambda: _publish(folder, files, document), folder, rank == 0)
+        _together(lambda: _publish(folder, files, texts), folder, rank == 0)
     except ModelError:
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+@torch.no_grad()
+def _check_finite(mine: Mapping[str, Tensor], dtype: torch.dtype | None, folder: Path) -> None:
+    """Every process looks at its own parts; all of them hear of the first that is not finite."""
+    parts = ((name, part_of(parameter).local) for name, parameter in mine.items())
+    first = next((name for name, part in parts if not is_finite(part, dtype)), None)
+    found = [name for name in _exchange(first) if name is not None]
+    if found:
+        raise NonFiniteError(
+            f"{found[0]!r} holds a NaN or an infinity, so the model is not saved to {folder}; go on"
+            " from an earlier checkpoint"
+        )
 
 
 def _share_out(offers: list[list[TensorEntry]], file_size_bytes: int) -> dict[str, _File]:
@@ -159,16 +192,17 @@ def _without_advice() -> Iterator[None]:
         adviser.setLevel(level)
 
 
-def _publish(folder: Path, files: Mapping[str, _File], document: Mapping[str, object]) -> None:
+def _publish(folder: Path, files: Mapping[str, _File], texts: Mapping[str, bytes]) -> None:
     """Take the old model away, then bring the new one in, what makes it loadable last."""
     aside = folder / _ASIDE
-    _write_json(aside / CONFIG, document)
-    names = [CONFIG, *files]
+    for name, content in texts.items():
+        write_synced(aside / name, content)
+    names = [*texts, *files]
     if len(files) > 1:
         weight_map = {entry.name: name for name, file in files.items() for entry in file.entries}
         total = sum(file.size_bytes for file in files.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(aside / INDEX, index)
+        write_synced(aside / INDEX, _json(index))
         names.append(INDEX)
     for old in (folder / INDEX, *folder.glob("model*.safetensors")):
         old.unlink(missing_ok=True)
@@ -179,8 +213,15 @@ def _publish(folder: Path, files: Mapping[str, _File], document: Mapping[str, ob
     aside.rmdir()
 
 
-def _write_json(path: Path, document: Mapping[str, object]) -> None:
-    write_synced(path, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+def _generation(config: ModelConfig) -> dict[str, object]:
+    """The generation_config.json: where a text ends, by the word of config.json."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {name: getattr(config, name) for name in names}
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+def _json(document: Mapping[str, object]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 
 def _together(action: Callable[[], None], folder: Path, here: bool = True) -> None:

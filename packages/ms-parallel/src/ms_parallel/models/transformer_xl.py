@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from ms_parallel.errors import ConfigError
 from ms_parallel.layout import ModelShape
 from ms_parallel.models.cache import KeyValueCache
-from ms_parallel.models.config import above_zero, boolean, check_heads, positive
+from ms_parallel.models.config import TokenId, above_zero, boolean, check_heads, positive
 from ms_parallel.models.staged import Context, StagedModel
 from ms_parallel.plan import ModelPlan, Style
 
@@ -57,6 +57,10 @@ class TransformerXLConfig:
     """The head's weight is the embedding's."""
     initializer_range: float = field(default=0.02, validator=above_zero)
     """Standard deviation of fresh weights."""
+    bos_token_id: TokenId = None
+    eos_token_id: TokenId = None
+    """What ends a generated text: one token, or any of several."""
+    pad_token_id: TokenId = None
 
     def __attrs_post_init__(self) -> None:
         check_heads(self.num_attention_heads, self.num_attention_heads, self.head_dim)

@@ -1,0 +1,101 @@
+"""What an engine runs: the configuration, the plan and this process's stages of a given model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from ms_parallel.errors import ConfigError
+from ms_parallel.groups import Groups
+from ms_parallel.layout import Layout
+from ms_parallel.models import (
+    ModelConfig,
+    StagedModel,
+    architecture,
+    has_weights,
+    initialise,
+    load_weights,
+    model_plan,
+)
+from ms_parallel.models.registry import ARCHITECTURES
+from ms_parallel.ops import Ops
+from ms_parallel.own_model import WHOLE, OwnModelConfig, build_own, check_own
+from ms_parallel.plan import ModelPlan
+from ms_parallel.recompute import Recompute
+from ms_parallel.stages import build_stage, cut_layers
+from ms_parallel.tables import Tables
+
+__all__ = ["Given", "build_stages", "describe"]
+
+Given = str | Path | ModelConfig | nn.Module
+"""An architecture's name, a folder, a configuration, or a module of the user's own."""
+
+
+def describe(
+    model: Given, plan: ModelPlan | None, layout: Layout, recompute: Recompute
+) -> tuple[ModelConfig, ModelPlan]:
+    """The configuration and the plan of what was given, checked against the layout.
+
+    Raises:
+        ConfigError: a plan is given for a model that has one.
+        LayoutError: the layout does not fit the model.
+        ModelError: the folder's model cannot be read.
+    """
+    if isinstance(model, nn.Module):
+        plan = plan or WHOLE
+        check_own(model, plan, layout, recompute)
+        # It lacks the sizes that only our own models are cut by.
+        return cast(ModelConfig, OwnModelConfig.of(model)), plan
+    if plan is not None:
+        raise ConfigError("plan is for a module of your own; leave it out, as this model has one")
+    config = architecture(model) if isinstance(model, str | Path) else model
+    layout.check_model(config.shape)
+    return config, model_plan(config)
+
+
+def build_stages(
+    model: Given,
+    config: ModelConfig,
+    plan: ModelPlan,
+    tables: Tables,
+    groups: Groups,
+    *,
+    mixed_precision: bool,
+    recompute: Recompute,
+    seed: int,
+    ops: Ops,
+    prepare: Callable[[Any], object] | None,
+) -> dict[int, StagedModel]:
+    """This process's stages by number, split and sharded, with their weights."""
+    if isinstance(model, nn.Module):
+        settings: Any = {"mixed_precision": mixed_precision, "recompute": recompute}
+        own = build_own(model, plan, groups, prepare=prepare, **settings)
+        return {0: cast(StagedModel, own)}
+    folder = _weights_in(model)
+    layers = cut_layers(config.num_hidden_layers, len(tables.placement), plan.cuts, tables.layers)
+    stages = {}
+    for stage, home in enumerate(tables.placement):
+        if home != groups.place.pipeline:
+            continue
+        stages[stage] = build_stage(
+            config,
+            layers[stage],
+            groups,
+            mixed_precision=mixed_precision,
+            recompute=recompute,
+            ops=ops,
+            prepare=prepare,
+        )
+        if folder is None:
+            initialise(stages[stage], seed)
+        else:
+            load_weights(stages[stage], folder)
+    return stages
+
+
+def _weights_in(model: str | Path | ModelConfig) -> Path | None:
+    """The folder to read weights from, if `model` is one that has any."""
+    if not isinstance(model, str | Path) or str(model) in ARCHITECTURES:
+        return None
+    return Path(model) if has_weights(model) else None

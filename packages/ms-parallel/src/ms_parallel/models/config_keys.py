@@ -1,0 +1,191 @@
+"""Which keys of a family's config.json are used, which change nothing, and which are refused.
+
+A key that is in no table might change what the model computes, so its folder is refused by name
+rather than computed as if the key were not there.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ms_parallel.errors import ModelError
+
+__all__ = ["check_keys"]
+
+_USED_BY_ALL = frozenset(
+    {
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "tie_word_embeddings",
+        "max_position_embeddings",
+        "initializer_range",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    }
+)
+
+_WINDOWS = frozenset({"sliding_window", "layer_types"})
+_QWEN = _WINDOWS | {"use_sliding_window", "max_window_layers"}
+
+_USED: Mapping[str, frozenset[str]] = {
+    "llama": frozenset({"attention_bias", "mlp_bias"}),
+    "mistral": _WINDOWS,
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"attention_bias"},
+}
+"""What each family reads besides what all do."""
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "is_causal": (True,),
+    "partial_rotary_factor": (1, None),
+    "rope_interleaved": (False,),
+    "use_mrope": (False, None),
+    "no_rope_layers": (None, []),
+    "no_rope_layer_interval": (None,),
+    "quantization_config": (None,),
+    "per_layer_config": (None, {}),
+    "num_experts": (0, None),
+    "num_local_experts": (0, 1, None),
+    "n_routed_experts": (0, None),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "logit_scale": (1, None),
+    "embedding_multiplier": (1, None),
+    "residual_multiplier": (1, None),
+    "logits_scaling": (1, None),
+    "attention_chunk_size": (None,),
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "tie_encoder_decoder": (False, None),
+    "pruned_heads": ({}, None),
+    "torchscript": (False, None),
+    # Of other families than the one that reads them:
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "sliding_window": (None,),
+    "layer_types": (None,),
+    "use_sliding_window": (False,),
+}
+"""Keys that could change the computation, with the values under which they do not."""
+
+_OF_FAMILY: Mapping[str, Mapping[str, tuple[object, ...]]] = {"qwen2": {"attention_bias": (True,)}}
+"""Neutral values of one family that differ from those of the others."""
+
+_BOOKKEEPING = frozenset(
+    {
+        "_name_or_path",
+        "name_or_path",
+        "_commit_hash",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "attn_implementation",
+        "_flash_attn_2_enabled",
+        "architectures",
+        "attention_dropout",  # never applied, as in an evaluation
+        "auto_map",  # readers that have the family's code of their own pass over it
+        "chunk_size_feed_forward",  # cuts a computation without changing it
+        "dtype",
+        "finetuning_task",
+        "id2label",
+        "is_decoder",
+        "is_llama_config",
+        "label2id",
+        "max_sequence_length",
+        "model_max_length",
+        "num_labels",
+        "output_attentions",
+        "output_hidden_states",
+        "prefix",
+        "pretraining_tp",  # cuts a computation without changing it
+        "problem_type",
+        "return_dict",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "task_specific_params",
+        "tf_legacy_loss",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_bfloat16",
+        "use_cache",
+        "use_return_dict",
+    }
+)
+"""Keys that change no logits, whatever their value."""
+
+_OF_GENERATION = frozenset(
+    {
+        "assistant_confidence_threshold",
+        "assistant_lookbehind",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "length_penalty",
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_scores",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "suppress_tokens",
+        "target_lookbehind",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+    }
+)
+"""What older files said of sampling; it chooses tokens, and leaves the logits as they are."""
+
+
+def check_keys(family: str, document: Mapping[str, Any]) -> None:
+    """Check that each key is used, or changes nothing at its value.
+
+    Raises:
+        ModelError: names the first key that might change what the model computes.
+    """
+    known = _USED_BY_ALL | _USED[family] | _BOOKKEEPING | _OF_GENERATION
+    neutral = {**_NEUTRAL, **_OF_FAMILY.get(family, {})}
+    for name, value in document.items():
+        if name in known:
+            continue
+        told = repr(value)[:60]
+        if name not in neutral:
+            raise ModelError(
+                f"{name[:60]}={told} is not supported: {family} here does not know this key, which"
+                f" might change what the model computes; remove it if it does not"
+            )
+        if value not in neutral[name]:
+            only = " or ".join(map(repr, neutral[name]))
+            raise ModelError(f"{name}={told} is not supported; only {only} is")

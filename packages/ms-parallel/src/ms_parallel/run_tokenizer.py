@@ -1,0 +1,56 @@
+"""The tokenizer of a run, and how it makes the model that is trained with it end its texts."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from ms_parallel.models.registry import with_tokens
+from ms_parallel.models.tokenizer_files import TOKENIZER, TokenizerFiles, read_tokenizer
+
+__all__ = ["run_tokenizer", "with_ends"]
+
+
+def run_tokenizer(shards: Path, folder: Path | None) -> TokenizerFiles:
+    """The tokenizer of a run's shards; with all that the model's folder says of it, if it does.
+
+    Args:
+        shards: say which token ends a document.
+        folder: that the model is begun from; None where it is fresh.
+
+    Raises:
+        ModelError: a file of it is missing or damaged.
+    """
+    own = read_tokenizer(shards)
+    if not _is_of(folder, own):
+        return own
+    assert folder is not None
+    return read_tokenizer(folder, end_of_text=next(iter(own.end_token_ids), None))
+
+
+def with_ends(config: Any, shards: Path, folder: Path | None) -> Any:
+    """A model's configuration with the tokens that begin, end and pad the texts of its shards.
+
+    What a folder's configuration says of its own tokenizer stays, besides the shards' end; what it
+    says of another one means nothing here.
+
+    Raises:
+        ModelError: as `run_tokenizer`.
+    """
+    tokenizer = run_tokenizer(shards, folder)
+    if not _is_of(folder, tokenizer):
+        plain = evolve(config, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        return with_tokens(plain, tokenizer)
+    said = config.eos_token_id
+    of_folder = (said,) if isinstance(said, int) else said or ()
+    ids = tuple(dict.fromkeys((*tokenizer.end_token_ids, *of_folder)))
+    ends = ids[0] if len(ids) == 1 else ids or None
+    return with_tokens(evolve(config, eos_token_id=ends), tokenizer)
+
+
+def _is_of(folder: Path | None, tokenizer: TokenizerFiles) -> bool:
+    """Whether it is the very tokenizer of a model's folder."""
+    if folder is None or not os.path.isfile(folder / TOKENIZER):
+        return False
+    return (folder / TOKENIZER).read_bytes() == tokenizer.files[TOKENIZER]

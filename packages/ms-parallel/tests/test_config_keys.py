@@ -1,0 +1,224 @@
+"""Every key of a config.json is computed as transformers computes it, or refused by name."""
+
+import json
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ms_parallel.errors import ModelError, ParallelError
+from ms_parallel.models import load_model, save_model
+from ms_parallel.models.registry import read_config
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 64,
+    "sliding_window": 5,
+}
+FOREIGN = [
+    "attention_bias",
+    "attn_logit_softcapping",
+    "embedding_multiplier",
+    "head_dim",
+    "is_causal",
+    "layer_types",
+    "mlp_bias",
+    "never_heard_of",
+    "num_experts",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "per_layer_config",
+    "rope_interleaved",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "use_sliding_window",
+]
+MIXED = ["sliding_attention", "full_attention"]
+VALUES: list[object] = [
+    None,
+    False,
+    True,
+    0,
+    1,
+    2,
+    3,
+    8,
+    0.5,
+    1e-2,
+    500.0,
+    "silu",
+    "gelu",
+    "x",
+    [],
+    [1, 2],
+    MIXED,
+    ["full_attention"] * 2,
+    {},
+    {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+    {"rope_type": "yarn", "factor": 2.0},
+    {"0": {"num_key_value_heads": 1}},
+]
+NULL_HERE_ALONE = {
+    ("mistral", "num_key_value_heads"),  # transformers before 5 took it for as many as heads
+    *product(FAMILIES, ["use_cache", "attention_dropout"]),  # no logits depend on them
+}
+# Logits reach about 10 here, so one rounding is 1e-6; transformers' and ours differ by a few.
+TOLERANCE = 1e-5
+
+
+def base(family: str) -> dict[str, Any]:
+    """A whole config.json of a family, as transformers writes it, small."""
+    sizes = {k: v for k, v in SIZES.items() if k != "sliding_window" or family != "llama"}
+    if family.startswith("qwen"):
+        sizes |= {"use_sliding_window": True, "max_window_layers": 1}
+    return dict(transformers.AutoConfig.for_model(family, **sizes).to_dict())
+
+
+def keys(family: str) -> list[str]:
+    """The keys that transformers knows of a family, and some that it takes from any file."""
+    return sorted({*base(family), *FOREIGN} - {"model_type"})
+
+
+def tokens() -> Tensor:
+    """A row longer than any window here."""
+    return torch.randint(48, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
+def theirs(folder: Path) -> Any:
+    """What transformers builds of a folder's config.json, with random weights, saved beside it."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    save_file(
+        {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+        folder / "model.safetensors",
+    )
+    return model
+
+
+@torch.no_grad()
+def check(family: str, key: str, value: object) -> None:
+    """Logits agree, or the key is refused; where transformers refuses null, so do we."""
+    document = base(family) | {key: value}
+    if key in ("rope_theta", "rope_scaling"):
+        document.pop("rope_parameters", None)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(document))
+        expected = None
+        try:
+            expected = theirs(folder)(tokens(), return_dict=True).logits
+        except Exception:  # transformers refuses in many ways
+            if value is None and (family, key) not in NULL_HERE_ALONE:
+                with pytest.raises(ParallelError):
+                    read_config(folder)
+            return
+        try:
+            ours = load_model(folder)(tokens())
+        except ParallelError:
+            return
+    torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_key_away_from_its_default_computes_alike_or_is_refused(data: st.DataObject) -> None:
+    """One key of one family at a value drawn from many kinds."""
+    family = data.draw(st.sampled_from(FAMILIES))
+    check(family, data.draw(st.sampled_from(keys(family))), data.draw(st.sampled_from(VALUES)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_at_every_kind_of_value_computes_alike_or_is_refused(family: str) -> None:
+    """The whole grid of what the test above samples."""
+    for key, value in product(keys(family), VALUES):
+        check(family, key, value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_as_many_key_heads_as_heads_is_what_null_means(family: str, tmp_path: Path) -> None:
+    """`num_key_value_heads: null` is no default of eight or thirty-two."""
+    document = base(family) | {"num_key_value_heads": None}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    config: Any = read_config(tmp_path)
+    assert config.num_key_value_heads == 4
+
+
+@torch.no_grad()
+def test_a_mistral_with_layer_types_slides_in_those_layers_alone(tmp_path: Path) -> None:
+    """Logits are those of transformers, also after we have saved the model."""
+    document = base("mistral") | {"layer_types": MIXED}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    expected = theirs(tmp_path)(tokens()).logits
+    ours = load_model(tmp_path)
+    torch.testing.assert_close(ours(tokens()), expected, atol=TOLERANCE, rtol=0)
+    save_model(ours, tmp_path / "ours")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert torch.equal(again(tokens()).logits, expected)
+    assert load_model(tmp_path / "ours").config == ours.config
+
+
+def test_a_model_that_is_not_causal_is_refused(tmp_path: Path) -> None:
+    """Its logits would be those of another mask."""
+    (tmp_path / "config.json").write_text(json.dumps(base("llama") | {"is_causal": False}))
+    with pytest.raises(ModelError, match="is_causal=False is not supported; only True is"):
+        read_config(tmp_path)
+
+
+def test_a_tied_model_with_a_head_of_its_own_in_the_file_is_refused(tmp_path: Path) -> None:
+    """A reader takes the file's head, others the embedding; equal ones are one weight."""
+    document = base("llama") | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    weights = {n: p.detach().clone() for n, p in theirs(tmp_path).named_parameters()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors")
+    load_model(tmp_path)
+    weights["lm_head.weight"][3, 3] += 1e-3
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"'lm_head.weight' that differs .* set it to false"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_hidden_layers", 1 << 32), ("num_hidden_layers", 10**11), ("vocab_size", 10**400)],
+)
+def test_a_size_beyond_reason_is_refused_at_once(name: str, value: int, tmp_path: Path) -> None:
+    """The limit is named, before a list or a tensor of that size is made."""
+    (tmp_path / "config.json").write_text(json.dumps(base("qwen3") | {name: value}))
+    with pytest.raises(ModelError, match=f"{name}=.* is beyond reason; give at most"):
+        read_config(tmp_path)

@@ -1,0 +1,129 @@
+"""A module of the user's own enters the engine as it is, and trains as it would by hand."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from own_models import PLAN, Mine, refusals
+from processes import run_processes
+from runs import VOCABULARY, global_batch
+
+from ms_parallel import AdamWConfig, ConfigError, Engine, Layout, ModelError, NextTokenLoss
+from ms_parallel.own_model import LanguageModel
+
+CHILD = Path(__file__).with_name("own_models.py")
+STEPS = 6
+accepted: LanguageModel = Mine()
+
+
+def by_hand() -> list[float]:
+    """The same training in plain torch."""
+    torch.set_num_threads(1)
+    model = Mine()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    config = AdamWConfig(learning_rate=5e-3, warmup_steps=2, decay_steps=20)
+    adam = torch.optim.AdamW(groups, betas=config.betas, eps=config.epsilon)
+    losses = []
+    for step in range(STEPS):
+        from ms_parallel.optimizer import learning_rate
+
+        batch = global_batch(step)
+        logits = model(batch["tokens"], documents=batch["documents"])
+        each = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["targets"].flatten(), reduction="none"
+        )
+        weights = (batch["weights"] * (batch["targets"] >= 0)).flatten()
+        loss = (each * weights).sum() / weights.sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or 1e9)
+        for group in adam.param_groups:
+            group["lr"] = learning_rate(step, config)
+        adam.step()
+        adam.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_every_way_to_run_it_gives_the_losses_of_plain_torch(tmp_path: Path) -> None:
+    """In one process, over the data or the tensor axis, by microbatches, recomputed, gone on with."""
+    expected = by_hand()
+    assert expected[-1] < expected[0]
+    one: list[dict[str, Any]] = [
+        {"layout": "", "steps": STEPS},
+        {"layout": "", "steps": STEPS, "plan": True, "recompute": "full", "microbatch_size": 1},
+    ]
+    two: list[dict[str, Any]] = [
+        {"layout": "data=2", "steps": STEPS},
+        {"layout": "data=2", "steps": STEPS, "plan": True, "microbatch_size": 1},
+        {"layout": "data=2", "steps": STEPS, "keep": 3, "folder": str(tmp_path / "kept")},
+        {"layout": "tensor=2", "steps": STEPS, "plan": True, "microbatch_size": 2},
+    ]
+    ran = [*run_processes(1, CHILD, "curve", jobs=one), *run_processes(2, CHILD, "curve", jobs=two)]
+    for result in ran:
+        for job in result:
+            # Sums over rows in another order, in float32, for six steps.
+            assert job["losses"] == pytest.approx(expected, rel=1e-5)
+    assert ran[1][0]["sum"] + ran[2][0]["sum"] == pytest.approx(ran[0][0]["sum"], abs=1e-3)
+
+
+def test_what_cannot_be_split_says_so() -> None:
+    """Stages cannot be cut out of a module, and the tensor axis needs a plan."""
+    pipeline, tensor = refusals(["pipeline=2", "tensor=2"])
+    assert "pipeline=2 cannot cut Mine" in pipeline
+    assert "tensor=2 cannot split Mine without a plan" in tensor
+    with pytest.raises(ConfigError, match="recompute='full' needs the blocks of Mine"):
+        Engine(Mine(), device="cpu", recompute="full")
+    with pytest.raises(ConfigError, match="plan is for a module of your own"):
+        Engine("llama", device="cpu", plan=PLAN)
+
+
+class Rude(nn.Module):
+    """Takes tokens alone, and returns what it was told to."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, S) to (B, S, width), or one number a row."""
+        return self.embed(tokens)
+
+
+def test_a_module_that_would_compute_something_else_is_refused() -> None:
+    """One that knows no documents, no cache, or returns no logits."""
+    engine = Engine(Rude(VOCABULARY), device="cpu")
+    batch = global_batch(0)
+    with pytest.raises(ModelError, match="takes no documents, so that attention would cross them"):
+        engine.update(batch, NextTokenLoss())
+    alone = {name: batch[name] for name in ("tokens", "targets")}
+    assert engine.update(alone, NextTokenLoss()).loss > 0
+    with pytest.raises(ModelError, match="takes no cache, without which it cannot generate"):
+        engine.generate([[1, 2]], max_new_tokens=2)
+    with pytest.raises(ModelError, match="did not fill its cache"):
+        Engine(Mine(), device="cpu").generate([[1, 2]], max_new_tokens=2)
+
+
+def test_frozen_weights_stay_as_they_are() -> None:
+    """Neither a gradient nor a decay moves them."""
+    mine = Mine()
+    mine.embed.requires_grad_(False)
+    before = mine.embed.weight.clone()
+    engine = Engine(mine, device="cpu", optimizer=AdamWConfig(warmup_steps=0))
+    engine.update(global_batch(0), NextTokenLoss())
+    assert torch.equal(mine.embed.weight, before)
+    assert not any(name.startswith("embed") for name in engine.state_dict())
+
+
+def test_a_place_is_what_a_stream_asks_for() -> None:
+    """`TokenStream(place=groups.place)`: which reader of how many, whatever the other axes."""
+    layout = Layout.parse("data=3,tensor=2")
+    places = [layout.place(rank) for rank in range(6)]
+    assert [place.rank for place in places] == [0, 0, 1, 1, 2, 2]
+    assert {place.count for place in places} == {3}
