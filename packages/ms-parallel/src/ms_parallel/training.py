@@ -23,6 +23,7 @@ from ms_parallel.loss import NextTokenLoss
 from ms_parallel.options import Options
 from ms_parallel.progress import Pace, Show
 from ms_parallel.recorded_step import write_step
+from ms_parallel.watch import position
 
 __all__ = ["Run", "Standing", "Stream"]
 
@@ -181,6 +182,7 @@ class Run:
 
     def _step(self, pace: Pace) -> Update:
         began = monotonic()
+        position.step, position.activity = self.engine.step + 1, "update"
         # Chance is a function of seed and step, so that a checkpoint need not hold its state.
         torch.manual_seed((self.options.seed * 1_000_003 + self.engine.step) % 2**63)
         update = self._update(next(self.stream))
@@ -227,6 +229,7 @@ class Run:
         """The held-out loss now, told and kept; None without held-out text."""
         if self.held_out is None:
             return None
+        position.activity = "held-out evaluation"
         loss, step = self.held_out.loss(self.engine), self.engine.step
         self.standing.held_out_loss, self.standing.held_out_step = loss, step
         if step == 0:
@@ -248,6 +251,7 @@ class Run:
             CheckpointError: it cannot be written; those before it are whole.
         """
         step, began = self.engine.step, monotonic()
+        position.activity = "checkpoint"
         folder = checkpoint.step_folder(self.checkpoints, step)
         facts = {
             "model": model_facts(self.engine),
