@@ -118,7 +118,7 @@ def test_a_wait_without_end_ends_when_rank_0_gives_no_sign() -> None:
     _, waited = run_processes(
         2, FAULTS, "rank_0_stops_while_it_acts", check=False, timeout_s=60
     )
-    assert "rank 0 acts for all ranks and gives no sign for 8 s: rank 0 (process " in waited["failed"]
+    assert "rank 0 acts for all ranks and gives no sign for 2 s: rank 0 (process " in waited["failed"]
     assert "is stopped (by SIGSTOP" in waited["failed"]
 
 
