@@ -141,7 +141,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_ranks_end_with_a_launcher_that_is_killed(corpus: Path, tmp_path: Path) -> None:
     """Kill -9 of torchrun: no rank is left within 2 s, and the same command ends with 0."""
-    run = write_run(tmp_path / "run.toml", corpus, steps=60, checkpoint_every=5)
+    run = write_run(tmp_path / "run.toml", corpus, steps=40, checkpoint_every=5)
     with training(run, 2) as started:
         wait_for(lambda: checkpoints(run), started)
         ranks = workers(started.pid)
@@ -151,6 +151,6 @@ def test_ranks_end_with_a_launcher_that_is_killed(corpus: Path, tmp_path: Path) 
         while any(Path(f"/proc/{rank}").exists() for rank in ranks):
             assert time.monotonic() < deadline, "ranks train on without their launcher"
             time.sleep(0.01)
-    done = train(run, 2, "--set", "steps=60")
+    done = train(run, 2)
     assert done.returncode == 0, done.stderr
     assert events(run, "resume")

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
@@ -84,6 +84,12 @@ class Run:
         """Where they lie."""
         return self.options.output_dir / "checkpoints"
 
+    def tell_changes(self, changes: Sequence[str]) -> None:
+        """Say which settings are not what they were when the run was last begun."""
+        for change in changes:
+            self.show.note(f"changed: {change}")
+            self.emit("changed_setting", {"setting": change})
+
     def resume(self) -> None:
         """Take over the last checkpoint that is whole, if there is one.
 
@@ -100,13 +106,14 @@ class Run:
             except DamageError as error:
                 self._pass_over(manifest.step, error)
                 continue
-            self.show.note(f"goes on from {folder} (step {self.engine.step} of {self.total})")
+            if self.engine.step < self.total:
+                self.show.note(f"goes on from {folder} (step {self.engine.step} of {self.total})")
             self.emit("resume", {"step": self.engine.step, "checkpoint": str(folder)})
             return
 
     def _last_whole(self) -> tuple[Path, checkpoint.Manifest] | None:
         checkpoint.sweep(self.checkpoints)
-        steps = checkpoint.complete_steps(self.checkpoints)
+        steps = checkpoint.all_steps(self.checkpoints)
         if steps and not self.options.resume:
             raise CheckpointError(
                 f"{self.checkpoints} holds checkpoints and resume is off; choose another"
@@ -118,11 +125,11 @@ class Run:
                 return folder, checkpoint.read_manifest(folder)
             except DamageError as damage:
                 self._set_aside(step, damage)
-        damaged = sorted(self.checkpoints.glob("*.damaged-*"))
-        if damaged:
+        if checkpoint.was_begun(self.checkpoints):
+            damaged = len(list(self.checkpoints.glob("*.damaged-*")))
             raise CheckpointError(
-                f"no whole checkpoint is left in {self.checkpoints}, {len(damaged)} are damaged;"
-                " restore one, or delete them to start from the beginning"
+                f"no whole checkpoint is left in {self.checkpoints}, {damaged} are damaged;"
+                f" restore one, or move {self.checkpoints} away to start from the beginning"
             )
         return None
 
@@ -260,10 +267,14 @@ class Run:
             "standing": asdict(self.standing),
         }
         checkpoint.save(folder, self.engine.state_dict(), step=step, facts=facts)
-        first_does(lambda: checkpoint.keep_last(self.checkpoints, self.options.keep_checkpoints))
+        first_does(lambda: self._settle(step))
         seconds = round(monotonic() - began, 3)
         self.emit("checkpoint", {"step": step, "folder": str(folder), "seconds": seconds})
         return folder
+
+    def _settle(self, step: int) -> None:
+        checkpoint.note_last(self.checkpoints, step)
+        checkpoint.keep_last(self.checkpoints, self.options.keep_checkpoints)
 
 
 def model_facts(engine: Engine) -> dict[str, Any]:
