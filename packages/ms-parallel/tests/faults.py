@@ -1,17 +1,30 @@
 """What processes do when something goes wrong, or must not; called by `run_processes`."""
 
+import contextlib
 import hashlib
+import inspect
+import io
+import os
+import re
+import signal
+import subprocess
+import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from runs import build, global_batch, train
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.nn import functional as F
 
+from ms_parallel import exits, launch
+from ms_parallel.agreement import first_does
 from ms_parallel.gradients import local_part
 from ms_parallel.groups import connect
 from ms_parallel.layout import Layout
 from ms_parallel.loss import Batch, NextTokenLoss, Output, VocabularyParallelLoss
+from ms_parallel.watch import Heartbeat, position
 
 
 def digests(layout: str) -> list[str]:
@@ -106,3 +119,56 @@ def mixed(layouts: list[str]) -> list[list[float]]:
         )[0]
         for layout in layouts
     ]
+
+
+def wait_for_rank_2(how: str) -> tuple[int, str]:
+    """Exit code and what was said where rank 2 of 3 does not come to a collective.
+
+    Args:
+        how: rank 2 is `stopped`, `slow`, or ends before as a `killed` process does.
+    """
+    launch.join(Layout(data=3), timeout_s=60)
+    position.step, position.activity = 7, "update"
+    dist.all_reduce(torch.ones(1))
+    distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    if dist.get_rank() == 2:
+        _stay_away(how)
+    said = io.StringIO()
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        with contextlib.redirect_stderr(said):
+            code = exits.report(error)
+        assert code is not None
+        if named := re.search(r"process (\d+)", said.getvalue()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(named[1]), signal.SIGKILL)
+        return code, said.getvalue()
+    return 0, ""
+
+
+def _stay_away(how: str) -> None:
+    if how == "killed":
+        time.sleep(1.5)  # long enough to have been heard of
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stopped":
+        subprocess.Popen(["sh", "-c", f"sleep 7; kill -9 {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(20)
+
+
+def rank_0_stops_while_it_acts() -> str:
+    """Rank 0 acts for the others, who wait for as long as it takes; then it is stopped."""
+    launch.join(Layout(data=2), timeout_s=60)
+    first_does(lambda: None)
+    assert Heartbeat.running is not None
+    Heartbeat.running.timeout_s = 2.0
+    first_does(lambda: _stay_away("stopped"))
+    return "came back"
+
+
+def line_of_the_wait() -> int:
+    """Where `wait_for_rank_2` waits, for the test that looks for it."""
+    lines, first = inspect.getsourcelines(wait_for_rank_2)
+    waits = [number for number, line in enumerate(lines) if "dist.all_reduce" in line]
+    return first + waits[-1]

@@ -166,3 +166,8 @@ def weights(run: Path) -> bytes:
 def partial_checkpoints(run: Path) -> list[Path]:
     """Checkpoints that are being written."""
     return list((run.with_suffix("") / "checkpoints").glob("*.partial"))
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Checkpoints that are complete."""
+    return sorted((run.with_suffix("") / "checkpoints").glob("step-????????/checkpoint.json"))

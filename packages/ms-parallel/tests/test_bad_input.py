@@ -118,9 +118,9 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert main(["train", str(run)]) == 0
     capsys.readouterr()
     said = complaint(capsys, run, "--set", "model_config.num_hidden_layers=3")
-    assert "checkpoint of another model: num_hidden_layers is 2 there and 3 here" in said
+    assert "other settings: model_config.num_hidden_layers is 3, was 2" in said
     assert "resume is off" in complaint(capsys, run, "--set", "resume=false")
-    assert "sequence_length" in complaint(capsys, run, "--set", "sequence_length=16")
+    assert "sequence_length is 16, was 32" in complaint(capsys, run, "--set", "sequence_length=16")
     assert checkpoint.complete_steps(run.with_suffix("") / "checkpoints") == [3]
 
 

@@ -1,127 +1,202 @@
-"""A run's folder belongs to one run: held while it works, sealed for as long as it lies."""
+"""A run's folder belongs to one run: held, sealed, and never begun again in silence."""
 
-import subprocess
+import shutil
 import sys
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ms_parallel.errors import FolderError
-from ms_parallel.run_folder import Change, hold, inside, owner_of
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import events, training, wait_for, write_corpus, write_run
 
-SETTINGS = {"learning_rate": 1e-3, "batch_size": 8}
-
-
-def begin(folder: Path, **changes: Any) -> AbstractContextManager[list[Change]]:
-    """Hold a folder as a training does."""
-    words: dict[str, Any] = {
-        "kind": "ms-parallel train",
-        "identity": {"model": "llama", "dataset": "corpus"},
-        "settings": SETTINGS,
-        "fixed": ("batch_size",),
-        "writes": ("model", "checkpoints"),
-    }
-    return hold(folder, **(words | changes))
+from ms_parallel import checkpoint, ownership
+from ms_parallel.cli import main
+from ms_parallel.run_folder import hold, owner_of
 
 
-HOLD_FOR_EVER = """
-import pathlib, signal, sys
-from ms_parallel.run_folder import hold
-with hold(pathlib.Path(sys.argv[1]), kind="ms-parallel train",
-          identity={"model": "llama", "dataset": "corpus"}, settings={}):
-    print("held", flush=True)
-    signal.pause()
-"""
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Raw text, once."""
+    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
 
 
-def test_the_same_run_comes_back_and_is_told_nothing_new(tmp_path: Path) -> None:
-    """The same settings change nothing, and the seal keeps the moment when the run began."""
-    with begin(tmp_path / "run") as changes:
-        assert changes == []
-    first = owner_of(tmp_path / "run")
-    with begin(tmp_path / "run") as changes:
-        assert changes == []
-    assert owner_of(tmp_path / "run") == first
+@pytest.fixture(scope="module")
+def shards(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shards that one short run has built."""
+    run = write_run(tmp_path_factory.mktemp("build") / "run.toml", corpus, steps=1)
+    assert main(["train", str(run)]) == 0
+    return run.with_suffix("") / "shards"
 
 
-def test_changed_settings_are_told_and_kept(tmp_path: Path) -> None:
-    """A setting that may change is named with both values, once."""
-    with begin(tmp_path):
-        pass
-    for expected in (["learning_rate is 0.01, was 0.001"], []):
-        with begin(tmp_path, settings=SETTINGS | {"learning_rate": 1e-2}) as changes:
-            assert [str(change) for change in changes] == expected
+@pytest.fixture(autouse=True)
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a folder long."""
+    monkeypatch.setattr(ownership, "WAIT_S", 0.3)
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"kind": "ms-align ppo"}, r"belongs to 'ms-parallel train', begun .* 'ms-align ppo'"),
-        ({"identity": {"model": "qwen3", "dataset": "corpus"}}, 'model is "llama".*"qwen3"'),
-        ({"settings": SETTINGS | {"batch_size": 16}}, "batch_size is 16, was 8"),
-    ],
-)
-def test_another_run_is_refused_and_nothing_is_written(
-    tmp_path: Path, changes: dict[str, Any], told: str
+def refusal(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> str:
+    """The one line that a run which is refused says."""
+    capsys.readouterr()
+    assert main(["train", str(run), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_two_runs_in_one_folder_never_interleave(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another kind, model or fixed setting is no resume; the owner is named."""
-    with begin(tmp_path):
-        pass
-    before = owner_of(tmp_path)
-    with pytest.raises(FolderError, match=told), begin(tmp_path, **changes):
-        pass
-    assert owner_of(tmp_path) == before
+    """While one process trains there, another is refused with that one's command and number."""
+    run = write_run(tmp_path / "run.toml", shards, steps=100_000)
+    with training(run, 1) as started:
+        wait_for(lambda: events(run, "step"), started)
+        line = refusal(capsys, run)
+        assert f"in use by ms-parallel train, process {started.pid} on " in line
+        assert started.poll() is None
+    assert len(events(run, "begin")) == 1
 
 
-def test_a_folder_with_results_and_no_seal_is_somebody_elses(tmp_path: Path) -> None:
-    """A model that lies where this run would write its own stays; other files do no harm."""
-    (tmp_path / "notes.txt").write_text("mine")
-    with begin(tmp_path):
-        pass
-    (tmp_path / "other" / "model").mkdir(parents=True)
-    with pytest.raises(FolderError, match="holds 'model'"), begin(tmp_path / "other"):
-        pass
-    assert owner_of(tmp_path / "other") is None
+def test_a_run_waits_for_one_that_is_just_ending(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """It says in a line whom it waits for, and goes on when the folder is free."""
+    monkeypatch.setattr(ownership, "WAIT_S", 60.0)
+    run = write_run(tmp_path / "run.toml", shards, steps=400, checkpoint_every=None)
+    with training(run, 1) as started:
+        wait_for(lambda: events(run, "step"), started)
+        started.terminate()
+        assert main(["train", str(run), "--set", "steps=401"]) == 0
+    assert "waiting up to 60 s for " in capsys.readouterr().out
+    assert events(run, "resume")
 
 
-def test_every_flipped_byte_of_a_seal_is_seen(tmp_path: Path) -> None:
-    """A seal that is not what was written is never believed, nor taken for none."""
-    with begin(tmp_path):
-        pass
-    path = tmp_path / "run.json"
-    sound = path.read_bytes()
-    for place in range(len(sound)):
-        path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
-        with pytest.raises(FolderError, match="whose folder it is cannot be told"):
-            owner_of(tmp_path)
+@pytest.mark.parametrize("there", ["nothing", "shards"])
+def test_a_folder_of_another_command_is_refused(
+    there: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its owner is named, also while nothing but shards lie in it; nothing is written."""
+    run = write_run(tmp_path / "run.toml", shards)
+    folder = run.with_suffix("")
+    identity = {"model": "llama", "dataset": "pairs"}
+    with hold(folder, kind="ms-align ppo", identity=identity, settings={}):
+        if there == "shards":
+            (folder / "shards").mkdir()
+    assert "belongs to 'ms-align ppo', begun " in refusal(capsys, run)
+    assert not (folder / "events.jsonl").exists()
 
 
-def test_a_held_folder_names_its_holder_and_is_free_after_kill(tmp_path: Path) -> None:
-    """Two processes never work in one folder; one that is killed with -9 lets go."""
-    command = [sys.executable, "-c", HOLD_FOR_EVER, str(tmp_path)]
-    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None
-    assert other.stdout.readline() == "held\n"
-    with pytest.raises(FolderError, match=f"in use by .*process {other.pid} on"), begin(tmp_path):
-        pass
-    notes: list[str] = []
-
-    def kill(line: str) -> None:
-        notes.append(line)
-        other.kill()
-
-    with begin(tmp_path, settings={}, wait_s=30.0, note=kill):
-        pass
-    other.wait()
-    assert len(notes) == 1
-    assert f"process {other.pid}" in notes[0]
+def test_a_folder_whose_owner_is_unknown_is_refused(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that lies there is somebody's."""
+    run = write_run(tmp_path / "run.toml", shards)
+    (run.with_suffix("") / "model").mkdir(parents=True)
+    assert "holds 'model' and nothing says that 'ms-parallel train' made it" in refusal(capsys, run)
 
 
-def test_what_lies_inside_is_found_through_links(tmp_path: Path) -> None:
-    """A model that is read from the folder that a run writes is known for what it is."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "run")
-    assert inside(tmp_path / "link" / "model", tmp_path / "run")
-    assert not inside(tmp_path / "running", tmp_path / "run")
+def test_a_model_in_the_folder_that_is_written_is_refused(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would be overwritten by what is trained from it."""
+    run = write_run(tmp_path / "run.toml", shards, steps=2)
+    assert main(["train", str(run)]) == 0
+    before = (run.with_suffix("") / "model" / "model.safetensors").read_bytes()
+    own = f"model_arch={run.with_suffix('') / 'model'}"
+    assert "lies in output_dir" in refusal(capsys, run, "--set", own)
+    assert (run.with_suffix("") / "model" / "model.safetensors").read_bytes() == before
+
+
+def test_other_data_and_another_model_are_refused(
+    corpus: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the run is of is named with both values; moved shards are the same shards."""
+    run = write_run(tmp_path / "run.toml", shards, steps=2)
+    assert main(["train", str(run)]) == 0
+    assert "whose dataset is" in refusal(capsys, run, "--set", f"dataset_path={corpus}")
+    assert 'whose model is "llama"' in refusal(capsys, run, "--set", "model_arch=qwen3")
+    moved = shutil.copytree(shards, tmp_path / "elsewhere")
+    assert main(["train", str(run), "--set", f"dataset_path={moved}"]) == 0
+
+
+def test_a_run_that_made_nothing_leaves_the_folder_free(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistyped corpus does not own the folder."""
+    run = write_run(tmp_path / "run.toml", tmp_path / "corpsu", steps=1)
+    assert "corpsu" in refusal(capsys, run)
+    assert main(["train", str(run), "--set", f"dataset_path={corpus}"]) == 0
+
+
+def test_changed_settings_are_told_and_those_that_cannot_are_refused(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rate, batch and decay change; the seed, which the order of the data is of, does not."""
+    run = write_run(tmp_path / "run.toml", shards, steps=3)
+    assert main(["train", str(run)]) == 0
+    capsys.readouterr()
+    words = ("steps=4", "learning_rate=0.001", "batch_size=8", "weight_decay=0.2")
+    changed = [part for word in words for part in ("--set", word)]
+    assert main(["train", str(run), *changed]) == 0
+    said = capsys.readouterr().out
+    assert "changed: learning_rate is 0.001, was 0.003" in said
+    assert "changed: batch_size is 8, was 4" in said
+    assert "changed: weight_decay is 0.2, was 0.1" in said
+    assert "changed: steps is 4, was 3" in said
+    assert len(events(run, "changed_setting")) == 4
+    assert main(["train", str(run), *changed]) == 0
+    said = capsys.readouterr().out
+    assert "changed:" not in said
+    assert "already trained to step 4; nothing left to do" in said
+    line = refusal(capsys, run, *changed, "--set", "seed=3")
+    assert "cannot go on with other settings: seed is 3, was 0" in line
+    seal = owner_of(run.with_suffix(""))
+    assert seal is not None
+    assert seal.settings["seed"] == 0
+
+
+def test_a_checkpoint_without_a_manifest_is_set_aside(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run goes on from the one before, over the step whose folder stood in its way."""
+    run = write_run(tmp_path / "run.toml", shards, steps=12)
+    assert main(["train", str(run)]) == 0
+    checkpoints = run.with_suffix("") / "checkpoints"
+    (checkpoints / "step-00000012" / "checkpoint.json").unlink()
+    capsys.readouterr()
+    assert main(["train", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "checkpoint.json: cannot be read: No such file" in said
+    assert "kept as step-00000012.damaged-1" in said
+    assert "goes on from" in said
+    assert checkpoint.complete_steps(checkpoints) == [6, 9, 12]
+
+
+@pytest.mark.parametrize("lost", ["manifests", "folders"])
+def test_a_run_never_starts_over_in_silence(
+    lost: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With every checkpoint lost it refuses, twice; moving the folder away is consent."""
+    run = write_run(tmp_path / "run.toml", shards, steps=6)
+    assert main(["train", str(run)]) == 0
+    checkpoints = run.with_suffix("") / "checkpoints"
+    for folder in checkpoints.glob("step-*"):
+        if lost == "manifests":
+            (folder / "checkpoint.json").unlink()
+        else:
+            shutil.rmtree(folder)
+    for _ in range(2):
+        assert "no whole checkpoint is left" in refusal(capsys, run)
+    checkpoints.rename(tmp_path / "away")
+    capsys.readouterr()
+    assert main(["train", str(run)]) == 0
+    assert "step 1/6" in capsys.readouterr().out
+
+
+def test_a_crash_in_the_first_checkpoint_is_no_loss(shards: Path, tmp_path: Path) -> None:
+    """Nothing had been completed, so the run begins afresh."""
+    run = write_run(tmp_path / "run.toml", shards, steps=2)
+    assert main(["train", str(run)]) == 0
+    checkpoints = run.with_suffix("") / "checkpoints"
+    (checkpoints / "step-00000002").rename(checkpoints / "step-00000002.partial")
+    (checkpoints / "last").unlink()
+    assert main(["train", str(run)]) == 0

@@ -26,7 +26,16 @@ from .durable import write_file, writing
 from .errors import FolderError
 from .untrusted import read_json
 
-__all__ = ["Change", "RunSeal", "hold", "inside", "locked", "owner_of"]
+__all__ = [
+    "Change",
+    "RunSeal",
+    "changes_between",
+    "hold",
+    "inside",
+    "locked",
+    "owner_of",
+    "write_seal",
+]
 
 LOCK, SEAL = "lock", "run.json"
 LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -112,11 +121,11 @@ def hold(
             changes: list[Change] = []
         else:
             _check_same(folder, old, new)
-            changes = _changes(old, new)
+            changes = changes_between(old, new)
             _check_fixed(folder, changes, fixed)
             new = msgspec.structs.replace(new, begun=old.begun)
         if old is None or changes:
-            _write(folder, new)
+            write_seal(folder, new)
         yield changes
 
 
@@ -217,7 +226,8 @@ def _check_same(folder: Path, old: RunSeal, new: RunSeal) -> None:
             )
 
 
-def _changes(old: RunSeal, new: RunSeal) -> list[Change]:
+def changes_between(old: RunSeal, new: RunSeal) -> list[Change]:
+    """Give the settings that are not the same in two seals."""
     names = [*new.settings, *(name for name in old.settings if name not in new.settings)]
     pairs = ((name, old.settings.get(name), new.settings.get(name)) for name in names)
     return [Change(name=name, before=a, now=b) for name, a, b in pairs if a != b]
@@ -233,7 +243,8 @@ def _check_fixed(folder: Path, changes: list[Change], fixed: Collection[str]) ->
         )
 
 
-def _write(folder: Path, seal: RunSeal) -> None:
+def write_seal(folder: Path, seal: RunSeal) -> None:
+    """Write the seal of a folder, whole or not at all; its digest is made here."""
     sealed = msgspec.structs.replace(seal, digest=_digest(seal))
     write_file(folder / SEAL, msgspec.json.format(msgspec.json.encode(sealed), indent=2) + b"\n")
 

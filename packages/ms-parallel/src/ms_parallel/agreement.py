@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ms_parallel.errors import ParallelError
+from ms_parallel.watch import position
 
 __all__ = ["StopRequest", "first_does", "sums"]
 
@@ -32,7 +33,12 @@ def first_does(action: Callable[[], T]) -> T:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return action()
-    return _act_and_tell(action, _patient_group(dist.group.WORLD))
+    group = _patient_group(dist.group.WORLD)
+    position.patient = True
+    try:
+        return _act_and_tell(action, group)
+    finally:
+        position.patient = False
 
 
 @lru_cache(maxsize=1)

@@ -3,28 +3,29 @@
 2 is for what the user can mend (a setting, a file, a full disk), 1 for the rest.
 """
 
-import os
 import re
+import signal
 import sys
-import time
-from datetime import timedelta
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
-
-import torch.distributed as dist
 
 from ms_parallel.errors import LaunchError, ParallelError, StageError
 from ms_parallel.failures import LOST
-from ms_parallel.launch import is_first, launched
+from ms_parallel.launch import launched, rank, world_size
+from ms_parallel.watch import Heartbeat, position
 
 __all__ = ["end_scripts_plainly", "report"]
 
 BAD_INPUT, FAILED = 2, 1
-SETTLE_S = 0.3
-"""Lets the one that speaks be heard before torchrun ends it because another has exited."""
+GOES_ON = "the same command goes on from the last complete checkpoint"
 
 
 def report(error: BaseException) -> int | None:
     """Say in one line, once for all processes, why a run ends.
+
+    Where a process did not come, the line says which, and where each stood.
 
     Returns:
         The exit code; None if this is no error to be told in a line, and wants its traceback.
@@ -34,10 +35,18 @@ def report(error: BaseException) -> int | None:
         return None
     code, line = told
     # A process that met nobody speaks for itself, and has no store to ask.
-    if isinstance(error, LaunchError) or _speaks("mistake" if code == BAD_INPUT else "loss"):
-        print(f"error: {line}", file=sys.stderr, flush=True)  # noqa: T201 - the command's last word
-    elif launched():
-        time.sleep(SETTLE_S)
+    if isinstance(error, LaunchError) or not launched():
+        _say(line)
+        return code
+    position.raised(error.__traceback__)
+    heartbeat = Heartbeat.running or Heartbeat(rank(), world_size(), 1.0)
+    with _undisturbed():
+        if heartbeat.speaks_first("mistake" if code == BAD_INPUT else "loss"):
+            missing = heartbeat.who_is_missing() if _is_lost(error) else None
+            _say(f"{missing}; {GOES_ON}" if missing else line)
+            heartbeat.has_spoken()
+        else:
+            heartbeat.wait_until_spoken()
     return code
 
 
@@ -68,13 +77,16 @@ def _told(error: BaseException) -> tuple[int, str] | None:
         return FAILED, str(error)
     if isinstance(error, ParallelError) or _is_of_ms_data(error):
         return getattr(error, "exit_code", BAD_INPUT), " ".join(str(error).split())
-    if isinstance(error, RuntimeError) and launched() and LOST.search(str(error)):
+    if _is_lost(error):
         reason = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split())).split(". ")[0][:160]
-        return FAILED, (
-            f"rank {os.environ['RANK']} lost another process ({reason}); the same command goes"
-            " on from the last complete checkpoint"
-        )
+        return FAILED, f"rank {rank()} lost another process ({reason}); {GOES_ON}"
     return None
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether this is what torch raises where another process does not come."""
+    ours = isinstance(error, ParallelError)
+    return isinstance(error, RuntimeError) and not ours and bool(LOST.search(str(error)))
 
 
 def _is_of_ms_data(error: BaseException) -> bool:
@@ -83,20 +95,18 @@ def _is_of_ms_data(error: BaseException) -> bool:
     return data is not None and isinstance(error, data.DataError)
 
 
-def _speaks(what: str) -> bool:
-    """Whether this process is the first of all that has something to say of this sort."""
-    if not launched():
-        return True
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+def _say(line: str) -> None:
+    print(f"error: {line}", file=sys.stderr, flush=True)  # noqa: T201 - the command's last word
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let no SIGTERM of torchrun's end a process in the seconds in which one speaks for all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=2),
-            wait_for_workers=False,
-        )
-        said: int = store.add(f"ms-parallel/said-{what}-{attempt}", 1)
-    except (dist.DistError, RuntimeError, ValueError):
-        return is_first()
-    return said == 1
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

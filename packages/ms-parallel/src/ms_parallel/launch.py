@@ -16,6 +16,8 @@ from torch.distributed.rendezvous import rendezvous
 from ms_parallel.errors import LaunchError
 from ms_parallel.groups import disconnect
 from ms_parallel.layout import Layout
+from ms_parallel.parent import end_with_launcher
+from ms_parallel.watch import Heartbeat
 
 __all__ = ["is_first", "join", "launch_command", "launched", "rank", "world_size"]
 
@@ -82,13 +84,14 @@ def join(layout: Layout, *, timeout_s: float) -> None:
                 f" {launch_command(layout.world_size)}"
             )
         return
+    end_with_launcher()
     number, size = rank(), world_size()
     layout.check_world(size)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     backend = dist.get_default_backend_for_device(accelerator or "cpu")
     # A gloo group beside an accelerator's own lets what lies on the CPU be exchanged too.
     backend = backend if accelerator is None else f"cpu:gloo,{accelerator.type}:{backend}"
-    if number == 0 and "TORCHELASTIC_RUN_ID" not in os.environ:
+    if number == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         _check_port()
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -101,6 +104,9 @@ def join(layout: Layout, *, timeout_s: float) -> None:
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise LaunchError(_why_not(error, number, timeout_s)) from error
     atexit.register(disconnect)
+    heartbeat = Heartbeat(number, size, timeout_s)
+    atexit.register(heartbeat.stop)  # called before `disconnect`
+    heartbeat.start()
 
 
 def _number(name: str) -> int:

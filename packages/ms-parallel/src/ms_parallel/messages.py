@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ms_parallel.errors import ConfigError
 from ms_parallel.groups import Groups
+from ms_parallel.watch import position
 
 __all__ = ["Mailbox"]
 
@@ -40,6 +41,8 @@ class Mailbox:
         self.queue: list[dist.P2POp] = []
         self.arriving: dict[Name, tuple[Tensor, int]] = {}
         """Tensor and index in `queue`, until the queue is flushed."""
+        self.sender: dict[Name, int] = {}
+        """Global rank that a message comes from, until it is taken."""
         self.received: dict[Name, tuple[Tensor, Sequence[dist.Work]]] = {}
         self.sent: list[tuple[Tensor, Sequence[dist.Work]]] = []
 
@@ -59,20 +62,22 @@ class Mailbox:
             self.flush()
             header = torch.zeros(MAX_DIMS + 2, dtype=torch.int64, device=self.groups.device)
             self.arriving[name] = (header, 0)
-            self._queue(dist.irecv, header, peer)
+            self.sender[name] = self._queue(dist.irecv, header, peer)
             header = self.take(name)
             self.shapes[kind] = _read(header)
         dtype, shape = self.shapes[kind]
         tensor = torch.empty(shape, dtype=dtype, device=self.groups.device)
         self.arriving[name] = (tensor, len(self.queue))
-        self._queue(dist.irecv, tensor, peer)
+        self.sender[name] = self._queue(dist.irecv, tensor, peer)
 
     def take(self, name: Name) -> Tensor:
         """Wait for a message that `receive` queued, and return it."""
         self.flush()
         tensor, works = self.received.pop(name)
+        position.message = name, self.sender.pop(name)
         for work in works:
             work.wait()
+        position.message = None
         return tensor
 
     def flush(self) -> None:
@@ -101,6 +106,7 @@ class Mailbox:
     def forget(self) -> None:
         """Drop everything under way, after an error."""
         self.queue, self.arriving, self.received, self.sent = [], {}, {}, []
+        self.sender = {}
 
     def share(self, tensor: Tensor | None, owner: int) -> Tensor:
         """Give `tensor` of pipeline rank `owner` (None elsewhere) to every pipeline rank."""
@@ -119,9 +125,11 @@ class Mailbox:
         dist.broadcast(tensor, source, group=group)
         return tensor
 
-    def _queue(self, operation: object, tensor: Tensor, peer: int) -> None:
+    def _queue(self, operation: object, tensor: Tensor, peer: int) -> int:
+        """Queue an operation with pipeline rank `peer`, and return its global rank."""
         rank, group = self.groups.peer("pipeline", peer), self.groups.group("pipeline")
         self.queue.append(dist.P2POp(operation, tensor, rank, group))  # type: ignore[arg-type]
+        return rank
 
 
 def _describe(tensor: Tensor, device: torch.device) -> Tensor:

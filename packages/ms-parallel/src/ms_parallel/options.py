@@ -66,7 +66,7 @@ class KeywordOptions:
         ConfigError: a value is of the wrong kind or out of range.
     """
 
-    output_dir: Path = field(default=Path("runs/default"), converter=Path)
+    output_dir: Path = field(default=Path("runs/train"), converter=Path)
     """Where shards, checkpoints, events and the trained model go. The same folder resumes."""
     model_config: dict[str, Any] = field(factory=dict, converter=_model_config)
     """Settings of the model to change, by the names of Hugging Face's config.json."""

@@ -18,6 +18,7 @@ from ms_parallel.recording import Recorder
 from ms_parallel.schedules import Action, Kind, Schedule
 from ms_parallel.schedules.action import COMPUTE
 from ms_parallel.sharding import after_weight_gradients, set_last_backward
+from ms_parallel.watch import position
 from ms_parallel.weight_gradients import Later, putting_off
 
 __all__ = ["Finish", "Key", "Runtime", "Step", "call_stage"]
@@ -113,12 +114,15 @@ class Runtime:
             ),
         )
         doing = row[0]
+        position.passes += 1
         try:
             for action in row:
                 for doing in action.parts or (action,):
+                    position.action = doing
                     self._perform(doing, step, schedule)
             self.mailbox.flush()
             self.mailbox.wait_for_sends()
+            position.action = None
         except Exception as error:
             self.mailbox.forget()
             told = explain(error, doing, self.groups)

@@ -22,8 +22,10 @@ from ms_parallel.held_out import HeldOut
 from ms_parallel.layout import Layout
 from ms_parallel.models import has_weights, load_weights, save_model
 from ms_parallel.options import Options
+from ms_parallel.ownership import held
 from ms_parallel.progress import Show, duration
 from ms_parallel.run_tokenizer import run_tokenizer
+from ms_parallel.schedulers import adopt_scheduler
 from ms_parallel.training import Run, Stream
 
 __all__ = ["DistributedTrainer", "Result", "Stream"]
@@ -96,16 +98,22 @@ class DistributedTrainer(Options):
             LaunchError: the layout needs processes that were not started.
             LayoutError: the layout does not fit the processes or the model.
             CheckpointError: the checkpoints are of another model, or cannot be written.
+            FolderError: another process works in output_dir, or it belongs to another run.
             ms_data.DataError: the dataset cannot be used.
         """
         _check_length(epochs, steps)
+        adopt_scheduler()
         layout = self.layout
         launch.join(layout, timeout_s=self.timeout_s)
         fit_model(self, layout, None)  # what can be told now should not wait for the shards
-        self._shards = first_does(lambda: prepare(dataset_path, self))
-        with self._events() as emit:
+        with (
+            held(self, dataset_path, epochs=epochs, steps=steps) as changes,
+            self._events() as emit,
+        ):
+            self._shards = first_does(lambda: prepare(dataset_path, self))
             run = self._assemble(layout, epochs, steps, emit)
             try:
+                run.tell_changes(changes)
                 return self._perform(run)
             finally:
                 run.show.close()

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from ms_parallel.loss import NextTokenLoss
 from ms_parallel.options import Options
 from ms_parallel.progress import Pace, Show
 from ms_parallel.recorded_step import write_step
+from ms_parallel.watch import position
 
 __all__ = ["Run", "Standing", "Stream"]
 
@@ -83,6 +84,12 @@ class Run:
         """Where they lie."""
         return self.options.output_dir / "checkpoints"
 
+    def tell_changes(self, changes: Sequence[str]) -> None:
+        """Say which settings are not what they were when the run was last begun."""
+        for change in changes:
+            self.show.note(f"changed: {change}")
+            self.emit("changed_setting", {"setting": change})
+
     def resume(self) -> None:
         """Take over the last checkpoint that is whole, if there is one.
 
@@ -99,13 +106,14 @@ class Run:
             except DamageError as error:
                 self._pass_over(manifest.step, error)
                 continue
-            self.show.note(f"goes on from {folder} (step {self.engine.step} of {self.total})")
+            if self.engine.step < self.total:
+                self.show.note(f"goes on from {folder} (step {self.engine.step} of {self.total})")
             self.emit("resume", {"step": self.engine.step, "checkpoint": str(folder)})
             return
 
     def _last_whole(self) -> tuple[Path, checkpoint.Manifest] | None:
         checkpoint.sweep(self.checkpoints)
-        steps = checkpoint.complete_steps(self.checkpoints)
+        steps = checkpoint.all_steps(self.checkpoints)
         if steps and not self.options.resume:
             raise CheckpointError(
                 f"{self.checkpoints} holds checkpoints and resume is off; choose another"
@@ -117,11 +125,11 @@ class Run:
                 return folder, checkpoint.read_manifest(folder)
             except DamageError as damage:
                 self._set_aside(step, damage)
-        damaged = sorted(self.checkpoints.glob("*.damaged-*"))
-        if damaged:
+        if checkpoint.was_begun(self.checkpoints):
+            damaged = len(list(self.checkpoints.glob("*.damaged-*")))
             raise CheckpointError(
-                f"no whole checkpoint is left in {self.checkpoints}, {len(damaged)} are damaged;"
-                " restore one, or delete them to start from the beginning"
+                f"no whole checkpoint is left in {self.checkpoints}, {damaged} are damaged;"
+                f" restore one, or move {self.checkpoints} away to start from the beginning"
             )
         return None
 
@@ -182,6 +190,7 @@ class Run:
 
     def _step(self, pace: Pace) -> Update:
         began = monotonic()
+        position.step, position.activity = self.engine.step + 1, "update"
         # Chance is a function of seed and step, so that a checkpoint need not hold its state.
         torch.manual_seed((self.options.seed * 1_000_003 + self.engine.step) % 2**63)
         update = self._update(next(self.stream))
@@ -228,6 +237,7 @@ class Run:
         """The held-out loss now, told and kept; None without held-out text."""
         if self.held_out is None:
             return None
+        position.activity = "held-out evaluation"
         loss, step = self.held_out.loss(self.engine), self.engine.step
         self.standing.held_out_loss, self.standing.held_out_step = loss, step
         if step == 0:
@@ -249,6 +259,7 @@ class Run:
             CheckpointError: it cannot be written; those before it are whole.
         """
         step, began = self.engine.step, monotonic()
+        position.activity = "checkpoint"
         folder = checkpoint.step_folder(self.checkpoints, step)
         facts = {
             "model": model_facts(self.engine),
@@ -257,10 +268,14 @@ class Run:
             "standing": asdict(self.standing),
         }
         checkpoint.save(folder, self.engine.state_dict(), step=step, facts=facts)
-        first_does(lambda: checkpoint.keep_last(self.checkpoints, self.options.keep_checkpoints))
+        first_does(lambda: self._settle(step))
         seconds = round(monotonic() - began, 3)
         self.emit("checkpoint", {"step": step, "folder": str(folder), "seconds": seconds})
         return folder
+
+    def _settle(self, step: int) -> None:
+        checkpoint.note_last(self.checkpoints, step)
+        checkpoint.keep_last(self.checkpoints, self.options.keep_checkpoints)
 
 
 def model_facts(engine: Engine) -> dict[str, Any]:

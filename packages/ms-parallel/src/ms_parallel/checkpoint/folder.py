@@ -1,15 +1,28 @@
 """The checkpoints of one run: which are complete, which may go, what a crash has left."""
 
+import os
 import re
 import shutil
 from pathlib import Path
 
 from ms_parallel.checkpoint.manifest import MANIFEST
-from ms_parallel.durable import publish, writing
+from ms_parallel.durable import publish, write_file, writing
 
-__all__ = ["complete_steps", "keep_last", "set_aside", "step_folder", "sweep"]
+__all__ = [
+    "all_steps",
+    "complete_steps",
+    "keep_last",
+    "note_last",
+    "set_aside",
+    "step_folder",
+    "sweep",
+    "was_begun",
+]
 
 STEP = re.compile(r"step-([0-9]{8,15})")
+DAMAGED = re.compile(r"step-[0-9]{8,15}\.damaged-[0-9]+")
+LAST = "last"
+"""Holds the last step whose checkpoint was completed, so that a loss of all is seen."""
 LEFTOVER = re.compile(r"step-[0-9]{8,15}\.(partial|removed)")
 
 
@@ -18,12 +31,31 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
-def complete_steps(root: Path) -> list[int]:
-    """Steps of the complete checkpoints, ascending."""
-    if not root.is_dir():
-        return []
-    found = [STEP.fullmatch(path.name) for path in root.iterdir() if (path / MANIFEST).is_file()]
+def all_steps(root: Path) -> list[int]:
+    """Steps of everything that has a checkpoint's name, damaged or not, ascending."""
+    found = [STEP.fullmatch(name) for name in _names(root)]
     return sorted(int(match[1]) for match in found if match)
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Steps of the checkpoints that have a manifest, ascending."""
+    return [step for step in all_steps(root) if (step_folder(root, step) / MANIFEST).is_file()]
+
+
+def was_begun(root: Path) -> bool:
+    """Whether a checkpoint has ever been completed here, whatever has become of it."""
+    return any(
+        name == LAST or STEP.fullmatch(name) or DAMAGED.fullmatch(name) for name in _names(root)
+    )
+
+
+def note_last(root: Path, step: int) -> None:
+    """Keep in mind that the checkpoint of `step` was completed."""
+    write_file(root / LAST, b"%d\n" % step)
+
+
+def _names(root: Path) -> list[str]:
+    return os.listdir(root) if root.is_dir() else []
 
 
 def keep_last(root: Path, count: int) -> None:

@@ -1,0 +1,68 @@
+"""Processes that a cluster's scheduler starts are one run, or are told how to become one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import command, environment, events, write_corpus, write_run
+
+from ms_parallel.errors import LaunchError
+from ms_parallel.schedulers import first_node
+
+
+def start(run: Path, **variables: str) -> "subprocess.Popen[str]":
+    """One process with the variables that a launcher sets."""
+    return subprocess.Popen(
+        command(run, 1),
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_tasks_of_srun_train_one_model(tmp_path: Path) -> None:
+    """With SLURM's variables alone they meet, and the layout is of both."""
+    run = write_run(tmp_path / "run.toml", write_corpus(tmp_path / "corpus"), steps=2)
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+    }
+    tasks = [start(run, SLURM_PROCID=str(n), SLURM_LOCALID=str(n), **step) for n in range(2)]
+    said = [task.communicate(timeout=200) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], said
+    (begin,) = events(run, "begin")
+    assert begin["layout"] == "data=2"
+
+
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_a_launcher_that_names_no_meeting_place_is_refused(name: str, tmp_path: Path) -> None:
+    """Each process would train alone; the line says how to start them together."""
+    run = write_run(tmp_path / "run.toml", tmp_path / "corpus", steps=2)
+    task = start(run, **{name: "2", "SLURM_PROCID": "0"})
+    _, said = task.communicate(timeout=200)
+    assert task.returncode == 2
+    assert f"{name} is 2 but nothing says where the processes meet; start them by `srun" in said
+    assert not run.with_suffix("").exists()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n1", "n1"), ("gpu[007-009,012],big1", "gpu007"), ("a-[3,5]-x", "a-3-x"), ("b,c", "b")],
+)
+def test_the_first_node_of_a_list_is_read(nodes: str, first: str) -> None:
+    """SLURM shortens lists by ranges; leading zeros are part of a name."""
+    assert first_node(nodes) == first
+
+
+def test_a_list_that_names_no_node_is_refused() -> None:
+    """The remedy is to name the host."""
+    with pytest.raises(LaunchError, match="set MASTER_ADDR"):
+        first_node("")

@@ -1,0 +1,156 @@
+"""A rank that does not come is named, with the step, collective and line of every rank."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from faults import line_of_the_wait
+from launching import (
+    checkpoints,
+    events,
+    signal_process,
+    train,
+    training,
+    wait_for,
+    workers,
+    write_corpus,
+    write_run,
+)
+from processes import run_processes
+
+from ms_parallel.watch import position
+from ms_parallel.watch.findings import State, explain, ranks_text
+from ms_parallel.watch.record import Record
+
+FAULTS = Path(__file__).parent / "faults.py"
+
+
+def record(rank: int, **settings: object) -> Record:
+    """Of a rank that waits in step 4, unless it is said otherwise."""
+    values = {
+        "host": "n1",
+        "pid": 100 + rank,
+        "machine": "m",
+        "born": 1,
+        "beat": 9,
+        "step": 4,
+        "activity": "update",
+        "waits_in": "all_reduce",
+        "lost": False,
+        "line": "engine.py:301 in update",
+    }
+    return Record(rank=rank, **{**values, **settings})  # type: ignore[arg-type]
+
+
+def said(*records: Record, world: int = 4, **states: State) -> str:
+    """What is found of these records, all alive but for those that are named `rN`."""
+    known = {each.rank: each for each in records}
+    return explain(known, {rank: states.get(f"r{rank}", State.ALIVE) for rank in known}, world)
+
+
+def test_a_rank_that_stopped_is_named_before_those_that_wait() -> None:
+    """Its last place stands first, then the groups of the others."""
+    text = said(record(0), record(1), record(2, waits_in=""), record(3), r2=State.STOPPED)
+    assert text == (
+        "rank 2 (process 102 on n1) is stopped (by SIGSTOP or a debugger); last heard of in step"
+        " 4, update, at engine.py:301 in update; ranks 0-1, 3 stood in step 4, update, waiting in"
+        " all_reduce, at engine.py:301 in update"
+    )
+
+
+def test_a_rank_that_runs_elsewhere_is_named_as_running() -> None:
+    """Nobody is gone: who waits for nothing kept the others."""
+    text = said(record(0), record(1, waits_in="", line="mine.py:3 in load"), world=2)
+    assert text.startswith("rank 1 (process 101 on n1) runs and did not come: it is in step 4")
+    assert "mine.py:3 in load" in text
+
+
+def test_a_rank_that_only_lost_another_is_not_the_cause() -> None:
+    """It may have ended by then; the one that went first is named."""
+    text = said(record(0, lost=True), record(1), r0=State.GONE, r1=State.GONE, world=2)
+    assert text.startswith("rank 1 (process 101 on n1) is gone")
+
+
+def test_ranks_that_wait_in_different_steps_are_told_apart() -> None:
+    """Those behind are named; where all wait in one step, that is said."""
+    assert said(record(0), record(1, step=3), world=2).startswith("rank 1 came no further than")
+    assert said(record(0), record(1), world=2).startswith("the ranks wait for one another")
+    assert said(record(0), world=2).startswith("rank 1 never began")
+
+
+def test_thousands_of_ranks_are_told_in_few_words() -> None:
+    """Runs of ranks are shortened, and so are many groups of them."""
+    assert ranks_text([0, 1, 2, 5]) == "ranks 0-2, 5"
+    records = {rank: record(rank, step=rank % 50) for rank in range(4000)}
+    states = dict.fromkeys(records, State.SILENT)
+    assert len(explain(records, states, 4000)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("how", "state"),
+    [
+        ("stopped", "is stopped (by SIGSTOP or a debugger)"),
+        ("slow", "runs and did not come"),
+        ("killed", "is gone (killed"),
+    ],
+)
+def test_the_rank_that_does_not_come_is_named_by_one_of_the_others(how: str, state: str) -> None:
+    """With its process and step; the others' collective and line of this repository stand too."""
+    results = run_processes(3, FAULTS, "wait_for_rank_2", check=False, timeout_s=60, how=how)
+    first, second = results[:2]
+    assert first[0] == second[0] == 1
+    (line,) = [text for _, text in (first, second) if text]
+    assert line.count("\n") == 1
+    assert line.startswith("error: rank 2 (process ")
+    assert f") {state}" in line
+    assert "step 7, update" in line
+    assert "faults.py" in line.split(";")[1 if how != "slow" else 0]
+    assert "ranks 0-1 stood in step 7, update, waiting in all_reduce, at " in line
+    assert f"faults.py:{line_of_the_wait()} in wait_for_rank_2" in line
+    assert "the same command goes on from the last complete checkpoint" in line
+
+
+def test_a_wait_without_end_ends_when_rank_0_gives_no_sign() -> None:
+    """The others wait as long as rank 0 acts, and not for a rank 0 that is stopped."""
+    _, waited = run_processes(
+        2, FAULTS, "rank_0_stops_while_it_acts", check=False, timeout_s=60
+    )
+    assert "rank 0 acts for all ranks and gives no sign for 2 s: rank 0 (process " in waited["failed"]
+    assert "is stopped (by SIGSTOP" in waited["failed"]
+
+
+def test_to_say_where_a_rank_stands_costs_no_two_thousandths_of_a_step() -> None:
+    """A second holds one record; notes in a step are assignments of some 30 ns."""
+    took = []
+    for _ in range(5):
+        began = time.thread_time()
+        for _ in range(20):
+            position.record(0)
+        took.append((time.thread_time() - began) / 20)
+    assert min(took) < 0.002
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Raw text, once."""
+    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(corpus: Path, tmp_path: Path) -> None:
+    """Kill -9 of torchrun: no rank is left within 2 s, and the same command ends with 0."""
+    run = write_run(tmp_path / "run.toml", corpus, steps=40, checkpoint_every=5)
+    with training(run, 2) as started:
+        wait_for(lambda: checkpoints(run), started)
+        ranks = workers(started.pid)
+        assert len(ranks) == 2
+        signal_process(started.pid, 9)
+        deadline = time.monotonic() + 2.0
+        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+            assert time.monotonic() < deadline, "ranks train on without their launcher"
+            time.sleep(0.01)
+    done = train(run, 2)
+    assert done.returncode == 0, done.stderr
+    assert events(run, "resume")
