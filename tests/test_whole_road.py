@@ -1,0 +1,304 @@
+"""The whole road in small, by the commands alone: from raw text to an answer from each runtime.
+
+Text is pre-trained on by two processes; conversations tune the model; a reward model and PPO follow;
+training with rounded weights on conversations ends it; and three targets are written. After each
+step the folder opens in transformers, answers through its chat template, and stops by itself.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+COLOURS = {
+    "grass": "green",
+    "snow": "white",
+    "coal": "black",
+    "blood": "red",
+    "the sky": "blue",
+    "the sun": "yellow",
+}
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+END = "<|endoftext|>"
+ROOM = 40
+"""Tokens that an answer may have; the longest right one has fewer than ten."""
+
+TRAIN = """
+model_arch = "llama"
+dataset_path = "shards"
+steps = 60
+sequence_length = 64
+batch_size = 8
+learning_rate = 3e-3
+output_dir = "runs/base"
+[model_config]
+hidden_size = 64
+intermediate_size = 160
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+[parallel_config]
+data = 2
+"""
+SFT = """
+model = "runs/base/model"
+dataset = "chats"
+sequence_length = 64
+batch_size = 8
+steps = 120
+learning_rate = 3e-3
+output_dir = "runs/sft"
+"""
+REWARD = """
+model = "runs/sft/model"
+dataset = "pairs"
+sequence_length = 64
+batch_size = 16
+steps = 40
+learning_rate = 1e-3
+output_dir = "runs/reward"
+"""
+PPO = """
+policy_model = "runs/sft/model"
+reward_model = "runs/reward/model"
+dataset = "prompts.jsonl"
+steps = 3
+batch_size = 16
+max_new_tokens = 16
+kl_coeff = 0.2
+output_dir = "runs/ppo"
+"""
+QAT = """
+model = "runs/ppo/model"
+dataset = "chats.jsonl"
+scheme = "{scheme}"
+output_dir = "deploy/{scheme}"
+verify = {verify}
+[tuning]
+steps = 10
+learning_rate = 1e-4
+"""
+
+
+def question(thing: str) -> str:
+    return f"What colour is {thing}?"
+
+
+def answer(thing: str) -> str:
+    return f"{thing} is {COLOURS[thing]}."
+
+
+def write_lines(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def chat(thing: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question(thing)}]
+
+
+def run(place: Path, *words: str, processes: int = 1) -> str:
+    """Run a command of ours as a user does, and return what it printed."""
+    command = [sys.executable, "-m", *words]
+    if processes > 1:
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+        command = [sys.executable, "-m", *launcher, *words]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def settings(place: Path, name: str, text: str) -> str:
+    (place / name).write_text(text)
+    return name
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The raw material: texts, conversations, pairs, prompts, and a chat template."""
+    place = tmp_path_factory.mktemp("road")
+    things = random.Random(0).choices(list(COLOURS), k=400)
+    write_lines(place / "corpus.jsonl", [{"text": f"{question(t)} {answer(t)}"} for t in things])
+    said = [{"role": "assistant", "content": answer(t)} for t in things]
+    chats = [{"messages": [*chat(t), s]} for t, s in zip(things, said, strict=True)]
+    write_lines(place / "chats.jsonl", chats)
+    pairs = [
+        {"prompt": question(t), "chosen": answer(t), "rejected": f"{t} is {COLOURS[w]}."}
+        for t, w in zip(things[:80], things[1:81], strict=True)
+        if t != w
+    ]
+    write_lines(place / "pairs.jsonl", pairs)
+    write_lines(place / "prompts.jsonl", [{"prompt": chat(t)} for t in COLOURS])
+    (place / "chat.jinja").write_text(TEMPLATE)
+    return place
+
+
+@pytest.fixture(scope="module")
+def base(place: Path) -> Path:
+    """Text, tokenized and pre-trained on by two processes."""
+    run(place, "ms_data", "tokenizer", "corpus.jsonl", "--vocab-size=400", "--out=tokenizer.json")
+    shards = ("--tokenizer=tokenizer.json", "--out=shards")
+    run(place, "ms_data", "build", "corpus.jsonl", *shards)
+    run(place, "ms_parallel", "train", settings(place, "train.toml", TRAIN), processes=2)
+    return place / "runs" / "base" / "model"
+
+
+@pytest.fixture(scope="module")
+def tuned(place: Path, base: Path) -> Path:
+    """The model, tuned on conversations."""
+    assert base.is_dir()
+    template = ("--tokenizer=tokenizer.json", "--chat-template=chat.jinja")
+    run(place, "ms_data", "build", "chats.jsonl", *template, "--out=chats")
+    run(place, "ms_align", "sft", settings(place, "sft.toml", SFT))
+    return place / "runs" / "sft" / "model"
+
+
+@pytest.fixture(scope="module")
+def judge(place: Path, tuned: Path) -> Path:
+    """A reward model of pairs."""
+    assert tuned.is_dir()
+    template = ("--tokenizer=tokenizer.json", "--chat-template=chat.jinja")
+    run(place, "ms_data", "build", "pairs.jsonl", "--pairs", *template, "--out=pairs")
+    run(place, "ms_align", "reward", settings(place, "reward.toml", REWARD))
+    return place / "runs" / "reward" / "model"
+
+
+@pytest.fixture(scope="module")
+def optimised(place: Path, judge: Path) -> Path:
+    """The tuned model, optimised for the reward model by PPO."""
+    assert judge.is_dir()
+    run(place, "ms_align", "ppo", settings(place, "ppo.toml", PPO))
+    return place / "runs" / "ppo" / "model"
+
+
+def deployed(place: Path, scheme: str, *, verify: bool) -> Path:
+    """The model, trained with rounded weights on conversations, and written for its runtime."""
+    text = QAT.format(scheme=scheme, verify=str(verify).lower())
+    run(place, "ms_compress", "qat", settings(place, f"{scheme}.toml", text))
+    return place / "deploy" / scheme
+
+
+def answers(folder: Path) -> dict[str, str]:
+    """What transformers generates through the folder's template, up to its end or `ROOM`."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    said = {}
+    for thing in COLOURS:
+        prompt = tokenizer.apply_chat_template(
+            chat(thing), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        with torch.no_grad():
+            out = model.generate(**prompt, max_new_tokens=ROOM)
+        said[thing] = tokenizer.decode(out[0, prompt["input_ids"].shape[1] :])
+    return said
+
+
+EXPECTED = {thing: answer(thing) + END for thing in COLOURS}
+
+
+def test_a_pretrained_model_continues_a_text_and_ends_it(base: Path) -> None:
+    """Of a question that stood in its corpus it gives the answer, and then the end of text."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
+    prompt = tokenizer(question("snow"), return_tensors="pt")
+    out = model.generate(**prompt, max_new_tokens=ROOM)
+    assert out.shape[1] < prompt["input_ids"].shape[1] + ROOM
+    assert tokenizer.decode(out[0]).endswith(END)
+
+
+def test_a_tuned_model_answers_through_its_template_and_stops(tuned: Path) -> None:
+    """Every question is answered rightly, and nothing follows the answer's end."""
+    assert answers(tuned) == EXPECTED
+
+
+def test_a_reward_model_prefers_what_is_right(judge: Path) -> None:
+    """transformers opens its folder and scores right answers above wrong ones."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(judge)
+    kind = transformers.AutoModelForSequenceClassification
+    model = kind.from_pretrained(judge).eval()
+
+    def score(thing: str, said: str) -> float:
+        turns = [*chat(thing), {"role": "assistant", "content": said}]
+        row = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)
+        with torch.no_grad():
+            return float(model(**row).logits)
+
+    assert score("snow", answer("snow")) > score("snow", "snow is black.")
+    assert score("coal", answer("coal")) > score("coal", "coal is white.")
+
+
+def test_a_model_optimised_by_ppo_still_answers_and_stops(place: Path, optimised: Path) -> None:
+    """It opens as the tuned one does, and its rollouts ended by themselves."""
+    assert answers(optimised) == EXPECTED
+    events = (place / "runs" / "ppo" / "events.jsonl").read_text().splitlines()
+    rollouts = [event for event in map(json.loads, events) if event.get("kind") == "rollout"]
+    assert rollouts
+    assert all(event["stopped"] > 0.9 for event in rollouts)
+
+
+def test_compressed_tensors_answer_in_transformers(place: Path, optimised: Path) -> None:
+    """The rounded model's folder opens and chats as the float one's does."""
+    assert optimised.is_dir()
+    assert answers(deployed(place, "ct.int4_g32", verify=True)) == EXPECTED
+
+
+def test_an_onnx_file_answers_in_onnxruntime(place: Path, optimised: Path) -> None:
+    """Greedy steps through its key-value inputs give the answer and the end of text."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    assert optimised.is_dir()
+    folder = deployed(place, "ort.matmulnbits", verify=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"))
+    for thing, expected in EXPECTED.items():
+        ids = tokenizer.apply_chat_template(
+            chat(thing), add_generation_prompt=True, return_tensors="np", return_dict=True
+        )["input_ids"]
+        said = greedy(session, ids, {ends} if isinstance(ends, int) else set(ends))
+        assert tokenizer.decode(said) == expected
+
+
+def greedy(session: Any, ids: Any, ends: set[int]) -> list[int]:
+    """Decode one row until an end token, or `ROOM` tokens, feeding each step's keys and values."""
+    import numpy as np
+
+    names = [each.name for each in session.get_inputs()]
+    outputs = [each.name for each in session.get_outputs()]
+    held = {
+        each.name: np.zeros([1, each.shape[1], 0, each.shape[3]], np.float32)
+        for each in session.get_inputs()
+        if each.name.startswith("past_key_values")
+    }
+    said: list[int] = []
+    total = ids.shape[1]
+    while len(said) < ROOM and not (said and said[-1] in ends):
+        fed = {"input_ids": ids, "attention_mask": np.ones((1, total), np.int64), **held}
+        given = dict(zip(outputs, session.run(None, {n: fed[n] for n in names}), strict=True))
+        said.append(int(given["logits"][0, -1].argmax()))
+        held = {n: given[n.replace("past_key_values", "present")] for n in held}
+        ids, total = np.array([[said[-1]]]), total + 1
+    return said
+
+
+def test_a_gguf_file_chats_in_llama_cpp(place: Path, optimised: Path) -> None:
+    """llama.cpp's own chat completion applies the file's template, and stops by itself."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    assert optimised.is_dir()
+    folder = deployed(place, "gguf.q4_0", verify=True)
+    llama = llama_cpp.Llama(model_path=str(folder / "model.gguf"), n_ctx=128, verbose=False)
+    for thing in COLOURS:
+        done = llama.create_chat_completion(chat(thing), temperature=0.0, max_tokens=ROOM)
+        (choice,) = done["choices"]
+        assert choice["message"]["content"].strip() == answer(thing)
+        assert choice["finish_reason"] == "stop"
