@@ -42,7 +42,8 @@ def test_explain_tells_the_choice_its_reasons_and_the_least_work(capsys):
     assert "rms_norm on mps in float32, ...=8192 H=4096" in text
     assert "cpu        runs on cpu, not on mps" in text
     assert "-> reference" in text
-    code, text, _ = run(capsys, "explain", "attention", "Sq=1", "documents", "window=8", "--json")
+    details = ("Sq=1", "documents", "window=8", "--chip", "cpu-avx512")
+    code, text, _ = run(capsys, "explain", "attention", *details, "--json")
     fact = json.loads(text)
     assert (code, fact["backend"], fact["sizes"]["Sq"]) == (0, "cpu", 1)
     assert [each["backend"] for each in fact["verdicts"] if each["taken"]] == ["cpu"]

@@ -253,3 +253,10 @@ def test_what_is_known_when_traced_has_the_mark_that_torch_sets() -> None:
 
     torch.compiler.assume_constant_result(theirs)
     assert vars(known_when_traced(ours)) == vars(theirs)
+
+
+@pytest.mark.parametrize("chip", [*chips(), "cpu-avx2", "cpu-default"])
+def test_the_call_that_the_readme_explains_gets_the_reference_on_every_chip(chip):
+    """Its line says so, whatever the machine that prints it."""
+    call = CONTRACTS["rms_norm"].call({"...": 4, "H": 256}, chip=chip)
+    assert choose(call, IMPLEMENTATIONS).backend == "reference"

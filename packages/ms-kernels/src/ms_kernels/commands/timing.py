@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ms_kernels.measure import in_turn, one_pass
 from ms_kernels.registry import obstacle_to
 from ms_kernels.tuner import largest, tune
 from ms_kernels.tuning import chip_of, write_table
+from ms_kernels.untrusted import decoding
 
 __all__ = ["bench"]
 
@@ -28,10 +30,13 @@ def bench(options: argparse.Namespace) -> int:
     device = present(options.device)
     if options.tune:
         path = options.out or Path(f"{chip_of(device)}.json")
-        if not path.absolute().parent.is_dir():
-            raise TableError(f"{path} cannot be written: there is no such folder")
-        if path.is_dir():
-            raise TableError(f"{path} cannot be written: it is a folder; name a file in it")
+        with decoding(path, error=TableError):
+            if not path.absolute().parent.is_dir():
+                raise TableError(f"{path} cannot be written: there is no such folder")
+            if path.is_dir():
+                raise TableError(f"{path} cannot be written: it is a folder; name a file in it")
+            with suppress(FileNotFoundError):
+                path.lstat()  # refuses what is no path at all before an hour of measuring
         table = tune(
             device,
             operators=options.operator,
