@@ -13,6 +13,7 @@ from ms_kernels.contract import Call, Fact
 from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS
 from ms_kernels.registry import Implementation, choose, first_fit
 from ms_kernels.tracing import known_when_traced
+from ms_kernels.tuning import chips
 
 # On any chip enough for the CPU's own implementation to pay.
 LARGE = (torch.randn(4096, 1024), torch.ones(1024))
