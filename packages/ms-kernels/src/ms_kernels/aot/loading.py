@@ -114,7 +114,7 @@ def _functions(manifest: Manifest) -> list[str]:
     return ["ms_last_error", "ms_status_text", *(f"ms_{each.name}" for each in manifest.kernels)]
 
 
-def _number(kind: str, value: object) -> Any:
+def _number(kind: str, value: Any) -> Any:
     """Return a number as C takes it; ctypes alone would cut the bits off that are too many.
 
     Raises:
