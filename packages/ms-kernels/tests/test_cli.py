@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import ms_kernels
 from ms_kernels import arguments, dispatch
 from ms_kernels.cli import main
 from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS
@@ -41,7 +42,8 @@ def test_explain_tells_the_choice_its_reasons_and_the_least_work(capsys):
     assert "rms_norm on mps in float32, ...=8192 H=4096" in text
     assert "cpu        runs on cpu, not on mps" in text
     assert "-> reference" in text
-    code, text, _ = run(capsys, "explain", "attention", "Sq=1", "documents", "window=8", "--json")
+    details = ("Sq=1", "documents", "window=8", "--chip", "cpu-avx512")
+    code, text, _ = run(capsys, "explain", "attention", *details, "--json")
     fact = json.loads(text)
     assert (code, fact["backend"], fact["sizes"]["Sq"]) == (0, "cpu", 1)
     assert [each["backend"] for each in fact["verdicts"] if each["taken"]] == ["cpu"]
@@ -165,13 +167,16 @@ def test_bad_input_exits_with_two_and_one_line(capsys, arguments, told):
 
 @pytest.mark.parametrize("arguments", [[], ["bench", "x"], ["list", "--colour"], ["check", "x"]])
 def test_an_unknown_command_or_flag_exits_with_two(capsys, arguments):
-    """Errors of argparse have the same exit code."""
+    """Errors of argparse have the same exit code, and are one line that begins with the command."""
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("ms-kernels")
+    assert told.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["list", "explain", "check", "bench"])
+@pytest.mark.parametrize("command", ["list", "explain", "check", "bench", "build"])
 def test_every_command_has_help_with_an_example(capsys, command):
     """`--help` shows how to type it."""
     with pytest.raises(SystemExit) as caught:
@@ -191,3 +196,66 @@ def test_the_module_is_the_command():
 def test_the_command_knows_the_backends_that_dispatch_knows():
     """There is one list of backends."""
     assert arguments.BACKENDS is dispatch.BACKENDS
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["bench", "--help"]])
+def test_help_and_version_import_no_torch(arguments):
+    """They answer at once: torch takes seconds to import."""
+    code = (
+        "import sys\nfrom ms_kernels.cli import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit as ended:\n    code = ended.code\n"
+        "print(code, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr == "0 False\n"
+    if arguments == ["--version"]:
+        assert done.stdout == f"ms-kernels {ms_kernels.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["list"],
+        ["explain", "rotary"],
+        ["check", "--operator", "swiglu", "--backend", "reference"],
+    ],
+    ids=" ".join,
+)
+def test_json_is_one_document(capsys, arguments):
+    """On standard output, and nothing beside it."""
+    code, text, error = run(capsys, *arguments, "--json")
+    assert (code, error) == (0, "")
+    json.loads(text)
+
+
+def test_ctrl_c_ends_with_130_and_one_line():
+    """A command that is interrupted leaves no traceback."""
+    code = (
+        "import signal, sys\nfrom ms_kernels import cli\n"
+        "def interrupted(options):\n    signal.raise_signal(signal.SIGINT)\n"
+        "cli._command = lambda name: interrupted\n"
+        "sys.exit(cli.main(['check']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "ms-kernels: interrupted\n"
+
+
+def test_the_package_is_imported_in_silence_without_numpy_and_without_torch():
+    """The first operator that is asked for imports torch, which does not warn of numpy then."""
+    code = (
+        "import sys, warnings\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'numpy':\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "warnings.simplefilter('error')\n"
+        "import ms_kernels\n"
+        "assert 'torch' not in sys.modules\n"
+        "from ms_kernels import rms_norm\n"
+        "import torch\n"
+        "assert rms_norm(torch.ones(2, 3), torch.ones(3)).shape == (2, 3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

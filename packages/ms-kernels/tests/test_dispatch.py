@@ -13,6 +13,7 @@ from ms_kernels.contract import Call, Fact
 from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS
 from ms_kernels.registry import Implementation, choose, first_fit
 from ms_kernels.tracing import known_when_traced
+from ms_kernels.tuning import chips
 
 # On any chip enough for the CPU's own implementation to pay.
 LARGE = (torch.randn(4096, 1024), torch.ones(1024))
@@ -253,3 +254,10 @@ def test_what_is_known_when_traced_has_the_mark_that_torch_sets() -> None:
 
     torch.compiler.assume_constant_result(theirs)
     assert vars(known_when_traced(ours)) == vars(theirs)
+
+
+@pytest.mark.parametrize("chip", [*chips(), "cpu-avx2", "cpu-default"])
+def test_the_call_that_the_readme_explains_gets_the_reference_on_every_chip(chip):
+    """Its line says so, whatever the machine that prints it."""
+    call = CONTRACTS["rms_norm"].call({"...": 4, "H": 256}, chip=chip)
+    assert choose(call, IMPLEMENTATIONS).backend == "reference"

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ms_kernels import cross_entropy, explain, linear_cross_entropy
+import ms_kernels
+from ms_kernels import ArgumentError, cross_entropy, explain, linear_cross_entropy
 from ms_kernels.check import check
 from ms_kernels.dispatch import CONTRACTS
 from ms_kernels.measure import one_pass
@@ -59,6 +60,82 @@ def test_gradients_are_the_same_in_every_run(device):
             for _ in range(2)
         )
         assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True)), operator
+
+
+@pytest.mark.parametrize("far", [-1, -(2**31), 2**31 - 1])
+def test_an_index_out_of_range_makes_nan_there_and_the_device_goes_on(device, far):
+    """No kernel follows it: the row at fault is NaN, others are numbers, the next call works."""
+    drawn = {
+        name: contract.draw({}, device=device, dtype=torch.bfloat16)
+        for name, contract in CONTRACTS.items()
+    }
+    drawn["cross_entropy"]["targets"][5] = far
+    drawn["linear_cross_entropy"]["targets"][5] = far
+    drawn["token_log_probs"]["tokens"][5] = far
+    drawn["decode_attention"]["page_table"][0, 0] = far
+    drawn["unpermute_tokens"]["places"][5, 0] = far
+    drawn["grouped_matmul"]["counts"][0] = far
+    for operator, options, wrong in (
+        ("cross_entropy", {"reduction": "none"}, 5),
+        ("linear_cross_entropy", {"reduction": "none"}, 5),
+        ("token_log_probs", {}, 5),
+        ("decode_attention", {}, 0),
+        ("unpermute_tokens", {}, 5),
+    ):
+        got = getattr(ms_kernels, operator)(**drawn[operator], **options).cpu()
+        rows = got.flatten(1).isnan().any(1) if got.ndim > 1 else got.isnan()
+        assert rows.nonzero().flatten().tolist() == [wrong], operator
+    ms_kernels.grouped_matmul(**drawn["grouped_matmul"])
+    torch.accelerator.synchronize()
+    assert torch.ones(3, device=device).sum().item() == 3
+
+
+def test_rows_that_no_expert_has_are_nan_there(device):
+    """Too few counts leave rows over, which are never what was in memory before."""
+    drawn = CONTRACTS["grouped_matmul"].draw({}, device=device, dtype=torch.bfloat16)
+    drawn["counts"] = torch.tensor([10, 0, 20, 0], device=device)
+    got = ms_kernels.grouped_matmul(**drawn).cpu()
+    assert got[30:].isnan().all()
+    assert not got[:30].isnan().any()
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
+def test_the_mean_over_no_target_is_zero_there(device, name):
+    """And so are its gradients, from whichever kernel made them."""
+    drawn = CONTRACTS[name].draw({}, device=device, dtype=torch.bfloat16)
+    drawn["targets"].fill_(-100)
+    leaves = [each.requires_grad_() for each in drawn.values() if each.is_floating_point()]
+    loss = getattr(ms_kernels, name)(**drawn)
+    slopes = torch.autograd.grad(loss, leaves)
+    assert loss.item() == 0
+    assert not any(each.any() for each in slopes)
+
+
+def test_windows_that_are_not_causal_have_two_sides_there(device):
+    """The kernel and the reference mean the same by every window."""
+    drawn = CONTRACTS["attention"].draw({}, device=device)
+    for window in (1, 7, 47, 48, 2**40):
+        for causal in (False, True):
+            options = {"window": window, "causal": causal}
+            got = ms_kernels.attention(**drawn, **options)
+            with ms_kernels.use_backend("reference"):
+                truth = ms_kernels.attention(**drawn, **options)
+            # float32 sums of 48 terms in another order.
+            torch.testing.assert_close(got, truth, rtol=1e-5, atol=1e-5)
+
+
+def test_one_tensor_is_not_both_moments_there(device):
+    """Addresses are compared on the host, so that nothing is waited for or written."""
+    weights, gradient, moments = (torch.ones(64, device=device) for _ in range(3))
+    with pytest.raises(ArgumentError, match="square is in the memory of mean"):
+        ms_kernels.adamw_step(weights, gradient, moments, moments, step=1, learning_rate=0.1)
+
+
+def test_float64_is_float64_there(device):
+    """Results and gradients of what takes it lie within 1e-11 of the truth."""
+    for operator in CONTRACTS:
+        findings = check([operator], device=device, dtype=torch.float64)
+        assert [each for each in findings if not each.holds and not each.reason] == []
 
 
 def test_losses_agree_with_the_cpu(device):

@@ -8,8 +8,8 @@ Every operator raises `ArgumentError` when an argument does not fit, and `Backen
 backend that `use_backend` allows takes the call. Indices are data: on the CPU one out of range
 raises `ArgumentError` too. An accelerator is not waited for to look: no kernel of ours reads or
 writes what such an index names, and what depends on it is NaN; torch's own operators, which the
-reference is made of there, stop the device instead. Nothing is looked at while torch.compile
-traces.
+reference is made of there, stop the device instead, and torch_npu's for experts get indices as they
+are. Nothing is looked at while torch.compile traces.
 """
 
 from functools import partial
@@ -232,7 +232,8 @@ def decode_attention(
     """
     tensors = (q, key_pages, value_pages, page_table, lengths)
     run = implementation(_DECODE_ATTENTION, tensors, (window, scale))
-    check_pages(page_table, lengths, *key_pages.shape[:2], window)
+    pages, page = key_pages.shape[:2]
+    check_pages(page_table, lengths, pages, page, window)
     result: Tensor = run(*tensors, window, scale)
     return result
 

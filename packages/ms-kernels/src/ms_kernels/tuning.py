@@ -15,13 +15,14 @@ from contextvars import ContextVar
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
 
 from ms_kernels.errors import TableError
 from ms_kernels.tracing import known_when_traced
+from ms_kernels.untrusted import decode_json, decoding, read_bytes
 
 __all__ = [
     "ANY",
@@ -49,6 +50,13 @@ LIMIT_BYTES = 2**22
 _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 
 
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A whole number that any decoder holds."""
+
+Value = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""Of a kernel's parameter."""
+
+
 class Configuration(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
@@ -56,14 +64,14 @@ class Configuration(
 
     kernel: str = ""
     """Which of the implementation's kernels."""
-    at_most: dict[str, int]
+    at_most: dict[str, Size]
     """Sizes by symbol up to which it holds; one that is not named may be any."""
-    values: dict[str, int]
+    values: dict[str, Value]
     """The kernel's parameters, such as block sizes and warps."""
 
     def __post_init__(self) -> None:
-        if not self.values or any(size < 0 for size in self.at_most.values()):
-            raise ValueError("a configuration needs values, and sizes of 0 or more")
+        if not self.values:
+            raise ValueError("a configuration needs values")
 
 
 class Entry(
@@ -129,30 +137,31 @@ def read_table(path: Path) -> Table:
         TableError: when the file is no table: unknown or missing fields, values out of range, two
             entries for one implementation, too large, or made for a chip other than its name says.
     """
-    remake = "make it anew with `ms-kernels bench --tune`"
+    content = read_bytes(path, error=TableError, limit_bytes=LIMIT_BYTES)
     try:
-        size_bytes = path.stat().st_size
-        if size_bytes > LIMIT_BYTES:
-            raise TableError(f"{path} has {size_bytes} bytes, above {LIMIT_BYTES}; {remake}")
-        table = msgspec.json.decode(path.read_bytes(), type=Table)
-    except OSError as error:
-        raise TableError(f"{path} cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise TableError(f"{path} is no tuning table: {error}; {remake}") from error
+        table = decode_json(content, Table, where=path, error=TableError)
+    except TableError as error:
+        remake = "make it anew with `ms-kernels bench --tune`"
+        raise TableError(f"{error}: no tuning table; {remake}") from error
     if table.chip != path.stem:
         raise TableError(f"{path} is a table of {table.chip}; name it {table.chip}.json")
     return table
 
 
 def write_table(table: Table, path: Path) -> None:
-    """Write a table, whole or not at all, in a form that reviews well: one entry a line."""
+    """Write a table, whole or not at all, in a form that reviews well: one entry a line.
+
+    Raises:
+        TableError: when it cannot be written there.
+    """
     entries = sorted(table.entries, key=lambda entry: entry.key)
     ordered = msgspec.structs.replace(table, entries=tuple(entries))
     text = msgspec.json.encode(ordered).decode()
     text = text.replace('"entries":[', '"entries":[\n').replace(',{"operator"', ',\n{"operator"')
     aside = path.with_suffix(".json.new")
-    aside.write_text(text + "\n")
-    aside.replace(path)
+    with decoding(path, error=TableError):
+        aside.write_text(text + "\n")
+        aside.replace(path)
 
 
 def chips() -> tuple[str, ...]:

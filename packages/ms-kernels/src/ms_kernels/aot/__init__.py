@@ -1,7 +1,5 @@
 """The operators of one chip as a library, built ahead of time on a machine without that chip."""
 
-from ms_kernels.aot.building import build
-from ms_kernels.aot.loading import Library, load
-from ms_kernels.aot.targets import TARGETS
+import lazy_loader
 
-__all__ = ["TARGETS", "Library", "build", "load"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,7 +1,6 @@
 """A library's folder, made whole: compiled piece by piece beside its place, then moved there."""
 
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -21,7 +20,8 @@ from ms_kernels.aot.manifest import NAME, File, Manifest
 from ms_kernels.aot.source import describe, header, table
 from ms_kernels.aot.targets import Target, target_named
 from ms_kernels.aot.workers import each_done
-from ms_kernels.errors import BackendError
+from ms_kernels.errors import BackendError, shown
+from ms_kernels.untrusted import read_bytes, read_json
 
 __all__ = ["LIBRARY", "Progress", "build", "file_of", "own_version", "run_compiler", "write"]
 
@@ -69,19 +69,28 @@ def build(
     place = out / chip.name
     if jobs < 1:
         raise BackendError(f"jobs is {jobs}; it must be a number of processes, 1 or more")
-    if place.exists():
-        raise BackendError(f"{place} exists; remove it, or build into another folder")
+    try:
+        if place.exists():
+            raise BackendError(f"{place} exists; remove it, or build into another folder")
+        (out / f".{chip.name}.partial").mkdir(parents=True, exist_ok=True)
+    except ValueError as error:  # a path that no system takes
+        raise BackendError(f"{shown(str(place))}: {error}; name another folder") from error
+    except OSError as error:
+        raise _unwritten(place, error) from error
     try:
         return _made(chip, out, only, jobs, progress)
     except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise BackendError(f"{place} cannot be written: {reason}; name another folder") from error
+        raise _unwritten(place, error) from error
+
+
+def _unwritten(place: Path, error: OSError) -> BackendError:
+    reason = error.strerror or type(error).__name__
+    return BackendError(f"{shown(str(place))} cannot be written: {reason}; name another folder")
 
 
 def _made(chip: Target, out: Path, only: Sequence[str], jobs: int, progress: Progress) -> Path:
     """Make a library beside its place, and move it there whole."""
     place, work = out / chip.name, out / f".{chip.name}.partial"
-    work.mkdir(parents=True, exist_ok=True)
     if chip.backend == "cpu":
         from ms_kernels.aot.models import make_models
 
@@ -132,40 +141,45 @@ def _asked(entry: Entry, only: Sequence[str]) -> bool:
     return not only or any(name.startswith(tuple(only)) for name in names)
 
 
+class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a stopped build left of one kernel, beside its binary."""
+
+    key: str
+    sha256: str
+    symbol: str
+    scratch: int
+    facts: dict[str, int]
+
+
 def _kept_or_compiled(entry: Entry, target: Target, work: Path) -> Compiled:
     """Take a kernel from an earlier, stopped build of the same source, or compile it."""
     key = _key(entry)
     facts_path = work / f"{entry.name}.json"
     binary_path = work / f"{entry.name}.{target.suffix}"
     try:
-        kept = json.loads(facts_path.read_text())
-        binary = binary_path.read_bytes()
-        if kept["key"] == key and kept["sha256"] == hashlib.sha256(binary).hexdigest():
+        kept = read_json(facts_path, _Kept, error=BackendError)
+        binary = read_bytes(binary_path, error=BackendError)
+        if kept.key == key and kept.sha256 == hashlib.sha256(binary).hexdigest():
             return Compiled(
                 entry=entry,
                 binary=binary,
-                symbol=kept["symbol"],
+                symbol=kept.symbol,
                 parameters=own_arguments(entry),
-                scratch=kept["scratch"],
-                facts=Facts(**kept["facts"]),
+                scratch=kept.scratch,
+                facts=Facts(**kept.facts),
                 ttir="",
             )
-    except (OSError, ValueError, KeyError, TypeError):
-        log.debug("%s is compiled anew", entry.name)
+    except (BackendError, TypeError) as error:  # none yet, or damaged: no reason to stop
+        log.debug("%s is compiled anew: %s", entry.name, error)
     made = compile_entry(entry, target)
     faults = lint(made.ttir, entry.greatest())
     if faults:
         raise BackendError(f"{entry.name}: {faults[0]}")
     write(binary_path, made.binary)
     facts = {name: getattr(made.facts, name) for name in Facts.__annotations__}
-    kept = {
-        "key": key,
-        "sha256": hashlib.sha256(made.binary).hexdigest(),
-        "symbol": made.symbol,
-        "scratch": made.scratch,
-        "facts": facts,
-    }
-    write(facts_path, json.dumps(kept).encode())
+    sha256 = hashlib.sha256(made.binary).hexdigest()
+    kept = _Kept(key=key, sha256=sha256, symbol=made.symbol, scratch=made.scratch, facts=facts)
+    write(facts_path, msgspec.json.encode(kept))
     return made
 
 

@@ -4,9 +4,12 @@ import ctypes
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ms_kernels.aot.manifest import Kernel, Manifest, read_manifest
-from ms_kernels.errors import ArgumentError, BackendError
+from ms_kernels.errors import ArgumentError, BackendError, shown
+from ms_kernels.untrusted import decoding
+from ms_kernels.values import is_number, is_whole
 
 __all__ = ["Library", "load"]
 
@@ -16,6 +19,10 @@ _TYPES = {
     "i64": ctypes.c_int64,
     "f32": ctypes.c_float,
 }
+
+
+_RANGES = {"pointer": (0, 2**64 - 1), **dict.fromkeys(("i32", "i64"), (-(2**63), 2**63 - 1))}
+"""What ctypes passes on; the library itself refuses what 32 bits do not hold."""
 
 
 class Library:
@@ -58,9 +65,9 @@ class Library:
             if each.name not in arguments:
                 raise ArgumentError(name, each.name, "missing", f"given: {each.kind}")
             try:
-                values.append(_TYPES[each.kind](arguments[each.name]))  # type: ignore[arg-type]
+                values.append(_number(each.kind, arguments[each.name]))
             except TypeError as error:
-                got = repr(arguments[each.name])
+                got = shown(arguments[each.name])
                 raise ArgumentError(name, each.name, got, f"a number: {each.kind}") from error
         status = getattr(self._handle, f"ms_{name}")(ctypes.c_void_p(stream), *values)
         if status:
@@ -86,12 +93,35 @@ def load(folder: Path | str) -> Library:
         )
     for file in manifest.files:
         path = folder / file.path
-        if not path.is_file() or path.stat().st_size != file.size_bytes:
-            raise BackendError(f"{path} is missing or not {file.size_bytes} bytes; build it again")
-        if hashlib.sha256(path.read_bytes()).hexdigest() != file.sha256:
-            raise BackendError(f"{path} differs from its checksum; build it again")
-    try:
-        handle = ctypes.CDLL(str((folder / manifest.library).resolve()))
-    except OSError as error:
-        raise BackendError(f"{folder / manifest.library} does not open: {error}") from error
+        with decoding(path, error=BackendError):
+            if not path.is_file() or path.stat().st_size != file.size_bytes:
+                told = f"{path} is missing or not {file.size_bytes} bytes; build it again"
+                raise BackendError(told)
+            with path.open("rb") as content:
+                found = hashlib.file_digest(content, "sha256").hexdigest()
+            if found != file.sha256:
+                raise BackendError(f"{path} differs from its checksum; build it again")
+    place = folder / manifest.library
+    with decoding(place, error=BackendError):
+        handle = ctypes.CDLL(str(place.resolve()))
+    absent = [name for name in _functions(manifest) if not hasattr(handle, name)]
+    if absent:
+        raise BackendError(f"{place} has no {absent[0]}, which its manifest names; build it again")
     return Library(manifest, handle)
+
+
+def _functions(manifest: Manifest) -> list[str]:
+    return ["ms_last_error", "ms_status_text", *(f"ms_{each.name}" for each in manifest.kernels)]
+
+
+def _number(kind: str, value: Any) -> Any:
+    """Return a number as C takes it; ctypes alone would cut the bits off that are too many.
+
+    Raises:
+        TypeError: when it is none of that kind.
+    """
+    least, most = _RANGES.get(kind, (0, 0))
+    fits = is_whole(value, least, most) if kind in _RANGES else is_number(value)
+    if not fits and not (kind == "f32" and isinstance(value, float)):
+        raise TypeError(kind)
+    return _TYPES[kind](value)

@@ -5,11 +5,15 @@ from typing import Literal
 
 import msgspec
 
-from ms_kernels.errors import BackendError
+from ms_kernels.errors import BackendError, shown
+from ms_kernels.untrusted import decode_json, read_bytes
 
 __all__ = ["NAME", "File", "Kernel", "Manifest", "Parameter", "read_manifest"]
 
 NAME = "manifest.json"
+
+KINDS = frozenset({"pointer", "i32", "i64", "f32"})
+"""Of a kernel's parameters."""
 
 LARGEST_BYTES = 64 * 2**20
 """Of a manifest; a larger one is no manifest."""
@@ -20,7 +24,7 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     kind: str
-    """``"pointer"``, ``"i32"``, ``"i64"`` or ``"f32"``."""
+    """``"pointer"``, ``"i32"``, ``"i64"`` or ``"f32"``; of a model the dtype of a tensor."""
     multiple_of: int = 1
     """Of bytes, for a pointer's address."""
     taken: bool = True
@@ -78,18 +82,27 @@ def read_manifest(folder: Path) -> Manifest:
         BackendError: when there is none, or it is not one; says which file and why.
     """
     path = folder / NAME
+    content = read_bytes(path, error=BackendError, limit_bytes=LARGEST_BYTES)
     try:
-        if path.stat().st_size > LARGEST_BYTES:
-            raise BackendError(f"{path} is larger than any manifest; build the library again")
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except FileNotFoundError as error:
-        raise BackendError(f"{folder} holds no library: there is no {NAME}") from error
-    except (OSError, msgspec.MsgspecError) as error:
-        raise BackendError(f"{path} is no manifest of this version: {error}") from error
+        manifest = decode_json(content, Manifest, where=path, error=BackendError)
+    except BackendError as error:
+        told = f"{error}: no manifest of this version; build the library again"
+        raise BackendError(told) from error
+    _check(manifest, path)
+    return manifest
+
+
+def _check(manifest: Manifest, path: Path) -> None:
+    """Refuse names that lead out of the folder, or that no library has."""
     listed = {each.path for each in manifest.files}
     for name in (*listed, manifest.library):
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise BackendError(f"{path} names {name!r}, outside its folder")
+        if Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
+            raise BackendError(f"{path} names {shown(name)}, which is no file of its folder")
     if manifest.library not in listed:
-        raise BackendError(f"{path} names a library, {manifest.library!r}, that it does not list")
-    return manifest
+        got = shown(manifest.library)
+        raise BackendError(f"{path} names a library, {got}, that it does not list")
+    for kernel in manifest.kernels if manifest.kind == "kernels" else ():
+        for each in kernel.parameters:
+            if each.kind not in KINDS:
+                got = f"{shown(each.name)} of {shown(kernel.name)}, {shown(each.kind)}"
+                raise BackendError(f"{path} has a parameter of no known kind: {got}")

@@ -109,9 +109,9 @@ def _make(model: Model, work: Path) -> Kernel:
     options = tuple(model.options.get(each.name, each.default) for each in contract.options)
     package, library = work / f"{model.operator}.pt2", work / f"{model.operator}.so"
     key, kept = _key(model), work / f"{model.operator}.key"
-    if not (package.exists() and library.exists() and kept.exists() and kept.read_text() == key):
+    if not _is_kept(kept, key, package, library):
         _compile(model, contract.arguments, tensors, options, package, library)
-        kept.write_text(key)
+        kept.write_text(_sealed(key, package, library))
     return Kernel(
         name=model.operator,
         dtype="fp32",
@@ -127,6 +127,20 @@ def _make(model: Model, work: Path) -> Kernel:
         matrix_instructions=0,
         vector_bits=0,
     )
+
+
+def _is_kept(seal: Path, key: str, package: Path, library: Path) -> bool:
+    """Whether an earlier build left both files, whole and of the same sources."""
+    try:
+        return seal.read_text() == _sealed(key, package, library)
+    except (OSError, UnicodeError):
+        return False
+
+
+def _sealed(key: str, package: Path, library: Path) -> str:
+    """Return the key with the checksums of both files, so that damage is compiled anew."""
+    sums = (hashlib.sha256(each.read_bytes()).hexdigest() for each in (package, library))
+    return " ".join((key, *sums))
 
 
 def _key(model: Model) -> str:

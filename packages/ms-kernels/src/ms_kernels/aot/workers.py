@@ -2,8 +2,11 @@
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 __all__ = ["cores", "each_done"]
@@ -17,6 +20,24 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _die_by_interrupt() -> None:
+    """Let Ctrl-C, which a terminal sends to every process, end this one without a word."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def _ignored_interrupt() -> Iterator[None]:
+    """Ignore Ctrl-C for the moment in which processes are started."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def each_done(
@@ -36,8 +57,10 @@ def each_done(
         return
     # A fork of a process in which torch has threads may hang.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_die_by_interrupt) as pool:
         try:
-            yield from pool.map(work, items)
+            with _ignored_interrupt():  # which a new process inherits until it dies by it
+                results = pool.map(work, items)
+            yield from results
         finally:  # stopped or failed: what has not begun never does
             pool.shutdown(cancel_futures=True)

@@ -4,14 +4,14 @@ Differences from the contract, bridged here:
 
 1. Losses and log-probabilities have the logits' dtype: half-precision logits are widened first.
 2. A negative `ignore_index` names no class there. Ignored targets are set to class 0, and their
-   losses to 0, which also makes their gradients 0.
+   losses to 0, which also makes their gradients 0; the loss of a target that is no class is NaN.
 3. Reductions are made here, over the rows that count.
 """
 
 import torch
 from torch import Tensor
 
-from ms_kernels.ascend.limits import NPU, REALS, empty, given
+from ms_kernels.ascend.limits import NPU, REALS, classes_of, empty, given
 from ms_kernels.contract import Call
 from ms_kernels.reference.cross_entropy import reduce
 from ms_kernels.registry import Implementation
@@ -32,9 +32,11 @@ def cross_entropy(
     """Return ``-log p[target]``; keeps all log p for the backward pass."""
     ignored = targets == ignore_index
     flat = logits.reshape(-1, logits.shape[-1]).float()
-    chosen = targets.masked_fill(ignored, 0).reshape(-1).to(torch.int64)
+    chosen, foreign = classes_of(targets, ignored, flat.shape[1])
+    chosen = chosen.reshape(-1).to(torch.int64)
     losses = torch.ops.npu.npu_cross_entropy_loss(flat, chosen, reduction="none")[0]
-    return reduce(losses.view(targets.shape).masked_fill(ignored, 0), ignored, reduction)
+    losses = losses.view(targets.shape).masked_fill(foreign, torch.nan).masked_fill(ignored, 0)
+    return reduce(losses, ignored, reduction)
 
 
 def refuses(call: Call) -> str | None:

@@ -1,8 +1,9 @@
 """Decode attention over pages through npu_incre_flash_attention.
 
 Pages (P, page, Hk, D) are passed as they are, as (P, page, Hk · D). The fused operator takes the
-lengths as a list of the host's, so they are read: the device is waited for once a call. A sequence
-of no positions is given one, and its result set to 0.
+lengths as a list of the host's, so they are read and checked: the device is waited for once a call.
+A sequence of no positions is given one, and its result set to 0; one whose table names a page that
+does not exist gets the first page instead, and its result is NaN.
 """
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ms_kernels.ascend.limits import HALVES, NPU, empty, given
 from ms_kernels.contract import Call
+from ms_kernels.errors import ArgumentError
 from ms_kernels.registry import Implementation
 
 __all__ = ["IMPLEMENTATIONS", "decode_attention"]
@@ -32,15 +34,23 @@ def decode_attention(
     """Return ``softmax(q kᵀ · scale) v`` over each sequence's own positions."""
     batch, heads, width = q.shape
     page, key_heads = key_pages.shape[1:3]
+    positions = page_table.shape[1] * page
+    asked = lengths.tolist()
+    wrong = [each for each in asked if not 0 <= each <= positions]
+    if wrong:
+        got, fits = f"{wrong[0]} somewhere", f"from 0 to {positions}"
+        raise ArgumentError("decode_attention", "lengths", got, fits)
     none = (lengths == 0)[:, None]
     # What lies past a sequence's end may be any number; it must name a page all the same.
     first = torch.arange(page_table.shape[1], device=q.device) * page
     table = page_table.masked_fill(first >= lengths[:, None], 0)
+    missing = (table < 0) | (table >= len(key_pages))
+    table = table.masked_fill(missing, 0)
     result: Tensor = torch.ops.npu.npu_incre_flash_attention(
         q.reshape(batch, 1, heads * width),
         key_pages.flatten(2),
         value_pages.flatten(2),
-        actual_seq_lengths=lengths.clamp(min=1).tolist(),
+        actual_seq_lengths=[max(each, 1) for each in asked],
         block_table=table,
         num_heads=heads,
         scale_value=width**-0.5 if scale is None else float(scale),
@@ -49,7 +59,8 @@ def decode_attention(
         block_size=page,
         inner_precise=0,
     )
-    return result.view(batch, heads, width).masked_fill(none[..., None], 0)
+    result = result.view(batch, heads, width).masked_fill(none[..., None], 0)
+    return result.masked_fill(missing.any(1)[:, None, None], torch.nan)
 
 
 def refuses(call: Call) -> str | None:

@@ -1,10 +1,11 @@
 """What many of torch_npu's fused operators have in common."""
 
 import torch
+from torch import Tensor
 
 from ms_kernels.contract import Call, Fact, describe
 
-__all__ = ["HALVES", "NPU", "REALS", "empty", "given"]
+__all__ = ["HALVES", "NPU", "REALS", "classes_of", "empty", "given"]
 
 NPU = frozenset({"npu"})
 """The device type of Ascend chips."""
@@ -19,6 +20,15 @@ REALS = (torch.float32, *HALVES)
 def given(call: Call) -> list[Fact]:
     """Return the facts of the tensors that were passed."""
     return [fact for fact in call.facts if fact is not None]
+
+
+def classes_of(targets: Tensor, ignored: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return targets that are all classes, 0 where one is ignored or none, and where it is none.
+
+    Fused operators get no index that they would follow out of the logits; nothing is waited for.
+    """
+    foreign = (targets < 0) | (targets >= count)
+    return targets.masked_fill(ignored | foreign, 0), foreign
 
 
 def empty(call: Call) -> str | None:

@@ -10,7 +10,8 @@ Differences from the contract, bridged here:
 
 1. The range of classes ends with V. CANN's documentation counts the end among them, but its kernel
    takes it for the first class beyond; no target is V, so V is right for both.
-2. An ignored target is set to class 0; its loss and its slope are set to 0.
+2. An ignored target is set to class 0; its loss and its slope are set to 0. So is one that is no
+   class, whose loss is NaN.
 3. Reductions are made here, over the rows that count.
 4. Every target is a class of this device's, so the mask of those that are not is all zeros: it is
    made again for the backward pass, not kept.
@@ -22,7 +23,7 @@ projects in half precision, where the contract's reference keeps float32.
 import torch
 from torch import Tensor
 
-from ms_kernels.ascend.limits import HALVES, NPU, empty, given
+from ms_kernels.ascend.limits import HALVES, NPU, classes_of, empty, given
 from ms_kernels.contract import Call
 from ms_kernels.library import opaque
 from ms_kernels.reference import CONTRACTS
@@ -62,8 +63,9 @@ def _gradients(
     return to_hidden.view(hidden.shape), to_weight
 
 
-def _chosen(targets: Tensor, ignored: Tensor) -> Tensor:
-    return targets.masked_fill(ignored, 0).reshape(-1)
+def _chosen(targets: Tensor, ignored: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    chosen, foreign = classes_of(targets, ignored, len(weight))
+    return chosen.reshape(-1), foreign
 
 
 def _forward(
@@ -76,8 +78,9 @@ def _forward(
     reduction: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     ignored = targets == ignore_index
-    losses, top, total = _losses(hidden, weight, _chosen(targets, ignored))
-    losses = losses.view(targets.shape).masked_fill(ignored, 0)
+    chosen, foreign = _chosen(targets, ignored, weight)
+    losses, top, total = _losses(hidden, weight, chosen)
+    losses = losses.view(targets.shape).masked_fill(foreign, torch.nan).masked_fill(ignored, 0)
     shaped = top.view(targets.shape), total.view(targets.shape)
     return reduce(losses, ignored, reduction), *shaped
 
@@ -113,7 +116,7 @@ def _backward(
     if reduction == "mean":
         grad = grad / counted_of(ignored)
     slopes = grad.expand(targets.shape).masked_fill(ignored, 0).reshape(-1)
-    return _gradients(slopes, hidden, weight, _chosen(targets, ignored), top, total)
+    return _gradients(slopes, hidden, weight, _chosen(targets, ignored, weight)[0], top, total)
 
 
 linear_cross_entropy = opaque(
@@ -137,9 +140,10 @@ def _chosen_forward(
     entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ignored = tokens == ignore_index
-    losses, top, total = _losses(hidden, weight, _chosen(tokens, ignored))
-    losses, top, total = (each.view(tokens.shape) for each in (losses, top, total))
-    return (-losses).masked_fill_(ignored, 0), torch.zeros_like(losses), top, total
+    chosen, foreign = _chosen(tokens, ignored, weight)
+    losses, top, total = (each.view(tokens.shape) for each in _losses(hidden, weight, chosen))
+    found = (-losses).masked_fill_(foreign, torch.nan).masked_fill_(ignored, 0)
+    return found, torch.zeros_like(losses), top, total
 
 
 def _chosen_fake(
@@ -169,7 +173,7 @@ def _chosen_backward(
 ) -> tuple[Tensor, Tensor]:
     ignored = tokens == ignore_index
     slopes = (-grad).masked_fill(ignored, 0).reshape(-1)
-    return _gradients(slopes, hidden, weight, _chosen(tokens, ignored), top, total)
+    return _gradients(slopes, hidden, weight, _chosen(tokens, ignored, weight)[0], top, total)
 
 
 _log_probs = opaque(

@@ -54,7 +54,7 @@ class _Packed(torch.autograd.Function):
         ctx.save_for_backward(packed, scales, zeros)
         ctx.settings = {"bits": bits, "group_size": group_size}
         wide = accumulator(x.dtype)
-        weight = _widened(packed, scales, zeros, wide, **ctx.settings)
+        weight = _widened(wide, packed, scales, zeros, **ctx.settings)
         result = x.to(wide) @ weight.T
         # A cast to its own dtype, returned, would lose the gradient in torch 2.11's compiler.
         return result if wide == x.dtype else result.to(x.dtype)
@@ -62,12 +62,12 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         wide = accumulator(grad.dtype)
-        weight = _widened(*ctx.saved_tensors, wide, **ctx.settings)
+        weight = _widened(wide, *ctx.saved_tensors, **ctx.settings)
         return (grad.to(wide) @ weight).to(grad.dtype), None, None, None, None, None
 
 
 def _widened(
-    packed: Tensor, scales: Tensor, zeros: Tensor | None, wide: torch.dtype, **settings: int
+    wide: torch.dtype, packed: Tensor, scales: Tensor, zeros: Tensor | None, **settings: int
 ) -> Tensor:
     """Return the matrix in `wide`, computed in it or in the scales' dtype if that is wider."""
     scales = scales.to(torch.promote_types(scales.dtype, wide))

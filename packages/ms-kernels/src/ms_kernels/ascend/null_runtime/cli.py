@@ -9,6 +9,7 @@ from pathlib import Path
 from ms_kernels.ascend.null_runtime.bridge import Call, record
 from ms_kernels.ascend.null_runtime.errors import NullRuntimeError
 from ms_kernels.ascend.null_runtime.start import start
+from ms_kernels.untrusted import decoding
 
 __all__ = ["main", "written"]
 
@@ -16,9 +17,10 @@ __all__ = ["main", "written"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 2 bad input."""
     options = _parser().parse_args(arguments)
-    if not options.script.is_file():
-        return _refuse(f"there is no script {options.script}; name a Python file")
     try:
+        with decoding(options.script, error=NullRuntimeError):
+            if not options.script.is_file():
+                raise NullRuntimeError(f"there is no script {options.script}; name a Python file")
         start()
     except NullRuntimeError as error:
         return _refuse(str(error))

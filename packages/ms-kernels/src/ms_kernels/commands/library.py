@@ -1,0 +1,54 @@
+"""The library of a chip: `build`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress as RichProgress
+
+from ms_kernels.aot import build as build_library
+from ms_kernels.aot.building import Progress
+from ms_kernels.aot.manifest import read_manifest
+
+__all__ = ["build"]
+
+
+def build(options: argparse.Namespace) -> int:
+    """Make the operator library of a chip."""
+    if options.json:
+        place = build_library(options.target, options.out, only=options.only, jobs=options.jobs)
+    else:
+        with _progress() as told:
+            place = build_library(
+                options.target, options.out, only=options.only, jobs=options.jobs, progress=told
+            )
+    manifest = read_manifest(place)
+    if options.json:
+        facts = {"folder": str(place), "manifest": msgspec.to_builtins(manifest)}
+        print(json.dumps(facts, indent=2))
+    else:
+        size = sum(each.size_bytes for each in manifest.files) / 2**20
+        print(f"{place}: {len(manifest.kernels)} for {manifest.target}, {size:.1f} MiB")
+    return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Show a bar on a terminal, and a line for each tenth of the work elsewhere."""
+    if not sys.stderr.isatty():
+        yield _tell_tenths
+        return
+    with RichProgress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("building")
+        yield lambda what, done, count: bar.update(
+            task, description=what, completed=done, total=count
+        )
+
+
+def _tell_tenths(what: str, done: int, count: int) -> None:
+    if done == count or done % max(count // 10, 1) == 0:
+        print(f"{done} of {count}: {what}", file=sys.stderr)

@@ -1,0 +1,105 @@
+"""What operators there are, and which implementation a call gets: `list` and `explain`."""
+
+import argparse
+import json
+from contextlib import nullcontext
+from typing import Any
+
+import msgspec
+
+from ms_kernels.arguments import contract_of, device_of, dtype_of, read_details
+from ms_kernels.contract import Contract
+from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS, decide, use_backend
+from ms_kernels.registry import with_launches
+from ms_kernels.tuning import chip_of, chips
+
+__all__ = ["explain", "list_operators"]
+
+
+def list_operators(options: argparse.Namespace) -> int:
+    """Print every operator and what implements it."""
+    facts = [_facts(contract) for contract in CONTRACTS.values()]
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    for fact in facts:
+        arguments = ", ".join(f"{name} ({dims})" for name, dims in fact["arguments"].items())
+        print(f"{fact['operator']}: {fact['summary']}")
+        print(f"    {arguments} -> {fact['returns']}")
+        for each in fact["backends"]:
+            print(f"    {each['backend']:<10} {each['devices']:<4} {each['merit']}")
+    return 0
+
+
+def _facts(contract: Contract) -> dict[str, Any]:
+    """Say what an operator is and what implements it, for JSON."""
+    return {
+        "operator": contract.name,
+        "summary": contract.summary,
+        "arguments": {each.name: " ".join(each.dims) for each in contract.arguments},
+        "options": {each.name: each.default for each in contract.options},
+        "returns": contract.returns,
+        "backends": [
+            {
+                "backend": each.backend,
+                "devices": " ".join(sorted(each.devices)) if each.devices else "any",
+                "version": each.version,
+                "merit": each.merit,
+            }
+            for each in IMPLEMENTATIONS
+            if each.operator == contract.name
+        ],
+    }
+
+
+def explain(options: argparse.Namespace) -> int:
+    """Print which implementation a call gets, and why."""
+    contract = contract_of(options.operator)
+    sizes, settings, wanted = read_details(contract, options.details)
+    without = [each.name for each in contract.arguments if each.optional]
+    device = device_of(options.device)
+    call = contract.call(
+        sizes,
+        dtype=dtype_of(options.dtype),
+        device=device,
+        chip=options.chip or chip_of(device),
+        options=settings,
+        without=[name for name in without if name not in wanted],
+    )
+    dims = contract.bind(call)
+    with use_backend(*options.backend) if options.backend else nullcontext():
+        choice = with_launches(decide(call), call, dims)
+    works = {
+        "forward": contract.forward(dims, call.dtype.itemsize),
+        "backward": contract.backward(dims, call.dtype.itemsize),
+    }
+    if options.json:
+        fact = {
+            "operator": choice.operator,
+            "device": choice.device,
+            "chip": call.chip,
+            "table": call.chip in chips(),
+            "dtype": choice.dtype,
+            "sizes": dims,
+            "backend": choice.backend,
+            "verdicts": [
+                {"backend": each.backend, "taken": each.taken, "reason": each.reason}
+                for each in choice.verdicts
+            ],
+            "launches": msgspec.to_builtins(choice.launches),
+            "least_work": {name: work._asdict() for name, work in works.items()},
+        }
+        print(json.dumps(fact, indent=2))
+        return 0
+    at = " ".join(f"{name}={size}" for name, size in dims.items())
+    print(f"{choice.operator} on {choice.device} in {choice.dtype}, {at}")
+    if call.chip not in chips():
+        print(f"  there is no tuning table of {call.chip}: built-in thresholds count")
+    for verdict in choice.verdicts:
+        print(f"  {'->' if verdict.taken else '  '} {verdict.backend:<10} {verdict.reason}")
+    for launch in choice.launches:
+        print(f"  {launch}")
+    for name, work in works.items():
+        mib = work.size_bytes / 2**20
+        print(f"  {name}: at least {mib:.4g} MiB moved and {work.flops / 1e9:.4g} GFLOP")
+    return 0

@@ -1,0 +1,101 @@
+"""Times of implementations, and the tuning table of a chip: `bench`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ms_kernels.arguments import check_backends, contract_of, dtype_of, present
+from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS, describe_call
+from ms_kernels.errors import TableError
+from ms_kernels.measure import in_turn, one_pass
+from ms_kernels.registry import obstacle_to
+from ms_kernels.tuner import largest, tune
+from ms_kernels.tuning import chip_of, write_table
+from ms_kernels.untrusted import decoding
+
+__all__ = ["bench"]
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Time implementations, or make a tuning table of them."""
+    for name in options.operator or ():
+        contract_of(name)
+    check_backends(options.backend)
+    device = present(options.device)
+    if options.tune:
+        path = options.out or Path(f"{chip_of(device)}.json")
+        with decoding(path, error=TableError):
+            if not path.absolute().parent.is_dir():
+                raise TableError(f"{path} cannot be written: there is no such folder")
+            if path.is_dir():
+                raise TableError(f"{path} cannot be written: it is a folder; name a file in it")
+            with suppress(FileNotFoundError):
+                path.lstat()  # refuses what is no path at all before an hour of measuring
+        table = tune(
+            device,
+            operators=options.operator,
+            told=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+        write_table(table, path)
+        print(json.dumps({"table": str(path)}) if options.json else f"wrote {path}")
+        return 0
+    rows = list(_timings(options, device))
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    for row in rows:
+        sizes = " ".join(f"{name}={size}" for name, size in row["sizes"].items())
+        both = f"{1e3 * row['both_s']:9.3f}" if row["both_s"] is not None else "       --"
+        print(
+            f"{row['operator']:<21} {row['backend']:<10} {1e3 * row['forward_s']:9.3f} ms forward"
+            f" {both} ms with backward {row['forward_bytes_per_s'] / 1e9:8.1f} GB/s"
+            f" {row['forward_flops_per_s'] / 1e9:9.1f} GFLOP/s   {sizes}"
+        )
+    return 0
+
+
+def _timings(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield the times of every backend at the largest size that a tuner tries."""
+    dtype = dtype_of(options.dtype)
+    for contract in CONTRACTS.values():
+        if options.operator and contract.name not in options.operator:
+            continue
+        dims = largest(contract, device)
+        drawn = contract.draw(dims, dtype=dtype, device=device)
+        inputs = tuple(None if each.optional else drawn[each.name] for each in contract.arguments)
+        call = describe_call(contract, inputs, contract.defaults)
+        runs = {
+            each.backend: each.run
+            for each in IMPLEMENTATIONS
+            if each.operator == contract.name
+            and (not options.backend or each.backend in options.backend)
+            and obstacle_to(each, call) is None
+        }
+        took = [
+            in_turn(
+                {
+                    name: one_pass(contract, run, inputs, contract.defaults, backward=backward)
+                    for name, run in runs.items()
+                },
+                device,
+            )
+            for backward in (False, True)
+        ]
+        work = contract.forward(dims, dtype.itemsize)
+        differentiable = any(each.differentiable for each in contract.arguments)
+        for name in runs:
+            yield {
+                "operator": contract.name,
+                "backend": name,
+                "sizes": dims,
+                "forward_s": took[0][name],
+                "both_s": took[1][name] if differentiable else None,
+                "forward_bytes_per_s": work.size_bytes / took[0][name],
+                "forward_flops_per_s": work.flops / took[0][name],
+            }
