@@ -97,7 +97,7 @@ def _events_of(rank: int) -> list[dict[str, Any]]:
             _span("cpu_op", "aten::addmm", at + 200, 1_000.125, step, dims=[[4, 8], [8, 8]]),
             _span("cuda_runtime", "cudaLaunchKernel", at + 300, 5.0, step),
             _span("kernel", "gemm", at + 400, 900.0, step, tid=20),
-            _span("user_annotation", "gloo:all_reduce", at + 2_000, 700.0, step, tid=9, dims=[[64]]),
+            _span("user_annotation", "gloo:all_reduce", at + 2_000, 700.0, tid=9, dims=[[64]]),
             {"ph": "i", "name": "[memory]", "pid": 7, "tid": 7, "ts": at + 250,
              "args": {"Bytes": 512, "Total Allocated": 512 * step, "Total Reserved": 4096,
                       "Device Type": 0, "Device Id": -1}},
@@ -151,8 +151,8 @@ def _ascend(folder: Path) -> Path:
         return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
     def span(name: str, pid: int, at: int, **more: Any) -> dict[str, Any]:
-        return {"ph": "X", "name": name, "pid": pid, "tid": 1, "ts": f"{1_700_000_000_000_000 + at}.125",
-                "dur": 2.5, **more}  # fmt: skip
+        instant = f"{1_700_000_000_000_000 + at}.125"
+        return {"ph": "X", "name": name, "pid": pid, "tid": 1, "ts": instant, "dur": 2.5, **more}
 
     events = [named("process_name", 1, 0, "Python"), named("process_name", 3, 0, "Ascend Hardware")]
     events += [named("process_name", 4, 0, "Communication(HCCL)")]

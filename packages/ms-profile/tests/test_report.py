@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from browser import browse, needs_browser
 
 PARTS = (
-    "overview", "timeline", "operators", "communication", "waiting", "data", "idle", "memory", "advice",
+    "overview", "timeline", "operators", "communication", "waiting", "data", "idle", "memory",
+    "advice",
 )  # fmt: skip
 
 

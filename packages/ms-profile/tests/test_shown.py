@@ -257,7 +257,7 @@ def test_asking_for_a_stretch_marks_it_or_picks_its_span(tmp_path: Path) -> None
 
 
 def test_a_recorders_ring_is_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Steps, modules and waits of a ring are shown, and what the process was inside of at its end."""
+    """Steps, modules and waits are shown, and what the process was inside of at its end."""
     path = tmp_path / "rank-3.ring"
     with Recorder(path, rank=3) as recorder:
         for step in range(5):

@@ -94,7 +94,9 @@ def _thread(pid: int, number: int) -> Thread:
     return Thread(process=pid, thread=number, process_name="recorder", name=name)
 
 
-def _warnings(recording: RingRecording, still_open: NDArray[np.bool_], name: str) -> tuple[str, ...]:
+def _warnings(
+    recording: RingRecording, still_open: NDArray[np.bool_], name: str
+) -> tuple[str, ...]:
     said = [f"{name} is a recorder's ring: steps and modules, without operators or kernels"]
     if recording.dropped:
         said.append(f"{name}: {recording.dropped} older spans were written over")

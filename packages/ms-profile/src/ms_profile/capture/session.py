@@ -11,7 +11,6 @@ import msgspec
 
 from ms_profile.capture.cpu_wait import CpuWait
 from ms_profile.capture.imports import when_imported
-from ms_profile.metrics import Recording
 from ms_profile.capture.plan import Place, Plan, versions
 from ms_profile.clock import read_clocks
 from ms_profile.errors import CaptureError, RecordError
@@ -25,6 +24,7 @@ from ms_profile.format import (
     ring_path,
     write_whole,
 )
+from ms_profile.metrics import Recording
 from ms_profile.recorder import Recorder
 
 if TYPE_CHECKING:

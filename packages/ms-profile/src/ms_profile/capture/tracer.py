@@ -15,9 +15,9 @@ from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerAction, profile
 
 from ms_profile.capture.groups import KEY, recorded_groups
-from ms_profile.metrics import Recording
 from ms_profile.capture.phases import Phase, phase_of
 from ms_profile.format import TraceFile, Window, trace_path
+from ms_profile.metrics import Recording
 
 __all__ = ["Tracer"]
 

@@ -42,8 +42,9 @@ def build_timeline(analysis: Analysis, *, most_events: int = 1_000_000) -> Timel
     for part, rank in zip(parts, analysis.ranks.values(), strict=True):
         part["start"] = part["start"] - origins[rank.rank]
     if not any(len(part["start"]) for part in parts):
-        return Timeline(facts={"tracks": [], "names": [], "unit_ns": 10, "total": 0, "shown": 0,
-                               "origin_ns": "0", "origins": {}, "length": 0, "steps": []}, columns={})  # fmt: skip
+        nothing = {"tracks": [], "names": [], "unit_ns": 10, "total": 0, "shown": 0, "length": 0,
+                   "origin_ns": "0", "origins": {}, "steps": []}  # fmt: skip
+        return Timeline(facts=nothing, columns={})
     names: dict[str, int] = {}
     for part, rank in zip(parts, analysis.ranks.values(), strict=True):
         own = (*rank.trace.names, GARBAGE_NAME)
@@ -66,7 +67,9 @@ def _origins(analysis: Analysis) -> dict[int, int]:
     own = {rank: int(_corrected(one, one.trace.span_ns[0])) for rank, one in analysis.ranks.items()}
     known = [own[rank] for rank, one in analysis.ranks.items() if one.clock is not None]
     common = min(known, default=0)
-    return {rank: own[rank] if one.clock is None else common for rank, one in analysis.ranks.items()}
+    return {
+        rank: own[rank] if one.clock is None else common for rank, one in analysis.ranks.items()
+    }
 
 
 def _corrected(rank: RankAnalysis, instant_ns: int) -> int:
@@ -169,7 +172,8 @@ def _finish(
             steps.append([rank.rank, step.number, *ticks_of])
     facts = {
         "origin_ns": str(min(origins.values())),
-        "origins": {str(rank): str(origin) for rank, origin in origins.items()}, "unit_ns": unit, "tracks": tracks, "names": names,
+        "origins": {str(rank): str(origin) for rank, origin in origins.items()},
+        "unit_ns": unit, "tracks": tracks, "names": names,
         "total": total, "shown": len(start), "steps": steps,
         "length": int((start + columns["duration"]).max()) // unit + 1,
     }  # fmt: skip
