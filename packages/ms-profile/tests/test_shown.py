@@ -269,7 +269,7 @@ def test_a_recorders_ring_is_a_report(tmp_path: Path, capsys: pytest.CaptureFixt
         recorder.ring.begin(recorder.ring.name("layers.1"), Kind.MODULE)
     facts = facts_of(path, capsys)
     (rank,) = facts["ranks"]
-    assert (rank["rank"], [step["number"] for step in rank["steps"]]) == (3, [0, 1, 2, 3, 4])
+    assert (rank["rank"], [step["number"] for step in rank["steps"]]) == (3, [1, 2, 3, 4])
     assert {"Net", "layers.0"} <= {row[0] for row in facts["operators"]["rows"]}
     assert facts["data"]["ranks"][0][1] > 0
     assert "the process was in step 4, inside of layers.1" in " ".join(facts["warnings"])

@@ -7,6 +7,7 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from ms_profile.activity import DATA
+from ms_profile.activity import GARBAGE as GARBAGE_SPAN
 from ms_profile.analysis import Analysis, RankAnalysis
 from ms_profile.intervals import clip
 from ms_profile.trace.columns import Category, Thread
@@ -16,7 +17,7 @@ __all__ = ["Timeline", "build_timeline"]
 DATA_WAIT = len(Category)
 """On the page alone: a scope that waits for the next batch."""
 GARBAGE = len(Category) + 1
-"""On the page alone: a garbage collection, which the recorder saw and the tracer didn't."""
+"""On the page alone: a garbage collection, which the recorder saw."""
 RECORDER = 0xFFFFFF
 """The thread number of the recorder's track."""
 GARBAGE_NAME = "garbage collection"
@@ -87,6 +88,8 @@ def _rank_spans(rank: RankAnalysis, place: int) -> dict[str, NDArray[Any]]:
     waits = np.array([DATA.match(name) is not None for name in trace.names] or [False])
     category = trace.category[rows].astype(np.int64)
     category[(category == Category.ANNOTATION) & waits[trace.name[rows]]] = DATA_WAIT
+    pauses = np.array([GARBAGE_SPAN.match(name) is not None for name in trace.names] or [False])
+    category[(category == Category.ANNOTATION) & pauses[trace.name[rows]]] = GARBAGE
     return _with_garbage(rank, place, {
         "start": start,
         "duration": end - start,
