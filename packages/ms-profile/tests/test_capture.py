@@ -217,7 +217,7 @@ exit $code
 
 
 def test_what_a_really_full_disk_holds_is_kept_and_can_be_read(tmp_path: Path) -> None:
-    """A disk of 3 MB: the trace is cut, the manifest stays old, and yet there is a report."""
+    """A disk of 3 MB: the trace is cut, the log and the manifest are whole, and there is a report."""
     disk, copy = tmp_path / "disk", tmp_path / "copy"
     disk.mkdir()
     own_mounts = ["unshare", "--map-root-user", "--mount", "bash", "-c", FULL_DISK, str(disk)]
@@ -237,6 +237,8 @@ def test_what_a_really_full_disk_holds_is_kept_and_can_be_read(tmp_path: Path) -
     assert "Traceback" not in done.stderr
     assert [path.name for path in (copy / "traces").iterdir()] == ["rank-00000.000.json"]
     assert len(list(read_events(copy, EventFilter(kinds={"step"})))) == 300
+    (rank,) = read_ranks(copy)
+    assert (rank.status, rank.steps, rank.complete) == ("done", 300, False)
     found = analyse(copy)
     assert any("breaks off" in warning for warning in found.warnings)
     assert len(found.ranks[0].breakdowns) > 1

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ms_profile.metrics import METRICS, Recording, parse_metrics
 from ms_profile.capture.phases import Phase, check_window, phase_of
 from ms_profile.capture.plan import Place, clear_run
 from ms_profile.errors import CaptureError, MetricError
 from ms_profile.format import Window
+from ms_profile.metrics import METRICS, Recording, parse_metrics
 
 WINDOWS = st.builds(
     Window,

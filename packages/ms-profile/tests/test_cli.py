@@ -96,3 +96,22 @@ def test_every_command_has_an_example_in_its_help(capsys: pytest.CaptureFixture[
             main([name, "--help"])
         assert ending.value.code == 0
         assert f"example: ms-profile {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["", "one", "-1", "9" * 5000])
+def test_a_rank_that_is_no_number_is_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    value: str,
+) -> None:
+    """What a launcher or a shell left in the environment is named, and nothing is written."""
+    monkeypatch.setenv("RANK", value)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    script = tmp_path / "script.py"
+    script.write_text("")
+    out = tmp_path / "out"
+    assert main(["run", "--train-script", str(script), "--output-dir", str(out)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the environment says RANK=" in line
+    assert not out.exists()

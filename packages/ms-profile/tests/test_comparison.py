@@ -1,5 +1,6 @@
 """Comparing runs: equal ones differ seldom, slower ones are found."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -254,3 +255,18 @@ def test_more_runs_are_named_on_the_command_line(
     assert "20 and 20 steps of 2 and 2 runs" in capsys.readouterr().out  # two warm up in each
     assert main(["compare", first, second, "--after", str(tmp_path)]) == 2
     assert "is no run with a log" in capsys.readouterr().err
+
+
+def test_too_few_steps_for_any_certainty_are_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four steps, unlike one another: compared, with the remedy in place of a number."""
+    for name, lengths in (("a", (0.1, 0.9, 0.2, 0.5)), ("b", (0.2, 0.8, 0.1, 0.6))):
+        events = [
+            {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{number}", "pid": 1,
+             "tid": 1, "ts": 1e6 * number, "dur": length * 1e6}
+            for number, length in enumerate(lengths)
+        ]  # fmt: skip
+        (tmp_path / f"{name}.json").write_text(json.dumps({"traceEvents": events}))
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    assert "no slow-down is found surely; record more" in capsys.readouterr().out

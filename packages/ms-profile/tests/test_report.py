@@ -2,8 +2,7 @@
 
 import json
 import re
-import shutil
-import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,25 +19,13 @@ from ms_profile.report.timeline import build_timeline
 from ms_profile.simulation import Fault, simulate_run
 from ms_profile.trace import read_trace
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--virtual-time-budget=8000",
-)  # fmt: skip
-needs_browser = pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
+sys.path.insert(0, str(Path(__file__).parent))
+from browser import browse, needs_browser
+
 PARTS = (
-    "overview", "timeline", "operators", "communication", "waiting", "data", "idle", "memory", "advice",
+    "overview", "timeline", "operators", "communication", "waiting", "data", "idle", "memory",
+    "advice",
 )  # fmt: skip
-
-
-def browse(page: Path, part: str, tmp_path: Path) -> str:
-    """The document as the browser leaves it after its scripts ran."""
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom"]
-    done = subprocess.run(
-        [*command, f"file://{page}#{part}"], capture_output=True, text=True, timeout=120, check=True
-    )
-    return done.stdout
 
 
 @given(

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,9 @@ from ms_profile.cli import main
 from ms_profile.events import EventLog
 from ms_profile.ring import Kind, Ring, read_ring
 from ms_profile.trace import read_trace
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fuzz_profile import cases
 
 Writer = Callable[[list[dict[str, Any]]], str]
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -233,6 +237,26 @@ def test_a_path_that_no_system_takes_is_one_line_and_exit_code_2(
     assert len(line) < 6500
 
 
+@pytest.mark.parametrize("named", ["../outside.json", "{outside}", "a\0b", "x" * 5000])
+def test_a_manifest_names_no_file_outside_of_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str
+) -> None:
+    """What a damaged or foreign manifest points to elsewhere is not read."""
+    folder, outside = tmp_path / "run", tmp_path / "outside.json"
+    outside.write_text(json.dumps({"traceEvents": spans()}))
+    (case,) = (case for case in cases() if case.name == "run-rank")
+    folder.mkdir()
+    case.make(folder)
+    for path in (folder / "ranks").iterdir():
+        one = json.loads(path.read_text())
+        one["traces"][0]["path"] = named.format(outside=outside)
+        path.write_text(json.dumps(one))
+    for path in (folder / "traces").iterdir():
+        path.unlink()
+    assert main(["report", str(folder)]) == 2
+    assert "saved no window of traced steps" in capsys.readouterr().err
+
+
 MANIFESTS = {
     "deep nesting": DEEP,
     "no UTF-8": b'{"format": "ms-profile.run.1", "script": "\xff"}',
@@ -244,11 +268,9 @@ MANIFESTS = {
 
 @pytest.mark.parametrize("content", MANIFESTS.values(), ids=MANIFESTS)
 def test_a_damaged_manifest_does_not_lose_the_traces(tmp_path: Path, content: str | bytes) -> None:
-    """The report is made of the traces in the folder; a manifest that leads out of it is not followed."""
+    """The report is made of the traces that lie in the folder."""
     (tmp_path / "traces").mkdir()
     (tmp_path / "ranks").mkdir()
-    secret = tmp_path.parent / f"{tmp_path.name}-secret.json"
-    secret.write_text("{}")
     (tmp_path / "traces/rank-00000.000.json").write_text(json.dumps({"traceEvents": spans()}))
     for name in ("manifest.json", "ranks/rank-00000.json"):
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -193,7 +193,12 @@ def recorded_steps(folder: Path) -> RecordedSteps | None:
     for event in events:
         length, wait = event.fields.get("step_time_s"), event.fields.get("cpu_wait_s")
         usual = "traced" not in event.fields and (event.step or 0) >= run.window.skip
-        if event.step is not None and usual and isinstance(length, float) and 0 < length < LONGEST_S:
+        if (
+            event.step is not None
+            and usual
+            and isinstance(length, float)
+            and 0 < length < LONGEST_S
+        ):
             times[event.step][event.rank] = length * 1e9
             if isinstance(wait, float) and wait >= 0:
                 waits[event.step][event.rank] = min(wait, length) * 1e9

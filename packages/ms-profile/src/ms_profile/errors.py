@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from os import environ
 
 
 class ProfileError(Exception):
@@ -26,6 +27,10 @@ class MetricError(ProfileError, ValueError):
 
 class CaptureError(ProfileError, ValueError):
     """A run that cannot be captured as asked: no such script, no torch, an output folder in use."""
+
+
+class EnvironmentValueError(CaptureError):
+    """A variable of the environment, as launchers set them, that is no number."""
 
 
 class RecordError(ProfileError, RuntimeError):
@@ -53,3 +58,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the known name nearest to `name`, or an empty string."""
     found = nearest_name(name, known)
     return f"; did you mean {found!r}?" if found else ""
+
+
+def number_in_environment(name: str, default: int) -> int:
+    """Read a number that a launcher put into the environment, such as `RANK`.
+
+    Raises:
+        EnvironmentValueError: it is none.
+    """
+    text = environ.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 9):
+        raise EnvironmentValueError(f"the environment says {name}={text[:40]!r}; set a number")
+    return int(text)

@@ -212,7 +212,7 @@ def _placed(event: Event, clock: ClockFit) -> Event:
 
 
 def _decode(block: Block) -> list[Event] | None:
-    """The events of a block, none of the first one, which says whose the file is; None if damaged."""
+    """The events of a block, none of the first, which says whose the file is; None if damaged."""
     if not block.content.startswith(ARRAY):
         return []
     try:

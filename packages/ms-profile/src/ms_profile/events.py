@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 
 from ms_profile.blocks import pack_block
 from ms_profile.clock import ClockPair, read_clocks
-from ms_profile.errors import EventError
+from ms_profile.errors import EventError, number_in_environment
 
 __all__ = ["Event", "EventLog", "Segment", "StepMetrics", "Value"]
 
@@ -122,11 +122,11 @@ class EventLog:
                 f"{flush_interval_s}: all must be positive"
             )
         self.folder = Path(folder)
-        self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+        self.rank = number_in_environment("RANK", 0) if rank is None else rank
         self.lost = 0
         """Events that could not be written."""
         self._world_size = (
-            int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+            number_in_environment("WORLD_SIZE", 1) if world_size is None else world_size
         )
         self._interval_s, self._limit_bytes, self._keep = flush_interval_s, segment_bytes, segments
         self._encoder = msgspec.msgpack.Encoder()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from ms_profile.errors import number_in_environment
 from ms_profile.ring import Kind, Ring
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Recorder:
         on_step: Callable[[int], None] = lambda step: None,
         collect_interval_s: float = 2.0,
     ) -> None:
-        place = int(os.environ.get("RANK", "0")) if rank is None else rank
+        place = number_in_environment("RANK", 0) if rank is None else rank
         self.ring = Ring(path, capacity=capacity, rank=place)
         self.problem: str | None = None
         """Why collectives are not recorded, if they are not."""

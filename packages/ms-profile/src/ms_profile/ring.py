@@ -244,7 +244,8 @@ def _can_be(slots: NDArray[np.void], opened_ns: int) -> NDArray[np.bool_]:
     start, end, number = slots["start_ns"], slots["end_ns"], slots["number"]
     late = np.uint64(opened_ns + LONGEST_NS)
     found: NDArray[np.bool_] = (number > 0) & (number < MOST_NS) & (start < late)
-    return found & ((end == 0) | ((end >= start) & (end < late)))
+    found &= (end == 0) | ((end >= start) & (end < late))
+    return found
 
 
 def _names(table: bytes) -> tuple[str, ...]:

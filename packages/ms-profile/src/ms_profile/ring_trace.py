@@ -29,7 +29,8 @@ COLLECTED: Final = 0
 def trace_of_ring(recording: RingRecording, *, file_bytes: int = 0, name: str = "ring") -> Trace:
     """Put a ring's spans on the wall clock, steps by number; forward and backward count as compute.
 
-    Spans that had not ended when the recording did end with it; a warning names them.
+    Spans that had not ended when the recording did end with it; a warning names them. Step 0, which
+    begins with the recorder and so holds the script's start, is no step where there are others.
     """
     spans = recording.spans
     start = spans["start_ns"].astype(np.int64)
@@ -74,6 +75,8 @@ def _names(recording: RingRecording) -> tuple[tuple[str, ...], NDArray[np.int32]
     """The table of names, and each span's number in it; steps are named as profilers name them."""
     spans = recording.spans
     is_step = spans["kind"] == Kind.STEP
+    if (spans["step"][is_step] > 0).any():
+        is_step &= spans["step"] > 0
     is_data = spans["kind"] == Kind.DATA
     steps, place = np.unique(spans["step"], return_inverse=True)
     names = [recording.name_of(number) for number in range(len(recording.names))]
@@ -94,8 +97,13 @@ def _thread(pid: int, number: int) -> Thread:
     return Thread(process=pid, thread=number, process_name="recorder", name=name)
 
 
-def _warnings(recording: RingRecording, still_open: NDArray[np.bool_], name: str) -> tuple[str, ...]:
-    said = [f"{name} is a recorder's ring: steps and modules, without operators or kernels"]
+def _warnings(
+    recording: RingRecording, still_open: NDArray[np.bool_], name: str
+) -> tuple[str, ...]:
+    said = [
+        f"{name} is a recorder's ring: steps and modules, without operators or kernels; what waits "
+        "inside of a forward, a backward or an optimizer counts as compute"
+    ]
     if recording.dropped:
         said.append(f"{name}: {recording.dropped} older spans were written over")
     inside = [recording.name_of(int(span["name"])) for span in recording.spans[still_open]]

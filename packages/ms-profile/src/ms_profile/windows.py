@@ -64,7 +64,8 @@ def find_traces(path: Path, *, window: int | None = None) -> FoundTraces:
         raise TraceError(f"there is no {path}; give a trace, or a folder of .json or .json.gz")
     ranks, warnings = _ranks_of(path)
     named = [_named(path, rank, window) for rank in ranks]
-    found = [file for file in named if file is not None and file.is_file()]
+    # Unlike `Path.is_file`, this takes a name that no system would.
+    found = [file for file in named if file is not None and os.path.isfile(file)]
     if window is not None and ranks and not found:
         raise TraceError(
             f"{path} has no window {window}; it has {max(len(rank.traces) for rank in ranks)}"

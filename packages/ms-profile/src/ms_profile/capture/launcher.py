@@ -21,7 +21,7 @@ def main() -> None:
     """Run torchrun with the arguments after the first, which names the file for the exit codes."""
     file, *arguments = sys.argv[1:]
     try:
-        run(parse_args(arguments))
+        run(parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         write_whole(Path(file), msgspec.json.encode(codes))

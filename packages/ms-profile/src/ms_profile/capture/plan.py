@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from ms_profile import __version__
 from ms_profile.capture.phases import check_window
-from ms_profile.errors import CaptureError
+from ms_profile.errors import CaptureError, number_in_environment
 from ms_profile.format import Window
 
 __all__ = ["Place", "Plan", "clear_run", "versions"]
@@ -35,15 +35,12 @@ class Place:
         """As the launcher's environment says: torchrun's, Open MPI's or Slurm's; else alone."""
         for rank, local, size in PLACES:
             if rank in os.environ and size in os.environ:
-                return cls(rank=_number(rank), local_rank=_number(local), world_size=_number(size))
+                return cls(
+                    rank=number_in_environment(rank, 0),
+                    local_rank=number_in_environment(local, 0),
+                    world_size=number_in_environment(size, 1),
+                )
         return cls()
-
-
-def _number(name: str) -> int:
-    text = os.environ.get(name, "0")
-    if not (text.isascii() and text.isdigit() and len(text) < 9):
-        raise CaptureError(f"the environment says {name}={text[:40]!r}; it must be a number")
-    return int(text)
 
 
 def _absolute(folder: Path) -> Path:

@@ -11,10 +11,9 @@ import msgspec
 
 from ms_profile.capture.cpu_wait import CpuWait
 from ms_profile.capture.imports import when_imported
-from ms_profile.metrics import Recording
 from ms_profile.capture.plan import Place, Plan, versions
 from ms_profile.clock import read_clocks
-from ms_profile.errors import CaptureError, RecordError
+from ms_profile.errors import CaptureError, RecordError, number_in_environment
 from ms_profile.events import EventLog, Value
 from ms_profile.format import (
     RankManifest,
@@ -25,6 +24,7 @@ from ms_profile.format import (
     ring_path,
     write_whole,
 )
+from ms_profile.metrics import Recording
 from ms_profile.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Session:
     def __init__(self, plan: Plan, place: Place) -> None:
         self._plan, self._place = plan, place
         self._recording = Recording.of(plan.metrics)
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        restarted = number_in_environment("TORCHELASTIC_RESTART_COUNT", 0) > 0
         if rank_path(plan.output_dir, place.rank).exists() and not restarted:
             raise CaptureError(
                 f"{plan.output_dir} already holds a run; choose another --output-dir, "

@@ -5,6 +5,7 @@ Needs torch; imported once the script has imported it.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +16,14 @@ from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerAction, profile
 
 from ms_profile.capture.groups import KEY, recorded_groups
-from ms_profile.metrics import Recording
 from ms_profile.capture.phases import Phase, phase_of
 from ms_profile.format import TraceFile, Window, trace_path
+from ms_profile.metrics import Recording
 
 __all__ = ["Tracer"]
 
 logger = logging.getLogger(__name__)
+ROOM_BYTES = 1 << 17
 ACTIONS = {
     Phase.REST: ProfilerAction.NONE,
     Phase.WARM: ProfilerAction.WARMUP,
@@ -151,8 +153,10 @@ class Tracer:
             cut = aside.with_name(f"{aside.name}.tmp")
             if cut.exists() and not aside.exists():
                 cut.replace(aside)
-            size = aside.stat().st_size
             complete = _ends_whole(aside)
+            if not complete:
+                _give_back(aside)
+            size = aside.stat().st_size
             aside.replace(path)
         except (OSError, RuntimeError) as error:
             self._on_problem(f"the trace from step {self._first} could not be written: {error}")
@@ -172,6 +176,13 @@ class Tracer:
                 complete=complete,
             )
         )
+
+
+def _give_back(path: Path) -> None:
+    """Cut the end off a trace that filled the disk: the log and the manifest find room again."""
+    size = path.stat().st_size
+    if size > 2 * ROOM_BYTES:
+        os.truncate(path, size - ROOM_BYTES)
 
 
 def _ends_whole(path: Path) -> bool:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ms_profile.analysis import analyse
+from ms_profile.commands.text import cell
 from ms_profile.comparison import (
     LEAST_CHANGE,
     LEAST_STEPS,
@@ -18,7 +19,6 @@ from ms_profile.comparison import (
     compare,
     recorded_steps,
 )
-from ms_profile.commands.text import cell, plain
 from ms_profile.errors import TraceError
 
 __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
@@ -116,7 +116,9 @@ def _show(found: Comparison) -> None:
         table.add_column(column, justify="left" if column == "what" else "right")
     for one in (found.step, *found.phases, *found.operators[:MOST_OPERATORS]):
         change = "new" if one.share is None else f"{one.share:+.1%}"
-        table.add_row(cell(one.name), f"{one.before_ns / 1e6:.3f}", f"{one.after_ns / 1e6:.3f}", change)
+        table.add_row(
+            cell(one.name), f"{one.before_ns / 1e6:.3f}", f"{one.after_ns / 1e6:.3f}", change
+        )
     Console().print(table)
     if found.not_measurable:
         print(f"not measurable in one run or both: {', '.join(found.not_measurable)}")

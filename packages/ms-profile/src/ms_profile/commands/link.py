@@ -11,7 +11,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from ms_profile.errors import LinkError
+from ms_profile.commands.text import cell
+from ms_profile.errors import LinkError, number_in_environment
 from ms_profile.format import encode, write_whole
 from ms_profile.link import LinkMatrix, measure_links
 
@@ -45,7 +46,7 @@ def execute(options: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     if options.backend != "gloo":
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(number_in_environment("LOCAL_RANK", 0))
     dist.init_process_group(options.backend)
     try:
         matrix = measure_links(repeats=options.repeats)
@@ -83,7 +84,7 @@ def _report(matrix: LinkMatrix, options: argparse.Namespace) -> None:
         speed = pair.fit.bandwidth_bytes_per_s
         table.add_row(
             f"{pair.first} - {pair.second}",
-            f"{matrix.hosts[pair.first]} - {matrix.hosts[pair.second]}",
+            cell(f"{matrix.hosts[pair.first]} - {matrix.hosts[pair.second]}"),
             f"{pair.fit.latency_s * 1e6:.1f}",
             "not measurable" if speed is None else f"{speed / 1e6:.0f}",
             f"{pair.fit.residual:.0%}",

@@ -24,12 +24,13 @@ EXAMPLE: Final = "ms-profile report ./profile_results --out report.html"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("path", type=Path,
-                        help="a run's folder, a folder of traces, a trace, or a recorder's ring")  # fmt: skip
+    parser.add_argument(
+        "path", type=Path, help="a run's folder, a folder of traces, a trace, or a recorder's ring"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: PATH/report.html")
     parser.add_argument("--title", default="", help="of the page")
     parser.add_argument("--window", type=int, metavar="N",
-                        help="which window of traced steps of a run, from 1; default: the last")  # fmt: skip
+                        help="which window of a run's traced steps, from 1; the last")  # fmt: skip
     parser.add_argument("--metrics", metavar="NAMES",
                         help=f"comma-separated parts to show, of {', '.join(METRICS)}; default: "
                         "what the run was asked for")  # fmt: skip

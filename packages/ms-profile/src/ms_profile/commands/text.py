@@ -1,4 +1,4 @@
-"""Text from files as a terminal may show it: control sequences in it are spelled out, not obeyed."""
+"""Text from files as a terminal may show it: control sequences are spelled out, not obeyed."""
 
 from rich.text import Text
 

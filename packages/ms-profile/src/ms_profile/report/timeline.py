@@ -7,6 +7,7 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from ms_profile.activity import DATA
+from ms_profile.activity import GARBAGE as GARBAGE_SPAN
 from ms_profile.analysis import Analysis, RankAnalysis
 from ms_profile.intervals import clip
 from ms_profile.trace.columns import Category, Thread
@@ -16,7 +17,7 @@ __all__ = ["Timeline", "build_timeline"]
 DATA_WAIT = len(Category)
 """On the page alone: a scope that waits for the next batch."""
 GARBAGE = len(Category) + 1
-"""On the page alone: a garbage collection, which the recorder saw and the tracer didn't."""
+"""On the page alone: a garbage collection, which the recorder saw."""
 RECORDER = 0xFFFFFF
 """The thread number of the recorder's track."""
 GARBAGE_NAME = "garbage collection"
@@ -42,8 +43,9 @@ def build_timeline(analysis: Analysis, *, most_events: int = 1_000_000) -> Timel
     for part, rank in zip(parts, analysis.ranks.values(), strict=True):
         part["start"] = part["start"] - origins[rank.rank]
     if not any(len(part["start"]) for part in parts):
-        return Timeline(facts={"tracks": [], "names": [], "unit_ns": 10, "total": 0, "shown": 0,
-                               "origin_ns": "0", "origins": {}, "length": 0, "steps": []}, columns={})  # fmt: skip
+        nothing = {"tracks": [], "names": [], "unit_ns": 10, "total": 0, "shown": 0, "length": 0,
+                   "origin_ns": "0", "origins": {}, "steps": []}  # fmt: skip
+        return Timeline(facts=nothing, columns={})
     names: dict[str, int] = {}
     for part, rank in zip(parts, analysis.ranks.values(), strict=True):
         own = (*rank.trace.names, GARBAGE_NAME)
@@ -66,7 +68,9 @@ def _origins(analysis: Analysis) -> dict[int, int]:
     own = {rank: int(_corrected(one, one.trace.span_ns[0])) for rank, one in analysis.ranks.items()}
     known = [own[rank] for rank, one in analysis.ranks.items() if one.clock is not None]
     common = min(known, default=0)
-    return {rank: own[rank] if one.clock is None else common for rank, one in analysis.ranks.items()}
+    return {
+        rank: own[rank] if one.clock is None else common for rank, one in analysis.ranks.items()
+    }
 
 
 def _corrected(rank: RankAnalysis, instant_ns: int) -> int:
@@ -84,6 +88,8 @@ def _rank_spans(rank: RankAnalysis, place: int) -> dict[str, NDArray[Any]]:
     waits = np.array([DATA.match(name) is not None for name in trace.names] or [False])
     category = trace.category[rows].astype(np.int64)
     category[(category == Category.ANNOTATION) & waits[trace.name[rows]]] = DATA_WAIT
+    pauses = np.array([GARBAGE_SPAN.match(name) is not None for name in trace.names] or [False])
+    category[(category == Category.ANNOTATION) & pauses[trace.name[rows]]] = GARBAGE
     return _with_garbage(rank, place, {
         "start": start,
         "duration": end - start,
@@ -169,7 +175,8 @@ def _finish(
             steps.append([rank.rank, step.number, *ticks_of])
     facts = {
         "origin_ns": str(min(origins.values())),
-        "origins": {str(rank): str(origin) for rank, origin in origins.items()}, "unit_ns": unit, "tracks": tracks, "names": names,
+        "origins": {str(rank): str(origin) for rank, origin in origins.items()},
+        "unit_ns": unit, "tracks": tracks, "names": names,
         "total": total, "shown": len(start), "steps": steps,
         "length": int((start + columns["duration"]).max()) // unit + 1,
     }  # fmt: skip

@@ -1,0 +1,334 @@
+"""A metric changes what is recorded and shown; the page says what it is about, and shows causes."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ms_profile.advice import advise
+from ms_profile.analysis import analyse, analyse_traces
+from ms_profile.cli import main
+from ms_profile.metrics import METRICS, Recording
+from ms_profile.recorder import Recorder
+from ms_profile.report import build_facts, write_report
+from ms_profile.report.timeline import GARBAGE, build_timeline
+from ms_profile.ring import Kind
+from ms_profile.simulation import Fault, simulate_run
+from ms_profile.trace import Trace
+
+sys.path.insert(0, str(Path(__file__).parent))
+from browser import browse, needs_browser
+from fuzz_profile import cases
+
+MS = 1_000_000
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """The output folder of a run of two ranks that asked for communication and memory."""
+    (case,) = (case for case in cases() if case.name == "run-manifest")
+    case.make(tmp_path)
+    return tmp_path
+
+
+def facts_of(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    """What `ms-profile report --json` prints."""
+    assert main(["report", str(folder), "--json", *options]) == 0
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_every_metric_alone_gives_another_report(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], metric: str
+) -> None:
+    """Its own parts are shown and no others; no two metrics show the same."""
+    shown = {name: facts_of(run_folder, capsys, "--metrics", name)["shown"] for name in METRICS}
+    assert shown[metric] == sorted(METRICS[metric].shows)
+    assert [name for name, parts in shown.items() if parts == shown[metric]] == [metric]
+
+
+@pytest.mark.parametrize(
+    ("metric", "recording"),
+    [
+        ("communication_time", Recording(shapes=True, groups=True)),
+        ("compute_time", Recording()),
+        ("memory", Recording(memory=True)),
+        ("operators", Recording(shapes=True)),
+        ("data_time", Recording(data_waits=True)),
+        ("idle", Recording()),
+    ],
+)
+def test_a_metric_owns_what_is_recorded_for_it(metric: str, recording: Recording) -> None:
+    """The recording of several metrics is what each of them asks for, and no more."""
+    assert Recording.of([metric]) == recording
+    assert Recording.of([metric, "memory"]) == recording | Recording(memory=True)
+
+
+def test_a_runs_report_shows_what_the_run_was_asked_for(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The manifest's metrics decide, another choice may be asked for, an unknown one is refused."""
+    assert facts_of(run_folder, capsys)["shown"] == ["communication", "memory", "waiting"]
+    assert facts_of(run_folder, capsys, "--metrics", "idle")["shown"] == ["idle"]
+    assert main(["report", str(run_folder), "--metrics", "idel"]) == 2
+    assert "did you mean 'idle'?" in capsys.readouterr().err
+
+
+def test_idle_time_is_what_nothing_fills_and_its_causes_sum_to_it() -> None:
+    """Steps less compute, communication and copies; each gap has one cause."""
+    run = analyse_traces(simulate_run(ranks=2).traces)
+    for rank, wall, idle, causes in build_facts(run)["idle"]["ranks"]:
+        phases = [step.phases_ns for step in run.ranks[rank].breakdowns]
+        busy = sum(each[name] for each in phases for name in ("compute", "collective", "copy"))
+        assert idle == wall - busy
+        assert idle == sum(amount for amount in causes.values() if amount is not None)
+
+
+def test_a_wait_for_data_is_told_with_its_longest_stretches() -> None:
+    """The rank whose loader is slow leads the list, by the length of its delay."""
+    fault = Fault(phase="data", rank=1, delay_ns=20 * MS)
+    data = build_facts(analyse_traces(simulate_run(ranks=2, fault=fault).traces))["data"]
+    waited = {rank: alone for rank, _, alone in data["ranks"]}
+    assert waited[1] > 10 * waited[0]
+    assert data["longest"][0][0] == 1
+    assert data["longest"][0][2] == pytest.approx(20 * MS, rel=0.5)
+
+
+def pauses(*stretches: tuple[int, int]) -> np.ndarray:
+    """Intervals in ns."""
+    return np.array(stretches, np.int64)
+
+
+def slow_host(rank: int) -> Fault:
+    """A rank that does nothing that is recorded for 20 ms of every step."""
+    return Fault(phase="host", rank=rank, delay_ns=20 * MS)
+
+
+def idle_stretches(traces: dict[int, Trace], rank: int) -> list[tuple[int, int]]:
+    """10 ms of each step in which that rank's trace shows nothing."""
+    steps = analyse_traces(traces).ranks[rank].activity.steps
+    return [(step.start_ns + 5 * MS, step.start_ns + 15 * MS) for step in steps]
+
+
+def test_collections_in_the_first_traced_step_alone_are_no_advice() -> None:
+    """What starting the tracer makes is looked through then; collections that come again count."""
+    traces = simulate_run(ranks=1, steps=4, fault=slow_host(0)).traces
+    own = idle_stretches(traces, 0)
+    for stretches, fires in (
+        (own[:1], False),
+        (own[1:2], False),  # once is no habit
+        (own, True),
+    ):
+        found = advise(analyse_traces(traces, garbage={0: pauses(*stretches)}))
+        assert ("garbage_collection" in {one.rule for one in found}) == fires, stretches
+
+
+def test_every_collection_that_is_advised_on_is_a_span_of_the_timeline() -> None:
+    """Clicking the evidence opens what it names, though the tracer did not see it."""
+    traces = simulate_run(ranks=2, steps=4, fault=slow_host(1)).traces
+    run = analyse_traces(traces, garbage={1: pauses(*idle_stretches(traces, 1))})
+    (finding,) = (one for one in advise(run) if one.rule == "garbage_collection")
+    timeline = build_timeline(run)
+    (track,) = (one for one in timeline.facts["tracks"] if one["name"] == "garbage collection")
+    rows = slice(track["first"], track["first"] + track["count"])
+    assert set(timeline.columns["category"][rows].tolist()) == {GARBAGE}
+    unit, origin = timeline.facts["unit_ns"], int(timeline.facts["origins"]["1"])
+    starts = np.cumsum(timeline.columns["start"][rows]) * unit + origin
+    drawn = sorted(zip(starts.tolist(), timeline.columns["duration"][rows] * unit, strict=True))
+    assert track["rank"] == 1
+    for evidence in finding.evidence:
+        assert any(
+            abs(start - evidence.start_ns) <= unit and abs(long - evidence.duration_ns) <= unit
+            for start, long in drawn
+        )
+
+
+def test_slow_transfers_of_all_ranks_name_none() -> None:
+    """With two ranks "ranks 0, 1" would say nothing."""
+    fault = Fault(phase="link", rank=0, delay_ns=30 * MS)
+    group = build_facts(analyse_traces(simulate_run(ranks=2, fault=fault).traces))
+    slow = group["communication"]["slow_group"]
+    assert slow is None or slow["everyone"]
+
+
+def test_ranks_without_a_common_clock_are_drawn_from_their_own_beginning(
+    traces_folder: Path,
+) -> None:
+    """Years between two clocks neither break the page nor cost its resolution."""
+    one = analyse(traces_folder / "ddp").ranks[0].trace
+    from attrs import evolve
+
+    far = evolve(one, rank=1, start_ns=one.start_ns - one.start_ns.min(), notes={},
+                 category=np.where(one.category == 6, 2, one.category))  # fmt: skip
+    run = analyse_traces({0: one, 1: far})
+    assert run.ranks[1].clock is None
+    facts = build_timeline(run).facts
+    assert facts["unit_ns"] == 10
+    assert facts["origins"]["1"] == "0"
+
+
+@needs_browser
+def test_the_page_says_what_was_run_and_which_window_it_shows(tmp_path: Path) -> None:
+    """Name, command, date and steps; columns that no row knows are named instead of drawn."""
+    (case,) = (case for case in cases() if case.name == "run-manifest")
+    folder = tmp_path / "my-run"
+    folder.mkdir()
+    case.make(folder)
+    manifest = folder / "ranks/rank-00000.json"
+    one = json.loads(manifest.read_text())
+    one["traces"] = one["traces"] * 2
+    manifest.write_text(json.dumps(one))
+    page = tmp_path / "page.html"
+    write_report(analyse(folder), page)
+    document = browse(page, "overview", tmp_path)
+    header = re.sub(r"<[^>]+>", " ", document.split("<header>")[1].split("</header>")[0])
+    header = " ".join(header.split())
+    assert header.startswith("my-run")
+    assert "command train.py" in header
+    assert "started 2025-10-09 08:53:20 UTC" in header
+    assert "window 2 of 2 alone, the last: steps 0 to 5 of 6" in header
+    assert "Data</button>" not in document  # data_time was not asked for
+
+
+@needs_browser
+def test_a_column_that_no_row_knows_is_named_and_not_drawn(
+    tmp_path: Path, traces_folder: Path
+) -> None:
+    """A CPU has no copies, launches and waits for a device; without a recorder, no collections."""
+    page = tmp_path / "page.html"
+    write_report(analyse(traces_folder / "ddp"), page)
+    document = browse(page, "overview", tmp_path)
+    steps = document[document.index('<table aria-label="Steps by rank"') :]
+    heads = re.findall(r"<th[^>]*><button[^>]*>([^<]*)<", steps.split("</thead>")[0])
+    assert heads == ["rank", "step", "wall", "compute", "collective", "data", "host", "hidden"]
+    assert "Not measurable here: copy, garbage, synchronise, launch." in steps
+
+
+@needs_browser
+def test_the_table_of_operators_shows_its_times_on_a_narrow_screen(tmp_path: Path) -> None:
+    """At 420 pixels self time, its share and total lie within the screen."""
+    page = tmp_path / "page.html"
+    write_report(analyse_traces(simulate_run(ranks=2).traces), page)
+    script = """
+    const heads = [...document.querySelectorAll('#panel-operators th')].slice(0, 4);
+    document.title = heads.map((head) => head.textContent + ':' +
+      (head.getBoundingClientRect().right <= 420 ? 'in' : 'out')).join(' ');
+    """
+    frame = tmp_path / "frame.html"
+    text = page.read_text().replace("</body>", f"<script>{script}</script></body>")
+    frame.write_text(text.replace("<body>", '<body style="width: 420px">'))
+    narrow = frame.read_text().replace("max-width: 640px", "min-width: 1px")
+    frame.write_text(narrow)
+    title = browse(frame, "operators", tmp_path).split("<title>")[1].split("</title>")[0]
+    assert title == "operator:in self:in self share:in total:in"
+
+
+@needs_browser
+def test_asking_for_a_stretch_marks_it_or_picks_its_span(tmp_path: Path) -> None:
+    """A gap is drawn as a marked stretch with its length; a span's own stretch picks the span."""
+    run = analyse_traces(simulate_run(ranks=2, steps=3).traces)
+    page = tmp_path / "page.html"
+    write_report(run, page)
+    idle = build_facts(run)["idle"]["longest"][0]
+    trace = run.ranks[0].trace
+    longest = int(trace.duration_ns.argmax())
+    script = f"""
+    document.querySelector('#tab-timeline').click();
+    const wait = () => {{
+      const line = window.timeline;
+      if (!line) {{ setTimeout(wait, 10); return; }}
+      line.goTo({idle[0]}, "{idle[1]}", {idle[2]});
+      const marked = document.getElementById("picked").textContent;
+      line.goTo(0, "{int(trace.start_ns[longest])}", {int(trace.duration_ns[longest])});
+      document.title = (marked.includes("marked stretch") && line.marked ? "marked" : marked) +
+        " " + (line.picked >= 0 ? line.describe(line.picked).split(" ")[0] : "nothing");
+    }};
+    wait();
+    """
+    page.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
+    title = browse(page, "overview", tmp_path).split("<title>")[1].split("</title>")[0]
+    assert title == f"marked {trace.name_of(longest).split(' ')[0]}"
+
+
+def test_a_recorders_ring_is_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps, modules and waits are shown, and what the process was inside of at its end."""
+    path = tmp_path / "rank-3.ring"
+    with Recorder(path, rank=3) as recorder:
+        for step in range(5):
+            recorder.ring.step = step
+            with recorder.span("step", Kind.STEP):
+                list(recorder.batches(range(1)))
+                with recorder.span("Net", Kind.FORWARD), recorder.span("layers.0", Kind.MODULE):
+                    pass
+        recorder.ring.begin(recorder.ring.name("layers.1"), Kind.MODULE)
+    facts = facts_of(path, capsys)
+    (rank,) = facts["ranks"]
+    assert (rank["rank"], [step["number"] for step in rank["steps"]]) == (3, [1, 2, 3, 4])
+    assert {"Net", "layers.0"} <= {row[0] for row in facts["operators"]["rows"]}
+    assert facts["data"]["ranks"][0][1] > 0
+    assert "the process was in step 4, inside of layers.1" in " ".join(facts["warnings"])
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    assert "1 rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "command"),
+    [("profile", "run"), ("reprot", "report"), ("view", "report"), ("diff", "compare"),
+     ("log", "logs"), ("links", "link")],
+)  # fmt: skip
+def test_an_unknown_command_is_met_by_the_nearest(
+    capsys: pytest.CaptureFixture[str], word: str, command: str
+) -> None:
+    """Misspelt, or named as other tools name it."""
+    assert main([word, "--train-script", "train.py"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"there is no command {word!r}; did you mean {command!r}?" in line
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """`ms-profile --version` prints the name and the version alone."""
+    with pytest.raises(SystemExit) as ending:
+        main(["--version"])
+    assert ending.value.code == 0
+    assert re.fullmatch(r"ms-profile \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"]])
+def test_help_and_version_import_no_torch(arguments: list[str]) -> None:
+    """Nor anything else that takes a second."""
+    code = (
+        "import sys; from ms_profile.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["report", "x", "--window", "0"], "--window is 0"),
+        (["report", "x", "--most-events", "0"], "--most-events is 0"),
+        (["logs", "x", "--since", "nan"], "--since is nan"),
+        (["compare", "a", "b", "--most-wait", "nan"], "--most-wait is nan"),
+        (["report", "x", "--most-events", "many"], "invalid int value"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    """With the option, what was given, and exit code 2."""
+    try:
+        code: object = main(arguments)
+    except SystemExit as ending:
+        code = ending.code
+    assert code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
