@@ -162,6 +162,12 @@ def docs(session: nox.Session) -> None:
 
 
 @job
+def copies(session: nox.Session) -> None:
+    """Copy the code that several packages need from shared_source/ into each of them."""
+    session.run("python", "tests/copies.py")
+
+
+@job
 def demo(session: nox.Session) -> None:
     """Pre-train a small model on the running Python's own library; `-- --layout tensor=2`."""
     install_all(session)

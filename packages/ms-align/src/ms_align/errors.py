@@ -6,9 +6,11 @@ __all__ = [
     "ConfigError",
     "DamageError",
     "DataError",
+    "FolderError",
     "ModelError",
     "NothingToLearnError",
     "RewardError",
+    "WriteError",
 ]
 
 
@@ -42,3 +44,11 @@ class CheckpointError(AlignError, RuntimeError):
 
 class DamageError(CheckpointError):
     """Bytes of a checkpoint that are not those that were written: names the file."""
+
+
+class WriteError(CheckpointError):
+    """A file or folder that the operating system does not let be written."""
+
+
+class FolderError(CheckpointError):
+    """A run's folder that another process holds, or that belongs to another run."""

@@ -6,10 +6,12 @@ __all__ = [
     "ConfigError",
     "DataError",
     "ExportError",
+    "FolderError",
     "LayerError",
     "OrderError",
     "SchemeError",
     "VerifyError",
+    "WriteError",
 ]
 
 
@@ -47,3 +49,11 @@ class ExportError(CompressError, RuntimeError):
 
 class VerifyError(CompressError, RuntimeError):
     """A file that its runtime reads as another model than the one that was exported."""
+
+
+class WriteError(ExportError):
+    """A file or folder that the operating system does not let be written."""
+
+
+class FolderError(ExportError):
+    """A run's folder that another process holds, or that belongs to another run."""

@@ -1,45 +1,106 @@
-"""Files that appear whole or not at all: written aside, synced, then renamed."""
+# A copy of shared_source/durable.py, made by `nox -s copies`; change it there.
+"""Files and folders that appear whole or not at all: written aside, synced, then renamed."""
 
+import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
-from ms_data.errors import OutputError
+from .errors import WriteError
 
-__all__ = ["publish", "sync_folder", "write_file", "writing"]
+__all__ = [
+    "publish",
+    "replace",
+    "sync_folder",
+    "sync_tree",
+    "whole_folder",
+    "write_all",
+    "write_file",
+    "write_files",
+    "write_synced",
+    "writing",
+]
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Writes `content` to `path` so that a crash leaves the old file or the new one.
+def write_all(file: FileIO, content: bytes | memoryview) -> None:
+    """Write all of `content` to an unbuffered file, which may take it in parts."""
+    view = memoryview(content)
+    while view:
+        view = view[file.write(view) :]
+
+
+def write_synced(path: Path, content: bytes | memoryview) -> None:
+    """Write a new file and make its bytes durable."""
+    with path.open("xb", buffering=0) as file:
+        write_all(file, content)
+        os.fsync(file.fileno())
+
+
+def write_file(path: Path, content: bytes | memoryview) -> None:
+    """Write `content` to `path` so that a crash leaves the old file or the new one.
 
     Raises:
-        OutputError: the disk is full or the place cannot be written.
+        WriteError: the disk is full, the place cannot be written, or `path` is no file.
     """
-    aside = path.with_name(path.name + ".partial")
+    replace(path, lambda file: file.write(content))
+
+
+def write_files(contents: Mapping[Path, bytes]) -> None:
+    """Write small files that belong together: none appears before all of them are on the disk.
+
+    Raises:
+        WriteError: the disk refuses one.
+    """
+    asides = {path: _aside(path) for path in contents}
+    try:
+        for path, aside in asides.items():
+            with writing(path):
+                aside.unlink(missing_ok=True)
+                write_synced(aside, contents[path])
+        for path, aside in asides.items():
+            with writing(path):
+                publish(aside, path)
+    except BaseException:
+        for aside in asides.values():
+            with suppress(OSError):
+                aside.unlink()
+        raise
+
+
+def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let `write` write a file beside `path`, make it durable, and put it in that one's place.
+
+    Raises:
+        WriteError: the disk is full, the place cannot be written, or `path` is no file.
+    """
+    aside = _aside(path)
     with writing(path):
         # Renaming would put a file in the place of a device, pipe or folder.
         if path.exists() and not path.is_file():
-            raise OutputError(f"{path} is there and is not a file; choose another name")
+            raise WriteError(f"{path} is there and is not a file; choose another name")
         try:
             with aside.open("wb") as file:
-                file.write(content)
+                write(file)
                 file.flush()
                 os.fsync(file.fileno())
             publish(aside, path)
-        except OSError:
+        except BaseException:
             aside.unlink(missing_ok=True)
             raise
 
 
 def publish(aside: Path, path: Path) -> None:
-    """Renames the synced file or folder `aside` to `path`, and makes the new name durable."""
+    """Rename the synced file or folder `aside` to `path`, and make the new name durable."""
     aside.rename(path)
     sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names inside `folder` durable."""
+    """Make the names inside a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -47,15 +108,68 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sync_tree(folder: Path) -> None:
+    """Make all files below a folder durable, and their names."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_dir():
+            sync_folder(path)
+        elif path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_folder(folder)
+
+
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns an operating system's refusal to write `path` into one clear line."""
+def writing(path: Path, *, remedy: str = "choose another place") -> Iterator[None]:
+    """Turn the operating system's refusal to write `path` into one clear line.
+
+    Raises:
+        WriteError: the disk is full, or the place cannot be written.
+    """
     try:
         yield
-    except OutputError:
+    except (OSError, RuntimeError) as raised:
+        if type(raised).__module__ == WriteError.__module__:  # said already
+            raise
+        # torch.save wraps the refusal of the operating system in a RuntimeError.
+        error = raised.__context__ if isinstance(raised, RuntimeError) else raised
+        if not isinstance(error, OSError):
+            raise
+        reason = error.strerror or str(error) or type(error).__name__
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            remedy = "free some space; what was written before is whole, run the same again"
+        elif error.errno is None:  # numpy's, when not all was taken
+            remedy = "the disk may be full; free some space, or choose another place"
+        raise WriteError(f"cannot write {path}: {reason}; {remedy}") from raised
+
+
+@contextmanager
+def whole_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Give an empty folder that takes the name `folder` when all went well, else is removed.
+
+    What a killed process left there is removed first. Keep other writers out with
+    `run_folder.locked`.
+
+    Raises:
+        WriteError: `folder` is there and `overwrite` is not given, or it cannot be written.
+    """
+    aside = _aside(folder)
+    if os.path.lexists(folder) and not overwrite:
+        raise WriteError(f"{folder} exists; remove it, or choose another place")
+    try:
+        with writing(folder):
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        yield aside
+        with writing(folder):
+            sync_tree(aside)
+            if folder.exists():
+                shutil.rmtree(folder)
+            publish(aside, folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
         raise
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise OutputError(
-            f"cannot write {path}: {reason}; free some space or choose another place"
-        ) from error
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")

@@ -10,6 +10,7 @@ __all__ = [
     "SettingError",
     "StateError",
     "TokenizerError",
+    "WriteError",
 ]
 
 
@@ -47,3 +48,7 @@ class DamageError(DataError, RuntimeError):
         self.file = path.name
         self.part = part
         self.problem = problem
+
+
+class WriteError(OutputError):
+    """A file or folder that the operating system does not let be written."""

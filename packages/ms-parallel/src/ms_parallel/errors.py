@@ -4,12 +4,14 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DamageError",
+    "FolderError",
     "LaunchError",
     "LayoutError",
     "ModelError",
     "ParallelError",
     "ScheduleError",
     "StageError",
+    "WriteError",
 ]
 
 
@@ -47,3 +49,11 @@ class ScheduleError(ParallelError, ValueError):
 
 class StageError(ParallelError, RuntimeError):
     """A pipeline stage that raised in mid-step: names stage, rank and microbatch, on every rank."""
+
+
+class WriteError(CheckpointError):
+    """A file or folder that the operating system does not let be written."""
+
+
+class FolderError(CheckpointError):
+    """A run's folder that another process holds, or that belongs to another run."""

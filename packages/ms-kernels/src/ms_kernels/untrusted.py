@@ -1,0 +1,119 @@
+# A copy of shared_source/untrusted.py, made by `nox -s copies`; change it there.
+"""Reads files that somebody else may have written or damaged: bounded, and with one kind of error.
+
+Whatever such a file does to a decoder (nesting that exhausts the stack, bytes that are no text,
+numbers that no type holds, a path that no system takes) becomes the error that the caller names,
+in one line: which file, what is wrong, what to do.
+"""
+
+import os
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+__all__ = ["decode_json", "decoding", "read_bytes", "read_json", "read_text", "read_toml"]
+
+LIMIT_BYTES = 256 * 2**20
+"""What a file of settings, names or a vocabulary is never larger than."""
+
+SHOWN_CHARACTERS = 200
+"""Of a path or of a decoder's own words, in a message."""
+
+T = TypeVar("T")
+
+
+def read_bytes(
+    path: str | Path, *, error: type[Exception], limit_bytes: int = LIMIT_BYTES
+) -> bytes:
+    """Read a whole file of at most `limit_bytes`; its size is checked before memory is taken.
+
+    Raises:
+        error: there is no such file, it cannot be read, or it is larger.
+    """
+    with decoding(path, error=error):
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            content = file.read(limit_bytes + 1) if size <= limit_bytes else b""
+        if size > limit_bytes or len(content) > limit_bytes:
+            raise error(
+                f"{_shown(path)}: larger than {limit_bytes / 2**20:g} MiB, which no such file is"
+            )
+    return content
+
+
+def read_text(path: str | Path, *, error: type[Exception], limit_bytes: int = LIMIT_BYTES) -> str:
+    """Read a file of UTF-8, as `read_bytes` does; a byte order mark at its start is left out."""
+    content = read_bytes(path, error=error, limit_bytes=limit_bytes)
+    with decoding(path, error=error):
+        return content.decode("utf-8-sig")
+
+
+def read_json(
+    path: str | Path,
+    kind: type[T],
+    *,
+    error: type[Exception],
+    limit_bytes: int = LIMIT_BYTES,
+) -> T:
+    """Read a file of JSON as the type `kind` (`dict`, a Struct), which msgspec checks."""
+    content = read_bytes(path, error=error, limit_bytes=limit_bytes)
+    return decode_json(content, kind, where=path, error=error)
+
+
+def decode_json(
+    content: bytes | str, kind: type[T], *, where: str | Path, error: type[Exception]
+) -> T:
+    """Decode JSON as a value of the type `kind`; `where` is what a message calls it."""
+    with decoding(where, error=error):
+        return msgspec.json.decode(content, type=kind)
+
+
+def read_toml(path: str | Path, *, error: type[Exception]) -> dict[str, Any]:
+    """Read a file of TOML."""
+    content = read_text(path, error=error, limit_bytes=2**24)
+    with decoding(path, error=error):
+        return tomllib.loads(content)
+
+
+@contextmanager
+def decoding(where: str | Path, *, error: type[Exception]) -> Iterator[None]:
+    """Turn whatever a decoder raises over `where` into one line of `error`.
+
+    An `error` raised inside passes as it is. Only what content can cause is caught: a bug of ours,
+    such as an AttributeError, keeps its traceback.
+    """
+    try:
+        yield
+    except error:
+        raise
+    except RecursionError as raised:
+        raise error(f"{_shown(where)}: nested too deeply to be read") from raised
+    except UnicodeError as raised:
+        raise error(f"{_shown(where)}: not UTF-8 text: {_words(raised)}") from raised
+    except MemoryError as raised:
+        raise error(f"{_shown(where)}: asks for more memory than there is") from raised
+    except OSError as raised:
+        reason = raised.strerror or _words(raised)
+        raise error(f"{_shown(where)}: cannot be read: {reason}") from raised
+    except (ValueError, TypeError, LookupError, ArithmeticError, EOFError) as raised:
+        raise error(f"{_shown(where)}: {_words(raised)}") from raised
+
+
+def _shown(where: str | Path) -> str:
+    """A path as a message may hold it: printable, in one line, not endless."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(where)[:4096])
+    half = SHOWN_CHARACTERS // 2
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]}...{text[-half:]}"
+
+
+def _words(raised: BaseException) -> str:
+    """What a decoder said, in one printable line."""
+    text = " ".join(str(raised).split()) or type(raised).__name__
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: 2 * SHOWN_CHARACTERS])
+    if isinstance(raised, KeyError):
+        text = f"{text} is missing"
+    return text[:SHOWN_CHARACTERS]

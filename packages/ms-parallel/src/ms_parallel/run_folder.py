@@ -1,0 +1,251 @@
+# A copy of shared_source/run_folder.py, made by `nox -s copies`; change it there.
+"""A run's folder belongs to one run: held by a lock while it works, sealed for as long as it lies.
+
+The lock (`lock`) is the kernel's, so that a process that is killed lets go of it; what stands in it
+says who holds it. The seal (`run.json`) says what kind of run the folder is of, what that was made
+from, and with which settings. Another kind, model or dataset is refused; other settings are told.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .durable import write_file, writing
+from .errors import FolderError
+from .untrusted import read_json
+
+__all__ = ["Change", "RunSeal", "hold", "inside", "locked", "owner_of"]
+
+LOCK, SEAL = "lock", "run.json"
+LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Answers of file systems without locks, where working alone is left to the user."""
+POLL_S = 0.1
+
+
+class RunSeal(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag="ms-run/1",
+    tag_field="format",
+):
+    """What a run's folder was made by, as it stands in `run.json`."""
+
+    kind: str
+    """The command, such as `ms-align ppo`."""
+    begun: str
+    """When the run began: UTC, ISO 8601."""
+    identity: dict[str, str]
+    """What makes it this run and no other, by the setting's name: model, dataset."""
+    settings: dict[str, Any]
+    """All settings, by name, as JSON holds them."""
+    digest: str = ""
+    """BLAKE2b of the rest, so that a damaged seal is not believed."""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting that is not what it was when the run began."""
+
+    name: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        """Give the change as people read it."""
+        return f"{self.name} is {_text(self.now)}, was {_text(self.before)}"
+
+
+@contextmanager
+def hold(
+    folder: Path,
+    *,
+    kind: str,
+    identity: Mapping[str, str],
+    settings: Mapping[str, Any],
+    fixed: Collection[str] = (),
+    writes: Collection[str] = (),
+    wait_s: float = 0.0,
+    note: Callable[[str], None] = lambda line: None,
+) -> Iterator[list[Change]]:
+    """Hold `folder` for this run alone while the block runs; it is made if missing.
+
+    Args:
+        folder: the run's output folder.
+        kind: the command that works here, such as `ms-align ppo`.
+        identity: what another value of is another run: paths or names of model and dataset.
+        settings: all settings, of types that JSON holds; kept in the seal.
+        fixed: names of settings that cannot change while the run goes on.
+        writes: names inside the folder that this kind of run writes; where one is there and no
+            seal is, the folder is somebody else's.
+        wait_s: seconds to wait for another process to let go, for one that is just ending.
+        note: is told in a line when there is something to wait for.
+
+    Yields:
+        The settings that changed since the run was last begun, none of them fixed.
+
+    Raises:
+        FolderError: another process holds it, or it belongs to another run.
+    """
+    with locked(folder / LOCK, what=str(folder), kind=kind, wait_s=wait_s, note=note):
+        new = RunSeal(
+            kind=kind,
+            begun=datetime.now(UTC).isoformat(timespec="seconds"),
+            identity=dict(identity),
+            settings=msgspec.to_builtins(dict(settings)),
+        )
+        old = owner_of(folder)
+        if old is None:
+            _check_unowned(folder, kind, writes)
+            changes: list[Change] = []
+        else:
+            _check_same(folder, old, new)
+            changes = _changes(old, new)
+            _check_fixed(folder, changes, fixed)
+            new = msgspec.structs.replace(new, begun=old.begun)
+        if old is None or changes:
+            _write(folder, new)
+        yield changes
+
+
+def owner_of(folder: Path) -> RunSeal | None:
+    """Read the seal of a folder; None where there is none.
+
+    Raises:
+        FolderError: there is one, and it is damaged.
+    """
+    path = folder / SEAL
+    if not os.path.lexists(path):
+        return None
+    remedy = "choose another output_dir, or move the folder away"
+    try:
+        seal = read_json(path, RunSeal, error=FolderError, limit_bytes=2**24)
+    except FolderError as error:
+        raise FolderError(f"{error}; so whose folder it is cannot be told; {remedy}") from error
+    if seal.digest != _digest(seal):
+        raise FolderError(f"{path}: damaged, so whose folder it is cannot be told; {remedy}")
+    return seal
+
+
+def inside(path: str | Path, folder: str | Path) -> bool:
+    """Whether `path` is `folder` or lies in it, links followed."""
+    there, place = Path(path).resolve(), Path(folder).resolve()
+    return there == place or place in there.parents
+
+
+@contextmanager
+def locked(
+    lock: Path,
+    *,
+    what: str,
+    kind: str,
+    wait_s: float = 0.0,
+    note: Callable[[str], None] = lambda line: None,
+) -> Iterator[None]:
+    """Hold the lock file `lock`, which stays where it is, while the block runs.
+
+    Raises:
+        FolderError: another process holds it still after `wait_s` seconds, or it cannot be made.
+    """
+    with writing(lock, remedy="choose another output_dir"):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        _take(descriptor, what=what, wait_s=wait_s, note=note)
+        words = f"{kind}, process {os.getpid()} on {socket.gethostname()}: {_command()}\n"
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, words.encode(errors="replace"), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _take(descriptor: int, *, what: str, wait_s: float, note: Callable[[str], None]) -> None:
+    until, noted = time.monotonic() + wait_s, False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
+            holder = "".join(c for c in holder if c.isprintable())[:300] or "another process"
+            if time.monotonic() >= until:
+                raise FolderError(
+                    f"{what} is in use by {holder}; wait for it, or choose another output_dir"
+                ) from error
+            if not noted:
+                note(f"waiting up to {wait_s:g} s for {what}, in use by {holder}")
+                noted = True
+            time.sleep(POLL_S)
+        except OSError as error:
+            if error.errno not in LOCKLESS:
+                raise
+            return
+
+
+def _check_unowned(folder: Path, kind: str, writes: Collection[str]) -> None:
+    there = sorted(name for name in writes if os.path.lexists(folder / name))
+    if there:
+        raise FolderError(
+            f"{folder} holds {there[0]!r} and nothing says that {kind!r} made it; choose another"
+            " output_dir, or move the folder away"
+        )
+
+
+def _check_same(folder: Path, old: RunSeal, new: RunSeal) -> None:
+    owner = f"{folder} belongs to {old.kind!r}, begun {old.begun}"
+    if old.kind != new.kind:
+        raise FolderError(f"{owner}, and this is {new.kind!r}; choose another output_dir")
+    for name, now in new.identity.items():
+        before = old.identity.get(name)
+        if before != now:
+            raise FolderError(
+                f"{owner}, whose {name} is {_text(before)}, and now it is {_text(now)}; give that"
+                " one again, or choose another output_dir"
+            )
+
+
+def _changes(old: RunSeal, new: RunSeal) -> list[Change]:
+    names = [*new.settings, *(name for name in old.settings if name not in new.settings)]
+    pairs = ((name, old.settings.get(name), new.settings.get(name)) for name in names)
+    return [Change(name=name, before=a, now=b) for name, a, b in pairs if a != b]
+
+
+def _check_fixed(folder: Path, changes: list[Change], fixed: Collection[str]) -> None:
+    broken = [change for change in changes if change.name in fixed]
+    if broken:
+        told = "; ".join(str(change) for change in broken)
+        raise FolderError(
+            f"{folder} holds a run that cannot go on with other settings: {told}; give"
+            " what it had, or choose another output_dir"
+        )
+
+
+def _write(folder: Path, seal: RunSeal) -> None:
+    sealed = msgspec.structs.replace(seal, digest=_digest(seal))
+    write_file(folder / SEAL, msgspec.json.format(msgspec.json.encode(sealed), indent=2) + b"\n")
+
+
+def _digest(seal: RunSeal) -> str:
+    content = msgspec.json.encode(msgspec.structs.replace(seal, digest=""), order="deterministic")
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _text(value: Any) -> str:
+    return "not given" if value is None else msgspec.json.encode(value).decode()
+
+
+def _command() -> str:
+    return shlex.join(sys.argv)[:200]

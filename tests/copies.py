@@ -1,0 +1,42 @@
+"""Copy the code that several packages need, and no package may share, from its one source.
+
+`python tests/copies.py` writes the copies; `tests/test_copies.py` holds them equal to the source.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "shared_source"
+COPIES = {
+    "durable.py": ("data", "parallel"),
+    "entry.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
+    "run_folder.py": ("parallel",),
+    "untrusted.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
+}
+"""Which packages hold a copy of each source."""
+
+HEAD = "# A copy of shared_source/{name}, made by `nox -s copies`; change it there.\n"
+
+
+def wanted() -> dict[Path, str]:
+    """Give each copy's path and what it must hold."""
+    copies = {}
+    for name, packages in COPIES.items():
+        text = HEAD.format(name=name) + (SOURCE / name).read_text()
+        for package in packages:
+            copies[ROOT / f"packages/ms-{package}/src/ms_{package}/{name}"] = text
+    return copies
+
+
+def main() -> int:
+    """Write every copy that differs."""
+    for path, text in wanted().items():
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            sys.stdout.write(f"{path.relative_to(ROOT)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
