@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,14 @@ class Case:
     sealed: bool = False
     """Exit code 0 must then come with the sound input's result."""
     result: Result = output
+    exit_code: int = 0
+    """What the sound input ends with."""
+    trains: bool = False
+    """A run that began may take long: that its settings are large is no fault of the reader."""
+    needs: str = ""
+    """A module without which the case is left out."""
+    one_may_miss: bool = False
+    """A file that is gone is no damage: nothing else names it."""
 
 
 def command(module: str, *arguments: str) -> Command:
@@ -66,7 +75,8 @@ def function(module: str, name: str, path: str, error: str) -> Command:
         package = importlib.import_module(module.partition(".")[0] + ".errors")
         try:
             print(getattr(importlib.import_module(module), name)(Path(path)))  # noqa: T201
-        except getattr(package, error):
+        except getattr(package, error) as told:
+            print(told, file=sys.stderr)  # noqa: T201
             return 2
         return 0
 

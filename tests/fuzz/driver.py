@@ -10,6 +10,7 @@ mutant is a pure function of the seed, its case and its index. Inputs that fail 
 
 import argparse
 import importlib
+import importlib.util
 import json
 import random
 import subprocess
@@ -24,6 +25,8 @@ from queue import Empty, Queue
 from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from fuzz.case import Case
 
 PACKAGES = (
     "compress_cases",
@@ -48,7 +51,7 @@ def plan(packages: Sequence[str], mutants: int, only: str) -> list[tuple[str, li
         (package, case)
         for package in packages
         for case in importlib.import_module(f"fuzz.{package}").CASES
-        if only in f"{package}/{case.name}"
+        if only in f"{package}/{case.name}" and _is_here(case)
     ]
     whole = sum(case.share for _, case in cases)
     batches: list[tuple[str, list[Task]]] = []
@@ -62,6 +65,13 @@ def plan(packages: Sequence[str], mutants: int, only: str) -> list[tuple[str, li
         for start in range(0, len(tasks), ONE_WORKER):
             batches.append((package, tasks[start : start + ONE_WORKER]))
     return batches
+
+
+def _is_here(case: Case) -> bool:
+    if case.needs and importlib.util.find_spec(case.needs) is None:
+        print(f"{case.name!r} is left out: there is no {case.needs}")
+        return False
+    return True
 
 
 class Session:
@@ -100,9 +110,7 @@ class Session:
                 for number, task in enumerate(tasks):
                     answer = _ask(process, task)
                     if answer is None:
-                        process.kill()
-                        process.wait()
-                        self._note(package, task, _death(process.returncode, errors))
+                        self._note(package, task, _death(process.wait(), errors))
                         return tasks[number + 1 :]
                     self._note(package, task, answer)
                 return []
@@ -127,6 +135,8 @@ class Session:
         """Makes the first input of every cause again, and keeps its folder."""
         for records in self.causes().values():
             one = records[0]
+            if one["failure"] == "unsound":
+                continue
             place = self.keep / f"{one['package']}-{one['case'].replace(' ', '_')}-{one['index']}"
             if place.exists():
                 continue
