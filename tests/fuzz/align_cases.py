@@ -126,7 +126,7 @@ def load_adapter() -> int:
     try:
         load_lora(load_model("start"), "adapter")
     except (AlignError, ParallelError) as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        print(error, file=sys.stderr)
         return 2
     return 0
 

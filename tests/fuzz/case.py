@@ -74,9 +74,9 @@ def function(module: str, name: str, path: str, error: str) -> Command:
     def run() -> int:
         package = importlib.import_module(module.partition(".")[0] + ".errors")
         try:
-            print(getattr(importlib.import_module(module), name)(Path(path)))  # noqa: T201
+            print(getattr(importlib.import_module(module), name)(Path(path)))
         except getattr(package, error) as told:
-            print(told, file=sys.stderr)  # noqa: T201
+            print(told, file=sys.stderr)
             return 2
         return 0
 

@@ -62,8 +62,8 @@ def plan(packages: Sequence[str], mutants: int, only: str) -> list[tuple[str, li
             if owner == package
             for index in range(max(1, round(mutants * case.share / whole)))
         ]
-        for start in range(0, len(tasks), ONE_WORKER):
-            batches.append((package, tasks[start : start + ONE_WORKER]))
+        starts = range(0, len(tasks), ONE_WORKER)
+        batches += [(package, tasks[start : start + ONE_WORKER]) for start in starts]
     return batches
 
 
@@ -163,7 +163,8 @@ class Session:
 
 def _ask(process: "subprocess.Popen[str]", task: Task) -> Record | None:
     """The worker's answer; None where it dies or gives none in time."""
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     timer = threading.Timer(WALL_LIMIT_S, process.kill)
     timer.start()
     try:

@@ -33,7 +33,8 @@ def library(folder: Path) -> None:
         "limits": {"width": "4096"},
         "constants": {"BLOCK": 128},
         **dict.fromkeys(("registers", "spilled_bytes", "shared_bytes"), 0),
-        **{"matrix_instructions": 0, "vector_bits": 128},
+        "matrix_instructions": 0,
+        "vector_bits": 128,
     }
     manifest = {"format": "ms-kernels.1", "target": "sm_90", "library": file["path"]}
     manifest |= {"version": "0.1.0", "compiler": "none", "kernels": [kernel], "files": [file]}

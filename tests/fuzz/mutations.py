@@ -5,6 +5,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 __all__ = ["PLACES", "mutate"]
@@ -111,10 +112,13 @@ def escape(data: bytes, rng: random.Random) -> bytes:
 
 def other_kind(data: bytes, rng: random.Random) -> bytes:
     """Nothing, an archive, or a document of another kind."""
-    return rng.choice(
-        [b"", b"\0" * 64, b"null", b"[]", b"{}", b"\x1f\x8b\x08\0", b"PK\3\4", b"GGUF", b"\n" * 99]
-        + [gzip.compress(b" " * (50 << 20), 1)]
-    )
+    return rng.choice([*OTHER_KINDS, _packed_spaces()])
+
+
+@cache
+def _packed_spaces() -> bytes:
+    """300 MB of spaces in 300 kB."""
+    return gzip.compress(b" " * (300 << 20), 1)
 
 
 def json_document(data: bytes, rng: random.Random) -> bytes:
@@ -181,6 +185,9 @@ BY_KIND: dict[str, tuple[Mutation, ...]] = {
     ".safetensors": (safetensors_header,) * 8 + (safetensors_length,) * 2,
     ".gz": (in_gzip,) * 12,
 }
+OTHER_KINDS = (
+    *(b"", bytes(64), b"null", b"[]", b"{}", b"\x1f\x8b\x08\0", b"PK\3\4", b"GGUF", b"\n" * 99),
+)
 PLACES = ("missing", "a folder", "a link to itself", "two links in a circle")
 """What may stand where the file was."""
 

@@ -37,7 +37,7 @@ class Hang(BaseException):
     """The mutant has used up its processor time."""
 
 
-class Unsound(Exception):
+class UnsoundError(Exception):
     """The sound input does not do: the case is wrong, or its package's command has changed."""
 
 
@@ -72,7 +72,7 @@ class Worker:
         if case.name in self.results:
             return folder
         if case.name in self.unsound:
-            raise Unsound("see the first mutant of this case")
+            raise UnsoundError("see the first mutant of this case")
         self.unsound.add(case.name)
         if not folder.exists():
             partial = folder.with_name(f"{case.name}.partial")
@@ -85,7 +85,7 @@ class Worker:
             outcome = invoke(case, place)
             if outcome.exit_code != case.exit_code or outcome.failure:
                 said = (outcome.errors or outcome.printed)[-2000:]
-                raise Unsound(f"exit code {outcome.exit_code}: {said} {outcome.details}")
+                raise UnsoundError(f"exit code {outcome.exit_code}: {said} {outcome.details}")
             self.results[case.name] = case.result(place, outcome.printed)
         self.unsound.discard(case.name)
         return folder
