@@ -168,6 +168,16 @@ def copies(session: nox.Session) -> None:
 
 
 @job
+def fuzz(session: nox.Session) -> None:
+    """Damage the files that commands read, 3,000 times, within limits; `-- --seed 7`."""
+    readers = ("ms-align", "ms-compress", "ms-data")
+    needs = [f"packages/{package}/tests/requirements.txt" for package in readers]
+    install_all(session, *(part for path in needs for part in ("-r", path)))
+    keep = ["--keep", str(Path(session.create_tmp()).absolute() / "failures")]
+    session.run("python", "tests/fuzz/driver.py", *keep, *session.posargs, env=ONE_THREAD)
+
+
+@job
 def demo(session: nox.Session) -> None:
     """Pre-train a small model on the running Python's own library; `-- --layout tensor=2`."""
     install_all(session)

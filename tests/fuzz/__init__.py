@@ -1,0 +1,1 @@
+"""Damaged input for every command of the six packages; `nox -s fuzz`."""

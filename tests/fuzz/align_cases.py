@@ -1,0 +1,214 @@
+"""What ms-align reads: run files, prompts, models, adapters, tokenizers, shards, checkpoints."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fuzz.case import Case, command, contents
+from fuzz.data_cases import TEMPLATE
+
+run = partial(command, "ms_align")
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 24,
+    "tie_word_embeddings": True,
+}
+TUNE = """model = "start"
+output_dir = "out"
+sequence_length = 32
+batch_size = 2
+steps = 3
+checkpoint_every = 1
+keep_checkpoints = 3
+learning_rate = 0.001
+progress = false
+seed = 1
+"""
+ONLINE = """policy_model = "start"
+tokenizer = "start/tokenizer.json"
+prompt_dataset = "prompts.jsonl"
+reward_model = "fuzz.align_cases:length"
+output_dir = "out"
+steps = 2
+batch_size = 4
+max_new_tokens = 3
+checkpoint_every = 1
+keep_checkpoints = 3
+progress = false
+seed = 1
+"""
+GENERATE = """policy_model = "start"
+tokenizer = "start"
+prompt_dataset = "prompts.jsonl"
+out = "responses.jsonl"
+max_new_tokens = 3
+seed = 1
+"""
+
+
+def length(samples: Any) -> list[float]:
+    """A reward: how many tokens there are, and which."""
+    return [float(sum(sample.response_tokens) % 7) for sample in samples]
+
+
+def model(folder: Path, *, plain: bool = False) -> None:
+    """A model with its tokenizer, prompts, and run files."""
+    from ms_data import train_tokenizer
+    from ms_parallel.models import architecture, build_model, initialise, save_model
+
+    rows = [{"text": f"{n} comes after {n - 1}"} for n in range(9)]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    made = build_model(architecture("llama", {**SIZES, "vocab_size": 270}))
+    initialise(made, seed=0)
+    save_model(made, folder / "start")
+    train_tokenizer(
+        folder / "corpus.jsonl", vocab_size=262, out=folder / "start" / "tokenizer.json"
+    )
+    settings = {"chat_template": TEMPLATE, "eos_token": "<|endoftext|>"}
+    (folder / "start" / "tokenizer_config.json").write_text(json.dumps(settings))
+    chat = "two?" if plain else [{"role": "user", "content": "two?"}]
+    prompts = [{"prompt": "one", "answer": "1"}, {"prompt": chat, "answer": "2"}]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
+    (folder / "GENERATE.toml").write_text(GENERATE)
+    (folder / "RUN.toml").write_text(ONLINE)
+
+
+def sets(folder: Path, *, kind: str = "sft") -> None:
+    """Conversations or pairs as shards, and the run file."""
+    from ms_data import build
+
+    model(folder)
+    pairs = kind != "sft"
+    rows: list[dict[str, Any]] = []
+    for n in range(12):
+        asked, said = f"what is {n}?", f"{n}."
+        chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        chosen = {"prompt": asked, "chosen": said, "rejected": "no"}
+        rows.append(chosen if pairs else {"messages": chat})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    build(
+        folder / "rows.jsonl",
+        tokenizer=folder / "start" / "tokenizer.json",
+        out=folder / "shards",
+        chat=folder / "chat.jinja",
+        pairs=pairs,
+    )
+    (folder / "RUN.toml").write_text(TUNE + 'data = "shards"\n')
+
+
+def stopped(folder: Path, *, kind: str) -> None:
+    """A run that was killed after its last step but one."""
+    if kind == "ppo":
+        model(folder, plain=True)
+    else:
+        sets(folder, kind=kind)
+    if run(kind, "RUN.toml")():
+        raise RuntimeError("the run that is to be continued does not train")
+    shutil.rmtree(folder / "out" / "model")
+    shutil.rmtree(max((folder / "out" / "checkpoints").glob("step-*")))
+
+
+def load_adapter() -> int:
+    """Reads an adapter as a program does: no command is given its path."""
+    import sys
+
+    from ms_align import load_lora
+    from ms_align.errors import AlignError
+    from ms_parallel import load_model
+    from ms_parallel.errors import ParallelError
+
+    try:
+        load_lora(load_model("start"), "adapter")
+    except (AlignError, ParallelError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def adapter_alone(folder: Path) -> None:
+    """A model, and an adapter of it that is not merged."""
+    from ms_align import LoraOptions, add_lora
+    from ms_parallel import load_model
+
+    model(folder)
+    add_lora(load_model(folder / "start"), LoraOptions(rank=2)).save_pretrained(folder / "adapter")
+
+
+CASES = (
+    Case(
+        name="generate",
+        make=model,
+        files=("GENERATE.toml", "prompts.jsonl"),
+        run=run("generate", "GENERATE.toml"),
+        share=2,
+    ),
+    Case(
+        name="generate from a model",
+        make=model,
+        files=("start/*",),
+        run=run("generate", "GENERATE.toml"),
+        share=3,
+    ),
+    Case(
+        name="ppo",
+        make=partial(model, plain=True),
+        files=("RUN.toml", "prompts.jsonl"),
+        run=run("ppo", "RUN.toml"),
+        share=1.5,
+        trains=True,
+    ),
+    Case(
+        name="ppo goes on",
+        make=partial(stopped, kind="ppo"),
+        files=("out/checkpoints/**/*", "out/*.json"),
+        run=run("ppo", "RUN.toml"),
+        sealed=True,
+        result=contents("out/model/*.safetensors"),
+    ),
+    Case(
+        name="sft",
+        make=sets,
+        files=("RUN.toml", "shards/**/*"),
+        run=run("sft", "RUN.toml"),
+        share=1.5,
+        trains=True,
+    ),
+    Case(
+        name="sft goes on",
+        make=partial(stopped, kind="sft"),
+        files=("out/checkpoints/**/*", "out/*.json"),
+        run=run("sft", "RUN.toml"),
+        share=0.5,
+        sealed=True,
+        result=contents("out/model/*.safetensors"),
+    ),
+    Case(
+        name="dpo",
+        make=partial(sets, kind="dpo"),
+        files=("RUN.toml", "shards/**/*"),
+        run=run("dpo", "RUN.toml"),
+        share=0.5,
+        trains=True,
+    ),
+    Case(
+        name="reward",
+        make=partial(sets, kind="reward"),
+        files=("RUN.toml", "start/*"),
+        run=run("reward", "RUN.toml"),
+        share=0.5,
+        trains=True,
+    ),
+    Case(
+        name="adapter",
+        make=adapter_alone,
+        files=("adapter/*",),
+        run=load_adapter,
+        share=2,
+    ),
+)

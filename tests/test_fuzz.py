@@ -1,0 +1,113 @@
+"""The driver of `nox -s fuzz` sees what it is there to see."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from .fuzz import worker
+from .fuzz.case import Case, output
+from .fuzz.mutations import BY_KIND, BYTES, mutate
+
+
+def case(run: object, **more: object) -> Case:
+    """A case that reads one file."""
+
+    def make(folder: Path) -> None:
+        (folder / "a.json").write_text('{"a": [1, 2, 3]}')
+
+    return Case(name="toy", make=make, files=("*",), run=run, **more)  # type: ignore[arg-type]
+
+
+def ends(tmp_path: Path, run: object, **more: object) -> tuple[str, str]:
+    """How a command's run is judged."""
+    outcome = worker.invoke(case(run, **more), tmp_path)
+    return outcome.failure, outcome.cause
+
+
+def test_each_way_to_fail_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And exit codes 0, 1 and 2 with a word are none."""
+
+    def raises() -> int:
+        raise RecursionError
+
+    def leaves() -> int:
+        raise SystemExit(3)
+
+    def prints() -> int:
+        import sys
+
+        sys.stderr.write("Traceback (most recent call last)\nKeyError: 1\n")
+        return 1
+
+    def grows() -> int:
+        return len(bytearray(64 << 20)) * 0
+
+    def hangs() -> int:
+        while True:
+            pass
+
+    def tells() -> int:
+        import sys
+
+        print("a.json: not JSON; write it again", file=sys.stderr)  # noqa: T201
+        return 2
+
+    monkeypatch.setattr(worker, "MEMORY_BYTES", 32 << 20)
+    monkeypatch.setattr(worker, "CPU_LIMIT_S", 0.2)
+    monkeypatch.setattr(worker.resource, "setrlimit", lambda *_: None)  # this process goes on
+    kept = worker.signal.signal(worker.signal.SIGPROF, worker.hang)
+    try:
+        assert ends(tmp_path, raises)[0] == "traceback"
+        assert ends(tmp_path, leaves) == ("exit code", "3")
+        assert ends(tmp_path, prints)[0] == "traceback"
+        assert ends(tmp_path, grows)[0] == "memory"
+        began = time.process_time()
+        assert ends(tmp_path, hangs)[0] == "hang"
+        assert time.process_time() - began < 2
+        assert ends(tmp_path, lambda: 2) == ("exit code", "2 without a word")
+        for fine in (lambda: 0, lambda: 1, tells):
+            assert ends(tmp_path, fine)[0] == ""
+    finally:
+        worker.signal.signal(worker.signal.SIGPROF, kept)
+
+
+def test_damage_that_a_sealed_format_accepts_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 0 with another result than the sound input's."""
+    monkeypatch.setattr(worker.resource, "setrlimit", lambda *_: None)
+
+    def reads() -> int:
+        path = Path("a.json")
+        if not path.is_file():
+            return 1
+        print(path.read_bytes())  # noqa: T201
+        return 0
+
+    for sealed in (True, False):
+        toy = case(reads, sealed=sealed, result=output)
+        runs = worker.Worker(tmp_path / str(sealed), "1", {"toy": toy})
+        failures = {runs.run("toy", index).failure for index in range(10)}
+        assert ("accepted" in failures) == sealed
+
+
+def test_a_mutant_is_a_function_of_its_seed() -> None:
+    """The same bytes again, and nearly always other ones than the sound file's."""
+    sound = {
+        ".json": b'{"a": [1, {"b": "c"}], "d": 2.5}',
+        ".jsonl": b'{"a": 1}\n{"a": 2}\n',
+        ".toml": b"a = 1\nb = 'c'\n[d]\ne = 2\n",
+        ".safetensors": (12).to_bytes(8, "little") + b'{"a": [1,2]}' + bytes(64),
+        ".csv": b"0F0,1F0\n0B0,,1\n",
+    }
+    for suffix, data in sound.items():
+        changed = 0
+        for index in range(80):
+            first, again = (mutate(f"x{suffix}", data, random.Random(index)) for _ in range(2))
+            assert first == again
+            changed += first[1] != data
+        assert changed > 70
+    for mutation in {*BYTES, *(one for kind in BY_KIND.values() for one in kind)}:
+        assert mutation.__doc__
