@@ -283,7 +283,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_one_line_and_exit_2(place: Path, small_disk: Path) -> None:
     """Nothing half-written stays on the disk, and the line says which disk it was."""
     write_lines(place / "large.jsonl", texts_of(3, 20_000))
-    command = [sys.executable, "-m", "ms_data", "build", "large.jsonl", "--tokenizer", "t.json"]
+    never_saved = (
+        "import sys; from ms_data.cli import main;"
+        "sys.modules['ms_data.build'].SAVE_EVERY_S = 1e9; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", never_saved, "build", "large.jsonl", "--tokenizer", "t.json"]
     done = subprocess.run(
         [*command, "--out", str(small_disk / "out")], cwd=place, capture_output=True, text=True
     )
