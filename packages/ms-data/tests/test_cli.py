@@ -189,13 +189,21 @@ def test_a_finished_build_again_has_nothing_to_do(
     assert {path: path.stat().st_mtime_ns for path in (place / "shards").iterdir()} == before
     assert main(command) == 2
     assert "another build: hold_out is 0.0, was 0.2; choose" in capsys.readouterr().err
+    corpus = place / "corpus.jsonl"
+    corpus.write_bytes(corpus.read_bytes())  # later, and the same
+    assert main([*command, "--hold-out", "0.2"]) == 0
+    corpus.write_bytes(corpus.read_bytes().replace(b"e", b"a"))
+    capsys.readouterr()
+    assert main([*command, "--hold-out", "0.2"]) == 2
+    assert "the corpus has other content, as corpus.jsonl may" in capsys.readouterr().err
+    os.utime(corpus, (1, 1))
     os.truncate(place / "shards" / "shard-00000.msd", 50)
     assert main([*command, "--hold-out", "0.2"]) == 2
     assert "shard-00000.msd: damaged: 50 bytes where" in capsys.readouterr().err
     (place / "shards" / "shard-00000.msd").write_bytes(b"")
     (place / "corpus.jsonl").write_text('{"text": "x"}\n')
     assert main([*command, "--hold-out", "0.2"]) == 2
-    assert "the corpus has other files, or files of other sizes" in capsys.readouterr().err
+    assert "the corpus has other files, or other content" in capsys.readouterr().err
 
 
 def test_files_left_out_are_said_with_their_count(
@@ -283,7 +291,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_one_line_and_exit_2(place: Path, small_disk: Path) -> None:
     """Nothing half-written stays on the disk, and the line says which disk it was."""
     write_lines(place / "large.jsonl", texts_of(3, 20_000))
-    command = [sys.executable, "-m", "ms_data", "build", "large.jsonl", "--tokenizer", "t.json"]
+    never_saved = (
+        "import sys; from ms_data.cli import main;"
+        "sys.modules['ms_data.build'].SAVE_EVERY_S = 1e9; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", never_saved, "build", "large.jsonl", "--tokenizer", "t.json"]
     done = subprocess.run(
         [*command, "--out", str(small_disk / "out")], cwd=place, capture_output=True, text=True
     )

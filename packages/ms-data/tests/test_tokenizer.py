@@ -128,3 +128,27 @@ def test_training_needs_room_and_text(lines: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(CorpusError, match="is empty"):
         train_tokenizer(tmp_path, vocab_size=300)
+
+
+def test_a_tokenizers_folder_opens_in_transformers(tmp_path: Path) -> None:
+    """With its end and padding set and the same tokens; a name in .json is the file alone."""
+    from transformers import AutoTokenizer
+
+    path = write_lines(tmp_path / "a.jsonl", texts_of(1, 40))
+    train_tokenizer(path, vocab_size=300, out=tmp_path / "folder")
+    train_tokenizer(path, vocab_size=300, out=tmp_path / "file.json")
+    ours, theirs = (
+        Tokenizer.load(tmp_path / "folder"),
+        AutoTokenizer.from_pretrained(tmp_path / "folder"),
+    )
+    assert ours.content == (tmp_path / "file.json").read_bytes()
+    assert theirs.eos_token == theirs.pad_token == END_OF_TEXT == ours.end_of_text_name
+    assert theirs.eos_token_id == ours.end_of_text
+    assert len(theirs) == ours.vocabulary_size
+    for text in texts_of(2, 9):
+        assert theirs(text)["input_ids"] == ours.encode(text)
+        assert theirs.decode(ours.encode(text)) == text
+    told = json.loads(
+        ours.files({"bos_token": "<s>", "eos_token": "</s>"})["tokenizer_config.json"]
+    )
+    assert (told["bos_token"], told["eos_token"], told["pad_token"]) == ("<s>", "</s>", END_OF_TEXT)

@@ -127,6 +127,7 @@ def build(
         skip_invalid=source.skip_invalid,
         document_limit_bytes=source.document_limit_bytes,
         listing=source.listing,
+        content="",
         summary=_NOTHING,
     )
     with writing(Path(out)):
@@ -138,7 +139,7 @@ def build(
     aside = folder.with_name(folder.name + ".partial")
     with build_folder(aside, JOURNAL):
         summary = _Build(source, encoder, chats, recipe, aside, on_progress).run()
-        finished = msgspec.structs.replace(wanted, summary=summary)
+        finished = msgspec.structs.replace(wanted, content=source.content(), summary=summary)
         write_file(aside / BUILD_FILE, encode_finished(finished))
         (aside / JOURNAL).unlink(missing_ok=True)
         sync_folder(aside)

@@ -64,6 +64,8 @@ class Finished(
     document_limit_bytes: int
     listing: str
     """Names and sizes of the files of the corpus, as a checksum."""
+    content: str
+    """Their bytes, as a checksum."""
     summary: Summary
     checksum: str = ""
     """Hexadecimal xxh3-128 of the rest."""
@@ -74,7 +76,7 @@ class Finished(
         if self.skip_invalid != other.skip_invalid:
             found.append(f"skip_invalid is {other.skip_invalid}, was {self.skip_invalid}")
         if self.listing != other.listing:
-            found.append("the corpus has other files, or files of other sizes")
+            found.append("the corpus has other files, or other content")
         return found
 
 
@@ -100,8 +102,9 @@ def summary_of(folder: Path, wanted: Finished, source: Corpus, out: str | Path) 
     if encode_finished(before) != content:
         raise OutputError(f"{shown(path)}: damaged; remove {shown(out)} to build anew")
     differing = before.differences(wanted)
-    if changed := source.changed_since(path.stat().st_mtime_ns):
-        differing.append(f"{shown(changed)} was written after it")
+    changed = source.changed_since(path.stat().st_mtime_ns)
+    if changed and not differing and source.content() != before.content:
+        differing.append(f"the corpus has other content, as {shown(changed)} may")
     if differing:
         raise OutputError(
             f"{shown(out)} is not empty: it holds another build: "

@@ -9,6 +9,7 @@ import sysconfig
 import tokenize
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from attrs import field, frozen
 
 from ms_data.errors import CorpusError, SettingError, TokenizerError, shown
 from ms_data.file_kinds import BINARY, HEAD_BYTES, NotText, foreign_encoding, kind_of
-from ms_data.unpacking import lines_of, unpacked
+from ms_data.unpacking import READ_BYTES, lines_of, unpacked
 
 __all__ = ["DOCUMENT_LIMIT_MIB", "Corpus", "Document", "Position", "find_corpus"]
 
@@ -109,6 +110,14 @@ class Corpus:
         seen = xxhash.xxh3_128()
         for path, size in zip(self.files, self.sizes_bytes, strict=True):
             seen.update(os.fsencode(os.path.relpath(path, self.root)) + f"\0{size}\0".encode())
+        return seen.hexdigest()
+
+    def content(self) -> str:
+        """Hexadecimal xxh3-128 of every byte of every file; reads them all, on all cores."""
+        seen = xxhash.xxh3_128()
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for checksum in pool.map(_checksum_of, self.files):
+                seen.update(checksum)
         return seen.hexdigest()
 
     def changed_since(self, time_ns: int) -> Path | None:
@@ -273,6 +282,17 @@ def find_corpus(
         named=named,
         root=_root_of(Path(corpus), library=library),
     )
+
+
+def _checksum_of(path: Path) -> bytes:
+    seen = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(READ_BYTES):
+                seen.update(block)
+    except OSError as error:
+        raise CorpusError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return seen.digest()
 
 
 def _root_of(corpus: Path, *, library: bool) -> Path:

@@ -71,10 +71,10 @@ class Tokenizer:
             DamageError: it is not the one that the shards were built with.
         """
         path, wanted = Path(path), None
-        folder = path if path.is_dir() else None
-        if path.is_dir() and not (path / "index.json").exists():
+        folder = path if os.path.isdir(path) else None
+        if folder and not os.path.exists(path / "index.json"):
             path = path / "tokenizer.json"  # a tokenizer's own folder
-        elif path.is_dir():
+        elif folder:
             index = read_index(path)
             path, wanted, end_of_text = path / "tokenizer.json", index.tokenizer, index.end_of_text
         try:

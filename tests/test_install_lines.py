@@ -1,0 +1,79 @@
+"""What the pages tell a reader to install is there, is enough, and is said on every page."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+sys.path.insert(0, str(Path(__file__).parent))
+from packages import PACKAGES, ROOT, project_of
+
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "README.zh-CN.md",
+    ROOT / "docs" / "index.md",
+    *(ROOT / "packages" / package / "README.md" for package in PACKAGES),
+]
+WORDS = re.compile(
+    r"""(?:python -m )?pip install ((?:'[^']+'|"[^"]+"|[\w./\[\],<>=~*-]+|[ \t])+)"""
+)
+NAME = re.compile(r"(\./packages/)?(ms-[a-z]+)(?:\[([\w,-]+)\])?")
+
+
+def lines_of(page: Path) -> list[list[tuple[bool, str, list[str]]]]:
+    """For each line that installs packages of ours: from the clone or not, name and extras."""
+    found = []
+    for words in WORDS.findall(page.read_text()):
+        parts = [NAME.fullmatch(word.strip("'\"")) for word in words.split()]
+        ours = [(bool(p[1]), p[2], (p[3] or "").split(",")) for p in parts if p]
+        if ours:
+            found.append(ours)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_an_install_line_names_what_is_there_and_all_that_a_clone_needs(page: Path) -> None:
+    """Packages and extras exist; a sibling that an extra asks for stands in the same command."""
+    for line in lines_of(page):
+        named = {name for from_clone, name, _ in line if from_clone}
+        for from_clone, name, extras in line:
+            assert name in PACKAGES
+            known = project_of(name).get("optional-dependencies", {})
+            for extra in filter(None, extras):
+                assert extra in known, f"{name} has no extra {extra}"
+                siblings = {Requirement(one).name for one in known[extra]} & set(PACKAGES)
+                assert not from_clone or siblings <= named, (line, siblings)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_page_says_how_to_install_from_an_index_and_from_a_clone(page: Path) -> None:
+    """A package's page names the package itself in both."""
+    owner = page.parent.name if page.parent.name in PACKAGES else None
+    for from_clone in (False, True):
+        names = {name for line in lines_of(page) for clone, name, _ in line if clone == from_clone}
+        assert (owner in names) if owner else names, f"from a clone: {from_clone}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_packages_readme_links_nowhere_that_an_index_lacks(package: str) -> None:
+    """On a package index a relative link leads nowhere, and a picture is not shown."""
+    text = (ROOT / "packages" / package / "README.md").read_text()
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        assert target.startswith(("https://", "#")), target
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_changelog_without_a_version_says_that_none_is_released(package: str) -> None:
+    """An empty changelog would be read as a release that changed nothing."""
+    text = (ROOT / "packages" / package / "CHANGELOG.md").read_text()
+    assert bool(re.search(r"^## \d", text, re.MULTILINE)) != ("not released yet" in text)
+
+
+def test_a_page_links_to_files_that_are_there() -> None:
+    """The pages at the top of the repository, which are read where they lie."""
+    for page in (ROOT / "README.md", ROOT / "README.zh-CN.md", ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
+            assert target.startswith("https://") or (page.parent / target).exists(), target
