@@ -267,7 +267,7 @@ def decoding(options: argparse.Namespace) -> None:
             asked = Evaluation(
                 baseline=str(base),
                 models=models,
-                data=str(options.out / "shards"),
+                dataset=str(options.out / "shards"),
                 sequences=8,
                 rounds=options.rounds,
             )

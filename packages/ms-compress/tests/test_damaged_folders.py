@@ -49,7 +49,7 @@ def complaint(work: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
         numbers = {**lengths, "rounds": 1, **settings}
         base, models = (folder, "") if name == "base" else (work / "base", f'x = "{folder}"')
         (tmp_path / "run.toml").write_text(
-            f'baseline = "{base}"\ndata = "{work}/shards"\nout = "{tmp_path}/report"\n'
+            f'baseline = "{base}"\ndataset = "{work}/shards"\noutput_dir = "{tmp_path}/report"\n'
             + "".join(f"{key} = {value}\n" for key, value in numbers.items())
             + f"[models]\n{models}\n"
         )

@@ -124,7 +124,7 @@ def test_evaluate_writes_a_table_a_page_and_its_facts(
     """Through the command: every folder in its own runtime, the baseline first."""
     run = tmp_path / "run.toml"
     run.write_text(
-        f'baseline = "{work}/base"\ndata = "{work}/shards"\nout = "{tmp_path}/report"\n'
+        f'baseline = "{work}/base"\ndataset = "{work}/shards"\noutput_dir = "{tmp_path}/report"\n'
         "sequence_length = 32\nsequences = 4\n"
         "prefill_tokens = 16\ndecode_tokens = 4\nrounds = 3\n"
         f'[models]\n"RTN int4" = ["{work}/ct", "{work}/ort"]\n'
@@ -156,8 +156,8 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
     else:
         (out / "report.html").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
-    run = write_run(tmp_path / "run.toml", baseline=f"{tmp_path}/nothing", data=f"{work}/shards")
-    assert main(["evaluate", str(run), "--set", f"out={out}"]) == 2
+    run = write_run(tmp_path / "run.toml", baseline=f"{tmp_path}/nothing", dataset=f"{work}/shards")
+    assert main(["evaluate", str(run), "--set", f"output_dir={out}"]) == 2
     assert str(out) in capsys.readouterr().err
     run.unlink()
     assert sorted(tmp_path.rglob("*")) == before
@@ -177,7 +177,7 @@ def test_bad_input_is_one_line(
 ) -> None:
     """Exit code 2, what is wrong, and the nearest that is known."""
     run = tmp_path / "run.toml"
-    good = {"baseline": f"{work}/base", "data": f"{work}/shards", "out": f"{tmp_path}/r"}
+    good = {"baseline": f"{work}/base", "dataset": f"{work}/shards", "output_dir": f"{tmp_path}/r"}
 
     def lines(**changes: object) -> str:
         settings = {**good, "models": {"x": f"{work}/ct"}, **changes}
@@ -190,8 +190,10 @@ def test_bad_input_is_one_line(
     assert "did you mean 'rounds'" in lines(round=3)
     assert "no model is in it" in lines(models={"x": f"{tmp_path}/nothing"})
     assert "is a ct model; give a plain one" in lines(baseline=f"{work}/ct")
-    assert "no shards are in it" in lines(data=str(tmp_path))
+    assert "no shards are in it" in lines(dataset=str(tmp_path))
     assert "give folders" in lines(models={"x": 3})
+    assert "unknown key 'out'; it is called 'output_dir' now" in lines(out="r")
+    assert "unknown key 'data'; it is called 'dataset' now" in lines(data="shards")
     assert not (tmp_path / "r").exists()
 
 
@@ -237,9 +239,9 @@ def test_facts_that_contradict_themselves_are_refused() -> None:
 def test_an_evaluation_needs_folders_by_name() -> None:
     """A list of folders has no names for the report."""
     with pytest.raises(ConfigError, match="give a table of folders by name"):
-        Evaluation(baseline="a", models=["b"], data="c")  # type: ignore[arg-type]
+        Evaluation(baseline="a", models=["b"], dataset="c")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="no shards"):
-        evaluate(Evaluation(baseline="a", models={}, data="c"))
+        evaluate(Evaluation(baseline="a", models={}, dataset="c"))
 
 
 def write_run(path: Path, **settings: object) -> Path:

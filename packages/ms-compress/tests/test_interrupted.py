@@ -2,11 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
+import string
 import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -79,16 +82,66 @@ def test_killed_while_it_saves_the_same_command_goes_on(
     assert [path.name for path in run_file.parent.glob("out*")] == ["out"]
 
 
-def test_killed_after_its_export_a_run_leaves_no_state_for_ever(run_file: Path) -> None:
-    """The same command, refused for the folder, removes it; another's state stays."""
-    killed_in("ms_compress.commands.qat.trained", "qat", run_file)
+def test_killed_after_its_export_a_run_leaves_no_state_for_ever(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command finds itself finished and removes it; another's state stays."""
+    killed_in("ms_compress.jobs.output.Output.end", "qat", run_file)
     state = run_file.parent / "out.training"
     before = (run_file.parent / "out" / "model.safetensors").read_bytes()
+    capsys.readouterr()
     assert run("qat", run_file, "tuning.seed=1") == 2
+    error = capsys.readouterr().err
+    assert "is of a run of 'ms-compress qat', begun " in error
+    assert "which is finished, with other settings: tuning.seed is 1, was 0; remove it" in error
     assert state.is_file()
-    assert run("qat", run_file) == 2
+    assert run("qat", run_file) == 0
+    assert "this run is finished" in capsys.readouterr().out
     assert not state.exists()
     assert (run_file.parent / "out" / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_finished_run_is_left_as_it_is(
+    command: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same again is done at once; another command's or another model's result is refused."""
+    assert run(command, run_file) == 0
+    files = {path: path.stat().st_mtime_ns for path in (run_file.parent / "out").iterdir()}
+    capsys.readouterr()
+    assert run(command, run_file) == 0
+    assert capsys.readouterr().out.count("this run is finished") == 1
+    other = "prune" if command != "prune" else "distill"
+    assert run(other, run_file) == 2
+    assert f"is of a run of 'ms-compress {command}'" in capsys.readouterr().err
+    shutil.copytree(run_file.parent / "model", run_file.parent / "same")
+    assert run(command, run_file, f"model={run_file.parent}/same") == 2
+    assert "with other settings: model is" in capsys.readouterr().err
+    assert {p: p.stat().st_mtime_ns for p in (run_file.parent / "out").iterdir()} == files
+
+
+def test_a_damaged_state_or_seal_is_refused_before_any_work(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line that names the file, and not after the model was read."""
+    killed_in("ms_compress.jobs.qat.finish", "qat", run_file)
+    state = run_file.parent / "out.training"
+    whole = state.read_bytes()
+    for place in range(0, len(whole), len(whole) // 20):
+        state.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        capsys.readouterr()
+        assert run("qat", run_file, "model=nowhere") == 2
+        assert "out.training is damaged" in capsys.readouterr().err
+    state.write_bytes(whole)
+    assert run("qat", run_file) == 0
+    seal = run_file.parent / "out" / "run.json"
+    told = seal.read_bytes()
+    for place in range(0, len(told), len(told) // 40):
+        seal.write_bytes(told[:place] + bytes([told[place] ^ 1]) + told[place + 1 :])
+        capsys.readouterr()
+        code, error = run("qat", run_file), capsys.readouterr().err
+        # White space may be other white space: nothing of it is used.
+        assert code == (0 if told[place : place + 1] in b" \n" and not error else 2), place
 
 
 def test_what_no_step_follows_from_may_change_after_the_training(
@@ -96,8 +149,9 @@ def test_what_no_step_follows_from_may_change_after_the_training(
 ) -> None:
     """The tokenizer, whether it is verified, and the folder's name."""
     tokenizer = run_file.parent / "other.json"
-    tokenizer.write_text(json.dumps({"model": {"type": "BPE", "vocab": {}}}))
-    killed_in("ms_compress.commands.qat.finish", "qat", run_file)
+    letters = {letter: number for number, letter in enumerate(string.ascii_letters)}
+    tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])).save(str(tokenizer))
+    killed_in("ms_compress.jobs.qat.finish", "qat", run_file)
     (run_file.parent / "out.training").rename(run_file.parent / "new.training")
     capsys.readouterr()
     changed = [f"tokenizer={tokenizer}", "verify=true", f"output_dir={run_file.parent}/new"]
@@ -113,7 +167,7 @@ def test_what_gptq_began_is_not_calibrated_again(
     folder = run_file.parent
     assert run("qat", run_file, "start=gptq", f"output_dir={folder}/whole") == 0
     assert "layer" in capsys.readouterr().err
-    killed_in("ms_compress.commands.qat.finish", "qat", run_file, "start=gptq")
+    killed_in("ms_compress.jobs.qat.finish", "qat", run_file, "start=gptq")
     capsys.readouterr()
     assert run("qat", run_file, "start=gptq") == 0
     assert "layer" not in capsys.readouterr().err
@@ -128,13 +182,15 @@ def test_a_training_goes_on_from_the_same_weights_alone(
     """A folder that was trained on under its name is another model."""
     teacher = f"teacher={run_file.parent}/teacher"
     save_model(load_model(run_file.parent / "model"), run_file.parent / "teacher")
-    killed_in("ms_compress.commands.qat.finish", "qat", run_file, teacher)
+    killed_in("ms_compress.jobs.qat.finish", "qat", run_file, teacher)
     model = load_model(run_file.parent / changed)
     with torch.no_grad():
         next(model.parameters()).mul_(0.5)
     save_model(model, run_file.parent / changed)
     assert run("qat", run_file, teacher) == 2
-    assert f"is of a run with other settings: {changed} is another" in capsys.readouterr().err
+    assert (
+        f"is of a run with other settings: contents of {changed} changed" in capsys.readouterr().err
+    )
 
 
 MISSING = {"onnx": "ONNX files", "gguf": "GGUF files", "compressed_tensors": "verify needs"}

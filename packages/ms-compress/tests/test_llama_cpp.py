@@ -1,6 +1,9 @@
 """llama.cpp computes what training computed. Run by `nox -s deploy`, which builds its package."""
 
 import argparse
+import json
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,15 +12,21 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("llama_cpp", reason="run `nox -s deploy`, which builds llama.cpp")
+llama_cpp = pytest.importorskip("llama_cpp", reason="run `nox -s deploy`, which builds llama.cpp")
 sys.path.insert(0, str(Path(__file__).parent))
+import llama_cpp
+from chats import ANSWER, END, QUESTION, write_conversations, write_taught, write_tokenizer
+from folders import model as small_model
 from models import VOCABULARY, decoder, llama, qwen3, tokens
 from mutants import GGUF, mutate_gguf
 
 from ms_compress import Tuning, VerifyError, export, qat, tune, verify
+from ms_compress.cli import main
 from ms_compress.logits import model_logits
 from ms_compress.runtimes import open_runtime
-from ms_compress.verification import compare
+from ms_compress.runtimes.encoder import encoder
+from ms_compress.targets.gguf_tokenizer import LLAMA_3
+from ms_compress.verification import TEXTS, compare
 from ms_parallel import load_model, save_model
 
 SCHEMES = ["gguf.q8_0", "gguf.q4_0"]
@@ -97,3 +106,73 @@ def test_a_wrong_file_is_refused(mutant: str, tmp_path: Path) -> None:
     mutate_gguf(str(folder / "model.gguf"), GGUF[mutant])
     with pytest.raises(VerifyError, match="is not this model"):
         verify(prepared, folder, "gguf")
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The GGUF folder of a model that was taught to answer, verified by the command."""
+    folder = tmp_path_factory.mktemp("chatting")
+    taught = write_taught(folder / "model", write_conversations(folder / "chats.jsonl"))
+    run = folder / "run.toml"
+    run.write_text(
+        f'model = "{taught}"\noutput_dir = "{folder}/out"\nscheme = "gguf.q8_0"\nverify = true\n'
+    )
+    assert main(["export", str(run)]) == 0
+    return folder / "out"
+
+
+def test_chat_completion_answers_and_stops(chatting: Path) -> None:
+    """llama.cpp takes template and end from the file alone: no setting is given."""
+    model = llama_cpp.Llama(str(chatting / "model.gguf"), n_ctx=128, verbose=False)
+    reply = model.create_chat_completion(
+        [{"role": "user", "content": QUESTION}], max_tokens=40, temperature=0.0
+    )
+    (choice,) = reply["choices"]
+    assert choice["message"]["content"] == ANSWER
+    assert choice["finish_reason"] == "stop"
+    assert model.token_eos() == 0
+
+
+def test_llama_cpp_reads_texts_as_the_tokenizer_does(chatting: Path) -> None:
+    """Its own splitting and merging of spaces, digits, other scripts and special tokens."""
+    runtime = open_runtime(chatting, "gguf")
+    for text in (*TEXTS, f"one{END}two", "can't  won't\t12345\n\n ünïcode"):
+        assert runtime.encode(text) == encoder(chatting)(text)
+    assert runtime.ends() == {0}
+
+
+@pytest.mark.parametrize("whole_words", [True, False])
+def test_a_split_of_llama_3_is_read_as_the_tokenizer_does(
+    whole_words: bool, tmp_path: Path
+) -> None:
+    """Whether words of the vocabulary are taken whole, or are merged from their letters."""
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    path = folder / "tokenizer.json"
+    document = json.loads(path.read_text())
+    split = {"type": "Split", "pattern": {"Regex": LLAMA_3}, "behavior": "Isolated"}
+    bytes_alone = {**document["pre_tokenizer"], "use_regex": False}
+    steps = [{**split, "invert": False}, bytes_alone]
+    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    document["model"]["ignore_merges"] = whole_words
+    document["model"]["vocab"]["Zq"] = 287  # no merge makes it
+    path.write_text(json.dumps(document))
+    prepared = qat(small_model(), "gguf.q8_0")
+    out = export(prepared, tmp_path / "out", tokenizer=folder, verify=True)
+    assert (287 in open_runtime(out, "gguf").encode("Zq")) == whole_words
+
+
+def test_a_file_without_a_tokenizer_does_not_end_the_process(tmp_path: Path) -> None:
+    """It has tokens without texts: a text is no token, and tokens are shown as numbers."""
+    folder = export(qat(decoder(1), "gguf.q4_0"), tmp_path / "out", verify=True)
+    script = (
+        "import llama_cpp, sys; model = llama_cpp.Llama(sys.argv[1], verbose=False, n_ctx=64);"
+        "print(model.tokenize(b'hello', add_bos=False), model.detokenize([7, 8]));"
+        "print(model([5, 6], max_tokens=4, temperature=0)['choices'][0]['text'])"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", script, str(folder / "model.gguf")], capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stderr
+    first, second = made.stdout.splitlines()
+    assert first == "[] b'[7][8]'"
+    assert re.fullmatch(r"(\[\d+\]){1,4}", second)

@@ -1,66 +1,95 @@
 """The command: `python -m ms_compress` and `ms-compress`, a skin over public classes."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from ms_compress.commands import COMMANDS
-from ms_compress.errors import CompressError
-from ms_compress.run_file import read_settings
+import msgspec
+
+from ms_compress import __version__
+from ms_compress.commands import COMMANDS, Command
+from ms_compress.commands.keys import help_of_keys, template
+from ms_compress.durable import write_synced, writing
+from ms_compress.entry import CommandParser, perform
+from ms_compress.errors import ConfigError
+from ms_compress.run_file import build, read_settings
 
 __all__ = ["main"]
 
+PROG = "ms-compress"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0 (done), 1 (failed) or 2 (bad input)."""
+    """Run the command; returns 0 (done), 1 (failed), 2 (bad input) or 130 (interrupted)."""
     options = _parser().parse_args(arguments)
-    try:
-        settings = read_settings(options.run_file, options.set)
-        settings |= {flag: True for flag in options.command.flags if getattr(options, flag)}
-        return int(options.command.run(settings, options.run_file))
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # whoever read the output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except Exception as error:  # whatever is not told in a line keeps its traceback
-        if not isinstance(error, CompressError) and not _is_of_a_sibling(error):
-            raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return perform(PROG, lambda: int(options.act(options)))
+
+
+def _run(options: argparse.Namespace) -> int:
+    command: Command = options.command
+    settings = read_settings(options.run_file, options.set)
+    settings |= {flag: True for flag in command.flags if getattr(options, flag)}
+    outcome = command.run(build(command.options, settings, where=options.run_file))
+    if options.json:
+        sys.stdout.write(msgspec.json.encode(outcome.facts).decode() + "\n")
+    else:
+        sys.stdout.write("".join(f"{line}\n" for line in outcome.lines))
+    return 0
+
+
+def _init(options: argparse.Namespace) -> int:
+    command = next(each for each in COMMANDS if each.name == options.name)
+    text = template(command)
+    if options.out is None:
+        sys.stdout.write(text)
+        return 0
+    if options.out.exists():
+        raise ConfigError(f"{options.out} exists; remove it, or choose another --out")
+    with writing(options.out):
+        write_synced(options.out, text.encode())
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ms-compress",
+    parser = CommandParser(
+        PROG,
+        version=__version__,
         description="Compress language models: quantise, prune, distil, export and measure them.",
-        epilog="example: ms-compress qat RUN.toml --set steps=200 --set scheme=gguf.q4_0",
+        example="ms-compress qat RUN.toml --set steps=200 --set scheme=gguf.q4_0",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
-        one = commands.add_parser(
-            command.name, help=command.help, epilog=f"example: {command.example}"
-        )
-        one.add_argument("run_file", metavar="RUN.toml", help="settings of the run, in TOML")
-        one.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            help="change one setting; table.key=value reaches into a table",
-        )
-        for flag in command.flags:
-            one.add_argument(
-                f"--{flag}", action="store_true", help=f"the same as --set {flag}=true"
-            )
-        one.set_defaults(command=command)
+        _add_command(commands, command)
+    one = commands.add_parser(
+        "init",
+        help="write a run file for a command, with every key and what it means",
+        description="Write a run file for a command, with every key and what it means.",
+        example="ms-compress init qat --out RUN.toml",
+    )
+    one.add_argument("name", choices=[each.name for each in COMMANDS], metavar="COMMAND")
+    one.add_argument("--out", type=Path, metavar="RUN.toml", help="instead of standard output")
+    one.set_defaults(act=_init)
     return parser
 
 
-def _is_of_a_sibling(error: Exception) -> bool:
-    """An error that a sibling raised on purpose; without importing what a run need not have."""
-    bases = (("ms_data", "DataError"), ("ms_parallel", "ParallelError"))
-    kinds = [getattr(sys.modules.get(module), name, None) for module, name in bases]
-    return any(kind is not None and isinstance(error, kind) for kind in kinds)
+def _add_command(commands: Any, command: Command) -> None:
+    one = commands.add_parser(
+        command.name,
+        help=command.help,
+        description=f"{command.help[0].upper()}{command.help[1:]}.",
+        epilog=f"{help_of_keys(command.options)}\n\nexample: {command.example}",
+    )
+    one.add_argument("run_file", metavar="RUN.toml", help="settings of the run, in TOML")
+    one.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one setting; table.key=value reaches into a table",
+    )
+    one.add_argument("--json", action="store_true", help="print what came of it as JSON")
+    for flag in command.flags:
+        one.add_argument(f"--{flag}", action="store_true", help=f"the same as --set {flag}=true")
+    one.set_defaults(command=command, act=_run)

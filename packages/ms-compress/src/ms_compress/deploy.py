@@ -2,16 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
+import torch
 from attrs import frozen
 from torch import nn
 
 from ms_compress.decoder_config import decoder_config
 from ms_compress.durable import write_synced, writing
 from ms_compress.errors import ConfigError, LayerError
+from ms_compress.footprint import footprint
 from ms_compress.parts import Source
 from ms_compress.place_lock import new_folder
+from ms_compress.runtimes import open_runtime
 from ms_compress.schemes import Scheme, scheme
 from ms_compress.targets import compressed_tensors, gguf, onnx
 from ms_compress.targets.gguf_tokenizer import check_tokenizer
@@ -102,6 +106,8 @@ def write_export(
                 _write(how, source, aside, beside, accuracy_level)
                 if source.is_first:
                     beside.write(aside)
+            if source.is_first:
+                _open(aside, how.target)
             if verify:
                 assert isinstance(model, nn.Module)
                 verify_folder(model, aside, how.target)
@@ -173,6 +179,18 @@ def _write(how: Scheme, source: Source, aside: Path, beside: _Beside, accuracy_l
         onnx.write(source, aside, accuracy_level)
     else:
         compressed_tensors.write(source, aside)
+
+
+def _open(folder: Path, target: str) -> None:
+    """Read what was written as its users will: by the format's library, and once by its runtime.
+
+    A file that the runtime refuses is then never left, though nobody asked for `verify`. Reading
+    compressed-tensors takes transformers and the whole model in memory, so there its header is read.
+    """
+    footprint(folder)
+    library = {"ort": "onnxruntime", "gguf": "llama_cpp"}.get(target)
+    if library is not None and find_spec(library) is not None:
+        open_runtime(folder, target).logits(torch.zeros(1, 1, dtype=torch.int64))
 
 
 def _scheme_of(source: Source, target: str | Scheme | None) -> Scheme:

@@ -1,17 +1,15 @@
 """Losses of a student against a teacher's logits. Shapes: B rows, S positions, V vocabulary."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ms_compress.errors import ConfigError
 from ms_compress.settings import nearest
+from ms_compress.tuning_options import Divergence
 
 __all__ = ["Divergence", "distillation_loss"]
 
-Divergence = Literal["forward", "reverse", "skewed"]
 KINDS = ("forward", "reverse", "skewed")
 NONE = -1e30
 """A logit of probability 0 in float32, whose logarithm is finite."""

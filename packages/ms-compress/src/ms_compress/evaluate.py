@@ -11,50 +11,20 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from attrs import Attribute, Factory, field, frozen
+from attrs import Factory, frozen
 from torch import Tensor
 
-from ms_compress.corpus import rows
+from ms_compress.corpus import held_out
 from ms_compress.errors import ConfigError, DataError
+from ms_compress.evaluation import Evaluation
 from ms_compress.footprint import Footprint, footprint
 from ms_compress.report import Report, Result
 from ms_compress.runtimes import Runtime, open_runtime
-from ms_compress.settings import text, whole
 from ms_compress.text_loss import perplexity
 
 __all__ = ["Evaluation", "evaluate"]
 
-Folders = str | Sequence[str]
 Progress = Callable[[int, int, str], object]
-
-
-def _models(instance: object, attribute: "Attribute[object]", value: object) -> None:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{attribute.name} is {value!r}; give a table of folders by name")
-    for name, folders in value.items():
-        many = [folders] if isinstance(folders, str | Path) else folders
-        if not isinstance(many, list | tuple) or not many:
-            raise ConfigError(f"{attribute.name}: {name!r} is {folders!r}; give folders")
-
-
-@frozen(kw_only=True)
-class Evaluation:
-    """What is measured, and on which text."""
-
-    baseline: str = field(validator=text())
-    """Folder of the plain model, which torch runs in float32."""
-    models: Mapping[str, Folders] = field(validator=_models)
-    """A folder, or several for several runtimes, by the name of how it was made."""
-    data: str = field(validator=text())
-    """Folder of ms-data's shards with a held-out split."""
-    title: str = field(default="What compression costs and gives", validator=text())
-    sequence_length: int = field(default=256, validator=whole())
-    sequences: int = field(default=32, validator=whole())
-    """Held-out rows that the perplexity is taken over."""
-    prefill_tokens: int = field(default=128, validator=whole())
-    decode_tokens: int = field(default=32, validator=whole())
-    rounds: int = field(default=5, validator=whole())
-    threads: int = field(default=1, validator=whole(most=1024))
 
 
 @frozen(kw_only=True)
@@ -77,25 +47,25 @@ def evaluate(evaluation: Evaluation, *, progress: Progress | None = None) -> Rep
         ExportError: a folder cannot be read, or its runtime is not installed.
         DataError: the text cannot be used.
     """
-    held_out = rows(
-        evaluation.data,
-        split="held_out",
+    text = held_out(
+        evaluation.dataset,
         sequence_length=evaluation.sequence_length,
         count=evaluation.sequences,
+        chat=evaluation.baseline,
     )
     named = _folders(evaluation)
     for _, facts in named:
-        _check(facts, held_out["tokens"], evaluation)
+        _check(facts, text["tokens"], evaluation)
     with _threads(evaluation.threads):
         opened = [_open(name, facts, evaluation.threads) for name, facts in named]
         values = [
-            _perplexity(one, held_out, _share(progress, one, i, len(opened)))
+            _perplexity(one, text, _share(progress, one, i, len(opened)))
             for i, one in enumerate(opened)
         ]
-        _time(opened, held_out["tokens"], evaluation)
+        _time(opened, text["tokens"], evaluation)
     return Report(
         title=evaluation.title,
-        held_out_tokens=int((held_out["targets"] >= 0).sum()),
+        held_out_tokens=int((text["targets"] >= 0).sum()),
         sequence_length=evaluation.sequence_length,
         prefill_tokens=evaluation.prefill_tokens,
         decode_tokens=evaluation.decode_tokens,
@@ -125,7 +95,7 @@ def _check(facts: Footprint, tokens: Tensor, evaluation: Evaluation) -> None:
     """Refuse a text that the model of a folder cannot read."""
     if facts.vocabulary is not None and int(tokens.max()) >= facts.vocabulary:
         raise DataError(
-            f"{evaluation.data}: the text has token {int(tokens.max())}, and {facts.folder} a"
+            f"{evaluation.dataset}: the text has token {int(tokens.max())}, and {facts.folder} a"
             f" vocabulary of {facts.vocabulary}; give text of the model's own tokenizer"
         )
     lengths = {
@@ -160,11 +130,11 @@ def _share(
 
 def _perplexity(
     one: _Opened,
-    held_out: Mapping[str, Tensor],
+    text: Mapping[str, Tensor],
     progress: Callable[[int, int], object] | None,
 ) -> float:
     try:
-        return perplexity(one.runtime, held_out, progress=progress)
+        return perplexity(one.runtime, text, progress=progress)
     except DataError as error:
         raise DataError(f"{one.facts.folder}: {error}") from error
 

@@ -178,7 +178,7 @@ def _check_facts(path: Path, held: Mapping[str, str], now: Mapping[str, str]) ->
 
 def _change(name: str, before: str | None, now: str | None) -> str:
     if any(fact is not None and fact.startswith(DIGEST) for fact in (before, now)):
-        return f"{name} is another"
+        return f"{name} changed"
     return f"{name} is {now or 'not given'}, was {before or 'not given'}"
 
 

@@ -4,13 +4,14 @@ Shapes: N rows, K features.
 """
 
 import re
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
 from attrs import frozen
-from torch import Tensor
 
 from ms_compress.errors import ConfigError, LayerError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["NOfM", "Pattern", "Unstructured", "pattern"]
 
@@ -23,7 +24,7 @@ class Pattern(Protocol):
         """Share of weights that are pruned."""
         ...
 
-    def keep(self, scores: Tensor, sparsity: float | None = None) -> Tensor:
+    def keep(self, scores: "Tensor", sparsity: float | None = None) -> "Tensor":
         """(N, K) bool, True for weights that are kept.
 
         Args:
@@ -49,12 +50,12 @@ class Unstructured:
         if not 0.0 <= self.sparsity < 1.0:
             raise ConfigError(f"sparsity is {self.sparsity}; give a share from 0, below 1")
 
-    def keep(self, scores: Tensor, sparsity: float | None = None) -> Tensor:
+    def keep(self, scores: "Tensor", sparsity: float | None = None) -> "Tensor":
         """(N, K) bool; exactly round(share · count) weights go."""
         share = self.sparsity if sparsity is None else sparsity
         rows = scores if self.by_row else scores.reshape(1, -1)
         count = round(share * rows.shape[1])
-        kept = torch.ones_like(rows, dtype=torch.bool)
+        kept = rows.new_ones(rows.shape).bool()
         if count:
             kept.scatter_(1, rows.topk(count, dim=1, largest=False).indices, False)
         return kept.view(scores.shape)
@@ -79,11 +80,11 @@ class NOfM:
         """1 - N / M."""
         return 1 - self.kept / self.of
 
-    def keep(self, scores: Tensor, sparsity: float | None = None) -> Tensor:
+    def keep(self, scores: "Tensor", sparsity: float | None = None) -> "Tensor":
         """(N, K) bool; of a lesser share, the groups that lose least by it are pruned first."""
         groups = scores.reshape(-1, self.of)
         gone = groups.topk(self.of - self.kept, dim=1, largest=False).indices
-        kept = torch.ones_like(groups, dtype=torch.bool).scatter_(1, gone, False)
+        kept = groups.new_ones(groups.shape).bool().scatter_(1, gone, False)
         if sparsity is not None and sparsity < self.sparsity:
             count = round(len(groups) * sparsity / self.sparsity)
             loss = groups.masked_fill(kept, 0).sum(1)

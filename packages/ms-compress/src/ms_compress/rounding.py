@@ -12,7 +12,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
-from ms_compress.schemes import DTYPES, Activations, Rounding, Scheme
+from ms_compress.schemes import Activations, Rounding, Scheme
 
 __all__ = [
     "Quantised",
@@ -165,7 +165,7 @@ def round_activations(x: Tensor, how: Activations, largest: Reduce | None = None
     else:
         scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
         torch.div(wide, scale, out=out).clamp_(how.low, how.high).round_()
-    scale = _held_in(scale, DTYPES[how.scale_dtype])
+    scale = _held_in(scale, getattr(torch, how.scale_dtype))
     return _cast(out.mul_(scale).view(x.shape), x.dtype)
 
 

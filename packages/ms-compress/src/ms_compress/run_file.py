@@ -13,11 +13,14 @@ from attrs import Attribute, fields
 
 from ms_compress.errors import CompressError, ConfigError
 from ms_compress.settings import nearest
+from ms_compress.untrusted import read_toml
 
 __all__ = ["build", "read_settings"]
 
 T = TypeVar("T")
 NOT_IN_FILES = {"on_event"}
+RENAMED = {"data": "dataset", "out": "output_dir"}
+"""Keys that are not known any more."""
 
 
 def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -30,12 +33,7 @@ def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
     Raises:
         ConfigError: the file cannot be read, or an override is not one.
     """
-    try:
-        settings = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
+    settings = read_toml(path, error=ConfigError)
     for override in overrides:
         _override(settings, override)
     return settings
@@ -55,7 +53,9 @@ def build(kind: type[T], settings: Mapping[str, Any], *, where: str) -> T:
     known = {each.alias: each for each in fields(cast(Any, kind)) if each.init}
     for key in settings:
         if key not in known or key in NOT_IN_FILES:
+            new = RENAMED.get(key)
             remedy = nearest(key, known.keys() - NOT_IN_FILES)
+            remedy = f"it is called {new!r} now" if new in known else remedy
             raise ConfigError(f"{where}: unknown key {key!r}; {remedy}")
     values = {key: _value_of(known[key], value, where) for key, value in settings.items()}
     try:
@@ -102,5 +102,7 @@ def _override(settings: dict[str, Any], text: str) -> None:
 def _parse(text: str) -> object:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except RecursionError as error:
+        raise ConfigError(f"--set {text[:40]}...: nested too deeply to be read") from error
+    except ValueError:  # as TOML has numbers of any length, and Python has not
         return text

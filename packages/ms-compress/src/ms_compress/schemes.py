@@ -11,20 +11,22 @@ target computes. A weight is ``code * scale`` with a whole code from `low` to `h
 """
 
 import re
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from attrs import evolve, field, frozen, validators
 
 from ms_compress.errors import SchemeError
 from ms_compress.settings import nearest
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["NAMES", "Activations", "Rounding", "Scheme", "scheme"]
 
 Rounding = Literal["away", "even", "up"]
 """A half goes away from zero, to the even neighbour, or (as floor(v + ½) does) up."""
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = ("float16", "bfloat16", "float32")
 GROUPS = {"gguf": (32,), "ort": (16, 32, 64, 128, 256)}
 """What a block of llama.cpp holds, and MatMulNBits takes; compressed-tensors takes any."""
 
@@ -97,9 +99,12 @@ class Scheme:
         return self.low if self.signed_peak else (self.high - self.low) / 2
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> "torch.dtype":
         """In which scales are stored."""
-        return DTYPES[self.scale_dtype]
+        import torch  # not at the top: settings name schemes, and reading them shall be fast
+
+        found: torch.dtype = getattr(torch, self.scale_dtype)
+        return found
 
     def group_of(self, features: int) -> int:
         """Weights that share a scale in rows of so many."""

@@ -1,6 +1,7 @@
 """Checks that a setting passes when it is built; each failure is one clear line."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -12,6 +13,7 @@ from ms_compress.errors import ConfigError
 __all__ = ["flag", "nearest", "number", "one_of", "text", "whole"]
 
 Check = Callable[[Any, "Attribute[Any]", Any], None]
+SHOWN_CHARACTERS = 80
 MOST = 2**63 - 1
 """That 64 bits hold."""
 
@@ -26,7 +28,8 @@ def whole(*, least: int = 1, most: int = MOST, optional: bool = False) -> Check:
             told = most < MOST or (isinstance(value, int) and value > most)
             upper = f" and at most {most}" if told else ""
             raise ConfigError(
-                f"{attribute.name} is {value!r}; give a whole number of at least {least}{upper}"
+                f"{attribute.name} is {shown(value)}; give a whole number of at least"
+                f" {least}{upper}"
             )
 
     return check
@@ -43,7 +46,7 @@ def number(
         fits = (
             isinstance(value, int | float)
             and not isinstance(value, bool)
-            and math.isfinite(value)
+            and abs(value) <= sys.float_info.max  # whole numbers may be larger than any float
             and least <= value <= most
             and value < below
         )
@@ -52,7 +55,7 @@ def number(
             upper = f" up to, not including, {below:g}" if below < math.inf else upper
             more = "" if upper else " or more"
             raise ConfigError(
-                f"{attribute.name} is {value!r}; give a number from {least:g}{upper}{more}"
+                f"{attribute.name} is {shown(value)}; give a number from {least:g}{upper}{more}"
             )
 
     return check
@@ -63,7 +66,7 @@ def one_of(*choices: str) -> Check:
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         if value not in choices:
-            raise ConfigError(f"{attribute.name} is {value!r}; {nearest(str(value), choices)}")
+            raise ConfigError(f"{attribute.name} is {shown(value)}; {nearest(str(value), choices)}")
 
     return check
 
@@ -73,15 +76,24 @@ def text(*, optional: bool = False) -> Check:
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         if not (isinstance(value, str) or (optional and value is None)):
-            raise ConfigError(f"{attribute.name} is {value!r}; give a text")
+            raise ConfigError(f"{attribute.name} is {shown(value)}; give a text")
 
     return check
+
+
+def shown(value: object) -> str:
+    """A value in a message: not endless, though it is a number of thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes out no more than 4,300 digits
+        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else "a value"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def flag(instance: object, attribute: "Attribute[Any]", value: object) -> None:
     """True or false."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{attribute.name} is {value!r}; give true or false")
+        raise ConfigError(f"{attribute.name} is {shown(value)}; give true or false")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -3,63 +3,27 @@
 Larger models train under any loop or engine; a prepared model is an ordinary one.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-from attrs import field, frozen
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ms_compress.distil import Divergence, distillation_loss
+from ms_compress.distil import distillation_loss
 from ms_compress.errors import ConfigError, DataError, DivergedError
 from ms_compress.hidden_states import HiddenStates
 from ms_compress.kept_training import KeptTraining, facts_of
 from ms_compress.layers import FACTOR
 from ms_compress.logits import next_token_logits
-from ms_compress.settings import number, one_of, whole
+from ms_compress.tuning_options import Tuning
 
 __all__ = ["Tuning", "tune"]
 
 IGNORED = -100
 BATCH = ("tokens", "targets", "weights")
 """What training reads of a batch."""
-
-
-@frozen(kw_only=True)
-class Tuning:
-    """How a model is trained on after it was compressed."""
-
-    steps: int = field(default=100, validator=whole())
-    batch_size: int = field(default=8, validator=whole())
-    sequence_length: int = field(default=256, validator=whole(least=2))
-    learning_rate: float = field(default=1e-4, validator=number())
-    """The highest; a straight warm-up over a tenth of the steps, then a cosine to zero."""
-    scale_rate: float = field(default=1.0, validator=number())
-    """Learned scales take so many times the learning rate; it is their logarithm that is learned.
-    Over some tens of steps they gain nothing from more: Adam's first steps are whole ones."""
-    weight_decay: float = field(default=0.0, validator=number())
-    max_grad_norm: float = field(default=1.0, validator=number(least=1e-12))
-    seed: int = field(default=0, validator=whole(least=0))
-    divergence: Divergence = field(
-        default="forward", validator=one_of("forward", "reverse", "skewed")
-    )
-    """From the teacher, where there is one."""
-    distil_weight: float = field(default=1.0, validator=number(most=1.0))
-    """Share of the divergence in the loss; the rest is that of the text."""
-    hidden_weight: float = field(default=0.0, validator=number())
-    """Beside a teacher, so many times `hidden_distance` is added to the loss: the layers' outputs
-    are to be the teacher's too. For a model in few bits, 20 was better than none."""
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step, from 0."""
-        warmup = max(1, self.steps // 10)
-        if step < warmup:
-            return self.learning_rate * (step + 1) / warmup
-        passed = (step - warmup) / max(1, self.steps - warmup)
-        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * passed))
 
 
 def tune(

@@ -1,13 +1,55 @@
-"""What `ms-compress` can do, one file a command; each is a skin over public functions."""
+"""What `ms-compress` can do: its commands and their settings, which need no torch to be named."""
 
-from ms_compress.commands.command import Command
-from ms_compress.commands.distill import DISTILL
-from ms_compress.commands.evaluate import EVALUATE
-from ms_compress.commands.prune import PRUNE
-from ms_compress.commands.qat import QAT
-from ms_compress.commands.quantize import EXPORT, QUANTIZE
+from ms_compress.commands.command import Command, Outcome
+from ms_compress.commands.options import DistillRun, EvaluateRun, PruneRun, QatRun, QuantizeRun
 
-__all__ = ["COMMANDS", "Command"]
+__all__ = ["COMMANDS", "Command", "Outcome"]
 
-COMMANDS: tuple[Command, ...] = (QAT, PRUNE, DISTILL, QUANTIZE, EXPORT, EVALUATE)
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        name="qat",
+        help="train a model as its target will compute, and export it",
+        example="ms-compress qat RUN.toml --set scheme=gguf.q4_0 --set tuning.steps=200",
+        options=QatRun,
+        job="qat",
+        flags=("verify",),
+    ),
+    Command(
+        name="prune",
+        help="prune a model by magnitude or Wanda, train on, and save it",
+        example="ms-compress prune RUN.toml --set pattern=2:4 --set method=wanda",
+        options=PruneRun,
+        job="prune",
+    ),
+    Command(
+        name="distill",
+        help="cut a student from a teacher and train it on the teacher's logits",
+        example="ms-compress distill RUN.toml --set layers=3 --set tuning.steps=500",
+        options=DistillRun,
+        job="distill",
+    ),
+    Command(
+        name="quantize",
+        help="round a trained model to nearest or by GPTQ, and export it",
+        example="ms-compress quantize RUN.toml --set method=gptq --set scheme=ct.int4_g32",
+        options=QuantizeRun,
+        job="quantize",
+        flags=("verify",),
+    ),
+    Command(
+        name="export",
+        help="write a trained model for a target, rounded to nearest; --verify checks it",
+        example="ms-compress export RUN.toml --set scheme=ort.matmulnbits --verify",
+        options=QuantizeRun,
+        job="quantize",
+        flags=("verify",),
+    ),
+    Command(
+        name="evaluate",
+        help="measure exported folders in their runtimes; write a table and a page with plots",
+        example="ms-compress evaluate RUN.toml --set output_dir=report",
+        options=EvaluateRun,
+        job="evaluate",
+    ),
+)
 """In the order in which `--help` lists them."""

@@ -1,11 +1,21 @@
-"""A command: a name, what `--help` says, and what it does with the settings of a run file."""
+"""A command: a name, what `--help` says, its settings, and the job that is done with them."""
 
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
-__all__ = ["Command"]
+__all__ = ["Command", "Outcome"]
+
+
+@frozen(kw_only=True)
+class Outcome:
+    """What a command has to say when it is done."""
+
+    lines: tuple[str, ...]
+    """For people."""
+    facts: dict[str, Any]
+    """For `--json`, which prints them as one document."""
 
 
 @frozen(kw_only=True)
@@ -16,7 +26,15 @@ class Command:
     help: str
     """One line."""
     example: str
-    run: Callable[[dict[str, Any], str], int]
-    """Takes settings and the file's name, for messages; returns the exit code, 0 or 1."""
-    flags: tuple[str, ...] = ()
+    options: type
+    """The attrs class of its settings."""
+    job: str
+    """The module of `ms_compress.jobs` that does it; imported, with torch, when it is done."""
+    flags: tuple[str, ...] = field(default=())
     """Settings that an option of this name makes true."""
+
+    def run(self, options: Any) -> Outcome:
+        """Do the job."""
+        job = import_module(f"ms_compress.jobs.{self.job}")
+        outcome: Outcome = job.run(options)
+        return outcome

@@ -25,6 +25,8 @@ SPLITS = {
     (LLAMA_3.replace("\\p{N}{1,3}", "\\p{N}"), False): "qwen2",
 }
 """Names that llama.cpp has for the regular expression of a pre-tokenizer, and `ignore_merges`."""
+NO_MERGES = ["\u0120 \u0120"]
+"""llama.cpp wants one at least; what two spaces would be merged to is no token."""
 ENDS = ("eos", "eot", "eom")
 """The keys under which llama.cpp takes tokens that end a text."""
 
@@ -49,7 +51,8 @@ def add_tokenizer(
     _add_tokens(writer, gguf, files, vocabulary)
     writer.add_tokenizer_pre(_split(files))
     merges = document["model"].get("merges") or []
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+    pairs = [m if isinstance(m, str) else " ".join(m) for m in merges]
+    writer.add_token_merges(pairs or NO_MERGES)
     _add_ends(writer, ends)
     first, last = _added_around(files)
     writer.add_add_bos_token(ends.begin is not None and first == ends.begin)
@@ -74,7 +77,7 @@ def add_placeholders(writer: Any, gguf: Any, ends: TextEnds, vocabulary: int) ->
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([f"[{number}]" for number in range(vocabulary)])
     writer.add_token_types([gguf.TokenType.NORMAL] * vocabulary)
-    writer.add_token_merges([])
+    writer.add_token_merges(NO_MERGES)
     _add_ends(writer, ends)
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)

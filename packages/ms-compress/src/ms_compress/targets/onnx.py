@@ -1,7 +1,7 @@
 """ONNX files for onnxruntime: MatMulNBits, and the fused operators that its decoders are made of.
 
 Inputs are those that onnxruntime-genai gives a decoder: `input_ids` (B, S), `attention_mask`
-(B, P + S), and `past_key_values.N.key` and `.value` (B, heads, P, D); outputs are `logits` and
+(B, P + S), 0 where a row is filled up, on whichever side, and `past_key_values.N.key` and `.value` (B, heads, P, D); outputs are `logits` and
 `present.N.key` and `.value`. Sources: onnxruntime's ContribOperators.md.
 """
 
@@ -25,6 +25,16 @@ FILE = "model.onnx"
 OPSET = 21
 IR = 10
 CONTRIB = "com.microsoft"
+HEADS_OF = 16
+"""onnxruntime rotates heads of a multiple of so many features."""
+MASKED = -1e9
+"""Added to the score of a key that does not count."""
+ON_EITHER_SIDE = "attention_mask is 0 where a row is filled up, on the left or on the right"
+ON_THE_LEFT = (
+    "attention_mask is 0 where a row is filled up, on the left; windows count filled places, so a row"
+    " that was filled on the right is not to be continued"
+)
+"""What the file says of itself under `padding`."""
 CONTRIBUTED = ("GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits")
 
 
@@ -51,8 +61,13 @@ def check(source: Source) -> None:
         LayerError: one of its tensors.
     """
     library()
-    decoder_config(source.config, "ONNX")
+    config = decoder_config(source.config, "ONNX")
     check_names(source.entries, "ONNX")
+    if config.head_width % HEADS_OF:
+        raise ExportError(
+            f"ONNX: head_dim is {config.head_width}, and onnxruntime's GroupQueryAttention takes"
+            f" multiples of {HEADS_OF}; choose a ct or gguf scheme"
+        )
 
 
 def write(source: Source, folder: Path, accuracy_level: int = 1) -> None:
@@ -75,6 +90,8 @@ def write(source: Source, folder: Path, accuracy_level: int = 1) -> None:
         location=FILE + ".data",
         size_threshold=1024,
     )
+    # The library makes it for its owner alone; the mode of the model is what the umask leaves.
+    (folder / (FILE + ".data")).chmod((folder / FILE).stat().st_mode)
     text = json.dumps(source.config, indent=2, sort_keys=True).encode() + b"\n"
     write_synced(folder / "config.json", text)
 
@@ -138,16 +155,46 @@ class Graph:
         return name
 
     def _positions(self) -> None:
-        """Lengths, and the rotary tables."""
-        config, kind = self.config, self.onnx.TensorProto.INT32
+        """Lengths, each token's position, which keys count, and the rotary tables.
+
+        Keys of a row lie where its tokens do, filled places too: where these are is told by the
+        mask alone, on the left, on the right or between a prompt and what follows it.
+        """
+        config, kinds = self.config, self.onnx.TensorProto
+        self._constant("zero", np.array([0], dtype=np.int64))
         self._constant("one", np.array([1], dtype=np.int64))
-        self._node("ReduceSum", ["attention_mask", "one"], "length", keepdims=0)
-        self._node("Sub", ["length", "one"], "last")
-        self._node("Cast", ["last"], "seqlens_k", to=kind)
-        self._node("Shape", ["attention_mask"], "mask_shape", start=1, end=2)
+        self._constant("end", np.array([2**62], dtype=np.int64))
         self._constant("scalar", np.array([], dtype=np.int64))
-        self._node("Reshape", ["mask_shape", "scalar"], "mask_length")
-        self._node("Cast", ["mask_length"], "total_sequence_length", to=kind)
+        self._node("Shape", ["attention_mask"], "rows", start=0, end=1)
+        self._node("Shape", ["attention_mask"], "total", start=1, end=2)
+        self._node("Shape", ["input_ids"], "sequence", start=1, end=2)
+        self._node("Reshape", ["total", "scalar"], "mask_length")
+        self._node("Cast", ["mask_length"], "total_sequence_length", to=kinds.INT32)
+        self._node("Sub", ["total", "one"], "last")
+        self._node("Expand", ["last", "rows"], "last_of_rows")
+        self._node("Cast", ["last_of_rows"], "seqlens_k", to=kinds.INT32)
+        # onnxruntime takes a prompt's positions to be its places, so filled places on the left count
+        # as tokens do, which moves all of a row alike; those after a token do not.
+        self._node("Shape", ["attention_mask"], "mask_shape")
+        self._node("Expand", ["one", "mask_shape"], "ones")
+        self._node("CumSum", ["ones", "one"], "places")
+        self._node("CumSum", ["attention_mask", "one"], "tokens_so_far")
+        self._node("Equal", ["attention_mask", "zero"], "is_filled")
+        self._node("Greater", ["tokens_so_far", "zero"], "is_after_a_token")
+        self._node("And", ["is_filled", "is_after_a_token"], "is_skipped")
+        self._node("Cast", ["is_skipped"], "skipped", to=kinds.INT64)
+        self._node("CumSum", ["skipped", "one"], "skipped_so_far")
+        self._node("Sub", ["places", "skipped_so_far"], "numbers")
+        self._node("Sub", ["numbers", "one"], "all_positions")
+        self._node("Neg", ["sequence"], "first")
+        self._node("Slice", ["all_positions", "first", "end", "one"], "position_ids")
+        self._constant("none", np.array(MASKED, dtype=np.float32))
+        self._constant("nothing", np.array(0, dtype=np.float32))
+        self._node("Where", ["is_filled", "none", "nothing"], "bias_of_keys")
+        self._constant("bias_axes", np.array([1, 2], dtype=np.int64))
+        self._node("Unsqueeze", ["bias_of_keys", "bias_axes"], "bias_of_row")
+        self._node("Concat", ["rows", "one", "sequence", "total"], "bias_shape", axis=0)
+        self._node("Expand", ["bias_of_row", "bias_shape"], "attention_bias")
         half = torch.arange(0, config.head_width, 2, dtype=torch.float32) / config.head_width
         frequencies = 1.0 / config.theta**half
         if config.frequency_divisors is not None:
@@ -250,7 +297,7 @@ class Graph:
         lengths = ["seqlens_k", "total_sequence_length", "cos_cache", "sin_cache"]
         out = self._node(
             "GroupQueryAttention",
-            [q, k, v, *past, *lengths],
+            [q, k, v, *past, *lengths, "position_ids", "attention_bias"],
             [f"{prefix}.heads", f"present.{layer}.key", f"present.{layer}.value"],
             num_heads=config.heads,
             kv_num_heads=config.key_heads,
@@ -286,6 +333,9 @@ class Graph:
                     place.append(value(name, kinds.FLOAT, shape))
         graph = helper.make_graph(self.nodes, "decoder", inputs, outputs, self.constants)
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
-        return helper.make_model(
+        model = helper.make_model(
             graph, opset_imports=opsets, ir_version=IR, producer_name="ms-compress"
         )
+        slides = any(window is not None for window in config.windows)
+        helper.set_model_props(model, {"padding": ON_THE_LEFT if slides else ON_EITHER_SIDE})
+        return model

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ms_compress.place_lock import new_folder
 from ms_compress.tokenizer_files import read_tokenizer, text_ends, without_tokenizer
 from ms_compress.untrusted import read_json
 
-__all__ = ["check_finite", "digest", "load", "save"]
+__all__ = ["check_finite", "digest", "digest_of_file", "load", "save"]
 
 CONTENTS = (".json", ".safetensors", ".bin")
 """Files of a folder that its model follows from."""
@@ -56,22 +57,28 @@ def _load_with_transformers(path: Path) -> nn.Module:
 
 def digest(folder: Path) -> str:
     """Of what a model's folder holds: another one after any change to it."""
-    whole = hashlib.blake2b()
+    whole = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.iterdir()):
-        if path.suffix in CONTENTS:
-            with path.open("rb") as file:
-                held = hashlib.file_digest(file, hashlib.blake2b).digest()
-            whole.update(path.name.encode() + b"\0" + held)
+        if path.suffix in CONTENTS and path.is_file():
+            whole.update(path.name.encode() + b"\0" + digest_of_file(path).encode() + b"\0")
     return DIGEST + whole.hexdigest()
 
 
-def save(model: nn.Module, folder: Path, *, beside: Path) -> None:
+def digest_of_file(path: Path) -> str:
+    """Of a file's bytes."""
+    with path.open("rb") as file:
+        whole = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+    return DIGEST + whole.hexdigest()
+
+
+def save(model: nn.Module, folder: Path, *, beside: Path, last: Callable[[Path], object]) -> None:
     """Write a model's stored weights as a Hugging Face folder, whole or not at all.
 
     Args:
         model: of ms-parallel or transformers.
         folder: must not exist.
         beside: the folder of the model that it was made from, whose tokenizer goes with it.
+        last: is given the folder once all else is in it, before it has its name.
 
     Raises:
         ExportError: the folder exists or cannot be written, or a value is NaN or infinite.
@@ -85,6 +92,7 @@ def save(model: nn.Module, folder: Path, *, beside: Path) -> None:
 
             ms_parallel.save_model(model, aside)  # type: ignore[arg-type]
         _write_beside(aside, beside)
+        last(aside)
 
 
 def check_finite(model: nn.Module, *, failed: bool = False) -> None:

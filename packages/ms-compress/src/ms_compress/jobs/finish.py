@@ -1,16 +1,20 @@
 """What commands do last, export a model, and what they ask before: whether it can be done."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
-from ms_compress.commands.run_options import ModelRun, SchemeRun
+from ms_compress.commands.command import Outcome
+from ms_compress.commands.options import ModelRun, SchemeRun
 from ms_compress.corpus import read_batch, read_tokens
-from ms_compress.deploy import check_export, export
+from ms_compress.deploy import check_export, write_export
 from ms_compress.errors import ConfigError, DataError, ExportError
+from ms_compress.jobs.output import Output
 
-__all__ = ["calibration_of", "check", "finish", "text_of"]
+__all__ = ["calibration_of", "check", "finish", "text_of", "training_of"]
 
 RUNTIMES = {
     "ct": (("transformers", "compressed_tensors"), "ct"),
@@ -79,21 +83,47 @@ def check(model: nn.Module, options: SchemeRun) -> None:
             " verify out"
         )
     tokenizer = _tokenizer(options)
+    check_export(model, options.scheme, tokenizer=tokenizer)
     if options.scheme.target == "gguf" and tokenizer is None:
         raise ExportError(
             f"{options.model} has no tokenizer.json, and llama.cpp reads no text without one;"
             " give it as tokenizer"
         )
-    check_export(model, options.scheme, tokenizer=tokenizer)
 
 
-def finish(model: nn.Module, options: SchemeRun) -> int:
-    """Export, and print where."""
-    folder = export(model, options.output_dir, verify=options.verify, tokenizer=_tokenizer(options))
+def finish(
+    model: nn.Module, options: SchemeRun, place: Output, losses: Sequence[float] = ()
+) -> Outcome:
+    """Export, and say where."""
+    folder = write_export(
+        model,
+        options.output_dir,
+        verify=options.verify,
+        tokenizer=_tokenizer(options),
+        last=place.seal,
+    )
+    place.end()
     size = sum(path.stat().st_size for path in folder.iterdir())
     checked = ", verified in its runtime" if options.verify else ""
-    print(f"{folder}: {options.scheme}, {size / 1e6:.2f} MB{checked}")
-    return 0
+    told, facts = training_of(losses)
+    return Outcome(
+        lines=(*told, f"{folder}: {options.scheme}, {size / 1e6:.2f} MB{checked}"),
+        facts={
+            "folder": str(folder),
+            "scheme": str(options.scheme),
+            "size_bytes": size,
+            "verified": options.verify,
+            **facts,
+        },
+    )
+
+
+def training_of(losses: Sequence[float]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """What is said of a training: for people, and as facts."""
+    if not losses:
+        return (), {}
+    line = f"trained {len(losses)} steps: loss {losses[0]:.4f} to {losses[-1]:.4f}"
+    return (line,), {"steps": len(losses), "first_loss": losses[0], "last_loss": losses[-1]}
 
 
 def _tokenizer(options: SchemeRun) -> Path | None:
