@@ -157,6 +157,31 @@ def test_the_line_that_is_said_trains(sets: Path, tmp_path: Path) -> None:
     check_opens(tmp_path / "sft" / "model", chats=True)
 
 
+@pytest.mark.slow
+def test_ranks_end_with_a_torchrun_that_is_killed(sets: Path, tmp_path: Path) -> None:
+    """Kill -9 of the launcher: nobody trains on, and the same command finds its folder free."""
+    run = run_file(sets, tmp_path, "sft", steps=5000, checkpoint_every=5)
+    words = ["-m", "ms_align", "sft", str(run), "--set", "layout.data=2"]
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = subprocess.Popen([*line, *words], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        if (tmp_path / "sft" / "events.jsonl").exists() and events(tmp_path / "sft", "checkpoint"):
+            break
+        time.sleep(0.05)
+    ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    assert len(ranks) == 2
+    launcher.kill()
+    launcher.wait()
+    until = time.monotonic() + 5
+    while time.monotonic() < until and any(Path("/proc", rank).exists() for rank in ranks):
+        time.sleep(0.05)
+    assert not any(Path("/proc", rank).exists() for rank in ranks)
+    last = max(event["step"] for event in events(tmp_path / "sft", "checkpoint"))
+    again = [*line, *words, "--set", f"steps={last + 5}"]
+    subprocess.run(again, env=ENVIRONMENT, check=True, timeout=200, stdout=subprocess.DEVNULL)
+
+
 HOSTILE = {
     "deep": b"a = " + b"[" * 50_000 + b"]" * 50_000,
     "no utf-8": b'model = "\xff\xfe"',
