@@ -71,7 +71,7 @@ class HuggingFaceTokenizer:
             )
         if isinstance(template, str) and importlib.util.find_spec("ms_data"):
             if self._template is None:
-                from ms_data.chat import ChatTemplate
+                from ms_data import ChatTemplate
 
                 special = self.tokenizer.special_tokens_map
                 self._template = ChatTemplate(template, special_tokens=special)
