@@ -135,7 +135,7 @@ def test_what_peft_writes_we_read(tmp_path: Path, rslora: bool) -> None:
         ({"use_dora": True}, "use_dora=True, which is not supported"),
         ({"bias": "all"}, "bias='all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"r": "many"}, "no LoRA configuration"),
+        ({"r": "many"}, "as a LoRA configuration of peft"),
         ({"target_modules": ["q_proj"]}, "its target_modules leave out"),
         ({"target_modules": ["q_proj", "another"]}, "its target_modules leave out"),
         ({"r": 5}, r"has shape .* r=5"),

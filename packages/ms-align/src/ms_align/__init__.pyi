@@ -7,9 +7,12 @@ from .errors import (
     ConfigError,
     DamageError,
     DataError,
+    FolderError,
     ModelError,
+    NonFiniteError,
     NothingToLearnError,
     RewardError,
+    WriteError,
 )
 from .generation import Generator, LocalGenerator, Responses
 from .local import LocalEngine
@@ -40,6 +43,7 @@ __all__ = [
     "DamageError",
     "DataError",
     "ExactMatch",
+    "FolderError",
     "GRPOTrainer",
     "Generator",
     "Limits",
@@ -47,6 +51,7 @@ __all__ = [
     "LocalGenerator",
     "LoraOptions",
     "ModelError",
+    "NonFiniteError",
     "NothingToLearnError",
     "Numeric",
     "PPOTrainer",
@@ -65,6 +70,7 @@ __all__ = [
     "Sample",
     "Sampling",
     "TaskOptions",
+    "WriteError",
     "__version__",
     "add_lora",
     "gae",

@@ -7,6 +7,7 @@ The folder is written as `step-*.partial`, synced, and renamed when every proces
 leaves the ones before it whole. Nothing is unpickled; every byte is covered by a checksum.
 """
 
+import hashlib
 import shutil
 import zlib
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from ms_align import processes
 from ms_align.durable import publish, sync_folder, write_synced, writing
 from ms_align.errors import CheckpointError, DamageError
+from ms_align.untrusted import read_json
 
 __all__ = ["State", "complete_steps", "incomplete", "keep_last", "read", "step_folder", "write"]
 
@@ -48,12 +50,15 @@ class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     crc32: Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
-class _Manifest(Struct, frozen=True, kw_only=True, tag="ms-align.checkpoint.1"):
+class _Manifest(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ms-align.checkpoint.2"
+):
     step: Annotated[int, Meta(ge=0)]
     processes: Annotated[int, Meta(ge=1)]
     files: tuple[_File, ...]
-    facts_crc32: Annotated[int, Meta(ge=0, lt=1 << 32)]
     facts: dict[str, Any]
+    digest: str = ""
+    """BLAKE2b of all the rest."""
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -159,25 +164,21 @@ def _manifest(folder: Path, step: int, facts: Mapping[str, Any]) -> bytes:
         step=step,
         processes=processes.count(),
         files=tuple(files),
-        facts_crc32=_facts_crc32(facts),
         facts=dict(facts),
     )
-    return msgspec.json.encode(manifest)
+    return msgspec.json.encode(msgspec.structs.replace(manifest, digest=_digest(manifest)))
 
 
-def _facts_crc32(facts: Mapping[str, Any]) -> int:
-    return zlib.crc32(msgspec.json.encode(facts, order="deterministic"))
+def _digest(manifest: _Manifest) -> str:
+    content = msgspec.structs.replace(manifest, digest="")
+    encoded = msgspec.json.encode(content, order="deterministic")
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
 def _read_manifest(path: Path) -> _Manifest:
-    try:
-        if path.stat().st_size > LARGEST_MANIFEST_BYTES:
-            raise DamageError(f"{path} is larger than any manifest")
-        manifest = msgspec.json.decode(path.read_bytes(), type=_Manifest)
-    except OSError as error:
-        raise DamageError(f"{path} cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise DamageError(f"{path} is no manifest: {error}") from error
-    if _facts_crc32(manifest.facts) != manifest.facts_crc32:
-        raise DamageError(f"{path} is damaged: its checksum is not that of its facts")
+    manifest = read_json(path, _Manifest, error=DamageError, limit_bytes=LARGEST_MANIFEST_BYTES)
+    if _digest(manifest) != manifest.digest or path.parent != step_folder(
+        path.parents[1], manifest.step
+    ):
+        raise DamageError(f"{path} is damaged: its checksum is not that of its content")
     return manifest

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ms_align import __version__
 from ms_align.commands.command import COMMANDS, Command
+from ms_align.commands.launch import end_with_launcher
 from ms_align.commands.template import help_of, template_of
 from ms_align.durable import write_file
 from ms_align.entry import DONE, CommandParser, perform
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 (done), 1 (failed), 2 (bad input) or 130 (after Ctrl-C)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser(explains=bool({"-h", "--help"} & set(given))).parse_args(given)
+    end_with_launcher()
     act: Callable[[argparse.Namespace], int] = options.act
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     prog = f"{PROG} (process {os.environ.get('RANK', '0')})" if several else PROG

@@ -13,14 +13,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from ms_align.durable import sync_folder, write_synced, writing
+from ms_align.durable import write_file, writing
 from ms_align.errors import ModelError
+from ms_align.untrusted import decoding, read_bytes, read_json
 
 __all__ = ["AdapterConfig", "read_adapter", "write_adapter"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-LARGEST_CONFIG_BYTES = 1 << 22
+LARGEST_CONFIG_BYTES, LARGEST_WEIGHTS_BYTES = 1 << 22, 1 << 40
 
 Weights = Mapping[str, tuple[Tensor, Tensor]]
 """A (r, I) and B (O, r) by the layer's name in the model."""
@@ -89,11 +90,8 @@ def write_adapter(folder: Path, config: AdapterConfig, weights: Weights) -> None
     document = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in ((WEIGHTS, save(tensors, {"format": "pt"})), (CONFIG, document)):
-            aside = folder / f"{name}.partial"
-            write_synced(aside, content)
-            aside.replace(folder / name)
-        sync_folder(folder)
+    write_file(folder / WEIGHTS, save(tensors, {"format": "pt"}))
+    write_file(folder / CONFIG, document)
 
 
 def read_adapter(folder: Path) -> tuple[AdapterConfig, Weights]:
@@ -103,17 +101,13 @@ def read_adapter(folder: Path) -> tuple[AdapterConfig, Weights]:
         ModelError: a file is missing or damaged, or the adapter needs what is not supported.
     """
     path = folder / CONFIG
-    try:
-        if path.stat().st_size > LARGEST_CONFIG_BYTES:
-            raise ModelError(f"{path} is larger than any adapter's configuration")
-        given = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        _refuse_unsupported(path, given)
+    given = read_json(path, dict[str, Any], error=ModelError, limit_bytes=LARGEST_CONFIG_BYTES)
+    _refuse_unsupported(path, given)
+    with decoding(f"{path}, as a LoRA configuration of peft", error=ModelError):
         config = msgspec.convert(given, AdapterConfig)
-        tensors = load((folder / WEIGHTS).read_bytes())
-    except OSError as error:
-        raise ModelError(f"{folder} holds no adapter in peft's format: {error}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelError(f"{path} is no LoRA configuration of peft: {error}") from error
+    content = read_bytes(folder / WEIGHTS, error=ModelError, limit_bytes=LARGEST_WEIGHTS_BYTES)
+    try:
+        tensors = load(content)
     except SafetensorError as error:
         raise ModelError(f"{folder / WEIGHTS} is damaged: {error}; copy it again") from error
     _check_numbers(path, config)

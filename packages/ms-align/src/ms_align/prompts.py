@@ -4,16 +4,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from attrs import field, frozen
 
 from ms_align.chance import seed_of
 from ms_align.errors import DataError
 from ms_align.tokenizer import Tokenizer
+from ms_align.untrusted import decode_json, decoding, read_bytes
 
 __all__ = ["Prompt", "PromptOrder", "read_prompts"]
 
+LARGEST_FILE_BYTES = 1 << 36
 MOST_TOKENS = 2**31
 """More than any vocabulary has; tokenizers take no greater number."""
 
@@ -77,17 +78,12 @@ def _entries(dataset: str | Path | Iterable[Any], what: str) -> list[Any]:
             raise DataError(f"{what} is {dataset!r}; give a JSON Lines file or a list")
         return list(dataset)
     path = Path(dataset)
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise DataError(f"{what} {path} cannot be read: {error.strerror}") from error
+    lines = read_bytes(path, error=DataError, limit_bytes=LARGEST_FILE_BYTES).splitlines()
     entries = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            try:
-                entries.append(msgspec.json.decode(line))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise DataError(f"{path} line {number} is no JSON: {error}") from error
+            where = f"{path} line {number}"
+            entries.append(decode_json(line, Any, where=where, error=DataError))
     return entries
 
 
@@ -121,14 +117,16 @@ def _tokens(entry: Any, tokenizer: Tokenizer | None, where: str) -> tuple[list[i
                 raise DataError(
                     f"{where} is a chat and the tokenizer has no template; give a Hugging Face one"
                 )
-            return template(entry), str(entry[-1].get("content", ""))
+            with decoding(where, error=DataError):
+                return template(entry), str(entry[-1].get("content", ""))
     if not isinstance(entry, str):
         raise DataError(
             f"{where} is {str(entry)[:40]!r}; give a text, a list of tokens or of messages"
         )
     if tokenizer is None:
         raise DataError(f"{where} is a text and there is no tokenizer; give tokenizer=")
-    tokens = tokenizer.encode(entry)
+    with decoding(where, error=DataError):
+        tokens = tokenizer.encode(entry)
     if not tokens:
         raise DataError(f"{where} has no token; give each prompt at least one")
     return tokens, entry

@@ -14,18 +14,21 @@ __all__ = ["flag", "nearest", "number", "numbers", "one_of", "text", "whole"]
 Check = Callable[[Any, "Attribute[Any]", Any], None]
 
 
-def whole(*, least: int = 1, most: int | None = None, optional: bool = False) -> Check:
+LARGEST = (1 << 63) - 1
+"""Of whole numbers; what counts in torch takes no greater one."""
+
+
+def whole(*, least: int = 1, most: int = LARGEST, optional: bool = False) -> Check:
     """A whole number of at least `least`, at most `most`; None too if `optional`."""
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         if optional and value is None:
             return
         fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        if not fits or (most is not None and value > most):  # type: ignore[operator]
-            limit = "" if most is None else f" and at most {most}"
-            raise ConfigError(
-                f"{attribute.name} is {value!r}; give a whole number of at least {least}{limit}"
-            )
+        if not fits or value > most:  # type: ignore[operator]
+            limit = "" if most == LARGEST and not fits else f" and at most {most}"
+            given = f"{attribute.name} is {_shown(value)}"
+            raise ConfigError(f"{given}; give a whole number of at least {least}{limit}")
 
     return check
 
@@ -41,7 +44,7 @@ def number(
         fits = (
             isinstance(value, int | float)
             and not isinstance(value, bool)
-            and math.isfinite(value)
+            and _is_finite(value)
             and least <= value <= most
             and value < below
         )
@@ -50,7 +53,7 @@ def number(
             upper = f" up to, not including, {below:g}" if below < math.inf else upper
             more = "" if upper else " or more"
             raise ConfigError(
-                f"{attribute.name} is {value!r}; give a number from {least:g}{upper}{more}"
+                f"{attribute.name} is {_shown(value)}; give a number from {least:g}{upper}{more}"
             )
 
     return check
@@ -63,13 +66,32 @@ def numbers(*, optional: bool = False) -> Check:
         if optional and value is None:
             return
         if not (isinstance(value, Mapping) and all(_is_amount(one) for one in value.values())):
-            raise ConfigError(f"{attribute.name} is {value!r}; give a table of numbers, 0 or more")
+            raise ConfigError(
+                f"{attribute.name} is {_shown(value)}; give a table of numbers, 0 or more"
+            )
 
     return check
 
 
 def _is_amount(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return plain and _is_finite(value) and value >= 0  # type: ignore[arg-type,operator]
+
+
+def _shown(value: object) -> str:
+    """A value as a message may hold it: of a number with thousands of digits, that it is one."""
+    if isinstance(value, int) and abs(value) > 10**40:
+        return "a number of more than 40 digits"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def _is_finite(value: float) -> bool:
+    """Whether a float holds it: a whole number may be too great for one."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def one_of(*choices: str) -> Check:
@@ -77,7 +99,9 @@ def one_of(*choices: str) -> Check:
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         if value not in choices:
-            raise ConfigError(f"{attribute.name} is {value!r}; {nearest(str(value), choices)}")
+            raise ConfigError(
+                f"{attribute.name} is {_shown(value)}; {nearest(str(value), choices)}"
+            )
 
     return check
 
@@ -87,7 +111,7 @@ def text(*, optional: bool = False) -> Check:
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         if not ((isinstance(value, str) and value) or (optional and value is None)):
-            raise ConfigError(f"{attribute.name} is {value!r}; give a text that is not empty")
+            raise ConfigError(f"{attribute.name} is {_shown(value)}; give a text that is not empty")
 
     return check
 
@@ -95,7 +119,7 @@ def text(*, optional: bool = False) -> Check:
 def flag(instance: object, attribute: "Attribute[Any]", value: object) -> None:
     """True or false."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{attribute.name} is {value!r}; give true or false")
+        raise ConfigError(f"{attribute.name} is {_shown(value)}; give true or false")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

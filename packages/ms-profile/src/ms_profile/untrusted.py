@@ -20,6 +20,8 @@ __all__ = ["decode_json", "decoding", "read_bytes", "read_json", "read_text", "r
 LIMIT_BYTES = 256 * 2**20
 """What a file of settings, names or a vocabulary is never larger than."""
 
+CHUNK_BYTES = 2**20
+
 SHOWN_CHARACTERS = 200
 """Of a path or of a decoder's own words, in a message."""
 
@@ -37,7 +39,10 @@ def read_bytes(
     with decoding(path, error=error):
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            content = file.read(limit_bytes + 1) if size <= limit_bytes else b""
+            # Never the whole limit at once: a reader takes the memory that it is asked for.
+            content = file.read(size + 1) if size <= limit_bytes else b""
+            while size < len(content) <= limit_bytes and (more := file.read(CHUNK_BYTES)):
+                content += more  # it has grown, or is no plain file and has no size
         if size > limit_bytes or len(content) > limit_bytes:
             raise error(
                 f"{_shown(path)}: larger than {limit_bytes / 2**20:g} MiB, which no such file is"

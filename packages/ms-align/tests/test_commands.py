@@ -1,0 +1,236 @@
+"""The commands' frame: help and version without torch, templates, JSON, exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from ms_align.cli import main
+from ms_align.commands.command import COMMANDS, Command
+from ms_align.commands.template import keys_of, template_of
+from ms_align.run_file import NOT_IN_FILES
+from ms_align.run_keys import HIDDEN, groups_of
+
+from .test_offline import events, run_file
+
+NAMES = [command.name for command in COMMANDS]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+
+
+def fresh(code: str) -> str:
+    """What a new interpreter prints."""
+    made = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=True
+    )
+    return made.stdout
+
+
+def test_help_and_version_need_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor numpy or a sibling: every help of every command, in one new interpreter."""
+    code = f"""
+import sys
+from ms_align.cli import main
+for words in (["--version"], ["--help"], *([name, "--help"] for name in {[*NAMES, "init"]})):
+    try:
+        main(words)
+    except SystemExit as ended:
+        assert ended.code == 0, words
+heavy = {{"torch", "numpy", "transformers", "ms_data", "ms_parallel", "safetensors"}}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+    told = fresh(code)
+    assert told.startswith("ms-align 0.1.0\n")
+    assert told.count("\nexample: ms-align ") == len(NAMES) + 2
+    assert "    kl_coeff = 0.05  How much a nat of KL from the reference costs.\n" in told
+    assert "      lora.rank = 8  " in told
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
+def test_the_keys_in_help_are_those_that_the_class_takes(command: Command) -> None:
+    """Names and defaults as attrs has them, each with its meaning, read from the source."""
+    module, _, name = command.settings.partition(":")
+    kind = getattr(import_module(f"ms_align.{module}"), name)
+    fields = {each.alias: each for each in attrs.fields(kind) if each.init}
+    hidden = NOT_IN_FILES | HIDDEN
+    found = {key.name: key for group in groups_of(command.settings) for key in group.keys}
+    assert found.keys() == fields.keys() - hidden
+    for key in found.values():
+        assert key.meaning, f"{key.name} has no docstring"
+        default = fields[key.name].default
+        assert key.required == (default is attrs.NOTHING)
+        if not key.required and not isinstance(default, attrs.Factory):  # type: ignore[arg-type]
+            assert key.default == default
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
+def test_a_template_holds_every_key_and_is_toml_either_way(command: Command) -> None:
+    """As written, and with every default that has a value taken out of its comment."""
+    text = template_of(command)
+    as_written = tomllib.loads(text)
+    keys = {key.name: key for group in keys_of(command) for key in group.keys}
+    assert as_written.keys() <= keys.keys()
+    assert {name for name, key in keys.items() if key.required} <= as_written.keys()
+    lines = [line.removeprefix("# ") for line in text.splitlines()]
+    whole = [line for line in lines if " = " in line and line.partition(" = ")[0].isidentifier()]
+    assert {line.partition(" = ")[0] for line in whole} >= {
+        name for name, key in keys.items() if not key.table
+    }
+    for line in whole:
+        if not line.endswith("= not given"):
+            tomllib.loads(line)
+
+
+def test_a_template_runs_once_its_paths_are_filled_in(
+    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`init` writes it and nothing over another file; `--json` prints facts alone."""
+    run = tmp_path / "RUN.toml"
+    assert main(["init", "sft", "--out", str(run)]) == 0
+    assert main(["init", "sft", "--out", str(run)]) == 2
+    assert "ms-align: " in capsys.readouterr().err
+    text = run.read_text().replace("path/to/model", str(sets / "model"))
+    run.write_text(text.replace("shards/chat", str(sets / "copy")))
+    out = ["--set", f"output_dir={tmp_path / 'out'}", "--set", "batch_size=32"]
+    assert main(["sft", str(run), *out, "--json"]) == 0
+    told = capsys.readouterr()
+    facts = json.loads(told.out)
+    assert facts["finished"]
+    assert facts["output_dir"] == str(tmp_path / "out")
+    assert f"made {facts['step']} steps" in told.err
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback(sets: Path, tmp_path: Path) -> None:
+    """A checkpoint is saved, one line says so, and the same command goes on."""
+    run = run_file(sets, tmp_path, "sft", steps=2000, progress=True, checkpoint_every=2000)
+    command = [sys.executable, "-m", "ms_align", "sft", str(run)]
+    process = subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    until = time.monotonic() + 120
+    while time.monotonic() < until and process.poll() is None:
+        if (tmp_path / "sft" / "events.jsonl").exists() and events(tmp_path / "sft", "step"):
+            break
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "stopped by SIGINT" in out
+    assert list((tmp_path / "sft" / "checkpoints").glob("step-*"))
+
+
+def test_a_layout_of_more_processes_says_the_line_that_starts_them(
+    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """The very words that were typed, behind torchrun; the slow test runs it."""
+    words = ["sft", str(run_file(sets, tmp_path, "sft")), "--set", "layout.data=2"]
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/ms-align", *words])
+    assert main(words) == 2
+    line = f"torchrun --standalone --nproc-per-node 2 -m ms_align {' '.join(words)}"
+    assert line in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_line_that_is_said_trains(sets: Path, tmp_path: Path) -> None:
+    """Copied from the message and run: two processes, and a model that opens."""
+    run = run_file(sets, tmp_path, "sft", steps=2)
+    words = ["sft", str(run), "--set", "layout.data=2"]
+    refused = subprocess.run(
+        [sys.executable, "-m", "ms_align", *words], capture_output=True, text=True, env=ENVIRONMENT
+    )
+    assert refused.returncode == 2
+    line = refused.stderr.partition("start it with: ")[2].split()
+    line[0:1] = [sys.executable, "-m", "torch.distributed.run"]
+    made = subprocess.run(line, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
+    assert made.returncode == 0, made.stderr[-2000:]
+    from .test_left_behind import check_opens
+
+    check_opens(tmp_path / "sft" / "model", chats=True)
+
+
+@pytest.mark.slow
+def test_ranks_end_with_a_torchrun_that_is_killed(sets: Path, tmp_path: Path) -> None:
+    """Kill -9 of the launcher: nobody trains on, and the same command finds its folder free."""
+    run = run_file(sets, tmp_path, "sft", steps=5000, checkpoint_every=5)
+    words = ["-m", "ms_align", "sft", str(run), "--set", "layout.data=2"]
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = subprocess.Popen([*line, *words], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        if (tmp_path / "sft" / "events.jsonl").exists() and events(tmp_path / "sft", "checkpoint"):
+            break
+        time.sleep(0.05)
+    ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    assert len(ranks) == 2
+    launcher.kill()
+    launcher.wait()
+    until = time.monotonic() + 5
+    while time.monotonic() < until and any(Path("/proc", rank).exists() for rank in ranks):
+        time.sleep(0.05)
+    assert not any(Path("/proc", rank).exists() for rank in ranks)
+    last = max(event["step"] for event in events(tmp_path / "sft", "checkpoint"))
+    again = [*line, *words, "--set", f"steps={last + 5}"]
+    subprocess.run(again, env=ENVIRONMENT, check=True, timeout=200, stdout=subprocess.DEVNULL)
+
+
+HOSTILE = {
+    "deep": b"a = " + b"[" * 50_000 + b"]" * 50_000,
+    "no utf-8": b'model = "\xff\xfe"',
+    "a nul": b'model = "a\\u0000b"\ndataset = "d"\nsequence_length = 8\nsteps = 1\n',
+    "a long path": b'model = "' + b"a" * 100_000 + b'"\ndataset="d"\nsequence_length=8\nsteps=1\n',
+    "a huge number": b"steps = 1" + b"0" * 400,
+    "a huge float": b"learning_rate = 1e999",
+    "a huge epsilon": b"epsilon = 1" + b"0" * 400,
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_run_file_is_refused_in_one_line(
+    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 2, and no line longer than people read."""
+    run = tmp_path / "RUN.toml"
+    if b"model" not in content:
+        content = b'model="m"\ndataset="d"\nsequence_length=8\n' + content + b"\n"
+    run.write_bytes(content)
+    assert main(["sft", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ms-align: ")
+    assert error.count("\n") == 1
+    assert len(error) < 1000
+
+
+PROMPTS = {
+    "deep": b"[" * 50_000 + b"]" * 50_000,
+    "no utf-8": b'"\xff"',
+    "a surrogate": b'"\\ud800"',
+    "a huge token": b"[1" + b"0" * 400 + b"]",
+    "a negative token": b"[-1]",
+    "no prompt": b"{}",
+}
+
+
+@pytest.mark.parametrize("content", PROMPTS.values(), ids=PROMPTS.keys())
+def test_hostile_prompts_are_refused_in_one_line(
+    sets: Path, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 2; the file and the line are named."""
+    (tmp_path / "p.jsonl").write_bytes(content + b"\n")
+    run = tmp_path / "RUN.toml"
+    run.write_text(
+        f'model = "{sets}/model"\ntokenizer = "bytes"\ndataset = "{tmp_path}/p.jsonl"\n'
+        f'out = "{tmp_path}/out.jsonl"\n'
+    )
+    assert main(["generate", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert len(error) < 1000

@@ -1,0 +1,358 @@
+"""What a run leaves behind opens elsewhere, chats, and ends its texts by itself."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ms_align import (
+    DPOTrainer,
+    LoraOptions,
+    NonFiniteError,
+    PPOTrainer,
+    RewardModel,
+    RewardTrainer,
+    Sample,
+    SFTTrainer,
+    add_lora,
+)
+from ms_align.cli import main
+from ms_align.errors import ConfigError, FolderError
+from ms_align.options import OptimizerOptions, RunOptions
+from ms_align.sampling import Sampling
+from ms_align.tokenizer import ByteTokenizer
+from ms_data import InstructionStream, PreferenceStream
+from ms_parallel import load_model
+
+from .instruction_sets import byte_tokenizer
+from .small_models import decoder, llama, vowels
+from .test_offline import run_file
+
+sys.path.insert(0, str(Path(__file__).parent))  # rewards are named in run files
+
+CHAT = [{"role": "user", "content": "copy red 0"}]
+
+
+def opened(folder: Path) -> tuple[Any, Any]:
+    """The folder as transformers opens it: model and tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def check_opens(folder: Path, *, chats: bool) -> None:
+    """Configurations, tokenizer and generation agree on how a text ends."""
+    model, tokenizer = opened(folder)
+    assert tokenizer.eos_token == "<|endoftext|>"
+    end = tokenizer.eos_token_id
+    assert model.config.eos_token_id == end
+    assert model.generation_config.eos_token_id == end
+    assert model.config.pad_token_id is not None
+    assert tokenizer.decode(tokenizer("a b").input_ids) == "a b"
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert config["pad_token"]
+    if chats:
+        text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+        assert text == "<user>copy red 0<|endoftext|><assistant>"
+        assert config["chat_template"]
+    with torch.no_grad():  # so that the end of a text is likelier than any other token
+        model.get_output_embeddings().weight[end] = 100 * model.get_output_embeddings().weight[end]
+    prompt = tokenizer("ab", return_tensors="pt").input_ids
+    made = model.generate(prompt, max_new_tokens=40, do_sample=True)
+    assert made.shape[1] == prompt.shape[1] + 40 or made[0, -1] == end
+
+
+def instructions(sets: Path) -> InstructionStream:
+    """Both tasks, packed."""
+    sources = {"copy": sets / "copy", "reverse": sets / "reverse"}
+    return InstructionStream(sources, sequence_length=64, batch_size=4)
+
+
+def pairs(sets: Path) -> PreferenceStream:
+    """Preference pairs."""
+    return PreferenceStream(sets / "pairs", sequence_length=64, batch_size=4)
+
+
+FAST = OptimizerOptions(learning_rate=3e-3)
+
+
+def test_sft_in_python_leaves_what_its_command_leaves(sets: Path, tmp_path: Path) -> None:
+    """The same files; and a model that opens, chats and ends its texts."""
+    assert main(["sft", str(run_file(sets, tmp_path, "sft", steps=2))]) == 0
+    options = RunOptions(output_dir=tmp_path / "python", progress=False)
+    model = load_model(sets / "model")
+    SFTTrainer(model, instructions(sets), optimizer=FAST, options=options).train(2)
+    for place in (tmp_path / "sft" / "model", tmp_path / "python" / "model"):
+        check_opens(place, chats=True)
+    names = [
+        sorted(path.name for path in (tmp_path / run / "model").iterdir())
+        for run in ("sft", "python")
+    ]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("make", [decoder, llama])
+def test_ppo_in_python_leaves_a_model_with_its_tokenizer(
+    tmp_path: Path, make: Callable[[], nn.Module]
+) -> None:
+    """Also where it reads bytes, for which no file was there."""
+    PPOTrainer(
+        policy_model=make(),
+        reward_model=vowels,
+        tokenizer=ByteTokenizer(),
+        steps=1,
+        batch_size=4,
+        max_new_tokens=4,
+        output_dir=tmp_path,
+        progress=False,
+    ).optimize(["hello", "a"])
+    check_opens(tmp_path / "model", chats=False)
+    _, tokenizer = opened(tmp_path / "model")
+    text = "every byte: \x00 é 漢 \n\t"
+    assert tokenizer(text).input_ids == list(text.encode())
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_dpo_with_adapters_leaves_the_merged_model_and_the_adapter(
+    sets: Path, tmp_path: Path
+) -> None:
+    """And the caller's model as it was trained, adapters in place."""
+    adapted = add_lora(decoder(), LoraOptions(rank=2))
+    options = RunOptions(output_dir=tmp_path, progress=False)
+    DPOTrainer(adapted, pairs(sets), optimizer=FAST, options=options).train(2)
+    check_opens(tmp_path / "model", chats=True)
+    tokens = torch.arange(12).view(1, 12)
+    with torch.no_grad():
+        wanted, got = adapted(tokens), load_model(tmp_path / "model")(tokens)
+    # W + s·B·A rounds once more.
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+    assert adapted.adapters()
+
+
+@pytest.mark.parametrize("make", [decoder, llama])
+def test_a_reward_model_is_a_classifier_of_transformers(
+    sets: Path, tmp_path: Path, make: Callable[[], nn.Module]
+) -> None:
+    """The same scores, alone and in a padded batch, also of texts that end with the end."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    options = RunOptions(output_dir=tmp_path, progress=False)
+    trainer = RewardTrainer(make(), pairs(sets), optimizer=FAST, options=options)
+    trainer.train(3)
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    texts = ["Say red 0<|endoftext|>", "Say blue 1 and long<|endoftext|>", "a"]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    ours = RewardModel.load(tmp_path / "model")
+    with torch.no_grad():
+        got = theirs(**batch).logits[:, 0]
+        wanted = ours(batch["input_ids"], batch["attention_mask"].sum(1))
+        alone = [theirs(**tokenizer(text, return_tensors="pt")).logits[0, 0] for text in texts]
+    assert wanted.std() > 1e-3
+    # Two libraries add in another order.
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.stack(alone), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_ppo_takes_folders_and_stops_where_the_policy_ends_its_texts(
+    sets: Path, tmp_path: Path
+) -> None:
+    """SFT, reward model, PPO: names of folders alone, the tokenizer of the policy's, answers."""
+    quiet = {"progress": False, "steps": 12, "checkpoint_every": 50, "learning_rate": 1e-2}
+    assert main(["sft", str(run_file(sets, tmp_path, "sft", **quiet))]) == 0
+    assert main(["reward", str(run_file(sets, tmp_path, "reward", **{**quiet, "steps": 2}))]) == 0
+    asked = [[{"role": "user", "content": f"copy red {n}"}] for n in range(4)]
+    seen: list[Sample] = []
+
+    def look(samples: Any) -> list[float]:
+        seen.extend(samples)
+        return [0.0] * len(samples)
+
+    common: dict[str, Any] = {
+        "policy_model": tmp_path / "sft" / "model",
+        "kl_coeff": 0.2,
+        "steps": 1,
+        "epochs": 1,
+        "batch_size": 64,
+        "max_new_tokens": 64,
+        "progress": False,
+    }
+    judge = {"judge": str(tmp_path / "reward" / "model"), "look": look}
+    trainer = PPOTrainer(reward_model=judge, output_dir=tmp_path / "ppo", **common)
+    trainer.optimize(asked, ["red"] * 4)
+    assert any(sample.stopped for sample in seen)
+    assert all(sample.answer == "red" for sample in seen)
+    _, tokenizer = opened(tmp_path / "ppo" / "model")
+    stopped = [sample for sample in seen if sample.stopped]
+    assert all(sample.response_tokens[-1] == tokenizer.eos_token_id for sample in stopped)
+    assert tokenizer.chat_template
+    check_opens(tmp_path / "ppo" / "model", chats=True)
+
+
+def test_a_stop_string_that_is_a_special_token_stops_there(tmp_path: Path) -> None:
+    """No decoded text ever shows it; one that only holds it is refused, and says why."""
+    from ms_align.stopping import stopping
+    from ms_align.tokenizer_files import files_of
+
+    bytes_ = ByteTokenizer()
+    files = files_of("bytes", bytes_)
+    asked = Sampling(stop_strings=("<|endoftext|>", "\n"))
+    found = stopping(asked, (), bytes_, files)
+    assert (found.stop_tokens, found.stop_strings) == ((256,), ("\n",))
+    assert stopping(Sampling(), None, bytes_, files).stop_tokens == (256,)
+    with pytest.raises(ConfigError, match="no text ever shows the special token"):
+        stopping(Sampling(stop_strings=("a<|endoftext|>",)), (), bytes_, files)
+
+
+def test_the_token_that_ends_a_turn_ends_generation(tmp_path: Path) -> None:
+    """A template that ends answers with a token of its own: generate stops at both."""
+    from ms_data import build
+
+    document = json.loads(byte_tokenizer())
+    turn = {**document["added_tokens"][0], "id": 257, "content": "<|im_end|>"}
+    document["added_tokens"].append(turn)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>\n{% endfor %}"
+    asks = "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (tmp_path / "chat.jinja").write_text(template + asks)
+    rows = [
+        [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "yes"}]
+        for n in range(40)
+    ]
+    (tmp_path / "chat.jsonl").write_text(
+        "".join(json.dumps({"messages": one}) + "\n" for one in rows)
+    )
+    build(
+        tmp_path / "chat.jsonl",
+        tokenizer=tmp_path / "tokenizer.json",
+        out=tmp_path / "chat",
+        chat=tmp_path / "chat.jinja",
+        hold_out=0.1,
+    )
+    stream = InstructionStream(tmp_path / "chat", sequence_length=64, batch_size=2)
+    options = RunOptions(output_dir=tmp_path / "sft", progress=False)
+    SFTTrainer(decoder(), stream, options=options).train(1)
+    model, tokenizer = opened(tmp_path / "sft" / "model")
+    assert set(model.generation_config.eos_token_id) == {tokenizer.eos_token_id, 257}
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward", "ppo"])
+def test_weights_that_are_not_finite_are_never_left_behind(
+    sets: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 1 and the tensor's name, though no batch reads the row that is no number."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(sets / "model", tmp_path / "start")
+    weights = load_file(tmp_path / "start" / "model.safetensors")
+    weights["model.embed_tokens.weight"][257, 3] = float("nan")
+    save_file(weights, tmp_path / "start" / "model.safetensors", {"format": "pt"})
+    if kind == "ppo":
+        (tmp_path / "p.jsonl").write_text('"hello"\n')
+        run = tmp_path / "ppo.toml"
+        run.write_text(
+            f'model = "{tmp_path}/start"\ndataset = "{tmp_path}/p.jsonl"\ntokenizer = "bytes"\n'
+            f'reward_model = "small_models:vowels"\noutput_dir = "{tmp_path}/ppo"\n'
+        )
+    else:
+        run = run_file(sets, tmp_path, kind, model=str(tmp_path / "start"), steps=1)
+    assert main([kind, str(run)]) == 1
+    assert "'model.embed_tokens.weight'" in capsys.readouterr().err
+    assert not (tmp_path / kind / "model").exists()
+
+
+def test_a_run_that_blows_up_leaves_no_model(sets: Path, tmp_path: Path) -> None:
+    """Weights that become infinite on the way are found when they would be written."""
+    options = RunOptions(output_dir=tmp_path, progress=False)
+    model = decoder()
+
+    class Breaks(SFTTrainer):
+        def update(self, tell: Any) -> Any:
+            made = super().update(tell)
+            with torch.no_grad():
+                model.get_submodule("model.norm").weight[0] = float("inf")
+            return made
+
+    with pytest.raises(NonFiniteError, match=r"model\.norm\.weight"):
+        Breaks(model, instructions(sets), optimizer=FAST, options=options).train(1)
+    assert not (tmp_path / "model").exists()
+
+
+def test_no_run_writes_over_a_model_or_another_run(
+    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another kind, another model, a model in its own folder: refused with the owner named."""
+    run = run_file(sets, tmp_path, "sft", steps=1)
+    assert main(["sft", str(run)]) == 0
+    model = tmp_path / "sft" / "model" / "model.safetensors"
+    before = model.read_bytes()
+    (tmp_path / "p.jsonl").write_text('"hello"\n')
+    ppo = tmp_path / "ppo.toml"
+    ppo.write_text(
+        f'model = "{tmp_path}/sft/model"\ndataset = "{tmp_path}/p.jsonl"\n'
+        f'reward_model = "small_models:vowels"\noutput_dir = "{tmp_path}/sft"\n'
+        "steps = 1\nbatch_size = 2\nmax_new_tokens = 2\n"
+    )
+    assert main(["ppo", str(ppo)]) == 2
+    assert "lies in the output_dir" in capsys.readouterr().err
+    assert main(["ppo", str(ppo), "--set", f"model={sets}/model", "--set", "tokenizer=bytes"]) == 2
+    assert "belongs to 'ms-align sft'" in capsys.readouterr().err
+    shutil.copytree(sets / "model", tmp_path / "other")
+    assert main(["sft", str(run), "--set", f"model={tmp_path}/other"]) == 2
+    assert "whose model is" in capsys.readouterr().err
+    assert (
+        main(["dpo", str(run_file(sets, tmp_path, "dpo", output_dir=str(tmp_path / "sft")))]) == 2
+    )
+    assert "belongs to 'ms-align sft'" in capsys.readouterr().err
+    assert model.read_bytes() == before
+    shutil.copytree(sets / "model", tmp_path / "mine" / "model")
+    assert main(["sft", str(run), "--set", f"output_dir={tmp_path}/mine"]) == 2
+    assert "holds 'model' and nothing says" in capsys.readouterr().err
+
+
+def test_a_resumed_run_says_what_changed_and_refuses_what_cannot(
+    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The learning rate is told; the seed is refused."""
+    run = run_file(sets, tmp_path, "sft", steps=1, progress=True)
+    assert main(["sft", str(run)]) == 0
+    capsys.readouterr()
+    assert main(["sft", str(run), "--set", "steps=2", "--set", "learning_rate=5e-4"]) == 0
+    told = capsys.readouterr().out
+    assert "changed: learning_rate is 0.0005, was 0.001" in told
+    assert "changed: steps is 2, was 1" in told
+    assert main(["sft", str(run), "--set", "steps=3", "--set", "seed=5"]) == 2
+    assert "cannot go on with other settings: seed is 5, was 0" in capsys.readouterr().err
+
+
+def test_a_run_that_kept_nothing_leaves_its_folder_free(
+    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A first try that failed at once does not block the second, whatever is changed."""
+    run = run_file(sets, tmp_path, "sft", steps=1)
+    sets_ = ["--set", "sequence_length=4", "--set", "seed=3"]
+    assert main(["sft", str(run), *sets_]) == 2
+    (tmp_path / "sft").mkdir(exist_ok=True)
+    (tmp_path / "sft" / "events.jsonl").write_text("")
+    assert main(["sft", str(run)]) == 0
+
+
+def test_a_policy_may_not_be_written_over_by_its_own_run(tmp_path: Path) -> None:
+    """The reference neither: whatever the run reads is safe from it."""
+    from ms_align.model_folder import save_model
+
+    save_model(decoder(), tmp_path / "out" / "model")
+    settings: dict[str, Any] = {"reward_model": vowels, "tokenizer": ByteTokenizer(), "steps": 1}
+    for name in ("policy_model", "reference_model", "value_model"):
+        models = {"policy_model": decoder(), name: tmp_path / "out" / "model"}
+        trainer = PPOTrainer(**models, **settings, output_dir=tmp_path / "out", progress=False)
+        with pytest.raises(FolderError, match=f"{name} is .* would be written over"):
+            trainer.optimize(["a"])

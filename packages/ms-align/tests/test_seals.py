@@ -1,0 +1,80 @@
+"""Every file from which a run goes on is sealed: no flipped bit passes for what was written."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from ms_align import checkpoint
+from ms_align.checkpoint import State
+from ms_align.errors import AlignError, DamageError, FolderError
+from ms_align.ownership import Ownership
+
+from .small_models import decoder
+from .test_online import PROMPTS, PPOTrainer, events, settings
+
+STATE = State(
+    tensors={"a": torch.arange(12.0).view(3, 4), "b": torch.tensor(7)},
+    facts={"identity": {"kind": "x"}, "standing": {"step": 3}, "work": {"order": [[1, 2], [3]]}},
+)
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    """The content with one bit the other way round."""
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
+def test_no_flipped_bit_of_a_checkpoint_is_read(tmp_path: Path, name: str) -> None:
+    """300 bits of each file, one at a time: every one is damage, or changes nothing."""
+    folder = checkpoint.write(tmp_path, 3, STATE)
+    path = folder / name
+    content = path.read_bytes()
+    draw = random.Random(0)
+    for bit in draw.sample(range(8 * len(content)), 300):
+        path.write_bytes(flipped(content, bit))
+        with pytest.raises(DamageError):
+            checkpoint.read(folder)
+    path.write_bytes(content)
+    again = checkpoint.read(folder)
+    assert again.facts == STATE.facts
+    assert all(torch.equal(again.tensors[key], STATE.tensors[key]) for key in STATE.tensors)
+
+
+def test_a_checkpoint_under_another_name_is_not_read(tmp_path: Path) -> None:
+    """A folder that was renamed would go on from another step than its name says."""
+    folder = checkpoint.write(tmp_path, 3, STATE)
+    with pytest.raises(DamageError):
+        checkpoint.read(folder.rename(tmp_path / "step-00000009"))
+
+
+def test_no_flipped_bit_of_a_seal_is_read(tmp_path: Path) -> None:
+    """run.json says whose the folder is: a damaged one is no one's to guess."""
+    owner = Ownership(kind="ms-align sft", identity={"model": "m"}, settings={"seed": 1})
+    with owner.hold(tmp_path):
+        (tmp_path / "model").mkdir()
+    content = (tmp_path / "run.json").read_bytes()
+    draw = random.Random(0)
+    for bit in draw.sample(range(8 * len(content)), 200):
+        (tmp_path / "run.json").write_bytes(flipped(content, bit))
+        with pytest.raises(FolderError), owner.hold(tmp_path):
+            pass
+
+
+def test_a_checkpoint_without_its_manifest_is_set_aside(tmp_path: Path) -> None:
+    """The one before it is taken; with none left the run does not begin anew in silence."""
+    options = settings(tmp_path, checkpoint_every=1)
+    PPOTrainer(**{**options, "steps": 2}).optimize(PROMPTS)
+    root = tmp_path / "checkpoints"
+    (root / "step-00000002" / "manifest.json").unlink()
+    result = PPOTrainer(**{**options, "steps": 2, "policy_model": decoder()}).optimize(PROMPTS)
+    assert result.step == 2
+    assert events(tmp_path, "damaged_checkpoint")
+    assert events(tmp_path, "resume")[-1]["step"] == 1
+    for path in root.glob("step-*/manifest.json"):
+        path.unlink()
+    with pytest.raises(AlignError, match="no whole checkpoint is left"):
+        PPOTrainer(**{**options, "steps": 3, "policy_model": decoder()}).optimize(PROMPTS)
