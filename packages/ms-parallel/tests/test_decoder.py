@@ -63,6 +63,14 @@ def test_windows_that_a_familys_files_cannot_hold_are_refused() -> None:
             architecture("qwen2", {**SMALL, "sliding_window": 4, "sliding_layers": layers})
 
 
+def test_a_llama_that_transformers_would_not_open_is_refused() -> None:
+    """Its hidden size is a multiple of its heads there, whatever the heads' width."""
+    sizes = {**SMALL, "hidden_size": 36, "num_attention_heads": 8, "head_dim": 8}
+    with pytest.raises(ConfigError, match="hidden_size=36 is not a multiple of"):
+        architecture("llama", sizes)
+    assert architecture("mistral", sizes).hidden_size == 36
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_a_deep_copy_is_a_model_of_its_own(kind: str) -> None:

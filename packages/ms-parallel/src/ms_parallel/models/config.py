@@ -220,6 +220,12 @@ class DecoderConfig:
                     f" choose {_families_with(name, getattr(self, name))}"
                 )
 
+        if self.model_type == "llama" and self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
+                f"{self.num_attention_heads}, as transformers wants it of llama; choose a multiple,"
+                " or model_type mistral, qwen2 or qwen3"
+            )
         for layer in self.sliding_layers or ():
             if type(layer) is not int or not 0 <= layer < self.num_hidden_layers:
                 raise ConfigError(
