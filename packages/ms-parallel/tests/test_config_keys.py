@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ms_parallel.errors import ModelError, ParallelError
-from ms_parallel.models import load_model, save_model
+from ms_parallel import Engine
+from ms_parallel.errors import ConfigError, ModelError, ParallelError
+from ms_parallel.models import architecture, build_model, load_model, save_model
 from ms_parallel.models.registry import read_config
+from ms_parallel.models.tokenizer_files import read_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -222,3 +224,79 @@ def test_a_size_beyond_reason_is_refused_at_once(name: str, value: int, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(base("qwen3") | {name: value}))
     with pytest.raises(ModelError, match=f"{name}=.* is beyond reason; give at most"):
         read_config(tmp_path)
+
+
+def test_a_model_that_no_machine_holds_is_refused_before_memory_is_taken() -> None:
+    """Each size alone is reasonable; in a moment, and with what it would need."""
+    sizes = {"hidden_size": 1 << 16, "intermediate_size": 1 << 18, "num_hidden_layers": 2000}
+    with pytest.raises(ConfigError, match=r"parameters needs .* GiB here in training"):
+        Engine(architecture("llama", sizes), device="cpu")
+
+
+@pytest.mark.parametrize("name", ["Transformer-XL", "transformer_xl", "TransformerXL"])
+def test_an_architecture_is_known_by_its_name_in_any_spelling(name: str) -> None:
+    """Case, hyphens and underscores do not count."""
+    assert architecture(name) == architecture("transformer-xl")
+    assert architecture("LLaMA") == architecture("llama")
+
+
+def damaged(folder: Path, kind: str, file: str) -> None:
+    """Make a file of a folder such as nobody saves."""
+    path = folder / file
+    good = path.read_bytes() if path.exists() else b"{}"
+    path.unlink(missing_ok=True)
+    match kind:
+        case "nested":
+            path.write_bytes(b'{"a":' * 100_000 + b"1" + b"}" * 100_000)
+        case "no UTF-8":
+            path.write_bytes(b'{"\xff\xfe": 1}')
+        case "cut":
+            path.write_bytes(good[:-2])
+        case "huge number":
+            path.write_bytes(b'{"eos_token_id": ' + b"9" * 100_000 + b"}")
+        case "link in a circle":
+            path.symlink_to(file)
+        case "folder":
+            path.mkdir()
+        case _:
+            path.write_bytes(b"[1]")
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "index", "tokenizer"])
+@pytest.mark.parametrize(
+    "kind", ["nested", "no UTF-8", "cut", "huge number", "link in a circle", "folder", "a list"]
+)
+def test_a_damaged_file_is_one_line(kind: str, file: str, tmp_path: Path) -> None:
+    """Whatever lies in place of a file that we read, and of whatever length."""
+    model = build_model(architecture("llama", {"num_hidden_layers": 1}))
+    save_model(model, tmp_path, file_size_bytes=1 << 20)
+    names = {"index": "model.safetensors.index.json", "tokenizer": "tokenizer.json"}
+    damaged(tmp_path, kind, names.get(file, file))
+    read: Any = read_tokenizer if file == "tokenizer" else load_model
+    with pytest.raises(ModelError) as caught:
+        read(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 1_000_000])
+def test_a_path_that_no_system_takes_is_one_line(name: str) -> None:
+    """As the name of an architecture, and as a folder."""
+    for read in (architecture, load_model):
+        with pytest.raises(ParallelError) as caught:
+            read(name)
+        assert len(str(caught.value)) < 700
+
+
+def test_an_index_that_names_a_file_of_no_system_is_refused(tmp_path: Path) -> None:
+    """A NUL, or a name of a million characters."""
+    save_model(
+        build_model(architecture("llama", {"num_hidden_layers": 1})), tmp_path, file_size_bytes=1
+    )
+    path = tmp_path / "model.safetensors.index.json"
+    for name in ("a\0.safetensors", "x" * 1_000_000 + ".safetensors"):
+        document = json.loads(path.read_text())
+        document["weight_map"]["model.norm.weight"] = name
+        path.write_text(json.dumps(document))
+        with pytest.raises(ModelError, match="no safetensors file of the folder itself"):
+            load_model(tmp_path)

@@ -52,7 +52,7 @@ def by_hand() -> list[float]:
 
 
 def test_every_way_to_run_it_gives_the_losses_of_plain_torch(tmp_path: Path) -> None:
-    """In one process, over the data or the tensor axis, by microbatches, recomputed, gone on with."""
+    """In one process, over data or tensor ranks, by microbatches, recomputed, gone on with."""
     expected = by_hand()
     assert expected[-1] < expected[0]
     one: list[dict[str, Any]] = [

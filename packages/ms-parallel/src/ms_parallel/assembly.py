@@ -1,5 +1,6 @@
 """What an engine runs: the configuration, the plan and this process's stages of a given model."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +19,7 @@ from ms_parallel.models import (
     load_weights,
     model_plan,
 )
-from ms_parallel.models.registry import ARCHITECTURES
+from ms_parallel.models.registry import ARCHITECTURES, parameter_shapes
 from ms_parallel.ops import Ops
 from ms_parallel.own_model import WHOLE, OwnModelConfig, build_own, check_own
 from ms_parallel.plan import ModelPlan
@@ -27,6 +28,9 @@ from ms_parallel.stages import build_stage, cut_layers
 from ms_parallel.tables import Tables
 
 __all__ = ["Given", "build_stages", "describe"]
+
+GIB, STATE_BYTES = 1 << 30, 16
+"""A weight, its gradient and its two moments, in float32."""
 
 Given = str | Path | ModelConfig | nn.Module
 """An architecture's name, a folder, a configuration, or a module of the user's own."""
@@ -72,6 +76,8 @@ def build_stages(
         settings: Any = {"mixed_precision": mixed_precision, "recompute": recompute}
         own = build_own(model, plan, groups, prepare=prepare, **settings)
         return {0: cast(StagedModel, own)}
+    if groups.device.type == "cpu":
+        _check_memory(config, groups.layout)
     folder = _weights_in(model)
     layers = cut_layers(config.num_hidden_layers, len(tables.placement), plan.cuts, tables.layers)
     stages = {}
@@ -92,6 +98,23 @@ def build_stages(
         else:
             load_weights(stages[stage], folder)
     return stages
+
+
+def _check_memory(config: ModelConfig, layout: Layout) -> None:
+    """Refuse a model that this machine cannot hold, before it is taken to its knees.
+
+    Counts weights, gradients and two moments in float32, each on one process alone: less than what
+    is really needed, so that nothing is refused that fits.
+    """
+    here = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), layout.world_size)
+    count = sum(shape.numel() for shape in parameter_shapes(config).values())
+    needed = count * STATE_BYTES * here // layout.world_size
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise ConfigError(
+            f"a model of {count:,} parameters needs {needed / GIB:,.0f} GiB here in training, and"
+            f" this machine has {there / GIB:,.0f} GiB; make it smaller, or use more machines"
+        )
 
 
 def _weights_in(model: str | Path | ModelConfig) -> Path | None:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ from ms_parallel.ops import Ops
 from ms_parallel.optimizer import AdamW, AdamWConfig, learning_rate
 from ms_parallel.own_model import OwnModelConfig, call_own
 from ms_parallel.plan import ModelPlan
+from ms_parallel.precision import warn_of_slow_bfloat16
 from ms_parallel.recompute import Recompute
 from ms_parallel.recorded_step import RecordedStep
 from ms_parallel.recording import Recorder, gather_times
@@ -117,6 +119,8 @@ class Engine:
         layout = groups.layout if groups else layout or Layout()
         self.config, self.plan = describe(model, plan, layout, recompute)
         self.groups = groups or connect(layout, device=device)
+        if mixed_precision and dist.get_rank() == 0:
+            warn_of_slow_bfloat16(self.device)
         self.ops: Ops = ops or plain_ops
         self.microbatch_size = microbatch_size
         self.on_nonfinite = on_nonfinite

@@ -1,5 +1,6 @@
 """Everything that may be said about a training run, checked when it is said."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ class Options(KeywordOptions):
     def model_folder(self) -> Path | None:
         """The Hugging Face folder that `model_arch` names, if it is one."""
         folder = Path(self.model_arch)
-        return folder if (folder / "config.json").is_file() else None
+        return folder if os.path.isfile(folder / "config.json") else None
 
     @property
     def raw_text_tokenizer(self) -> Path | None:
@@ -164,4 +165,4 @@ class Options(KeywordOptions):
         if self.tokenizer is not None or self.model_folder is None:
             return self.tokenizer
         own = self.model_folder / "tokenizer.json"
-        return own if own.is_file() else None
+        return own if os.path.isfile(own) else None

@@ -1,9 +1,16 @@
 """Mixed precision: float32 masters and gradients, bfloat16 computation."""
 
+import logging
+from time import perf_counter
+
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["precision_policy"]
+__all__ = ["bfloat16_slowdown", "precision_policy", "warn_of_slow_bfloat16"]
+
+logger = logging.getLogger(__name__)
+WORTH_TELLING = 1.5
+"""Times as long as in float32; a processor with bfloat16 products takes half as long."""
 
 
 def precision_policy(mixed_precision: bool) -> MixedPrecisionPolicy:
@@ -11,3 +18,35 @@ def precision_policy(mixed_precision: bool) -> MixedPrecisionPolicy:
     if not mixed_precision:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def warn_of_slow_bfloat16(device: torch.device) -> None:
+    """Say so where bfloat16, which is there to be faster, is slower: on most laptops' processors.
+
+    Measured, as no list of processors stays complete; takes some milliseconds.
+    """
+    if device.type != "cpu":
+        return
+    slowdown = bfloat16_slowdown()
+    if slowdown > WORTH_TELLING:
+        logger.warning(
+            "warning: mixed_precision is slow here: this processor has no bfloat16 matrix product,"
+            " and takes %.1f times as long for one as in float32; set mixed_precision to false",
+            slowdown,
+        )
+
+
+def bfloat16_slowdown() -> float:
+    """How many times as long a matrix product takes in bfloat16 as in float32 on this processor."""
+    return _seconds(torch.bfloat16) / _seconds(torch.float32)
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    """The best of a few, as other processes only ever make it longer."""
+    x, weight = torch.ones(256, 256, dtype=dtype), torch.ones(256, 256, dtype=dtype)
+    taken = []
+    for _ in range(5):
+        began = perf_counter()
+        torch.mm(x, weight)
+        taken.append(perf_counter() - began)
+    return min(taken)

@@ -106,7 +106,7 @@ def positive(instance: object, attribute: "Attribute[int]", value: object) -> No
 
 def above_zero(instance: object, attribute: "Attribute[float]", value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"model setting {attribute.name} is {value!r}; give a number")
+        raise ConfigError(f"model setting {attribute.name} is {repr(value)[:60]}; give a number")
     # An int of 400 digits has no float; a float never exceeds this.
     if not (0 < value <= sys.float_info.max):
         raise ConfigError(
@@ -117,7 +117,8 @@ def above_zero(instance: object, attribute: "Attribute[float]", value: object) -
 def boolean(instance: object, attribute: "Attribute[bool]", value: object) -> None:
     """Validator: true or false."""
     if not isinstance(value, bool):
-        raise ConfigError(f"model setting {attribute.name} is {value!r}; give true or false")
+        shown = repr(value)[:60]
+        raise ConfigError(f"model setting {attribute.name} is {shown}; give true or false")
 
 
 def check_heads(queries: int, keys: int, head_dim: int) -> None:
@@ -155,7 +156,8 @@ class RopeScaling:
 
     def __attrs_post_init__(self) -> None:
         if self.kind not in ("linear", "llama3"):
-            raise ConfigError(f"unknown rope scaling {self.kind!r}; known: linear, llama3")
+            shown = repr(self.kind)[:60]
+            raise ConfigError(f"unknown rope scaling {shown}; known: linear, llama3")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
                 f"rope scaling high_freq_factor={self.high_freq_factor} must be above"
@@ -218,6 +220,12 @@ class DecoderConfig:
                     f" choose {_families_with(name, getattr(self, name))}"
                 )
 
+        if self.model_type == "llama" and self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
+                f"{self.num_attention_heads}, as transformers wants it of llama; choose a multiple,"
+                " or model_type mistral, qwen2 or qwen3"
+            )
         for layer in self.sliding_layers or ():
             if type(layer) is not int or not 0 <= layer < self.num_hidden_layers:
                 raise ConfigError(

@@ -69,7 +69,7 @@ def from_document(document: Mapping[str, Any]) -> DecoderConfig:
     family: Any = document.get("model_type")
     if family not in tuple(FAMILIES):  # a damaged one may not even be hashable
         raise ModelError(
-            f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}"
+            f"model_type {repr(family)[:60]} is not supported; supported: {', '.join(FAMILIES)}"
         )
     check_keys(family, document)
     for name in _SIZES:
@@ -152,7 +152,7 @@ def _window(family: str, given: Mapping[str, Any]) -> tuple[int | None, tuple[in
 def _slides(given: Mapping[str, Any]) -> bool:
     uses = given.get("use_sliding_window", False)
     if type(uses) is not bool:
-        raise ModelError(f"use_sliding_window is {uses!r}; give true or false")
+        raise ModelError(f"use_sliding_window is {repr(uses)[:60]}; give true or false")
     return uses
 
 
@@ -176,17 +176,20 @@ def _rope(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     rope = new or old or {}
     unknown = sorted(set(rope) - _ROPE) if isinstance(rope, dict) else [rope]
     if unknown:
-        raise ModelError(f"rotary setting {unknown[0]!r} is not supported; known: {sorted(_ROPE)}")
+        shown = repr(unknown[0])[:60]
+        raise ModelError(f"rotary setting {shown} is not supported; known: {sorted(_ROPE)}")
     theta = rope.get("rope_theta", given.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(
-            f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; only 1.0 is"
+            f"partial_rotary_factor={repr(rope['partial_rotary_factor'])[:60]} is not supported;"
+            " only 1.0 is"
         )
     if kind == "default":
         return theta, None
     if kind not in ("linear", "llama3"):
-        raise ModelError(f"rope_type {kind!r} is not supported; supported: default, linear, llama3")
+        shown = repr(kind)[:60]
+        raise ModelError(f"rope_type {shown} is not supported; supported: default, linear, llama3")
     names = _LLAMA3 if kind == "llama3" else ("factor",)
     missing = [name for name in names if name not in rope]
     if missing:

@@ -3,6 +3,7 @@
 Names are the same on both sides, so nothing is converted.
 """
 
+import os
 from pathlib import Path
 
 import torch
@@ -74,7 +75,9 @@ def has_weights(folder: str | Path) -> bool:
         ModelError: they are in files that are not read here, as they could hold code.
     """
     folder = Path(folder)
-    if any(folder.glob("*.safetensors")) or (folder / INDEX).is_file():
+    if not os.path.isdir(folder):
+        return False
+    if any(folder.glob("*.safetensors")) or os.path.isfile(folder / INDEX):
         return True
     pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
     if pickled:

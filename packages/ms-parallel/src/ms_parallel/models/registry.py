@@ -231,8 +231,8 @@ def read_config(folder: Path) -> ModelConfig:
         ModelError: a file is missing or damaged, or asks for something that is not supported.
     """
     path = folder / CONFIG
-    if not os.path.isfile(path):
-        raise ModelError(f"{path} is missing; give a folder of a saved model")
+    if not os.path.lexists(path):
+        raise ModelError(f"{str(path)[:300]} is missing; give a folder of a saved model")
     document = _read(path)
     try:
         if document.get("model_type") == "transformer-xl":
@@ -254,11 +254,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _ends_of_generation(path: Path) -> dict[str, TokenId] | None:
     """Whoever generates asks generation_config.json first for what ends a text."""
-    if not os.path.isfile(path):
+    if not os.path.lexists(path):
         return None
-    name = "eos_token_id"
+    name, document = "eos_token_id", _read(path)
     try:
-        ids = token_ids(name, _read(path).get(name))
+        ids = token_ids(name, document.get(name))
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
     return None if ids is None else {name: ids}

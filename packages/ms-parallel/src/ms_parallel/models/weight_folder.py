@@ -3,6 +3,7 @@
 A folder holds either `model.safetensors`, or several files and `model.safetensors.index.json`.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ms_parallel.errors import ModelError
+from ms_parallel.untrusted import read_json
 
 __all__ = ["INDEX", "SINGLE", "WeightFolder"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+LONGEST_NAME = 256
+"""What file systems take."""
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -35,9 +39,9 @@ class WeightFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[str, Any] = {}
-        if (folder / SINGLE).is_file():
+        if os.path.isfile(folder / SINGLE):
             self._files = dict.fromkeys(self._header(SINGLE).keys(), SINGLE)
-        elif (folder / INDEX).is_file():
+        elif os.path.isfile(folder / INDEX):
             self._files = self._read_index()
         else:
             raise ModelError(
@@ -93,24 +97,32 @@ class WeightFolder:
                 # Checks the header's length, and its offsets against the file's size.
                 self._open[file] = safe_open(path, framework="pt")
             except FileNotFoundError as error:
-                raise ModelError(f"{path} is missing; copy the folder again") from error
-            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{_short(path)} is missing; copy the folder again") from error
+            except (SafetensorError, OSError, ValueError, MemoryError) as error:
                 raise self._damaged(file, error) from error
         return self._open[file]
 
     def _damaged(self, file: str, error: Exception) -> ModelError:
-        return ModelError(f"{self.folder / file} is damaged ({error}); copy it again")
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        return ModelError(f"{_short(self.folder / file)} is damaged ({reason}); copy it again")
 
     def _read_index(self) -> dict[str, str]:
         path = self.folder / INDEX
         try:
-            index = msgspec.json.decode(path.read_bytes(), type=_Index)
-        except msgspec.DecodeError as error:
-            raise ModelError(f"{path} is damaged ({error}); copy it again") from error
-        for file in index.weight_map.values():
-            if Path(file).name != file or not file.endswith(".safetensors"):
+            index = read_json(path, _Index, error=ModelError)
+        except ModelError as error:
+            raise ModelError(f"{error}; copy it again") from error
+        for file in set(index.weight_map.values()):
+            # A name of this system, and nothing that climbs out of the folder.
+            named = file.isprintable() and len(file) < LONGEST_NAME and Path(file).name == file
+            if not named or not file.endswith(".safetensors"):
                 raise ModelError(
-                    f"{path} names {file!r}, which is no safetensors file of the folder itself;"
-                    f" do not trust this folder"
+                    f"{path} names {file[:60]!r}, which is no safetensors file of the folder"
+                    " itself; do not trust this folder"
                 )
         return index.weight_map
+
+
+def _short(path: Path) -> str:
+    text = str(path)
+    return text if len(text) <= 300 else f"{text[:150]}...{text[-150:]}"
