@@ -38,6 +38,8 @@ class Result:
     """Updates made, over all launches."""
     finished: bool
     """False if a signal stopped the run; the same command goes on."""
+    stopped_by: str | None
+    """The signal that stopped the run, SIGTERM or SIGINT (Ctrl-C); None if it finished."""
     loss: float
     """Of the last step's batch, in nats a token."""
     held_out_loss: float | None
@@ -228,7 +230,7 @@ class DistributedTrainer(Options):
             run.show.note(f"sample:\n{_printable(self.sample_prompt + sample)}")
         if not finished:
             run.show.note(
-                f"stopped by {run.stop.signal_name or 'a signal'} at step {run.engine.step} of"
+                f"stopped by {run.stop.signal_name} at step {run.engine.step} of"
                 f" {run.total}; a checkpoint is saved, the same command goes on"
             )
         elif resumed == run.engine.step:
@@ -241,6 +243,7 @@ class DistributedTrainer(Options):
         return Result(
             step=run.engine.step,
             finished=finished,
+            stopped_by=None if finished else run.stop.signal_name,
             loss=standing.loss,
             held_out_loss=standing.held_out_loss,
             first_held_out_loss=standing.first_held_out_loss,
