@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
-from attrs import NOTHING, Factory, fields
+from attrs import NOTHING, fields
 
 from ms_parallel import layout, options
 from ms_parallel.layout import Layout
@@ -110,7 +110,8 @@ def _defaults() -> dict[str, str]:
     """Each key's default as TOML has it; None is no value there."""
     found = {}
     for each in fields(Options):
-        default = each.default.factory() if isinstance(each.default, Factory) else each.default
+        factory = getattr(each.default, "factory", None)
+        default = each.default if factory is None else factory()
         if default is not NOTHING and default is not None:
             found[each.name] = _toml(default)
     return found
@@ -135,7 +136,6 @@ def _meanings(module: ModuleType) -> dict[str, str]:
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                 assert isinstance(field.target, ast.Name)
                 assert isinstance(text.value, ast.Constant)
-                found[field.target.id] = " ".join(
-                    str(text.value.value).replace("None", "unset").split()
-                )
+                meaning = str(text.value.value).replace("None", "unset")
+                found[field.target.id] = " ".join(meaning.split())
     return found

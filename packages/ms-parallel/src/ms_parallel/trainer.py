@@ -1,6 +1,5 @@
 """The face that users type: a model, a layout, a dataset, and one call that trains."""
 
-import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +25,8 @@ from ms_parallel.ownership import held
 from ms_parallel.progress import Show, duration
 from ms_parallel.schedulers import adopt_scheduler
 from ms_parallel.training import Run, Stream
+
+MOST_EPOCHS = 10**6
 
 __all__ = ["DistributedTrainer", "Result", "Stream"]
 
@@ -280,8 +281,8 @@ def _check_length(epochs: float | None, steps: int | None) -> None:
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise ConfigError(f"steps is {steps!r}; give a whole number of at least 1")
     number = isinstance(epochs, int | float) and not isinstance(epochs, bool)
-    if epochs is not None and not (number and 0 < epochs < math.inf):
-        raise ConfigError(f"epochs is {epochs!r}; give a number above 0")
+    if epochs is not None and not (number and 0 < epochs <= MOST_EPOCHS):
+        raise ConfigError(f"epochs is {epochs!r}; give a number above 0, up to {MOST_EPOCHS}")
 
 
 def _tell_schedule(run: Run, found: FoundSchedule) -> None:
