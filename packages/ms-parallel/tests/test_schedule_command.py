@@ -89,7 +89,7 @@ def test_bad_input_is_one_line(
     assert main(["schedule", *arguments]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith("error: ")
+    assert lines[0].startswith("ms-parallel: ")
     assert said in lines[0]
 
 

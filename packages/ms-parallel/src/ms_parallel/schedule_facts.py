@@ -1,5 +1,6 @@
 """A schedule told and drawn: made by name, read or searched for; proved and simulated."""
 
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def tell(
         costs: such as `forward=1,backward_input=1.3,latency=0.1`; a value a stage as `1:1:1:1.4`.
         memory_cap: most activation memory of a rank, for `search`.
         measured: a recorded step to set beside it; costs that are not given are its mean ones,
-            if it has as many stages, and then times are in milliseconds.
+            shared out evenly where it has another number of stages. All times are in milliseconds.
 
     Raises:
         ConfigError: a size is missing, a cap is given without a search, or a cost or file cannot
@@ -113,8 +114,8 @@ def tell(
     schedule, bound = _made(choice, ranks, microbatches, given, memory_cap, recorded)
     report = verify(schedule)
     played = _costs(given, schedule.stages)
-    if recorded is not None and not given and recorded.schedule.stages == schedule.stages:
-        played = recorded.costs()
+    if recorded is not None:
+        played = _as_recorded(given, recorded, schedule.stages)
     line = simulate(schedule, played)
     real = recorded.timeline() if recorded else None
     facts = ScheduleFacts(
@@ -166,8 +167,8 @@ def _made(
     if choice == SEARCH:
         stages = max([ranks, *map(len, given.values())])
         costs = _costs(given, stages)
-        if recorded is not None and not given:
-            costs = recorded.costs()
+        if recorded is not None:
+            costs = _as_recorded(given, recorded, stages)
         found = search(costs, memory_cap, microbatches=microbatches, ranks=ranks)
         return found.schedule, float(found.lower_bound)
     # What is generated from costs has one stage a rank; the rest does not look at them.
@@ -202,7 +203,7 @@ def parse_costs(text: str) -> dict[str, list[Fraction]]:
             found[name] = [_cost(value) for value in values.split(":")]
         except (ValueError, ZeroDivisionError):
             raise ConfigError(
-                f"cost {part.strip()!r} is not a number; write {name}=1.3, or 1:1:1.4 a stage"
+                f"cost {part.strip()[:60]!r} is not a number; write {name}=1.3, or 1:1:1.4 a stage"
             ) from None
     return found
 
@@ -213,11 +214,24 @@ def _cost(text: str) -> Fraction:
     if "/" in text:
         return Fraction(text)
     value = float(text)  # a Fraction of 1e999999999 would be a number of a billion digits
-    if value == 0:
+    if value == 0 and not re.search("[1-9]", re.split("[eE]", text)[0]):
         return Fraction(0)
     if not SMALLEST <= abs(value) <= 1 / SMALLEST:
         raise ValueError(text)
     return Fraction(text)
+
+
+def _as_recorded(given: dict[str, list[Fraction]], recorded: RecordedStep, stages: int) -> Costs:
+    """A recorded step's mean costs in milliseconds, but for those that are given."""
+    own = recorded.costs()
+    mean: dict[str, list[Fraction]] = {}
+    for name in COSTS[:-1]:
+        values = getattr(own, name)
+        # Another number of stages shares out the same layers.
+        mean[name] = [sum(values, Fraction(0)) / stages] * stages
+        if len(values) == stages or name == "activation":
+            mean[name] = list(values) if len(values) == stages else [Fraction(1)] * stages
+    return _costs({**mean, "latency": [own.latency], **given}, stages)
 
 
 def _costs(given: dict[str, list[Fraction]], stages: int) -> Costs:

@@ -24,6 +24,7 @@ from ms_parallel.options import Options
 from ms_parallel.ownership import held
 from ms_parallel.progress import Show, duration
 from ms_parallel.schedulers import adopt_scheduler
+from ms_parallel.settings import MOST
 from ms_parallel.training import Run, Stream
 
 MOST_EPOCHS = 10**6
@@ -278,8 +279,9 @@ def _check_length(epochs: float | None, steps: int | None) -> None:
     if (epochs is None) == (steps is None):
         both = "both" if steps is not None else "neither"
         raise ConfigError(f"{both} of epochs and steps given; give one of them")
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        raise ConfigError(f"steps is {steps!r}; give a whole number of at least 1")
+    whole = isinstance(steps, int) and not isinstance(steps, bool)
+    if steps is not None and not (whole and 1 <= steps <= MOST):
+        raise ConfigError(f"steps is {steps!r}; give a whole number of at least 1, at most {MOST}")
     number = isinstance(epochs, int | float) and not isinstance(epochs, bool)
     if epochs is not None and not (number and 0 < epochs <= MOST_EPOCHS):
         raise ConfigError(f"epochs is {epochs!r}; give a number above 0, up to {MOST_EPOCHS}")
