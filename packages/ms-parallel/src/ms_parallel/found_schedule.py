@@ -13,7 +13,7 @@ from ms_parallel.durable import write_file, writing
 from ms_parallel.errors import ConfigError
 from ms_parallel.schedules import Schedule, verify
 from ms_parallel.tables import Staged
-from ms_parallel.untrusted import decoding, read_json
+from ms_parallel.untrusted import decode_json, decoding, read_bytes
 
 __all__ = ["FILE", "FoundSchedule", "read_found", "write_found"]
 
@@ -71,10 +71,12 @@ def read_found(path: Path) -> FoundSchedule | None:
     remedy = "restore it, or delete it to search again"
     if not os.path.lexists(path):
         return None
+    content = read_bytes(path, error=ConfigError, limit_bytes=LIMIT_BYTES)
+    where = f"{path}: not a found schedule"
     try:
-        found = read_json(path, FoundSchedule, error=ConfigError, limit_bytes=LIMIT_BYTES)
-        with decoding(path, error=ConfigError):
+        found = decode_json(content, FoundSchedule, where=where, error=ConfigError)
+        with decoding(where, error=ConfigError):
             verify(found.staged.schedule)
     except ConfigError as error:
-        raise ConfigError(f"{error}: not a found schedule; {remedy}") from error
+        raise ConfigError(f"{error}; {remedy}") from error
     return found

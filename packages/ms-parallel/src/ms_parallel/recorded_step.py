@@ -74,13 +74,14 @@ def read_step(path: str | Path) -> RecordedStep:
         ConfigError: it cannot be read, or is not one; the file is named.
     """
     content = read_bytes(path, error=ConfigError, limit_bytes=LIMIT_BYTES)
+    where = f"{path}: not a recorded step"
     try:
-        step = decode_json(content, RecordedStep, where=path, error=ConfigError)
-        with decoding(path, error=ConfigError):
+        step = decode_json(content, RecordedStep, where=where, error=ConfigError)
+        with decoding(where, error=ConfigError):
             verify(step.schedule)
             step.timeline()
     except ConfigError as error:
-        raise ConfigError(f"{error}: not a recorded step; record one with record_every") from error
+        raise ConfigError(f"{error}; record one with record_every") from error
     return step
 
 

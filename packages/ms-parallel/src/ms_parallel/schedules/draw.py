@@ -224,12 +224,9 @@ def _panel(line: Timeline, top: int, scale: float, page: _Page) -> list[str]:
         x, below = (page.left, 29) if page.narrow else (page.width - page.right + 8, 14)
         parts.append(f'<text x="8" y="{y + 14}">rank {rank}</text>')
         parts.append(f'<text x="{x}" y="{y + below}">{facts}</text>')
-        parts += [
-            _box(
-                line, rank, span, (y, page.left), scale, (rank, span.start, span.action) in critical
-            )
-            for span in row
-        ]
+        for span in row:
+            edged = (rank, span.start, span.action) in critical
+            parts.append(_box(line, rank, span, (y, page.left), scale, edged))
     return parts
 
 
