@@ -28,6 +28,8 @@ RUN = {
     "log_every": 1,
     "device": "cpu",
 }
+IN_FILES = {"model_arch": "model", "dataset_path": "dataset"}
+"""What run files call arguments of the trainer."""
 MODEL = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -51,6 +53,7 @@ def write_run(path: Path, dataset: Path, **settings: Any) -> Path:
     """A run file beside its output folder."""
     output = {"output_dir": str(path.with_suffix("")), "dataset_path": str(dataset)}
     values = {**RUN, **output, **settings}
+    values = {IN_FILES.get(key, key): value for key, value in values.items()}
     lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
     lines += ["[model_config]", *(f"{key} = {value}" for key, value in MODEL.items())]
     path.write_text("\n".join(lines) + "\n")

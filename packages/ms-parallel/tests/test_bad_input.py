@@ -35,7 +35,7 @@ def complaint(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) ->
     assert main(["train", str(run), *arguments]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith("error: ")
+    assert lines[0].startswith("ms-parallel: ")
     return lines[0]
 
 
@@ -49,7 +49,7 @@ def complaint(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) ->
         ("optimizer=Adam", "optimizer is 'Adam'; did you mean 'AdamW'"),
         ("schedule=zb-w", "schedule is 'zb-w'; did you mean 'zb-v'? Or name a CSV file"),
         ("schedule=none.csv", "schedule none.csv: cannot be read: No such file"),
-        ("model_arch=lama", "'lama'; did you mean 'llama'"),
+        ("model=lama", "'lama'; did you mean 'llama'"),
         ("epochs=1", "both of epochs and steps given; give one"),
         ("steps=0", "steps is 0; give a whole number of at least 1"),
         ("batch_size=2.5", "batch_size is 2.5; give a whole number"),
@@ -172,7 +172,7 @@ def test_a_port_in_use_is_named_with_the_remedy(shards: Path, tmp_path: Path, ad
         started = by_hand(run, 0, port)
         _, said = started.communicate(timeout=120)
     assert started.returncode == 2
-    assert f"error: port {port} is in use" in said
+    assert f"ms-parallel: port {port} is in use" in said
     assert "MASTER_PORT" in said
     assert "Traceback" not in said
 
@@ -194,8 +194,8 @@ def test_under_torchrun_the_line_comes_first_and_once(shards: Path, tmp_path: Pa
     done = train(run, 2, "--set", "parallel_config.tensor=3")
     assert done.returncode == 1  # torchrun's own, whatever its workers' codes
     said = done.stderr
-    assert said.count("error: layout tensor=3 needs 3 processes, but 2 run") == 1
-    before = said[: said.index("error: ")]
+    assert said.count("ms-parallel: layout tensor=3 needs 3 processes, but 2 run") == 1
+    before = said[: said.index("ms-parallel: ")]
     assert "Traceback" not in before
     assert "exitcode  : 2" in said
 
@@ -205,8 +205,8 @@ def test_under_torchrun_what_rank_0_finds_is_told_once(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run.toml", corpora(tmp_path)["latin"])
     done = train(run, 2)
     assert done.returncode == 1
-    assert done.stderr.count("error: ") == 1
-    assert re.search(r"error: .*a\.txt.*UTF-8", done.stderr)
+    assert done.stderr.count("ms-parallel: ") == 1
+    assert re.search(r"ms-parallel: .*a\.txt.*UTF-8", done.stderr)
 
 
 SCRIPT = """
@@ -229,7 +229,7 @@ def test_a_plain_script_says_what_to_type(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "error: layout tensor=2 needs 2 processes and this is one; type:"
+        "ms-parallel: layout tensor=2 needs 2 processes and this is one; type:"
         " torchrun --standalone --nproc-per-node 2 train.py --fast"
     ]
 
@@ -266,7 +266,7 @@ def test_a_plain_script_says_what_went_wrong_after_it_has_connected(
     assert run(0).returncode == 0
     done = run(1)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert done.stderr.splitlines()[-1].startswith("ms-parallel: ")
     assert "seed" in done.stderr
 
 

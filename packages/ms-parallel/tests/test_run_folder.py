@@ -101,7 +101,7 @@ def test_a_model_in_the_folder_that_is_written_is_refused(
     run = write_run(tmp_path / "run.toml", shards, steps=2)
     assert main(["train", str(run)]) == 0
     before = (run.with_suffix("") / "model" / "model.safetensors").read_bytes()
-    own = f"model_arch={run.with_suffix('') / 'model'}"
+    own = f"model={run.with_suffix('') / 'model'}"
     assert "lies in output_dir" in refusal(capsys, run, "--set", own)
     assert (run.with_suffix("") / "model" / "model.safetensors").read_bytes() == before
 
@@ -112,10 +112,10 @@ def test_other_data_and_another_model_are_refused(
     """What the run is of is named with both values; moved shards are the same shards."""
     run = write_run(tmp_path / "run.toml", shards, steps=2)
     assert main(["train", str(run)]) == 0
-    assert "whose dataset is" in refusal(capsys, run, "--set", f"dataset_path={corpus}")
-    assert 'whose model is "llama"' in refusal(capsys, run, "--set", "model_arch=qwen3")
+    assert "whose dataset is" in refusal(capsys, run, "--set", f"dataset={corpus}")
+    assert 'whose model is "llama"' in refusal(capsys, run, "--set", "model=qwen3")
     moved = shutil.copytree(shards, tmp_path / "elsewhere")
-    assert main(["train", str(run), "--set", f"dataset_path={moved}"]) == 0
+    assert main(["train", str(run), "--set", f"dataset={moved}"]) == 0
 
 
 def test_a_run_that_made_nothing_leaves_the_folder_free(
@@ -124,7 +124,7 @@ def test_a_run_that_made_nothing_leaves_the_folder_free(
     """A mistyped corpus does not own the folder."""
     run = write_run(tmp_path / "run.toml", tmp_path / "corpsu", steps=1)
     assert "corpsu" in refusal(capsys, run)
-    assert main(["train", str(run), "--set", f"dataset_path={corpus}"]) == 0
+    assert main(["train", str(run), "--set", f"dataset={corpus}"]) == 0
 
 
 def test_changed_settings_are_told_and_those_that_cannot_are_refused(

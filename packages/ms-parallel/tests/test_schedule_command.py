@@ -70,7 +70,7 @@ def test_a_search_says_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             ["1f1b", "--stages", "2", "--microbatches", "2", "--out", "no/a.svg"],
-            "cannot be written",
+            "cannot write no/a.svg: No such file",
         ),
         (
             ["1f1b", "--stages", "2", "--microbatches", "2", "--memory-cap", "1"],
@@ -89,7 +89,7 @@ def test_bad_input_is_one_line(
     assert main(["schedule", *arguments]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith("error: ")
+    assert lines[0].startswith("ms-parallel: ")
     assert said in lines[0]
 
 

@@ -95,3 +95,42 @@ def test_a_page_is_whole_and_names_are_escaped():
     assert "&lt;script&gt;" in page
     assert "href" not in page
     assert "Critical path: rank 0: 0F0" in page
+
+
+@pytest.mark.parametrize("width", [404, 1200])
+def test_nothing_of_a_picture_lies_outside_of_it(width):
+    """On a phone titles are wrapped and facts stand below their row; letters take 8 pixels."""
+    line = simulate(zb_v(4, 8), Costs.uniform(8, latency=0.1))
+    root = ElementTree.fromstring(
+        draw_svg(line, line, titles=["simulated", "measured"], width=width)
+    )
+    assert int(root.get("width")) == width
+    assert "max-width:100%" in root.get("style")
+    for box in root.iter(f"{SVG}rect"):
+        assert float(box.get("x", 0)) + float(box.get("width")) <= width
+    for text in root.iter(f"{SVG}text"):
+        letter = 7.6 if text.get("font-size") == "14" else 6.0
+        share = {"middle": 0.5, "end": 0.0}.get(text.get("text-anchor"), 1.0)
+        assert float(text.get("x")) + share * letter * len(text.text) <= width + 8
+        assert float(text.get("y")) <= int(root.get("height"))
+
+
+def test_a_picture_says_what_its_colours_mean_and_is_dark_on_a_dark_page():
+    """The kinds that are drawn, no others, and the red edge."""
+    picture = draw_svg(simulate(zb_v(2, 4), Costs.uniform(4)))
+    assert "forward (lighter: later stages)" in picture
+    assert "backward of weights" in picture
+    assert "critical path" in picture
+    assert "full backward" not in picture
+    plain = draw_svg(simulate(one_f_one_b(2, 4), Costs.uniform(2)))
+    assert "full backward" in plain
+    assert "lighter" not in plain
+    assert "@media (prefers-color-scheme: dark)" in plain
+
+
+def test_a_page_holds_a_picture_for_a_phone():
+    """It is 420 pixels wide with its margins, and shown where the wide one is not."""
+    page = draw_html(simulate(zb_v(2, 4), Costs.uniform(4)))
+    assert '<svg xmlns="http://www.w3.org/2000/svg" width="404"' in page
+    assert ".wide { display: none } .phone { display: block }" in page
+    assert 'name="viewport"' in page

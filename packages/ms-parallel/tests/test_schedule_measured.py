@@ -1,5 +1,6 @@
 """Schedules that are searched for measured costs, and steps that are recorded as they run."""
 
+import json
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -144,6 +145,11 @@ def test_a_recorded_step_is_drawn_beside_the_simulated_one(
     assert main(["schedule", "v-half", *sizes, "--measured", str(path), "--json"]) == 0
     facts = capsys.readouterr().out
     assert '"measured_makespan"' in facts
+    for name in ("1f1b", "v-half"):  # of another number of stages, and of the same
+        assert main(["schedule", name, *sizes, "--measured", str(path), "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        # Both in milliseconds: the same work by the same ranks, in another order.
+        assert 0.2 < told["makespan"] / told["measured_makespan"] < 5
     assert main(["schedule", "1f1b", *sizes, "--measured", str(tmp_path / "none.json")]) == 2
     (tmp_path / "bad.json").write_text('{"type": "timeline.v1", "step": -1}')
     assert main(["schedule", str(tmp_path / "bad.json")]) == 2

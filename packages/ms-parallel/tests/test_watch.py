@@ -104,7 +104,7 @@ def test_the_rank_that_does_not_come_is_named_by_one_of_the_others(how: str, sta
     assert first[0] == second[0] == 1
     (line,) = [text for _, text in (first, second) if text]
     assert line.count("\n") == 1
-    assert line.startswith("error: rank 2 (process ")
+    assert line.startswith("ms-parallel: rank 2 (process ")
     assert f") {state}" in line
     assert "step 7, update" in line
     assert "faults.py" in line.split(";")[1 if how != "slow" else 0]
@@ -115,10 +115,10 @@ def test_the_rank_that_does_not_come_is_named_by_one_of_the_others(how: str, sta
 
 def test_a_wait_without_end_ends_when_rank_0_gives_no_sign() -> None:
     """The others wait as long as rank 0 acts, and not for a rank 0 that is stopped."""
-    _, waited = run_processes(
-        2, FAULTS, "rank_0_stops_while_it_acts", check=False, timeout_s=60
+    _, waited = run_processes(2, FAULTS, "rank_0_stops_while_it_acts", check=False, timeout_s=60)
+    assert (
+        "rank 0 acts for all ranks and gives no sign for 2 s: rank 0 (process " in waited["failed"]
     )
-    assert "rank 0 acts for all ranks and gives no sign for 2 s: rank 0 (process " in waited["failed"]
     assert "is stopped (by SIGSTOP" in waited["failed"]
 
 

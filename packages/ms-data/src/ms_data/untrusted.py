@@ -7,6 +7,7 @@ in one line: which file, what is wrong, what to do.
 """
 
 import os
+import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,9 @@ CHUNK_BYTES = 2**20
 
 SHOWN_CHARACTERS = 200
 """Of a path or of a decoder's own words, in a message."""
+
+DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){100}""")
+"""A hundred names with dots between them."""
 
 T = TypeVar("T")
 
@@ -80,6 +84,9 @@ def decode_json(
 def read_toml(path: str | Path, *, error: type[Exception]) -> dict[str, Any]:
     """Read a file of TOML."""
     content = read_text(path, error=error, limit_bytes=2**24)
+    # Of a key with so many parts tomllib reads each again and again: minutes for 100 kB.
+    if DEEP_KEY.search(content):
+        raise error(f"{_shown(path)}: nested too deeply to be read")
     with decoding(path, error=error):
         return tomllib.loads(content)
 

@@ -104,5 +104,11 @@ class StopRequest:
         self.signal_name = signal.Signals(number).name
 
     def agreed(self) -> bool:
-        """Whether any process was asked; all of them must call this at the same step."""
-        return sums(bool(self.signal_name))[0] > 0
+        """Whether any process was asked; all of them must call this at the same step.
+
+        All know by which signal afterwards: Ctrl-C counts before SIGTERM, which may follow it.
+        """
+        asked, by_hand = sums(bool(self.signal_name), self.signal_name == signal.SIGINT.name)
+        if asked:
+            self.signal_name = (signal.SIGINT if by_hand else signal.SIGTERM).name
+        return asked > 0

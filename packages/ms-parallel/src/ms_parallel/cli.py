@@ -1,16 +1,23 @@
-"""The command: `python -m ms_parallel` and `ms-parallel`, skins over public functions."""
+"""The command: `python -m ms_parallel` and `ms-parallel`, skins over public functions.
 
-import argparse
+Nothing here imports torch before a command needs it.
+"""
+
+import contextlib
 import os
 import shutil
+import signal
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ms_parallel import exits
+from ms_parallel import __version__
+from ms_parallel.entry import INTERRUPTED, CommandParser, perform
+from ms_parallel.parent import end_with_launcher
 
 __all__ = ["main"]
 
@@ -18,44 +25,50 @@ GIB = 1 << 30
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0 (done), 1 (failed) or 2 (bad input)."""
-    options = _parser().parse_args(arguments)
-    try:
-        return int(options.run(options))
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # whoever read the output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except Exception as error:  # whatever is not told in a line keeps its traceback
-        code = exits.report(error)
-        if code is None:
-            raise
-        return code
+    """Run the command; returns 0 (done), 1 (failed), 2 (bad input) or 130 (Ctrl-C)."""
+    words = sys.argv[1:] if arguments is None else arguments
+    options = _parser(words).parse_args(words)
+    return perform("ms-parallel", lambda: int(options.run(options)), report=_report)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ms-parallel",
+def _report(error: BaseException) -> int | None:
+    """One process speaks for all, where there are several; alone, the frame of a command does."""
+    if "WORLD_SIZE" not in os.environ and "ms_parallel.exits" not in sys.modules:
+        return None
+    from ms_parallel.exits import report
+
+    return report(error)
+
+
+def _parser(words: Sequence[str]) -> CommandParser:
+    parser = CommandParser(
+        "ms-parallel",
+        version=__version__,
         description="Train language models over many processes.",
-        epilog="example: torchrun --standalone --nproc-per-node 2 -m ms_parallel train RUN.toml",
+        example="torchrun --standalone --nproc-per-node 2 -m ms_parallel train RUN.toml",
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
     train = commands.add_parser(
         "train",
         help="train as a run file says; the same command resumes",
-        epilog="example: torchrun --standalone --nproc-per-node 2 -m ms_parallel train RUN.toml"
-        " --set parallel_config.tensor=2 --set steps=500",
+        example="torchrun --standalone --nproc-per-node 2 -m ms_parallel train RUN.toml"
+        " --set layout.tensor=2 --set steps=500",
     )
     inspect = commands.add_parser(
         "inspect",
         help="say what a run will be: parameters, memory of each rank, layout",
-        epilog="example: ms-parallel inspect RUN.toml --set parallel_config.pipeline=4",
+        example="ms-parallel inspect RUN.toml --set layout.pipeline=4",
     )
+    init = commands.add_parser(
+        "init",
+        help="write a run file with every key, its default and its meaning",
+        example="ms-parallel init --out RUN.toml",
+    )
+    init.add_argument("--out", metavar="RUN.toml", help="a new file; otherwise it is printed")
+    init.set_defaults(run=_init)
     _add_schedule(commands)
     doctor = commands.add_parser(
-        "doctor", help="say what this machine has", epilog="example: ms-parallel doctor --json"
+        "doctor", help="say what this machine has", example="ms-parallel doctor --json"
     )
     for command, function in ((train, _train), (inspect, _inspect)):
         command.add_argument("run_file", metavar="RUN.toml", help="settings of the run, in TOML")
@@ -67,7 +80,11 @@ def _parser() -> argparse.ArgumentParser:
             help="change one setting; table.key=value reaches into a table",
         )
         command.set_defaults(run=function)
-    for command in (inspect, doctor):
+        if {"-h", "--help"} & set(words):
+            from ms_parallel.run_template import keys_text
+
+            command.epilog = f"{keys_text()}\n\n{command.epilog}"
+    for command in (train, inspect, doctor):
         command.add_argument("--json", action="store_true", help="print facts as JSON")
     doctor.set_defaults(run=_doctor)
     return parser
@@ -77,7 +94,7 @@ def _add_schedule(commands: Any) -> None:
     schedule = commands.add_parser(
         "schedule",
         help="prove a pipeline schedule and draw its timeline",
-        epilog="example: ms-parallel schedule zb-v --stages 4 --microbatches 8"
+        example="ms-parallel schedule zb-v --stages 4 --microbatches 8"
         " --costs backward_input=1.3,latency=0.1 --out zb-v.svg",
     )
     schedule.add_argument(
@@ -105,7 +122,7 @@ def _add_schedule(commands: Any) -> None:
     schedule.set_defaults(run=_schedule)
 
 
-def _schedule(options: argparse.Namespace) -> int:
+def _schedule(options: Namespace) -> int:
     from ms_parallel.schedule_facts import draw_to, tell
     from ms_parallel.schedules import draw_text, path_text
 
@@ -130,15 +147,36 @@ def _schedule(options: argparse.Namespace) -> int:
     return 0
 
 
-def _train(options: argparse.Namespace) -> int:
+def _train(options: Namespace) -> int:
+    end_with_launcher()
+    from ms_parallel.launch import is_first
     from ms_parallel.run_file import read_run_file
 
     run = read_run_file(options.run_file, options.set)
-    run.trainer.train(run.dataset_path, epochs=run.epochs, steps=run.steps)
+    stdout = sys.stderr if options.json else sys.stdout
+    with contextlib.redirect_stdout(stdout):
+        result = run.trainer.train(run.dataset_path, epochs=run.epochs, steps=run.steps)
+    if options.json and is_first():
+        _print_json(result)
+    return INTERRUPTED if result.stopped_by == signal.SIGINT.name else 0
+
+
+def _init(options: Namespace) -> int:
+    from ms_parallel.durable import write_file
+    from ms_parallel.errors import ConfigError
+    from ms_parallel.run_template import template
+
+    if options.out is None:
+        print(template(), end="")
+        return 0
+    if os.path.lexists(options.out):
+        raise ConfigError(f"{options.out} exists; choose another name, or delete it")
+    write_file(Path(options.out), template().encode())
+    print(f"wrote {options.out}; fill in dataset, then: ms-parallel train {options.out}")
     return 0
 
 
-def _inspect(options: argparse.Namespace) -> int:
+def _inspect(options: Namespace) -> int:
     from ms_parallel.inspection import inspect
     from ms_parallel.run_file import read_run_file
 
@@ -166,7 +204,7 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _doctor(options: argparse.Namespace) -> int:
+def _doctor(options: Namespace) -> int:
     from ms_parallel.doctor import examine
 
     machine = examine()
@@ -188,5 +226,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _print_json(facts: Any) -> int:
-    print(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
+    encoded = msgspec.json.encode(facts, enc_hook=str)
+    print(msgspec.json.format(encoded, indent=2).decode())
     return 0

@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
-from ms_parallel.durable import publish, write_synced, writing
+from ms_parallel.durable import write_file, writing
 from ms_parallel.errors import ConfigError
 from ms_parallel.options import Options
+from ms_parallel.untrusted import read_json
 
 __all__ = ["data_package", "prepare"]
 
@@ -49,10 +50,10 @@ def prepare(dataset_path: str | Path, options: Options) -> Path:
     tokenizer = options.raw_text_tokenizer
     shards, source = options.output_dir / SHARDS, options.output_dir / SOURCE
     wanted = _source(dataset_path, options, tokenizer)
-    known = msgspec.json.decode(source.read_bytes()) if source.is_file() else None
+    known = _read_source(source, shards)
     if shards.exists():
         if known != wanted:
-            differs = next((k for k in wanted if (known or {}).get(k) != wanted[k]), "corpus")
+            differs = next((k for k in wanted if known.get(k) != wanted[k]), "corpus")
             raise ConfigError(
                 f"{shards} was built from something else ({differs} differs); delete it, or"
                 " choose another output_dir"
@@ -63,7 +64,7 @@ def prepare(dataset_path: str | Path, options: Options) -> Path:
         options.output_dir.mkdir(parents=True, exist_ok=True)
         if known != wanted:
             own_tokenizer.unlink(missing_ok=True)
-            _replace(source, msgspec.json.encode(wanted))
+            write_file(source, msgspec.json.encode(wanted))
     _build(dataset_path, shards, options, tokenizer, own_tokenizer)
     return shards
 
@@ -83,6 +84,19 @@ def _build(
         hold_out=options.hold_out,
         text_key=options.text_key,
     )
+
+
+def _read_source(source: Path, shards: Path) -> dict[str, Any]:
+    """What the shards were built from; nothing where there are none yet and nobody can say."""
+    try:
+        return read_json(source, dict, error=ConfigError) if os.path.lexists(source) else {}
+    except ConfigError as error:
+        if not shards.exists():
+            return {}
+        raise ConfigError(
+            f"{error}; so what {shards} was built from cannot be told: move it away, and it is"
+            " built again"
+        ) from error
 
 
 def _source(corpus: str | Path, options: Options, tokenizer: Path | None) -> dict[str, Any]:
@@ -108,10 +122,3 @@ def _files_digest(corpus: Path) -> str:
         facts = file.stat()
         digest.update(os.fsencode(file) + f"\0{facts.st_size} {facts.st_mtime_ns}\n".encode())
     return digest.hexdigest()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    aside = path.with_name(path.name + ".partial")
-    aside.unlink(missing_ok=True)
-    write_synced(aside, content)
-    publish(aside, path)

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+from ms_parallel.entry import BAD_INPUT, FAILED, INTERRUPTED, one_line
 from ms_parallel.errors import LaunchError, ParallelError, StageError
 from ms_parallel.failures import LOST
-from ms_parallel.launch import launched, rank, world_size
+from ms_parallel.launch import is_first, launched, rank, world_size
 from ms_parallel.watch import Heartbeat, position
 
 __all__ = ["end_scripts_plainly", "report"]
 
-BAD_INPUT, FAILED = 2, 1
 GOES_ON = "the same command goes on from the last complete checkpoint"
 
 
@@ -34,6 +34,10 @@ def report(error: BaseException) -> int | None:
     if told is None:
         return None
     code, line = told
+    if code == INTERRUPTED:  # came to all at once
+        if is_first():
+            _say(line)
+        return code
     # A process that met nobody speaks for itself, and has no store to ask.
     if isinstance(error, LaunchError) or not launched():
         _say(line)
@@ -73,6 +77,8 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 def _told(error: BaseException) -> tuple[int, str] | None:
     """Exit code and line of an error that a line can tell."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, f"interrupted; {GOES_ON}"
     if isinstance(error, StageError):
         return FAILED, str(error)
     if isinstance(error, ParallelError) or _is_of_ms_data(error):
@@ -96,7 +102,7 @@ def _is_of_ms_data(error: BaseException) -> bool:
 
 
 def _say(line: str) -> None:
-    print(f"error: {line}", file=sys.stderr, flush=True)  # noqa: T201 - the command's last word
+    print(f"ms-parallel: {one_line(line)}", file=sys.stderr, flush=True)  # noqa: T201 - the command's last word
 
 
 @contextmanager

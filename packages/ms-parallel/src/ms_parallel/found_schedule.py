@@ -4,14 +4,16 @@ A run that goes on performs the schedule that it began with: its sums keep their
 weights keep their bits, however the machine's speed has changed.
 """
 
+import os
 from pathlib import Path
 
 import msgspec
 
-from ms_parallel.durable import publish, write_synced, writing
-from ms_parallel.errors import ConfigError, ScheduleError
+from ms_parallel.durable import write_file, writing
+from ms_parallel.errors import ConfigError
 from ms_parallel.schedules import Schedule, verify
 from ms_parallel.tables import Staged
+from ms_parallel.untrusted import decode_json, decoding, read_bytes
 
 __all__ = ["FILE", "FoundSchedule", "read_found", "write_found"]
 
@@ -57,10 +59,7 @@ def write_found(path: Path, found: FoundSchedule) -> None:
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f"{path.name}.partial")
-        aside.unlink(missing_ok=True)
-        write_synced(aside, msgspec.json.format(msgspec.json.encode(found), indent=1))
-        publish(aside, path)
+        write_file(path, msgspec.json.format(msgspec.json.encode(found), indent=1))
 
 
 def read_found(path: Path) -> FoundSchedule | None:
@@ -70,15 +69,14 @@ def read_found(path: Path) -> FoundSchedule | None:
         ConfigError: it cannot be read, or is not one.
     """
     remedy = "restore it, or delete it to search again"
-    try:
-        if path.stat().st_size > LIMIT_BYTES:
-            raise ConfigError(f"{path}: larger than any found schedule; {remedy}")
-        found = msgspec.json.decode(path.read_bytes(), type=FoundSchedule)
-        verify(found.staged.schedule)
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError, ScheduleError) as error:
-        raise ConfigError(f"{path}: not a found schedule: {error}; {remedy}") from error
+    content = read_bytes(path, error=ConfigError, limit_bytes=LIMIT_BYTES)
+    where = f"{path}: not a found schedule"
+    try:
+        found = decode_json(content, FoundSchedule, where=where, error=ConfigError)
+        with decoding(where, error=ConfigError):
+            verify(found.staged.schedule)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {remedy}") from error
     return found

@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ms_parallel.errors import LaunchError
+from ms_parallel.launch_line import launch_command
 from ms_parallel.layout import Layout, Place
 
 __all__ = ["AXES", "Groups", "connect", "disconnect", "pick_device"]
@@ -109,8 +109,8 @@ def _initialise(layout: Layout, device: torch.device, timeout: timedelta) -> Non
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not launched and layout.world_size > 1:
         raise LaunchError(
-            f"layout {layout} needs {layout.world_size} processes and this is one; type: "
-            f"torchrun --nproc-per-node {layout.world_size} {_command()}"
+            f"layout {layout} needs {layout.world_size} processes and this is one; "
+            f"{launch_command(layout.world_size)}"
         )
     device_id = None if device.type == "cpu" else device
     try:
@@ -148,11 +148,3 @@ def disconnect() -> None:
     if dist.is_initialized() and not (failed and dist.get_backend() != "gloo"):
         dist.destroy_process_group()
         time.sleep(SETTLE_S)
-
-
-def _command() -> str:
-    """What the user typed after `python`, for a message that repeats it."""
-    main = sys.modules.get("__main__")
-    spec = getattr(main, "__spec__", None)
-    script = f"-m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
-    return " ".join([script or "train.py", *sys.argv[1:]])

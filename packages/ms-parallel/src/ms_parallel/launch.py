@@ -4,9 +4,7 @@ import atexit
 import errno
 import os
 import socket
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,11 +13,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from ms_parallel.errors import LaunchError
 from ms_parallel.groups import disconnect
+from ms_parallel.launch_line import launch_command
 from ms_parallel.layout import Layout
 from ms_parallel.parent import end_with_launcher
 from ms_parallel.watch import Heartbeat
 
-__all__ = ["is_first", "join", "launch_command", "launched", "rank", "world_size"]
+__all__ = ["is_first", "join", "launched", "rank", "world_size"]
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -48,20 +47,6 @@ def is_first() -> bool:
     return rank() == 0
 
 
-def launch_command(processes: int) -> str:
-    """What to type to run this very program in so many processes."""
-    main = sys.modules.get("__main__")
-    spec = getattr(main, "__spec__", None)
-    if spec is not None:
-        program = ["-m", spec.name.removesuffix(".__main__")]
-    elif Path(sys.argv[0]).name == "ms-parallel":
-        program = ["-m", "ms_parallel"]
-    else:
-        program = [sys.argv[0] or "train.py"]
-    words = [*program, *sys.argv[1:]]
-    return f"torchrun --standalone --nproc-per-node {processes} {' '.join(words)}"
-
-
 def join(layout: Layout, *, timeout_s: float) -> None:
     """Meet the other processes of a layout; nothing to do for one that runs alone.
 
@@ -80,7 +65,7 @@ def join(layout: Layout, *, timeout_s: float) -> None:
     if not launched():
         if layout.world_size > 1:
             raise LaunchError(
-                f"layout {layout} needs {layout.world_size} processes and this is one; type:"
+                f"layout {layout} needs {layout.world_size} processes and this is one;"
                 f" {launch_command(layout.world_size)}"
             )
         return

@@ -14,6 +14,7 @@ from ms_parallel.errors import LayoutError
 __all__ = ["Layout", "ModelShape", "Place"]
 
 AXES = ("pipeline", "data", "context", "tensor")
+MOST_RANKS = 1 << 20
 _NOT_YET = ("context", "expert")
 
 
@@ -21,6 +22,8 @@ def _positive(instance: object, attribute: object, value: object) -> None:
     name = getattr(attribute, "name", "?")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise LayoutError(f"layout axis {name!r} is {value!r}; give a whole number of at least 1")
+    if value > MOST_RANKS:
+        raise LayoutError(f"layout axis {name!r} is above {MOST_RANKS}; give a smaller number")
     if name in _NOT_YET and value > 1:
         raise LayoutError(f"layout axis {name}={value} is not supported yet; leave it at 1")
 

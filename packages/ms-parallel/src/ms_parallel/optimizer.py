@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ def _number(fits: Callable[[Any], bool], remedy: str) -> Check:
 
     def check(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and math.isfinite(value) and fits(value)):
+        if not (is_number and -sys.float_info.max <= value <= sys.float_info.max and fits(value)):
             raise ConfigError(f"optimizer setting {attribute.name} is {value!r}; give {remedy}")
 
     return check

@@ -11,7 +11,7 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.events import OnEvent
 from ms_parallel.layout import Layout
 from ms_parallel.schedules import GENERATORS, Schedule
-from ms_parallel.settings import flag, nearest, number, one_of, text, whole
+from ms_parallel.settings import a_path, flag, nearest, number, one_of, text, whole
 from ms_parallel.tables import SEARCH
 
 __all__ = ["KeywordOptions", "Options"]
@@ -24,7 +24,13 @@ def _model_config(value: Any) -> dict[str, Any]:
 
 
 def _path(value: Any) -> Path | None:
-    return None if value is None else Path(value)
+    return None if value is None else _folder(value)
+
+
+def _folder(value: Any) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"a path is {value!r}; give a text")
+    return Path(value)
 
 
 def _layout(value: Any) -> Layout | None:
@@ -67,7 +73,7 @@ class KeywordOptions:
         ConfigError: a value is of the wrong kind or out of range.
     """
 
-    output_dir: Path = field(default=Path("runs/train"), converter=Path)
+    output_dir: Path = field(default=Path("runs/train"), converter=_folder, validator=a_path)
     """Where shards, checkpoints, events and the trained model go. The same folder resumes."""
     model_config: dict[str, Any] = field(factory=dict, converter=_model_config)
     """Settings of the model to change, by the names of Hugging Face's config.json."""
@@ -106,7 +112,7 @@ class KeywordOptions:
     """Whose operators the model uses; `ms_kernels` needs the extra `kernels`."""
     device: str | None = field(default=None, validator=text(optional=True))
     """`cpu` or an accelerator; None for the machine's best."""
-    seed: int = field(default=0, validator=whole(least=0))
+    seed: int = field(default=0, validator=whole(least=0, most=2**63 - 1))
     """Of the fresh weights and of the order of samples."""
     evaluate_every: int | None = field(default=None, validator=whole(optional=True))
     """Steps between evaluations on held-out text; None for the first and last step alone."""
@@ -122,7 +128,7 @@ class KeywordOptions:
     """Share of documents kept for evaluation, when raw text is built into shards."""
     vocab_size: int = field(default=8192, validator=whole(least=257))
     """Tokens of the tokenizer that is trained, when raw text is built without one."""
-    tokenizer: Path | None = field(default=None, converter=_path)
+    tokenizer: Path | None = field(default=None, converter=_path, validator=a_path)
     """A `tokenizer.json` for raw text; None trains one."""
     text_key: str = field(default="text", validator=text())
     """The member of a JSON line that holds the text."""
@@ -134,7 +140,7 @@ class KeywordOptions:
     """Steps between lines of progress where there is no terminal."""
     progress: bool = field(default=True, validator=flag)
     """Show progress on standard output, on rank 0."""
-    timeout_s: float = field(default=600.0, validator=number(least=1.0))
+    timeout_s: float = field(default=600.0, validator=number(least=1.0, most=1e7))
     """Seconds after which a silent process counts as lost."""
     on_event: OnEvent | None = field(default=None)
     """Called on rank 0 with each event; None writes JSON lines to output_dir/events.jsonl."""
@@ -144,7 +150,7 @@ class KeywordOptions:
 class Options(KeywordOptions):
     """All that a run is made of but its dataset and length."""
 
-    model_arch: str = field(converter=str)
+    model_arch: str = field(converter=str, validator=a_path)
     """`llama`, `mistral`, `qwen2`, `qwen3`, or a folder with a Hugging Face config.json."""
     parallel_config: Layout | None = field(default=None, converter=_layout)
     """Axes such as `{"tensor_parallel": 2}`; None puts all processes on `data`."""

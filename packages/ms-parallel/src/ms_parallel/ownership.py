@@ -14,6 +14,8 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.options import Options
 from ms_parallel.progress import Show
 from ms_parallel.run_folder import SEAL, hold, inside, owner_of
+from ms_parallel.settings import check_path
+from ms_parallel.untrusted import read_bytes
 
 __all__ = ["KIND", "held"]
 
@@ -47,6 +49,7 @@ def held(
             changed that cannot.
     """
     folder = options.output_dir
+    check_path("dataset", dataset)
     if options.model_folder is not None and inside(options.model_folder, folder):
         raise ConfigError(
             f"the model {options.model_folder} lies in output_dir {folder}, which this run writes;"
@@ -113,5 +116,5 @@ def _dataset(dataset: str | Path) -> str:
     path = Path(dataset)
     index = path / "index.json"
     if index.is_file():
-        return f"shards {blake2b(index.read_bytes(), digest_size=8).hexdigest()}"
+        return f"shards {blake2b(read_bytes(index, error=ConfigError), digest_size=8).hexdigest()}"
     return str(path.resolve()) if path.exists() else str(dataset)

@@ -16,10 +16,11 @@ import os
 import signal
 import sys
 
+from ms_parallel.entry import FAILED
+
 __all__ = ["end_with_launcher", "launcher_is_gone", "started_by_torchrun"]
 
 PR_SET_PDEATHSIG = 1
-FAILED = 1
 STARTED = (os.getpid(), os.getppid())
 """This process and its parent, as early as can be."""
 

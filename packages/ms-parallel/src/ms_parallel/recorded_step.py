@@ -5,9 +5,10 @@ from pathlib import Path
 
 import msgspec
 
-from ms_parallel.durable import publish, write_synced, writing
+from ms_parallel.durable import write_file, writing
 from ms_parallel.errors import ConfigError, ScheduleError
 from ms_parallel.schedules import Costs, Schedule, Timeline, observed, observed_costs, verify
+from ms_parallel.untrusted import decode_json, decoding, read_bytes
 
 __all__ = ["RecordedStep", "is_recording", "read_step", "write_step"]
 
@@ -58,10 +59,7 @@ def write_step(path: Path, step: RecordedStep) -> None:
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f"{path.name}.partial")
-        aside.unlink(missing_ok=True)
-        write_synced(aside, msgspec.json.encode(step))
-        publish(aside, path)
+        write_file(path, msgspec.json.encode(step))
 
 
 def is_recording(path: str | Path) -> bool:
@@ -75,18 +73,15 @@ def read_step(path: str | Path) -> RecordedStep:
     Raises:
         ConfigError: it cannot be read, or is not one; the file is named.
     """
+    content = read_bytes(path, error=ConfigError, limit_bytes=LIMIT_BYTES)
+    where = f"{path}: not a recorded step"
     try:
-        if Path(path).stat().st_size > LIMIT_BYTES:
-            raise ConfigError(f"{path}: larger than any recorded step; give another file")
-        step = msgspec.json.decode(Path(path).read_bytes(), type=RecordedStep)
-        verify(step.schedule)
-        step.timeline()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError, ScheduleError) as error:
-        raise ConfigError(
-            f"{path}: not a recorded step: {error}; record one with record_every"
-        ) from error
+        step = decode_json(content, RecordedStep, where=where, error=ConfigError)
+        with decoding(where, error=ConfigError):
+            verify(step.schedule)
+            step.timeline()
+    except ConfigError as error:
+        raise ConfigError(f"{error}; record one with record_every") from error
     return step
 
 

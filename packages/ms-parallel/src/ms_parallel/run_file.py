@@ -3,27 +3,34 @@
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import fields, frozen
 
 from ms_parallel.errors import ConfigError
 from ms_parallel.layout import Layout
-from ms_parallel.models import DecoderConfig
+from ms_parallel.options import Options
 from ms_parallel.settings import nearest
-from ms_parallel.trainer import DistributedTrainer
+from ms_parallel.untrusted import decoding, read_toml
 
-__all__ = ["RunFile", "read_run_file"]
+if TYPE_CHECKING:
+    from ms_parallel.trainer import DistributedTrainer
 
-LENGTH = ("dataset_path", "epochs", "steps")
-NOT_IN_FILES = "on_event"
+__all__ = ["RunFile", "known_keys", "read_run_file"]
+
+KEYS = {"model": "model_arch", "dataset": "dataset_path", "layout": "parallel_config"}
+"""What a file calls the arguments whose names in Python are older."""
+OTHER = "parallel_config"
+"""What `DistributedTrainer` calls the layout is known in files too."""
+LENGTH = ("epochs", "steps")
+NOT_IN_FILES = ("on_event", "model_arch", "parallel_config")
 
 
 @frozen(kw_only=True)
 class RunFile:
     """A trainer, and what it is to train on for how long."""
 
-    trainer: DistributedTrainer
+    trainer: "DistributedTrainer"
     dataset_path: str
     epochs: float | None = None
     steps: int | None = None
@@ -40,12 +47,11 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
         ConfigError: the file cannot be read, a key is unknown (the nearest known one is named),
             or a value cannot be used.
     """
-    try:
-        settings = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
+    settings = read_toml(path, error=ConfigError)
+    if OTHER in settings:
+        if "layout" in settings:
+            raise ConfigError(f"{path}: layout is given as {OTHER} too; give it once")
+        settings["layout"] = settings.pop(OTHER)
     for override in overrides:
         _override(settings, override)
     try:
@@ -55,27 +61,46 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
 
 
 def _run_file(settings: dict[str, Any]) -> RunFile:
-    known = [f.name for f in fields(DistributedTrainer) if f.init and f.name != NOT_IN_FILES]
-    for key in settings:
-        if key not in known and key not in LENGTH:
-            raise ConfigError(_unknown(key, [*known, *LENGTH]))
-    for key in ("model_arch", "dataset_path"):
+    _check_keys(settings)
+    for key in ("model", "dataset"):
         if not isinstance(settings.get(key), str):
             raise ConfigError(f"{key} is missing; give a text, such as {key} = {EXAMPLES[key]!r}")
+    dataset = settings.pop("dataset")
     length = {key: settings.pop(key) for key in LENGTH if key in settings}
-    if len(length) != 2:
-        both = "both" if len(length) == 3 else "neither"
+    if len(length) != 1:
+        both = "both" if length else "neither"
         raise ConfigError(f"{both} of epochs and steps given; give one of them")
-    return RunFile(trainer=DistributedTrainer(**settings), **length)
+    from ms_parallel.trainer import DistributedTrainer
+
+    renamed = {KEYS.get(key, key): value for key, value in settings.items()}
+    return RunFile(trainer=DistributedTrainer(**renamed), dataset_path=dataset, **length)
 
 
-EXAMPLES = {"model_arch": "llama", "dataset_path": "corpus/"}
+EXAMPLES = {"model": "llama", "dataset": "corpus/"}
+
+
+def known_keys() -> list[str]:
+    """Every key of a run file."""
+    own = [f.name for f in fields(Options) if f.init and f.name not in NOT_IN_FILES]
+    return [*KEYS, *LENGTH, *own]
+
+
+def _check_keys(settings: dict[str, Any]) -> None:
+    known = known_keys()
+    for key in settings:
+        if key in ("model_arch", "dataset_path"):
+            new = next(name for name, old in KEYS.items() if old == key)
+            raise ConfigError(f"{key!r} is called {new!r} in run files; write {new} = ...")
+        if key not in known:
+            raise ConfigError(_unknown(key, known))
 
 
 def _unknown(key: str, known: Sequence[str]) -> str:
     """Names the nearest known key, and looks into the tables too."""
+    from ms_parallel.models import DecoderConfig
+
     inside = {setting.name: f"model_config.{setting.name}" for setting in fields(DecoderConfig)}
-    inside |= {axis.name: f"parallel_config.{axis.name}" for axis in fields(Layout)}
+    inside |= {axis.name: f"layout.{axis.name}" for axis in fields(Layout)}
     if key in inside:
         return f"unknown key {key!r}; did you mean {inside[key]!r}?"
     return f"unknown key {key!r}; {nearest(key, known)}"
@@ -85,7 +110,7 @@ def _override(settings: dict[str, Any], text: str) -> None:
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not key:
         raise ConfigError(f"--set {text!r} is not key=value; write --set learning_rate=1e-3")
-    *tables, last = key.split(".")
+    *tables, last = ["layout" if part == OTHER else part for part in key.split(".")]
     target: Any = settings
     for table in tables:
         target = target.setdefault(table, {})
@@ -95,8 +120,9 @@ def _override(settings: dict[str, Any], text: str) -> None:
 
 
 def _value(text: str) -> object:
-    try:
-        table: Mapping[str, object] = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
+    with decoding("--set", error=ConfigError):
+        try:
+            table: Mapping[str, object] = tomllib.loads(f"value = {text}")
+        except tomllib.TOMLDecodeError:
+            return text
     return table["value"]

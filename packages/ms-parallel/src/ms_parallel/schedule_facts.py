@@ -1,5 +1,6 @@
 """A schedule told and drawn: made by name, read or searched for; proved and simulated."""
 
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import msgspec
 from attrs import frozen
 
-from ms_parallel.durable import publish, write_synced
+from ms_parallel.durable import write_file
 from ms_parallel.errors import ConfigError
 from ms_parallel.recorded_step import RecordedStep, is_recording, read_step
 from ms_parallel.schedules import (
@@ -21,12 +22,16 @@ from ms_parallel.schedules import (
     simulate,
     verify,
 )
-from ms_parallel.settings import nearest
+from ms_parallel.settings import check_path, nearest
 from ms_parallel.tables import SEARCH, is_file, read_schedule
 
 __all__ = ["ScheduleFacts", "Told", "draw_to", "parse_costs", "tell"]
 
 COSTS = ("forward", "backward_input", "backward_weight", "activation", "latency")
+MOST_CELLS = 1 << 20
+"""Forwards of a schedule that is still proved in seconds."""
+MOST_DIGITS, SMALLEST = 40, 1e-30
+"""Of one cost."""
 PICTURES = {".svg": draw_svg, ".html": draw_html}
 
 
@@ -96,7 +101,7 @@ def tell(
         costs: such as `forward=1,backward_input=1.3,latency=0.1`; a value a stage as `1:1:1:1.4`.
         memory_cap: most activation memory of a rank, for `search`.
         measured: a recorded step to set beside it; costs that are not given are its mean ones,
-            if it has as many stages, and then times are in milliseconds.
+            shared out evenly where it has another number of stages. All times are in milliseconds.
 
     Raises:
         ConfigError: a size is missing, a cap is given without a search, or a cost or file cannot
@@ -109,8 +114,8 @@ def tell(
     schedule, bound = _made(choice, ranks, microbatches, given, memory_cap, recorded)
     report = verify(schedule)
     played = _costs(given, schedule.stages)
-    if recorded is not None and not given and recorded.schedule.stages == schedule.stages:
-        played = recorded.costs()
+    if recorded is not None:
+        played = _as_recorded(given, recorded, schedule.stages)
     line = simulate(schedule, played)
     real = recorded.timeline() if recorded else None
     facts = ScheduleFacts(
@@ -153,13 +158,17 @@ def _made(
         return recorded.schedule, None
     if is_file(choice):
         return _read(choice, ranks, microbatches), None
+    if ranks is not None and microbatches is not None and ranks * microbatches > MOST_CELLS:
+        raise ConfigError(
+            f"{ranks} stages times {microbatches} microbatches are above {MOST_CELLS}; give fewer"
+        )
     if ranks is None or microbatches is None:
         raise ConfigError(f"{choice} needs sizes; give --stages and --microbatches")
     if choice == SEARCH:
         stages = max([ranks, *map(len, given.values())])
         costs = _costs(given, stages)
-        if recorded is not None and not given:
-            costs = recorded.costs()
+        if recorded is not None:
+            costs = _as_recorded(given, recorded, stages)
         found = search(costs, memory_cap, microbatches=microbatches, ranks=ranks)
         return found.schedule, float(found.lower_bound)
     # What is generated from costs has one stage a rank; the rest does not look at them.
@@ -191,12 +200,38 @@ def parse_costs(text: str) -> dict[str, list[Fraction]]:
         if name not in COSTS:
             raise ConfigError(f"cost {name!r} is not known; {nearest(name, COSTS)}")
         try:
-            found[name] = [Fraction(value) for value in values.split(":")]
+            found[name] = [_cost(value) for value in values.split(":")]
         except (ValueError, ZeroDivisionError):
             raise ConfigError(
-                f"cost {part.strip()!r} is not a number; write {name}=1.3, or 1:1:1.4 a stage"
+                f"cost {part.strip()[:60]!r} is not a number; write {name}=1.3, or 1:1:1.4 a stage"
             ) from None
     return found
+
+
+def _cost(text: str) -> Fraction:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(text)
+    if "/" in text:
+        return Fraction(text)
+    value = float(text)  # a Fraction of 1e999999999 would be a number of a billion digits
+    if value == 0 and not re.search("[1-9]", re.split("[eE]", text)[0]):
+        return Fraction(0)
+    if not SMALLEST <= abs(value) <= 1 / SMALLEST:
+        raise ValueError(text)
+    return Fraction(text)
+
+
+def _as_recorded(given: dict[str, list[Fraction]], recorded: RecordedStep, stages: int) -> Costs:
+    """A recorded step's mean costs in milliseconds, but for those that are given."""
+    own = recorded.costs()
+    mean: dict[str, list[Fraction]] = {}
+    for name in COSTS[:-1]:
+        values = getattr(own, name)
+        # Another number of stages shares out the same layers.
+        mean[name] = [sum(values, Fraction(0)) / stages] * stages
+        if len(values) == stages or name == "activation":
+            mean[name] = list(values) if len(values) == stages else [Fraction(1)] * stages
+    return _costs({**mean, "latency": [own.latency], **given}, stages)
 
 
 def _costs(given: dict[str, list[Fraction]], stages: int) -> Costs:
@@ -215,7 +250,8 @@ def draw_to(path: str | Path, told: Told) -> None:
     """Write what was told as .svg or .html, or the schedule as .csv; whole or not at all.
 
     Raises:
-        ConfigError: the suffix is another, or the file cannot be written.
+        ConfigError: the suffix is another.
+        WriteError: the file cannot be written.
     """
     path = Path(path)
     suffix = path.suffix.lower()
@@ -226,10 +262,5 @@ def draw_to(path: str | Path, told: Told) -> None:
         text = PICTURES[suffix](*told.lines, titles=told.titles, unit=unit)
     else:
         raise ConfigError(f"{path}: {suffix!r} is no picture; end it in .svg, .html or .csv")
-    aside = path.with_name(f"{path.name}.partial")
-    try:
-        aside.unlink(missing_ok=True)
-        write_synced(aside, text.encode())
-        publish(aside, path)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+    check_path("--out", path)
+    write_file(path, text.encode())

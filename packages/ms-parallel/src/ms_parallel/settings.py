@@ -1,6 +1,8 @@
 """Checks that a setting passes when it is built; each failure is one clear line."""
 
 import math
+import os
+import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -8,13 +10,37 @@ from typing import Any
 from attrs import Attribute
 
 from ms_parallel.errors import ConfigError
+from ms_parallel.untrusted import decoding
 
-__all__ = ["flag", "nearest", "number", "one_of", "text", "whole"]
+__all__ = ["a_path", "check_path", "flag", "nearest", "number", "one_of", "text", "whole"]
 
 Check = Callable[[Any, "Attribute[Any]", Any], None]
 
 
-def whole(*, least: int = 1, optional: bool = False) -> Check:
+MOST = 10**12
+"""More than any count of steps, tokens or samples; what is greater is a slip of the hand."""
+
+
+def check_path(name: str, value: str | os.PathLike[str]) -> None:
+    """Refuse what no system takes for a path, before anything is looked for there.
+
+    Raises:
+        ConfigError: it is endless, holds a NUL, or its links run in a circle.
+    """
+    with decoding(f"{name} {os.fspath(value)!r}", error=ConfigError):
+        try:
+            os.stat(value)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return  # whoever needs it there says so
+
+
+def a_path(instance: object, attribute: "Attribute[Any]", value: object) -> None:
+    """Something that can be a path; None too."""
+    if isinstance(value, str | os.PathLike):
+        check_path(attribute.name, value)
+
+
+def whole(*, least: int = 1, most: int = MOST, optional: bool = False) -> Check:
     """A whole number of at least `least`; None too if `optional`."""
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
@@ -24,6 +50,8 @@ def whole(*, least: int = 1, optional: bool = False) -> Check:
             raise ConfigError(
                 f"{attribute.name} is {value!r}; give a whole number of at least {least}"
             )
+        if value > most:
+            raise ConfigError(f"{attribute.name} is above {most}; give a smaller whole number")
 
     return check
 
@@ -39,8 +67,7 @@ def number(
         fits = (
             isinstance(value, int | float)
             and not isinstance(value, bool)
-            and math.isfinite(value)
-            and least <= value <= most
+            and least <= value <= min(most, sys.float_info.max)
             and value < below
         )
         if not fits:

@@ -7,9 +7,11 @@ from attrs import frozen
 
 from ms_parallel.errors import ConfigError, ScheduleError
 from ms_parallel.schedules import Action, Kind, Schedule, named_schedule, verify
+from ms_parallel.untrusted import decoding, read_text
 
 __all__ = ["SEARCH", "Choice", "Staged", "Tables", "is_file", "read_schedule"]
 
+LIMIT_BYTES = 1 << 26
 SEARCH = "search"
 """The choice that must be measured before it is a table."""
 
@@ -97,16 +99,17 @@ def read_schedule(path: str | Path) -> Schedule:
         ConfigError: the file cannot be read.
         ScheduleError: it is no table, or a wrong one; the file is named.
     """
+    where = f"schedule {path}"
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"schedule {path}: cannot be read: {reason}") from error
-    try:
-        schedule = Schedule.from_csv(text, name=Path(path).stem)
-        verify(schedule)
-    except ScheduleError as error:
-        raise ScheduleError(f"schedule {path}: {error}") from error
+        text = read_text(path, error=ConfigError, limit_bytes=LIMIT_BYTES)
+    except ConfigError as error:
+        raise ConfigError(f"schedule {error}") from error
+    with decoding(where, error=ScheduleError):
+        try:
+            schedule = Schedule.from_csv(text, name=Path(path).stem)
+            verify(schedule)
+        except ScheduleError as error:
+            raise ScheduleError(f"{where}: {error}") from error
     return schedule
 
 

@@ -1,6 +1,5 @@
 """The face that users type: a model, a layout, a dataset, and one call that trains."""
 
-import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,10 @@ from ms_parallel.ownership import held
 from ms_parallel.progress import Show, duration
 from ms_parallel.run_tokenizer import run_tokenizer
 from ms_parallel.schedulers import adopt_scheduler
+from ms_parallel.settings import MOST
 from ms_parallel.training import Run, Stream
+
+MOST_EPOCHS = 10**6
 
 __all__ = ["DistributedTrainer", "Result", "Stream"]
 
@@ -39,6 +41,8 @@ class Result:
     """Updates made, over all launches."""
     finished: bool
     """False if a signal stopped the run; the same command goes on."""
+    stopped_by: str | None
+    """The signal that stopped the run, SIGTERM or SIGINT (Ctrl-C); None if it finished."""
     loss: float
     """Of the last step's batch, in nats a token."""
     held_out_loss: float | None
@@ -228,7 +232,7 @@ class DistributedTrainer(Options):
             run.show.note(f"sample:\n{_printable(self.sample_prompt + sample)}")
         if not finished:
             run.show.note(
-                f"stopped by {run.stop.signal_name or 'a signal'} at step {run.engine.step} of"
+                f"stopped by {run.stop.signal_name} at step {run.engine.step} of"
                 f" {run.total}; a checkpoint is saved, the same command goes on"
             )
         elif resumed == run.engine.step:
@@ -241,6 +245,7 @@ class DistributedTrainer(Options):
         return Result(
             step=run.engine.step,
             finished=finished,
+            stopped_by=None if finished else run.stop.signal_name,
             loss=standing.loss,
             held_out_loss=standing.held_out_loss,
             first_held_out_loss=standing.first_held_out_loss,
@@ -274,11 +279,12 @@ def _check_length(epochs: float | None, steps: int | None) -> None:
     if (epochs is None) == (steps is None):
         both = "both" if steps is not None else "neither"
         raise ConfigError(f"{both} of epochs and steps given; give one of them")
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        raise ConfigError(f"steps is {steps!r}; give a whole number of at least 1")
+    whole = isinstance(steps, int) and not isinstance(steps, bool)
+    if steps is not None and not (whole and 1 <= steps <= MOST):
+        raise ConfigError(f"steps is {steps!r}; give a whole number of at least 1, at most {MOST}")
     number = isinstance(epochs, int | float) and not isinstance(epochs, bool)
-    if epochs is not None and not (number and 0 < epochs < math.inf):
-        raise ConfigError(f"epochs is {epochs!r}; give a number above 0")
+    if epochs is not None and not (number and 0 < epochs <= MOST_EPOCHS):
+        raise ConfigError(f"epochs is {epochs!r}; give a number above 0, up to {MOST_EPOCHS}")
 
 
 def _tell_schedule(run: Run, found: FoundSchedule) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
-from attrs import asdict, define, field, frozen
+from attrs import asdict, define, field, fields, frozen
 
 from ms_parallel import checkpoint
 from ms_parallel.agreement import StopRequest, first_does
@@ -23,6 +23,7 @@ from ms_parallel.loss import NextTokenLoss
 from ms_parallel.options import Options
 from ms_parallel.progress import Pace, Show
 from ms_parallel.recorded_step import write_step
+from ms_parallel.untrusted import decoding
 from ms_parallel.watch import position
 
 __all__ = ["Run", "Standing", "Stream"]
@@ -60,6 +61,15 @@ class Standing:
     held_out_loss: float | None = None
     """At the last evaluation."""
     held_out_step: int | None = None
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What each checkpoint of a run holds beside its tensors."""
+
+    model: dict[str, Any]
+    layout: str
+    stream: dict[str, Any]
+    standing: dict[str, int | float | None]
 
 
 @frozen(kw_only=True)
@@ -122,7 +132,9 @@ class Run:
         for step in reversed(steps):
             folder = checkpoint.step_folder(self.checkpoints, step)
             try:
-                return folder, checkpoint.read_manifest(folder)
+                manifest = checkpoint.read_manifest(folder)
+                facts_of(folder, manifest)
+                return folder, manifest
             except DamageError as damage:
                 self._set_aside(step, damage)
         if checkpoint.was_begun(self.checkpoints):
@@ -142,12 +154,13 @@ class Run:
         self.emit("damaged_checkpoint", {"step": step, "problem": str(damage)})
 
     def _take(self, folder: Path, manifest: checkpoint.Manifest) -> None:
-        self._check_model(folder, manifest.facts["model"])
+        facts = facts_of(folder, manifest)
+        self._check_model(folder, facts.model)
         state = self.engine.state_dict()
         checkpoint.load(folder, manifest, state)
         self.engine.load_state_dict(state)
-        self.stream.load_state_dict(manifest.facts["stream"])
-        for name, value in manifest.facts["standing"].items():
+        self.stream.load_state_dict(facts.stream)
+        for name, value in facts.standing.items():
             setattr(
                 self.standing, name, float("nan") if value is None and name == "loss" else value
             )
@@ -276,6 +289,21 @@ class Run:
     def _settle(self, step: int) -> None:
         checkpoint.note_last(self.checkpoints, step)
         checkpoint.keep_last(self.checkpoints, self.options.keep_checkpoints)
+
+
+def facts_of(folder: Path, manifest: checkpoint.Manifest) -> RunFacts:
+    """What a run has kept in a checkpoint beside its tensors.
+
+    Raises:
+        DamageError: it is not what a run keeps.
+    """
+    where = folder / MANIFEST
+    with decoding(where, error=DamageError):
+        facts = msgspec.convert(manifest.facts, RunFacts)
+    unknown = facts.standing.keys() - {each.name for each in fields(Standing)}
+    if unknown:
+        raise DamageError(f"{where}: a run keeps no {min(unknown)!r}")
+    return facts
 
 
 def model_facts(engine: Engine) -> dict[str, Any]:

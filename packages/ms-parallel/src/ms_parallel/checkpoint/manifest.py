@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from ms_parallel.errors import DamageError
+from ms_parallel.untrusted import decoding, read_bytes
 
 __all__ = ["DTYPES", "MANIFEST", "Chunk", "Manifest", "SavedFile", "SavedTensor", "read_manifest"]
 
@@ -98,26 +99,19 @@ def read_manifest(folder: Path) -> Manifest:
         DamageError: it is not what was written, or it contradicts itself.
     """
     path = folder / MANIFEST
-    try:
-        if path.stat().st_size > MANIFEST_LIMIT_BYTES:
-            raise DamageError(f"{path}: larger than any manifest; delete the checkpoint")
-        content = path.read_bytes()
-    except OSError as error:
-        raise DamageError(f"{path}: cannot be read: {error.strerror or error}") from error
-    manifest = _decode(path, content)
+    content = read_bytes(path, error=DamageError, limit_bytes=MANIFEST_LIMIT_BYTES)
+    with decoding(path, error=DamageError):
+        manifest = _decode(path, content)
     for problem in _contradictions(manifest):
         raise DamageError(f"{path}: {problem}")
     return manifest
 
 
 def _decode(path: Path, content: bytes) -> Manifest:
-    try:
-        sealed = msgspec.json.decode(content, type=_Sealed)
-        if zlib.crc32(sealed.content) != sealed.crc32:
-            raise DamageError(f"{path}: its checksum does not match; bytes have changed on disk")
-        return msgspec.json.decode(sealed.content, type=Manifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise DamageError(f"{path}: not a manifest: {error}") from error
+    sealed = msgspec.json.decode(content, type=_Sealed)
+    if zlib.crc32(sealed.content) != sealed.crc32:
+        raise DamageError(f"{path}: its checksum does not match; bytes have changed on disk")
+    return msgspec.json.decode(sealed.content, type=Manifest)
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:

@@ -100,7 +100,7 @@ def parse_action(text: str) -> Action:
         return Action.overlap(forward, backward)
     simple = _SIMPLE.fullmatch(text)
     if simple is None:
-        raise ScheduleError(f"{text!r} is not an action; {_FORM}")
+        raise ScheduleError(f"{text[:80]!r} is not an action; {_FORM}")
     kind = Kind(simple[2])
     if (kind in _OF_A_STAGE) == (simple[3] is not None):
         word = "takes no" if kind in _OF_A_STAGE else "needs a"

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
+from ms_parallel.entry import FAILED
 from ms_parallel.parent import launcher_is_gone
 from ms_parallel.watch.findings import State, explain
 from ms_parallel.watch.record import Record, position
@@ -28,7 +29,6 @@ __all__ = ["Heartbeat"]
 RANKS_A_SECOND = 1000
 """That the store is to bear."""
 STORE_TIMEOUT = timedelta(seconds=5)
-FAILED = 1
 LOST = (dist.DistError, RuntimeError, ValueError)
 
 

@@ -1,0 +1,221 @@
+"""The command's frame: help without torch, a template that runs, one line and one exit code."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import (
+    TORCHRUN,
+    command,
+    environment,
+    events,
+    training,
+    wait_for,
+    workers,
+    write_corpus,
+    write_run,
+)
+
+from ms_parallel import __version__
+from ms_parallel.cli import main
+from ms_parallel.run_file import known_keys
+from ms_parallel.run_template import GROUPS, template
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Raw text, once."""
+    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+def python(*words: str, **options: object) -> "subprocess.CompletedProcess[str]":
+    """Another Python with this one's packages."""
+    return subprocess.run(  # type: ignore[call-overload,no-any-return]
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--version"],
+        ["--help"],
+        *([name, "--help"] for name in ("train", "inspect", "init", "schedule", "doctor")),
+        ["init"],
+        ["schedule", "zb-v", "--stages", "2", "--microbatches", "4"],
+    ],
+    ids=" ".join,
+)
+def test_what_needs_no_model_imports_no_torch(words: list[str]) -> None:
+    """Help, version, templates and schedules answer without the seconds that torch takes."""
+    script = (
+        "import sys; from ms_parallel.cli import main\n"
+        "try: code = main(sys.argv[1:])\n"
+        "except SystemExit as done: code = done.code\n"
+        "sys.exit('torch is imported' if 'torch' in sys.modules else code)"
+    )
+    done = python("-c", script, *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    if "--help" in words:
+        assert "example: " in done.stdout
+
+
+def test_the_schedules_import_no_torch() -> None:
+    """As their docstring and the README say."""
+    script = (
+        "import sys, ms_parallel.schedules as s; s.verify(s.zb_v(4, 8));"
+        " sys.exit('torch' in sys.modules)"
+    )
+    assert python("-c", script).returncode == 0
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    """`ms-parallel 0.1.0`."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"ms-parallel {__version__}\n"
+
+
+def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the command's name before it, and exit code 2."""
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--jsn"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ms-parallel")
+    assert "--jsn" in line
+
+
+def test_the_help_of_train_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    """Grouped, with defaults; and no key is without a group."""
+    listed = [name for names in GROUPS.values() for name in names]
+    assert sorted(listed) == sorted(known_keys())
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = capsys.readouterr().out
+    assert all(f"\n    {name}" in said for name in listed)
+    assert "learning_rate [0.0003]: The highest rate" in said
+
+
+def test_the_template_trains_when_its_dataset_is_filled_in(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every key stands in it; nothing but the dataset is changed here, and few steps are made."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "--out", "RUN.toml"]) == 0
+    assert main(["init", "--out", "RUN.toml"]) == 2  # what is there stays
+    text = Path("RUN.toml").read_text()
+    assert text == template()
+    assert all(
+        f"\n# {name} " in text or f"\n{name} = " in text or f"[{name}]" in text
+        for name in known_keys()
+        if name != "epochs"
+    )
+    Path("RUN.toml").write_text(text.replace("corpus/", str(corpus)))
+    few = ["--set", "steps=1", "--set", "sequence_length=64", "--set", "hold_out=0.4"]
+    capsys.readouterr()
+    assert main(["train", "RUN.toml", *few, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["step"], result["finished"]) == (1, True)
+    assert Path(result["model_folder"]) == Path("runs/train/model")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model_arch=llama", "'model_arch' is called 'model' in run files"),
+        ("dataset_path=x", "'dataset_path' is called 'dataset' in run files"),
+        ("tensor=2", "did you mean 'layout.tensor'?"),
+    ],
+)
+def test_old_spellings_are_refused_by_name(
+    override: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The word that is known now stands in the line."""
+    run = write_run(tmp_path / "run.toml", tmp_path)
+    assert main(["inspect", str(run), "--set", override]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("table", ["layout", "parallel_config"])
+def test_the_line_that_is_advised_works_as_it_is(table: str, corpus: Path, tmp_path: Path) -> None:
+    """One process of two is told what to type; typing it trains."""
+    run = write_run(tmp_path / "a run.toml", corpus, steps=1)
+    alone = python(*command(run, 1, "--set", f"{table}.data=2")[1:])
+    assert alone.returncode == 2
+    line = alone.stderr.splitlines()[-1]
+    assert "needs 2 processes and this is one; type: torchrun --standalone" in line
+    advised = line.split("type: ")[1].replace(
+        "torchrun", f"{sys.executable} {' '.join(TORCHRUN[:2])}"
+    )
+    done = subprocess.run(
+        ["sh", "-c", advised], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (begin,) = events(run, "begin")
+    assert begin["layout"] == "data=2"
+
+
+def test_no_host_is_asked_for_more_processes_than_it_has_room_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """512 processes are so many hosts times as many as one has devices or cores."""
+    run = write_run(tmp_path / "run.toml", tmp_path, batch_size=512)
+    assert main(["train", str(run), "--set", "layout.data=512"]) == 2
+    said = capsys.readouterr().err
+    assert "--nproc-per-node 512" not in said
+    assert " hosts type: " in said
+    assert "--nnodes " in said
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_saves_and_ends_with_one_line(processes: int, corpus: Path, tmp_path: Path) -> None:
+    """One process says it, without a traceback of ours; alone, the exit code is 130."""
+    run = write_run(tmp_path / "run.toml", corpus, steps=100_000, checkpoint_every=None)
+    with training(run, processes) as started:
+        wait_for(lambda: events(run, "step"), started)
+        if processes > 1:
+            ranks = workers(started.pid)
+        started.send_signal(signal.SIGINT)
+        code = started.wait(timeout=120)
+    log = run.with_suffix(".log").read_text()
+    assert log.count("stopped by SIGINT") == 1
+    assert "KeyboardInterrupt" not in log
+    assert "ms_parallel/" not in log
+    if processes == 1:
+        assert code == 130
+    else:
+        assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(corpus: Path, tmp_path: Path) -> None:
+    """While torch is imported, or the text is tokenized."""
+    run = write_run(tmp_path / "run.toml", corpus, steps=1)
+    for wait_s in (0.6, 2.5):
+        started = subprocess.Popen(
+            command(run, 1), env=environment(), stderr=subprocess.PIPE, text=True
+        )
+        time.sleep(wait_s)
+        started.send_signal(signal.SIGINT)
+        _, said = started.communicate(timeout=60)
+        if started.returncode == 0:
+            continue  # it was done already
+        assert started.returncode == 130
+        (line,) = said.splitlines()
+        assert line.startswith("ms-parallel: interrupted")

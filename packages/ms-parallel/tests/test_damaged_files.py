@@ -1,0 +1,230 @@
+"""Whatever a file of a run holds, the command says one line: no traceback, no hang, no memory."""
+
+import json
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import write_corpus, write_run
+
+from ms_parallel.checkpoint import read_manifest
+from ms_parallel.cli import main
+from ms_parallel.errors import DamageError
+from ms_parallel.schedules import zb_v
+
+DEEP = 100_000
+JSON = {
+    "deep nesting": b"[" * DEEP,
+    "a deep table": b'{"asked":' * DEEP,
+    "invalid UTF-8": b'{"type":"\xff\xfe"}',
+    "nothing": b"",
+    "a cut": b'{"type":"timeline.v1","step":',
+    "another type": b"[]",
+    "null": b"null",
+    "a huge number": b'{"type":"timeline.v1","step":1' + b"0" * 5000 + b"}",
+    "an endless power": b'{"step":1e999999999}',
+    "a NUL": b"\0" * 100,
+}
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line of a command that refuses its input."""
+    capsys.readouterr()
+    assert main(list(words)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ms-parallel: ")
+    assert len(line) < 1000
+    return line
+
+
+@pytest.mark.parametrize("kind", JSON)
+def test_a_recorded_step_that_is_none_is_one_line(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file is named."""
+    path = tmp_path / "step.json"
+    path.write_bytes(JSON[kind])
+    assert "step.json" in complaint(capsys, "schedule", str(path))
+
+
+@pytest.mark.parametrize("kind", JSON)
+def test_a_found_schedule_that_is_none_is_one_line(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The remedy is to restore it or to search again."""
+    run = write_run(tmp_path / "run.toml", tmp_path, schedule="search")
+    run.with_suffix("").mkdir()
+    (run.with_suffix("") / "schedule.json").write_bytes(JSON[kind])
+    words = ("inspect", str(run), "--set", "layout.pipeline=2")
+    assert "delete it to search again" in complaint(capsys, *words)
+
+
+def test_a_table_that_is_none_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes that are no text, overlaps in overlaps, numbers without end, rows cut short."""
+    path = tmp_path / "table.csv"
+    whole = zb_v(2, 4).to_csv().encode()
+    damaged = (b"\xff\xfe", b"(" * DEEP, b"9" * 9999 + b"F0", b"", b"\0", whole[: len(whole) // 2])
+    for content in damaged:
+        path.write_bytes(content)
+        assert "table.csv" in complaint(capsys, "schedule", str(path))
+
+
+@pytest.mark.parametrize("kind", JSON)
+def test_a_manifest_that_is_none_is_damage(kind: str, tmp_path: Path) -> None:
+    """Also one whose checksum is right: whoever wrote it may mean ill."""
+    (tmp_path / "checkpoint.json").write_bytes(JSON[kind])
+    with pytest.raises(DamageError, match=r"checkpoint\.json"):
+        read_manifest(tmp_path)
+    content = JSON[kind] or b"{}"
+    sealed = b'{"crc32":%d,"content":%s}' % (zlib.crc32(content), content)
+    (tmp_path / "checkpoint.json").write_bytes(sealed)
+    with pytest.raises(DamageError, match=r"checkpoint\.json"):
+        read_manifest(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Raw text, once."""
+    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+def reseal(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest and give it the checksum of what it says now."""
+    content = json.loads(path.read_bytes())["content"]
+    change(content)
+    text = json.dumps(content).encode()
+    path.write_bytes(b'{"crc32":%d,"content":%s}' % (zlib.crc32(text), text))
+
+
+@pytest.mark.parametrize("facts", [{}, {"model": 1}, None])
+def test_a_checkpoint_without_its_facts_is_set_aside(
+    facts: object, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one before is taken, as where bytes have changed."""
+    run = write_run(tmp_path / "run.toml", corpus, steps=6)
+    assert main(["train", str(run)]) == 0
+    checkpoints = run.with_suffix("") / "checkpoints"
+    reseal(
+        checkpoints / "step-00000006" / "checkpoint.json",
+        lambda content: content.update(facts=facts),
+    )
+    assert main(["train", str(run)]) == 0
+    assert (checkpoints / "step-00000006.damaged-1").is_dir()
+
+
+def test_a_damaged_note_of_what_shards_are_of_is_one_line(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the remedy; without shards it is simply written anew."""
+    run = write_run(tmp_path / "run.toml", corpus, steps=1)
+    assert main(["train", str(run)]) == 0
+    source = run.with_suffix("") / "shards-source.json"
+    for content in JSON.values():
+        source.write_bytes(content)
+        assert "shards" in complaint(capsys, "train", str(run))
+    (run.with_suffix("") / "shards").rename(tmp_path / "away")
+    assert main(["train", str(run)]) == 0
+
+
+@pytest.mark.parametrize("name", ["output_dir", "dataset", "model", "tokenizer"])
+def test_a_path_that_no_system_takes_is_one_line(
+    name: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A NUL, a million characters, or links in a circle; the setting is named."""
+    run = write_run(tmp_path / "run.toml", corpus, steps=1)
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    for path in ('"a\\u0000b"', f'"{"x" * 1_000_000}"', f'"{circle}/inside"'):
+        line = complaint(capsys, "train", str(run), "--set", f"{name}={path}")
+        assert name.removesuffix("_dir") in line
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"a = " + b"[" * DEEP,
+        b"a" + b".a" * DEEP + b" = 1",
+        b"\xff\xfe",
+        b"steps = 1" + b"0" * 5000,
+        b"steps = \0",
+        b"learning_rate = 1e999",
+    ],
+    ids=["deep list", "deep table", "no UTF-8", "endless number", "NUL", "infinity"],
+)
+def test_a_run_file_that_is_none_is_one_line(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file is named."""
+    path = tmp_path / "run.toml"
+    path.write_bytes(b'model = "llama"\ndataset = "x"\n' + content + b"\n")
+    assert "run.toml" in complaint(capsys, "train", str(path))
+
+
+@pytest.mark.parametrize("command", ["train", "inspect"])
+def test_a_path_of_a_run_file_that_no_system_takes_is_one_line(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A NUL, too long a name."""
+    for path in ("a\0b", "x" * 100_000):
+        complaint(capsys, command, path)
+        complaint(capsys, "schedule", f"{path}.csv")
+        complaint(capsys, "schedule", f"{path}.json")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "steps=1" + "0" * 400,
+        "learning_rate=1" + "0" * 400,
+        "epsilon=1" + "0" * 400,
+        "batch_size=1" + "0" * 30,
+        "seed=1" + "0" * 400,
+        "vocab_size=1" + "0" * 18,
+        "timeout_s=1e300",
+        "betas=[1" + "0" * 400 + ", 0.9]",
+        "betas=['a', 'b']",
+        "layout.data=1" + "0" * 400,
+        "layout.tensor=1e300",
+        "output_dir=[1]",
+        "tokenizer=3",
+        "x=" + "[" * DEEP,
+        ".".join("a" * 3000) + "=1",
+    ],
+    ids=lambda setting: setting[:20],
+)
+def test_a_setting_beyond_all_measure_is_one_line(
+    setting: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any memory is taken."""
+    run = write_run(tmp_path / "run.toml", corpus)
+    complaint(capsys, "train", str(run), "--set", setting)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["zb-v", "--stages", "99999999", "--microbatches", "99999999"],
+        ["zb-v", "--stages", "-1", "--microbatches", "4"],
+        ["1f1b", "--stages", "2", "--microbatches", "4", "--costs", "forward=1e999999999"],
+        ["1f1b", "--stages", "2", "--microbatches", "4", "--costs", "forward=1e-999999999"],
+        ["1f1b", "--stages", "2", "--microbatches", "4", "--costs", "forward=" + "9" * 5000],
+        ["1f1b", "--stages", "2", "--microbatches", "4", "--costs", "forward=nan"],
+        ["1f1b", "--stages", "2", "--microbatches", "4", "--costs", "forward=1/0"],
+        ["1f1b", "--stages", "2", "--microbatches", "4", "--out", "a\0b.svg"],
+        ["search", "--stages", "2", "--microbatches", "4", "--memory-cap", "nan"],
+        ["search", "--stages", "2", "--microbatches", "4", "--memory-cap", "-1"],
+    ],
+    ids=lambda words: " ".join(words)[-30:],
+)
+def test_a_schedule_beyond_all_measure_is_one_line(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sizes and costs are checked before anything is made of them."""
+    complaint(capsys, "schedule", *words)
