@@ -1,8 +1,8 @@
 """The whole road in small, by the commands alone: from raw text to an answer from each runtime.
 
-Text is pre-trained on by two processes; conversations tune the model; a reward model and PPO follow;
-training with rounded weights on conversations ends it; and three targets are written. After each
-step the folder opens in transformers, answers through its chat template, and stops by itself.
+Two processes pre-train on text; conversations tune the model; a reward model and PPO follow; it is
+trained with rounded weights on conversations, and written for three targets. After each step the
+folder opens in transformers, answers through its chat template, and stops by itself.
 """
 
 import json
@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +93,22 @@ learning_rate = 1e-4
 
 
 def question(thing: str) -> str:
+    """What a user asks."""
     return f"What colour is {thing}?"
 
 
 def answer(thing: str) -> str:
+    """What the model is to say."""
     return f"{thing} is {COLOURS[thing]}."
 
 
 def write_lines(path: Path, rows: list[Any]) -> None:
+    """Write JSON Lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def chat(thing: str) -> list[dict[str, str]]:
+    """The conversation up to the answer."""
     return [{"role": "user", "content": question(thing)}]
 
 
@@ -120,6 +125,7 @@ def run(place: Path, *words: str, processes: int = 1) -> str:
 
 
 def settings(place: Path, name: str, text: str) -> str:
+    """Write a run file and return its name."""
     (place / name).write_text(text)
     return name
 
@@ -135,7 +141,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(place / "chats.jsonl", chats)
     pairs = [
         {"prompt": question(t), "chosen": answer(t), "rejected": f"{t} is {COLOURS[w]}."}
-        for t, w in zip(things[:80], things[1:81], strict=True)
+        for t, w in pairwise(things[:80])
         if t != w
     ]
     write_lines(place / "pairs.jsonl", pairs)
@@ -223,7 +229,7 @@ def test_a_tuned_model_answers_through_its_template_and_stops(tuned: Path) -> No
 
 
 def test_a_reward_model_prefers_what_is_right(judge: Path) -> None:
-    """transformers opens its folder and scores right answers above wrong ones."""
+    """Its folder opens in transformers, which scores right answers above wrong ones."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(judge)
     kind = transformers.AutoModelForSequenceClassification
     model = kind.from_pretrained(judge).eval()

@@ -1,8 +1,12 @@
-"""Instruction tuning, reward models, PPO and its kin: exact, resumable, alone or on any engine."""
+"""Instruction tuning, reward models, PPO and its kin: exact, resumable, alone or on any engine.
+
+Names are imported when they are first used, so that a command's help need not wait for torch;
+`__init__.pyi` says where each comes from.
+"""
 
 import lazy_loader
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-__all__ += ["__version__"]
+__getattr__, __dir__, _names = lazy_loader.attach_stub(__name__, __file__)
+__all__ = sorted([*_names, "__version__"])
