@@ -191,7 +191,7 @@ def test_what_would_train_in_vain_is_refused(tmp_path: Path) -> None:
         PPOTrainer(**nothing).optimize(PROMPTS)
     PPOTrainer(**settings(tmp_path / "done")).optimize(PROMPTS)
     with pytest.raises(ConfigError, match="at step 2 and steps is 1"):
-        PPOTrainer(**settings(tmp_path / "done")).optimize(PROMPTS)
+        PPOTrainer(**settings(tmp_path / "done", steps=1)).optimize(PROMPTS)
 
 
 def test_bad_input_is_told_before_anything_is_trained(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def run_file(folder: Path, reward: str) -> Path:
         ("prompt_dataset=[[true]]", "prompt_dataset entry 0"),
         ("prompt_dataset=[[-3, 4]]", "entry 0 holds the token -3; give numbers of at least 0"),
         ("prompt_dataset=[[9223372036854775807]]", "entry 0 holds the token 9223372036854775807"),
-        ("prompt_dataset='{0}/latin.jsonl'", "latin.jsonl line 1 is no JSON"),
+        ("prompt_dataset='{0}/latin.jsonl'", "latin.jsonl line 1: not UTF-8 text"),
         ("tokenizer=5", "tokenizer is 5; give"),
         ("tokenizer='{0}/tokenizer'", "tokenizer cannot be read"),
         ("generator=x", "generator is 'x'; give"),
