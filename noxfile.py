@@ -146,11 +146,12 @@ def build_wheel(session: nox.Session, source: Path, name: str) -> Path:
 
 @job
 def readme(session: nox.Session) -> None:
-    """Run the Python code of every README and guide."""
+    """Run the Python code of every README and guide; some of it twice, and under torchrun."""
     install_all(session, "-r", "tests/requirements.txt")
     pages = ["README.md", "docs", *(f"packages/{package}/README.md" for package in PACKAGES)]
     plugin = {"PYTHONPATH": str(ROOT / "tests"), **ONE_THREAD}
     session.run("pytest", "-p", "readme_code", *pages, *session.posargs, env=plugin)
+    session.run("pytest", "tests/readme_twice.py", *session.posargs, env=ONE_THREAD)
 
 
 @job
