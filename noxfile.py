@@ -146,7 +146,7 @@ def build_wheel(session: nox.Session, source: Path, name: str) -> Path:
 
 @job
 def readme(session: nox.Session) -> None:
-    """Run the Python code of every README and guide, twice in the same folder."""
+    """Run the Python code of every README and guide, twice in the same folder; some under torchrun."""
     install_all(session, "-r", "tests/requirements.txt")
     pages = ["README.md", "docs", *(f"packages/{package}/README.md" for package in PACKAGES)]
     folders = Path(session.create_tmp()).absolute() / "pages"
@@ -154,6 +154,7 @@ def readme(session: nox.Session) -> None:
     plugin = {"PYTHONPATH": str(ROOT / "tests"), "README_FOLDERS": str(folders), **ONE_THREAD}
     for _ in range(2):  # what a reader runs again must go again
         session.run("pytest", "-p", "readme_code", *pages, *session.posargs, env=plugin)
+    session.run("pytest", "tests/readme_twice.py", *session.posargs, env=ONE_THREAD)
 
 
 @job

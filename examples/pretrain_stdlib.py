@@ -86,8 +86,8 @@ def build_shards(folder: Path) -> None:
 
 def train(layout: Layout, shards: Path, output: Path, overrides: Sequence[str]) -> int:
     """Start the run file's training under torchrun; its exit code."""
-    settings = [f"dataset_path={shards}", f"output_dir={output}", *overrides]
-    axes = [f"parallel_config.{axis}" for axis in str(layout).split(",")]
+    settings = [f"dataset={shards}", f"output_dir={output}", *overrides]
+    axes = [f"layout.{axis}" for axis in str(layout).split(",")]
     processes = layout.world_size
     if torch.accelerator.device_count() < processes:
         settings.append("device=cpu")

@@ -91,8 +91,8 @@ def _told(error: BaseException) -> tuple[int, str] | None:
 
 def _is_lost(error: BaseException) -> bool:
     """Whether this is what torch raises where another process does not come."""
-    ours = isinstance(error, ParallelError)
-    return isinstance(error, RuntimeError) and not ours and bool(LOST.search(str(error)))
+    of_torch = isinstance(error, RuntimeError) and not isinstance(error, ParallelError)
+    return of_torch and launched() and bool(LOST.search(str(error)))
 
 
 def _is_of_ms_data(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ms_parallel.errors import LaunchError
 from ms_parallel.launch_line import launch_command
 from ms_parallel.layout import Layout, Place
+from ms_parallel.schedulers import adopt_scheduler
 
 __all__ = ["AXES", "Groups", "connect", "disconnect", "pick_device"]
 
@@ -93,6 +94,8 @@ def connect(
         LaunchError: the processes were not started as the layout needs.
         LayoutError: the layout is not for this number of processes.
     """
+    if layout.world_size > 1:
+        adopt_scheduler()
     place_device = pick_device(device)
     if not dist.is_initialized():
         _initialise(layout, place_device, timedelta(seconds=timeout_s))

@@ -21,6 +21,8 @@ __all__ = ["Facts", "RankFacts", "inspect", "picture"]
 FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
 STATE_FLOATS = 4
 """A weight, its gradient and its two moments."""
+MOST_DRAWN = 4096
+"""Ranks in a picture."""
 ACTIVATION_BYTES = 34
 """Bytes that a block keeps a position and hidden unit in bfloat16, attention scores apart:
 Korthikanti et al., "Reducing Activation Recomputation", 2022, table 2."""
@@ -162,6 +164,8 @@ def picture(layout: Layout) -> str:
     pipeline 0  [0]     [1]
     pipeline 1  [2]     [3]
     """
+    if layout.world_size > MOST_DRAWN:
+        return f"{layout.world_size:,} ranks, too many to draw"
     rows = [["", *(f"data {data}" for data in range(layout.data))]]
     for stage in range(layout.pipeline):
         row = [f"pipeline {stage}"]

@@ -1,0 +1,54 @@
+"""What a README's code does when it is run as a reader runs it: again, and under torchrun.
+
+Run by `nox -s readme`: the Python blocks of a page are one script in an empty folder, started
+twice; where the page says `torchrun ... train.py`, its first block is started so, twice.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "README.zh-CN.md", "packages/ms-parallel/README.md")
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def blocks(page: str) -> list[str]:
+    """The Python code of a page, block by block."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+
+
+def run(folder: Path, *launcher: str) -> None:
+    """Run `train.py` there; fails with what it said."""
+    done = subprocess.run(
+        [sys.executable, *launcher, "train.py"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_runs_twice_in_one_folder(page: str, tmp_path: Path) -> None:
+    """The second time everything that the first one wrote is there."""
+    (tmp_path / "train.py").write_text("\n".join(blocks(page)))
+    for _ in range(2):
+        run(tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_runs_under_torchrun_where_it_says_so(page: str, tmp_path: Path) -> None:
+    """With as many processes as it says, twice."""
+    text = (ROOT / page).read_text()
+    said = re.search(r"torchrun --standalone --nproc-per-node (\d+) train\.py", text)
+    assert said, f"{page} says how its script is started in several processes"
+    (tmp_path / "train.py").write_text(blocks(page)[0])
+    for _ in range(2):
+        run(tmp_path, *TORCHRUN, said[1])
