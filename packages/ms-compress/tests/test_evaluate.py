@@ -210,6 +210,32 @@ def test_the_report_says_what_is_slower() -> None:
     assert "nothing is slower" in table(made([(1.0, 1.0), (1.1, 2.0)]))
 
 
+def test_no_two_rows_are_named_alike() -> None:
+    """Of one model in one runtime: by what holds it, then by its folder, and then by number."""
+    same = {"model": "QAT int4", "runtime": "onnxruntime"}
+    kinds = [("4-bit g32", "deep/a"), ("4-bit g64", "deep/b"), ("4-bit g32", "deep/c")]
+    report = made([(1.0, 1.0)] + [(0.5, 0.5)] * 3)
+    one, *others = report.results
+    changed = [
+        msgspec.structs.replace(each, **same, scheme=scheme, folder=folder)
+        for each, (scheme, folder) in zip(others, kinds, strict=True)
+    ]
+    report = msgspec.structs.replace(report, results=(one, *changed))
+    assert report.names() == [
+        "float · r0",
+        "QAT int4 · onnxruntime · 4-bit g32 · deep/a",
+        "QAT int4 · onnxruntime · 4-bit g64",
+        "QAT int4 · onnxruntime · 4-bit g32 · deep/c",
+    ]
+    assert len(set(report.warnings())) == 3
+    for drawing in re.findall(r"<svg.*?</svg>", render(report), flags=re.DOTALL)[1:]:
+        texts = ElementTree.fromstring(drawing).findall("text")
+        labels = [each.text.lstrip(" 0123456789") for each in texts if each.get("class") == "label"]
+        assert len(set(labels)) == len(labels) == 4
+    twins = msgspec.structs.replace(report, results=(one, changed[0], changed[0]))
+    assert len(set(twins.names())) == 3
+
+
 def test_the_page_needs_no_network_and_its_drawings_are_sound() -> None:
     """No address but SVG's own rules, no script, names escaped, every chart well-formed XML."""
     report = made([(1.0, 1.0), (0.5, 2.0), (1.5, 1.2)])

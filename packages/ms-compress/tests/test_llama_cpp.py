@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-llama_cpp = pytest.importorskip("llama_cpp", reason="run `nox -s deploy`, which builds llama.cpp")
+pytest.importorskip("llama_cpp", reason="run `nox -s deploy`, which builds llama.cpp")
 sys.path.insert(0, str(Path(__file__).parent))
 import llama_cpp
 from chats import ANSWER, END, QUESTION, write_conversations, write_taught, write_tokenizer

@@ -161,6 +161,7 @@ def _result(one: _Opened, base: _Opened, value: float, evaluation: Evaluation) -
     return Result(
         model=one.name,
         runtime=one.runtime.name,
+        folder=str(one.facts.folder),
         scheme=one.facts.scheme,
         perplexity=value,
         size_bytes=one.facts.size_bytes,

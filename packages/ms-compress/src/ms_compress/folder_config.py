@@ -1,10 +1,10 @@
 """The config.json of a folder, as far as the folder's own readers need it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ms_compress.errors import ExportError
+from ms_compress.untrusted import read_json
 
 __all__ = ["quantization", "read_config"]
 
@@ -18,13 +18,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         ExportError: it cannot be read, or is no table.
     """
     path = folder / "config.json"
-    try:
-        document = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ExportError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(document, dict):
-        raise ExportError(f"{path}: a JSON {type(document).__name__}, no table; export it again")
-    return document
+    return read_json(path, dict[str, Any], error=ExportError)
 
 
 def quantization(folder: Path) -> dict[str, Any] | None:

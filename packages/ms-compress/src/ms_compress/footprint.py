@@ -1,12 +1,14 @@
 """What an exported folder is: whose runtime reads it, its bytes on disk, its number of weights."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from ms_compress.errors import ExportError
 from ms_compress.folder_config import quantization, read_config
@@ -15,6 +17,7 @@ from ms_compress.targets import gguf, onnx
 __all__ = ["Footprint", "footprint"]
 
 WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.onnx", "*.onnx.data")
+SHOWN_CHARACTERS = 200
 BESIDE = (".weight_scale", ".weight_shape")
 """Tensors of compressed-tensors that say how a weight is held, and are none."""
 ONNX_BESIDE = {"MatMulNBits": (2, 3), "GatherBlockQuantized": (2, 3), "GroupQueryAttention": (7, 8)}
@@ -90,19 +93,16 @@ def _safetensors(folder: Path) -> _Found:
     """Packed weights count by the shape that is said of them."""
     kinds: Counter[str] = Counter()
     for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - the file is no dict
-                    if name.endswith(BESIDE):
-                        continue
-                    view = file.get_slice(name)
-                    shape = view.get_shape()
-                    if name.endswith(".weight_packed"):
-                        said = name.removesuffix("packed") + "shape"
-                        shape = file.get_tensor(said).tolist()
-                    kinds[str(view.get_dtype())] += prod(shape)
-        except (OSError, SafetensorError) as error:
-            raise ExportError(f"{path}: cannot be read: {error}") from error
+        with _read(path, "safetensors"), safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - the file is no dict
+                if name.endswith(BESIDE):
+                    continue
+                view = file.get_slice(name)
+                shape = view.get_shape()
+                if name.endswith(".weight_packed"):
+                    said = name.removesuffix("packed") + "shape"
+                    shape = file.get_tensor(said).tolist()
+                kinds[str(view.get_dtype())] += prod(shape)
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
     most = kinds.most_common(1)[0][0] if kinds else ""
     config, how = read_config(folder), quantization(folder)
@@ -112,6 +112,24 @@ def _safetensors(folder: Path) -> _Found:
         vocabulary=_whole(config.get("vocab_size")),
         positions=_whole(config.get("max_position_embeddings")),
     )
+
+
+@contextmanager
+def _read(path: Path, library: str) -> Iterator[None]:
+    """Turn whatever a format's library makes of a damaged file into one line.
+
+    Raises:
+        ExportError: it cannot be read.
+    """
+    try:
+        yield
+    except ExportError:
+        raise
+    except Exception as error:  # of a damaged file the libraries raise whatever they stumble over
+        words = " ".join(str(error).split())[:SHOWN_CHARACTERS] or type(error).__name__
+        raise ExportError(
+            f"{path}: the {library} library cannot read it: {words}; export it again"
+        ) from error
 
 
 def _packed(folder: Path, how: dict[str, Any]) -> str:
@@ -128,25 +146,24 @@ def _packed(folder: Path, how: dict[str, Any]) -> str:
 
 
 def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _gguf(path: Path) -> _Found:
-    try:
-        file = gguf.library().GGUFReader(path)
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise ExportError(f"{path}: the gguf library cannot read it: {error}") from error
-    kinds: Counter[str] = Counter()
-    for tensor in file.tensors:
-        if tensor.name != "rope_freqs.weight":
-            kinds[tensor.tensor_type.name] += int(tensor.n_elements)
-    rows = (int(each.shape[-1]) for each in file.tensors if each.name == "token_embd.weight")
-    return _Found(
-        scheme=kinds.most_common(1)[0][0] if kinds else "",
-        weights=sum(kinds.values()),
-        vocabulary=next(rows, None),
-        positions=_said(file, f"{_said(file, 'general.architecture')}.context_length"),
-    )
+    library = gguf.library()
+    with _read(path, "gguf"):
+        file = library.GGUFReader(path)
+        kinds: Counter[str] = Counter()
+        for tensor in file.tensors:
+            if tensor.name != "rope_freqs.weight":
+                kinds[tensor.tensor_type.name] += int(tensor.n_elements)
+        rows = (int(each.shape[-1]) for each in file.tensors if each.name == "token_embd.weight")
+        return _Found(
+            scheme=kinds.most_common(1)[0][0] if kinds else "",
+            weights=sum(kinds.values()),
+            vocabulary=next(rows, None),
+            positions=_whole(_said(file, f"{_said(file, 'general.architecture')}.context_length")),
+        )
 
 
 def _said(file: Any, name: str) -> Any:
@@ -156,22 +173,42 @@ def _said(file: Any, name: str) -> Any:
 
 def _onnx(path: Path) -> _Found:
     library = onnx.library()
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped,unused-ignore]
-
-    try:
+    with _read(path, "onnx"):
         graph = library.load(path, load_external_data=False).graph
-    except (OSError, DecodeError) as error:
-        raise ExportError(f"{path}: the onnx library cannot read it: {error}") from error
-    node = next((each for each in graph.node if each.op_type == "MatMulNBits"), None)
-    said = {} if node is None else {each.name: each.i for each in node.attribute}
-    logits = next((each for each in graph.output if each.name == "logits"), None)
-    sizes = [] if logits is None else logits.type.tensor_type.shape.dim
-    return _Found(
-        scheme=f"{said['bits']}-bit g{said['block_size']}" if said else "float32",
-        weights=_onnx_weights(library, graph, said.get("bits", 8)),
-        vocabulary=(sizes[-1].dim_value or None) if sizes else None,
-        positions=_onnx_positions(graph),
-    )
+        node = next((each for each in graph.node if each.op_type == "MatMulNBits"), None)
+        said = {} if node is None else {each.name: each.i for each in node.attribute}
+        logits = next((each for each in graph.output if each.name == "logits"), None)
+        sizes = [] if logits is None else logits.type.tensor_type.shape.dim
+        _check_external(path, graph)
+        return _Found(
+            scheme=f"{said['bits']}-bit g{said['block_size']}" if said else "float32",
+            weights=_onnx_weights(library, graph, said.get("bits", 8)),
+            vocabulary=(sizes[-1].dim_value or None) if sizes else None,
+            positions=_onnx_positions(graph),
+        )
+
+
+def _check_external(path: Path, graph: Any) -> None:
+    """Refuse constants that lie outside of the folder, or beyond the end of their file.
+
+    Raises:
+        ExportError: names the constant.
+    """
+    for constant in graph.initializer:
+        said = {each.key: each.value for each in constant.external_data}
+        if not said:
+            continue
+        data = path.parent / said["location"]
+        if "/" in said["location"] or not data.is_file():
+            raise ExportError(
+                f"{path}: {constant.name} lies in {said['location']!r}, which is none"
+            )
+        end = int(said.get("offset", 0)) + int(said.get("length", 0))
+        if end > data.stat().st_size:
+            raise ExportError(
+                f"{data}: {constant.name} ends at byte {end} of {data.stat().st_size}; it is cut"
+                " off, export it again"
+            )
 
 
 def _onnx_weights(library: Any, graph: Any, bits: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from attrs import Attribute, fields
 
 from ms_compress.errors import CompressError, ConfigError
-from ms_compress.settings import nearest
+from ms_compress.settings import nearest, shown
 from ms_compress.untrusted import read_toml
 
 __all__ = ["build", "read_settings"]
@@ -69,7 +69,7 @@ def build(kind: type[T], settings: Mapping[str, Any], *, where: str) -> T:
 def _value_of(each: "Attribute[Any]", value: Any, where: str) -> Any:
     if nested := each.metadata.get("table"):
         if not isinstance(value, dict):
-            raise ConfigError(f"{where}: {each.alias} is {value!r}; give a table of settings")
+            raise ConfigError(f"{where}: {each.alias} is {shown(value)}; give a table of settings")
         return build(nested, value, where=where)
     convert: Any = each.converter
     try:
@@ -77,7 +77,7 @@ def _value_of(each: "Attribute[Any]", value: Any, where: str) -> Any:
     except CompressError as error:
         raise type(error)(f"{where}: {error}") from error
     except TypeError as error:
-        raise ConfigError(f"{where}: {each.alias} is {value!r}; {error}") from error
+        raise ConfigError(f"{where}: {each.alias} is {shown(value)}; {error}") from error
 
 
 def _missing(error: TypeError) -> str:

@@ -10,7 +10,7 @@ from attrs import Attribute
 
 from ms_compress.errors import ConfigError
 
-__all__ = ["flag", "nearest", "number", "one_of", "text", "whole"]
+__all__ = ["flag", "nearest", "number", "one_of", "shown", "text", "whole"]
 
 Check = Callable[[Any, "Attribute[Any]", Any], None]
 SHOWN_CHARACTERS = 80

@@ -23,6 +23,7 @@ __all__ = [
     "SchemeRun",
 ]
 
+PATH_CHARACTERS = 4000
 NAME_BYTES = 240
 """File systems take 255; what is written aside adds some."""
 
@@ -31,9 +32,18 @@ def path(value: Any) -> Path:
     """A path from a text."""
     if not isinstance(value, str | Path):
         raise TypeError("give a path")
-    if "\0" in str(value):
+    if "\0" in str(value) or len(str(value)) > PATH_CHARACTERS or not _is_text(str(value)):
         raise TypeError("give a path that a system takes")
     return Path(value)
+
+
+def _is_text(value: str) -> bool:
+    """Whether a system has bytes for it, which lone halves of characters have not."""
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def optional_path(value: Any) -> Path | None:

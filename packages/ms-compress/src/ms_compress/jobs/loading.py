@@ -4,17 +4,16 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ms_compress.durable import write_file, writing
 from ms_compress.errors import ConfigError, DivergedError, ExportError
+from ms_compress.folder_config import read_config
 from ms_compress.kept_training import DIGEST
 from ms_compress.place_lock import new_folder
 from ms_compress.tokenizer_files import read_tokenizer, text_ends, without_tokenizer
-from ms_compress.untrusted import read_json
 
 __all__ = ["check_finite", "digest", "digest_of_file", "load", "save"]
 
@@ -32,6 +31,7 @@ def load(folder: str | Path) -> nn.Module:
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} has no config.json; give a Hugging Face model folder")
+    read_config(path)
     try:
         import ms_parallel
     except ImportError:
@@ -118,7 +118,7 @@ def check_finite(model: nn.Module, *, failed: bool = False) -> None:
 def _write_beside(folder: Path, source: Path) -> None:
     """The tokenizer of the model's source, and how its texts end, in each place that says it."""
     path = folder / "config.json"
-    config = read_json(path, dict[str, Any], error=ExportError)
+    config = read_config(folder)
     files = read_tokenizer(source) if (source / "tokenizer.json").is_file() else None
     ends = text_ends(files, config, int(config.get("vocab_size") or 2**31))
     missing = {key: value for key, value in ends.ids().items() if config.get(key) is None}

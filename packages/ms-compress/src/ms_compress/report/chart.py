@@ -113,7 +113,8 @@ def _figure(title: str, height: float, content: str) -> str:
 
 
 def _short(label: str) -> str:
-    return escape(label if len(label) <= 36 else label[:35] + "…")
+    """Both ends of a long one: what tells it from another stands at its end."""
+    return escape(label if len(label) <= 36 else f"{label[:14]}…{label[-21:]}")
 
 
 def _ticks(values: Sequence[float]) -> list[float]:

@@ -1,6 +1,7 @@
 """The facts of a report: one result for each folder in its runtime."""
 
 import math
+from collections import Counter
 
 import msgspec
 
@@ -13,6 +14,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: str
     """How it was made, such as `QAT int4`."""
     runtime: str
+    folder: str = ""
+    """Where it lies."""
     scheme: str
     """Such as `4-bit g32`; `float32` of a plain model."""
     perplexity: float
@@ -39,6 +42,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """What is slower than the baseline: `prefill`, `decode`, both or nothing."""
         ratios = {"prefill": self.prefill_ratio, "decode": self.decode_ratio}
         return tuple(name for name, ratio in ratios.items() if ratio < 1)
+
+
+def _of(one: Result, name: str, alike: Counter[tuple[str, str]]) -> str:
+    return name if alike[one.model, one.runtime] > 1 else f"{one.model} in {one.runtime}"
 
 
 class Report(
@@ -69,15 +76,30 @@ class Report(
         """What speeds and perplexities are compared with."""
         return self.results[0]
 
+    def names(self) -> list[str]:
+        """What tells each result from the others: how it was made, where it runs, and as needed
+        its scheme, its folder and its place in the list.
+        """
+        found = [f"{one.model} · {one.runtime}" for one in self.results]
+        for more in ("scheme", "folder"):
+            alike = Counter(found)
+            found = [
+                f"{name} · {getattr(one, more)}" if alike[name] > 1 else name
+                for name, one in zip(found, self.results, strict=True)
+            ]
+        alike = Counter(found)
+        return [f"{name} · {i}" if alike[name] > 1 else name for i, name in enumerate(found)]
+
     def warnings(self) -> list[str]:
         """One line for each result that is slower than the baseline."""
         base = self.baseline
         lines = []
-        for one in self.results[1:]:
+        names = Counter((one.model, one.runtime) for one in self.results)
+        for one, name in zip(self.results[1:], self.names()[1:], strict=True):
             if one.slower:
                 parts = [f"{name} {getattr(one, name + '_ratio'):.2f}x" for name in one.slower]
                 lines.append(
-                    f"{one.model} in {one.runtime} is slower than {base.model} in {base.runtime}:"
+                    f"{_of(one, name, names)} is slower than {base.model} in {base.runtime}:"
                     f" {' and '.join(parts)} its speed"
                 )
         return lines

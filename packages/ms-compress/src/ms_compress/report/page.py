@@ -94,12 +94,12 @@ def _charts(report: Report) -> str:
     def chart(title: str, field: str, form: str, reference: float) -> str:
         rows = [
             Bar(
-                label=f"{i}  {one.model} · {one.runtime}",
+                label=f"{i}  {name}",
                 value=getattr(one, field),
                 text=form.format(getattr(one, field)),
                 group=groups[one.runtime],
             )
-            for i, one in enumerate(report.results)
+            for i, (one, name) in enumerate(zip(report.results, report.names(), strict=True))
         ]
         return bars(title, rows, reference=reference)
 
@@ -108,10 +108,10 @@ def _charts(report: Report) -> str:
             x=one.size_bytes / 1e6,
             y=one.perplexity,
             label=str(i),
-            tip=f"{one.model} in {one.runtime}: {one.perplexity:.3f}",
+            tip=f"{name}: {one.perplexity:.3f}",
             group=groups[one.runtime],
         )
-        for i, one in enumerate(report.results)
+        for i, (one, name) in enumerate(zip(report.results, report.names(), strict=True))
     ]
     return (
         scatter("Perplexity and size", points, x_name="megabytes on disk", y_name="perplexity")

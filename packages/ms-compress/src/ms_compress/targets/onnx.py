@@ -1,8 +1,9 @@
 """ONNX files for onnxruntime: MatMulNBits, and the fused operators that its decoders are made of.
 
 Inputs are those that onnxruntime-genai gives a decoder: `input_ids` (B, S), `attention_mask`
-(B, P + S), 0 where a row is filled up, on whichever side, and `past_key_values.N.key` and `.value` (B, heads, P, D); outputs are `logits` and
-`present.N.key` and `.value`. Sources: onnxruntime's ContribOperators.md.
+(B, P + S), 0 where a row is filled up, on whichever side, and `past_key_values.N.key` and `.value`
+(B, heads, P, D); outputs are `logits` and `present.N.key` and `.value`. Sources: onnxruntime's
+ContribOperators.md.
 """
 
 import json
@@ -31,8 +32,8 @@ MASKED = -1e9
 """Added to the score of a key that does not count."""
 ON_EITHER_SIDE = "attention_mask is 0 where a row is filled up, on the left or on the right"
 ON_THE_LEFT = (
-    "attention_mask is 0 where a row is filled up, on the left; windows count filled places, so a row"
-    " that was filled on the right is not to be continued"
+    "attention_mask is 0 where a row is filled up, on the left; windows count filled places, so a"
+    " row that was filled on the right is not to be continued"
 )
 """What the file says of itself under `padding`."""
 CONTRIBUTED = ("GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits")
@@ -173,8 +174,8 @@ class Graph:
         self._node("Sub", ["total", "one"], "last")
         self._node("Expand", ["last", "rows"], "last_of_rows")
         self._node("Cast", ["last_of_rows"], "seqlens_k", to=kinds.INT32)
-        # onnxruntime takes a prompt's positions to be its places, so filled places on the left count
-        # as tokens do, which moves all of a row alike; those after a token do not.
+        # onnxruntime takes a prompt's positions to be its places, so filled places on the left
+        # count as tokens do, which moves all of a row alike; those after a token do not.
         self._node("Shape", ["attention_mask"], "mask_shape")
         self._node("Expand", ["one", "mask_shape"], "ones")
         self._node("CumSum", ["ones", "one"], "places")

@@ -1,0 +1,149 @@
+"""The command as it is typed: help and version at once, run files to begin with, facts as JSON."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from chats import write_conversations, write_taught
+from folders import write_run
+
+from ms_compress.cli import main
+from ms_compress.commands import COMMANDS
+from ms_compress.commands.keys import keys_of, template
+from ms_compress.run_file import build
+
+NAMES = [command.name for command in COMMANDS]
+
+
+def said(*arguments: str) -> str:
+    """What the command prints, in a process of its own; it must be done."""
+    command = [sys.executable, "-X", "importtime", "-m", "ms_compress", *arguments]
+    made = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert " torch" not in made.stderr
+    return made.stdout
+
+
+def test_the_version_needs_no_torch() -> None:
+    """And is the package's."""
+    assert said("--version") == "ms-compress 0.1.0\n"
+
+
+@pytest.mark.parametrize("name", ["", *NAMES, "init"])
+def test_help_has_an_example_and_every_key_and_needs_no_torch(name: str) -> None:
+    """With its default, and what it means."""
+    text = said(*filter(None, [name]), "--help")
+    assert "example: ms-compress" in text
+    for command in COMMANDS:
+        for key in keys_of(command.options) if command.name == name else ():
+            assert key.name in text
+            assert key.meaning, f"{name}: {key.name} does not say what it means"
+            assert key.meaning in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_init_writes_a_run_file_with_every_key(name: str, tmp_path: Path) -> None:
+    """It is read as it stands, and means the same as a file that gives no key but those it must."""
+    file = tmp_path / "RUN.toml"
+    assert main(["init", name, "--out", str(file)]) == 0
+    assert main(["init", name, "--out", str(file)]) == 2
+    command = next(each for each in COMMANDS if each.name == name)
+    settings = tomllib.loads(file.read_text())
+    build(command.options, settings, where="RUN.toml")
+    for key in keys_of(command.options):
+        assert f"{key.name} = " in file.read_text() or f"[{key.name}]" in file.read_text()
+    assert template(command) == file.read_text()
+
+
+def test_a_run_file_of_init_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once its paths are there: the facts come as one JSON document, and nothing else."""
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path)
+    Path("runs/train").mkdir(parents=True)
+    Path("model").rename("runs/train/model")
+    assert main(["init", "quantize", "--out", "RUN.toml"]) == 0
+    assert main(["quantize", "RUN.toml", "--set", "scheme=ct.int4_g32", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["folder"] == "runs/quantize"
+    assert facts["scheme"] == "ct.int4_g32"
+    assert facts["verified"] is False
+
+
+def test_an_interrupt_is_one_line_and_130(tmp_path: Path) -> None:
+    """While it trains; the same command then goes on."""
+    file = write_run(tmp_path)
+    command = [sys.executable, "-m", "ms_compress", "qat", str(file)]
+    more = ["--set", "scheme=ct.int4_g32", "--set", "tuning.steps=100000"]
+    run = subprocess.Popen([*command, *more], stderr=subprocess.PIPE, text=True)
+    assert run.stderr is not None
+    assert "step 1/" in run.stderr.readline()
+    time.sleep(0.2)
+    os.kill(run.pid, signal.SIGINT)
+    lines = run.communicate(timeout=60)[1].splitlines()
+    assert run.returncode == 130
+    assert lines[-1] == "ms-compress: interrupted"
+    assert not any("Traceback" in line for line in lines)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that was taught to answer, and its conversations."""
+    folder = tmp_path_factory.mktemp("chats")
+    write_taught(folder / "model", write_conversations(folder / "chats.jsonl"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qat", ["scheme=ct.int4_g32", "start=gptq"]),
+        ("quantize", ["scheme=ct.int4_g32", "method=gptq", "by_loss=true"]),
+        ("prune", ["pattern=2:4", "method=wanda"]),
+        ("distill", ["layers=1"]),
+    ],
+)
+def test_every_command_takes_conversations(
+    name: str,
+    settings: list[str],
+    chats: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Rendered by the model folder's template; what is trained on is the answers."""
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'model = "{chats}/model"\noutput_dir = "{tmp_path}/out"\n'
+        f'dataset = "{chats}/chats.jsonl"\nrows = 8\n'
+        "[tuning]\nsteps = 2\nbatch_size = 4\nsequence_length = 40\n"
+    )
+    more = [part for each in settings for part in ("--set", each)]
+    assert main([name, str(file), "--json", *more]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    if name != "quantize":
+        assert facts["steps"] == 2
+    if name == "qat":  # its answers are known by heart, and the questions are not
+        assert facts["first_loss"] < 0.1
+
+
+def test_evaluate_measures_on_conversations(
+    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of answers that are known by heart the perplexity is near 1; each token of them counts."""
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'baseline = "{chats}/model"\ndataset = "{chats}/chats.jsonl"\n'
+        f'output_dir = "{tmp_path}/report"\nsequence_length = 40\nsequences = 4\n'
+        "prefill_tokens = 16\ndecode_tokens = 2\nrounds = 1\n[models]\n"
+    )
+    assert main(["evaluate", str(file), "--json"]) == 0
+    (float_alone,) = json.loads(capsys.readouterr().out)["results"]
+    assert 1.0 < float_alone["perplexity"] < 1.1

@@ -1,0 +1,214 @@
+"""Files that are cut off or changed in some bytes: one line and exit code 2, or sound figures."""
+
+import os
+import random
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from chats import write_tokenizer
+from folders import model, write_model, write_run, write_shards
+
+from ms_compress import CompressError, export, qat
+from ms_compress.cli import main
+from ms_compress.corpus import read_batch
+from ms_compress.footprint import footprint
+from ms_compress.runtimes import open_runtime
+from ms_compress.tokenizer_files import read_tokenizer
+
+DEEP = b"[" * 200_000
+SEEDS = int(os.environ.get("MS_FUZZ", "40"))
+"""Damaged copies of each file; `MS_FUZZ=1000` for more."""
+FILES = [
+    ("ct", "model.safetensors"),
+    ("ct", "config.json"),
+    ("ort", "model.onnx"),
+    ("ort", "model.onnx.data"),
+    ("gguf", "model.gguf"),
+    ("ct", "tokenizer.json"),
+    ("ct", "tokenizer_config.json"),
+    ("ct", "generation_config.json"),
+]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain model, its exports, and a text."""
+    folder = tmp_path_factory.mktemp("work")
+    write_model(folder / "base")
+    write_shards(folder)
+    tokenizer = write_tokenizer(folder / "tokenizer")
+    for name, scheme in (("ct", "ct.int4_g32"), ("ort", "ort.matmulnbits"), ("gguf", "gguf.q4_0")):
+        export(qat(model(), scheme), folder / name, tokenizer=tokenizer)
+    return folder
+
+
+def damaged(content: bytes, seed: int) -> bytes:
+    """Cut off, or with some bytes changed, near the beginning more often than not."""
+    rng = random.Random(seed)
+    if seed % 2:
+        return content[: int(len(content) * rng.random() ** 3)]
+    changed = bytearray(content)
+    for _ in range(rng.randint(1, 8)):
+        changed[int(len(changed) * rng.random() ** 4)] = rng.choice((0, 1, 0x7F, 0xFF))
+    return bytes(changed)
+
+
+def complaint(folder: Path, *, runs: bool) -> str | None:
+    """What is said of a folder; None if it is read."""
+    try:
+        read_tokenizer(folder)
+        facts = footprint(folder)
+        if runs:
+            open_runtime(folder, facts.target)
+    except CompressError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("name", "file"), FILES)
+def test_damaged_bytes_end_in_one_line(name: str, file: str, work: Path, tmp_path: Path) -> None:
+    """Whatever the format's library stumbles over; and no more memory is taken than the file's."""
+    whole = (work / name / file).read_bytes()
+    folder = shutil.copytree(work / name, tmp_path / name)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for seed in range(SEEDS):
+        (folder / file).write_bytes(damaged(whole, seed))
+        said = complaint(folder, runs=name == "ort")
+        assert said is None or ("\n" not in said and str(folder) in said)
+    grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown_kb < 500_000
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("ct", "model.safetensors"), ("ort", "model.onnx"), ("gguf", "model.gguf")]
+)
+def test_evaluate_says_a_cut_file_in_one_line(
+    name: str, file: str, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At twenty places."""
+    whole = (work / name / file).read_bytes()
+    folder = shutil.copytree(work / name, tmp_path / name)
+    run = tmp_path / "run.toml"
+    run.write_text(
+        f'baseline = "{work}/base"\ndataset = "{work}/shards"\noutput_dir = "{tmp_path}/report"\n'
+        f'sequence_length = 16\nsequences = 1\n[models]\nx = "{folder}"\n'
+    )
+    for part in range(20):
+        (folder / file).write_bytes(whole[: len(whole) * part // 20])
+        assert main(["evaluate", str(run)]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert error.startswith(f"ms-compress: {folder}")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a = " + DEEP, "nested too deeply"),
+        (b'model = "\xff"', "not UTF-8 text"),
+        (b"learning_rate = " + b"9" * 5000, "run.toml: "),
+        (b'model = "a\\u0000b"\noutput_dir = "x"\nscheme = "ct.w8a8"', "give a path that a system"),
+        (
+            b'model = "' + b"a" * 10**6 + b'"\noutput_dir = "x"\nscheme = "ct.w8a8"',
+            "give a path that a",
+        ),
+        (b"[tuning]\nlearning_rate = 1" + b"0" * 400, "learning_rate is 1000"),
+    ],
+)
+def test_a_damaged_run_file_is_one_line(
+    content: bytes,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nesting, bytes that are no text, numbers and paths that nothing holds."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_bytes(content)
+    assert main(["quantize", "run.toml"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert len(error) < 1000
+
+
+@pytest.mark.parametrize(
+    "value", ["[" * 100_000, "9" * 5000, "{a=" * 50_000, '"\\ud800"', "1e999999"]
+)
+def test_a_damaged_setting_is_one_line(
+    value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the command line too."""
+    file = write_run(tmp_path)
+    for key in ("rows", "tuning.learning_rate", "scheme", "model"):
+        assert main(["quantize", str(file), "--set", f"{key}={value}"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("dataset.json", DEEP),
+        ("dataset.json", b'[["a"]]'),
+        ("dataset.json", b"[[1.5]]"),
+        ("dataset.json", b"\xff\xfe"),
+        ("dataset.json", b"[[" + b"9" * 400 + b"]]"),
+        ("dataset.jsonl", b'{"messages": ' + DEEP),
+        ("dataset.jsonl", b'{"messages": [{"role": "user", "content": "\xff"}]}'),
+        ("dataset.jsonl", b"{}"),
+        ("dataset.jsonl", b""),
+    ],
+)
+def test_a_damaged_dataset_is_one_line(
+    file: str, content: bytes, work: Path, tmp_path: Path
+) -> None:
+    """Tokens and conversations."""
+    import ms_data
+
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises((CompressError, ms_data.DataError)) as raised:
+        read_batch(tmp_path / file, count=1, length=8, chat=work / "tokenizer")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("config.json", lambda path: path.write_bytes(b'{"a": ' + DEEP)),
+        ("config.json", lambda path: path.write_bytes(b"\xff")),
+        ("tokenizer.json", lambda path: path.write_bytes(DEEP)),
+        ("generation_config.json", lambda path: path.write_bytes(b"{")),
+        ("tokenizer_config.json", lambda path: (path.unlink(), path.symlink_to(path.name))),
+        ("chat_template.jinja", lambda path: path.write_bytes(b"\xff\xfe")),
+    ],
+)
+def test_a_damaged_model_folder_is_one_line(
+    file: str,
+    damage: Callable[[Path], object],
+    work: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In each of the files that lie beside weights."""
+    folder = shutil.copytree(work / "base", tmp_path / "model")
+    for path in (work / "tokenizer").iterdir():
+        shutil.copy(path, folder)
+    damage(folder / file)
+    run = tmp_path / "run.toml"
+    run.write_text(f'model = "{folder}"\noutput_dir = "{tmp_path}/out"\nscheme = "ct.int4_g32"\n')
+    code = main(["quantize", str(run)])
+    error = capsys.readouterr().err
+    if file == "tokenizer_config.json":  # a link in a circle is no file
+        assert (code, error) == (0, "")
+        return
+    assert code == 2
+    assert error.count("\n") == 1
+    assert str(folder) in error
+    assert not (tmp_path / "out").exists()
