@@ -154,7 +154,7 @@ def readme(session: nox.Session) -> None:
     plugin = {"PYTHONPATH": str(ROOT / "tests"), "README_FOLDERS": str(folders), **ONE_THREAD}
     for _ in range(2):  # what a reader runs again must go again
         session.run("pytest", "-p", "readme_code", *pages, *session.posargs, env=plugin)
-    session.run("pytest", "tests/readme_twice.py", *session.posargs, env=ONE_THREAD)
+    session.run("pytest", "tests/readme_torchrun.py", *session.posargs, env=ONE_THREAD)
 
 
 @job

@@ -1,8 +1,4 @@
-"""What a README's code does when it is run as a reader runs it: again, and under torchrun.
-
-Run by `nox -s readme`: the Python blocks of a page are one script in an empty folder, started
-twice; where the page says `torchrun ... train.py`, its first block is started so, twice.
-"""
+"""A README's script under the torchrun that the page recommends, twice. Run by `nox -s readme`."""
 
 import os
 import re
@@ -33,14 +29,6 @@ def run(folder: Path, *launcher: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_runs_twice_in_one_folder(page: str, tmp_path: Path) -> None:
-    """The second time everything that the first one wrote is there."""
-    (tmp_path / "train.py").write_text("\n".join(blocks(page)))
-    for _ in range(2):
-        run(tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES)
