@@ -146,7 +146,7 @@ def build_wheel(session: nox.Session, source: Path, name: str) -> Path:
 
 @job
 def readme(session: nox.Session) -> None:
-    """Run the Python code of every README and guide, twice in the same folder; some under torchrun."""
+    """Run the Python code of READMEs and guides twice in one folder; some under torchrun."""
     install_all(session, "-r", "tests/requirements.txt")
     pages = ["README.md", "docs", *(f"packages/{package}/README.md" for package in PACKAGES)]
     folders = Path(session.create_tmp()).absolute() / "pages"

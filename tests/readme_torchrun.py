@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "README.zh-CN.md", "packages/ms-parallel/README.md")
+PAGES = ("README.md", "packages/ms-parallel/README.md")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
