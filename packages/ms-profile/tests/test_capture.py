@@ -217,7 +217,7 @@ exit $code
 
 
 def test_what_a_really_full_disk_holds_is_kept_and_can_be_read(tmp_path: Path) -> None:
-    """A disk of 3 MB: the trace is cut, the log and the manifest are whole, and there is a report."""
+    """A disk of 3 MB: the trace is cut, log and manifest are whole, and there is a report."""
     disk, copy = tmp_path / "disk", tmp_path / "copy"
     disk.mkdir()
     own_mounts = ["unshare", "--map-root-user", "--mount", "bash", "-c", FULL_DISK, str(disk)]
