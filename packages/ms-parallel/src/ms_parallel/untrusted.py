@@ -8,6 +8,7 @@ in one line: which file, what is wrong, what to do.
 
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +21,6 @@ __all__ = ["decode_json", "decoding", "read_bytes", "read_json", "read_text", "r
 
 LIMIT_BYTES = 256 * 2**20
 """What a file of settings, names or a vocabulary is never larger than."""
-
-CHUNK_BYTES = 2**20
 
 SHOWN_CHARACTERS = 200
 """Of a path or of a decoder's own words, in a message."""
@@ -41,13 +40,16 @@ def read_bytes(
         error: there is no such file, it cannot be read, or it is larger.
     """
     with decoding(path, error=error):
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            # Never the whole limit at once: a reader takes the memory that it is asked for.
-            content = file.read(size + 1) if size <= limit_bytes else b""
-            while size < len(content) <= limit_bytes and (more := file.read(CHUNK_BYTES)):
-                content += more  # it has grown, or is no plain file and has no size
-        if size > limit_bytes or len(content) > limit_bytes:
+        # Without waiting: a pipe that nobody writes would be waited for when it is opened.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            facts = os.fstat(descriptor)
+            if not stat.S_ISREG(facts.st_mode):
+                raise error(f"{_shown(path)}: not a file")
+            fits = facts.st_size <= limit_bytes
+            # Never the whole limit: a reader takes the memory that it is asked for.
+            content = file.read(facts.st_size) if fits else b""
+        if not fits:
             raise error(
                 f"{_shown(path)}: larger than {limit_bytes / 2**20:g} MiB, which no such file is"
             )
