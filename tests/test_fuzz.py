@@ -88,9 +88,10 @@ def test_damage_that_a_sealed_format_accepts_is_seen(
 
     for sealed in (True, False):
         toy = case(reads, sealed=sealed, result=output)
-        runs = worker.Worker(tmp_path / str(sealed), "1", {"toy": toy})
+        runs = worker.Worker(tmp_path / str(sealed), "1", tmp_path / "kept", {"toy": toy})
         failures = {runs.run("toy", index).failure for index in range(10)}
         assert ("accepted" in failures) == sealed
+        assert (tmp_path / "kept").exists()
 
 
 def test_a_mutant_is_a_function_of_its_seed() -> None:

@@ -97,15 +97,8 @@ class Session:
 
     def _batch(self, package: str, tasks: list[Task]) -> list[Task]:
         """Runs tasks in one worker; gives what is left when it died."""
-        script = str(Path(__file__).parent / "worker.py")
         with tempfile.TemporaryFile() as errors:
-            process = subprocess.Popen(
-                [sys.executable, script, package, str(self.sound), self.seed],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
+            process = self._worker(package, errors)
             try:
                 for number, task in enumerate(tasks):
                     answer = _ask(process, task)
@@ -127,31 +120,28 @@ class Session:
                 return
             record.update(package=package, case=case, index=index, seed=self.seed)
             self.failures.append(record)
-            name = f"{package}-{case.replace(' ', '_')}-{index}.json"
-            self.keep.mkdir(parents=True, exist_ok=True)
-            (self.keep / name).write_text(json.dumps(record, indent=1))
+            told = self.keep / package / f"{case.replace(' ', '_')}-{index}.json"
+            told.parent.mkdir(parents=True, exist_ok=True)
+            told.write_text(json.dumps(record, indent=1))
 
     def keep_inputs(self) -> None:
-        """Makes the first input of every cause again, and keeps its folder."""
-        for records in self.causes().values():
-            one = records[0]
-            if one["failure"] == "unsound":
-                continue
-            place = self.keep / f"{one['package']}-{one['case'].replace(' ', '_')}-{one['index']}"
-            if place.exists():
-                continue
-            script = str(Path(__file__).parent / "worker.py")
-            request = json.dumps([one["case"], one["index"], str(place)]) + "\n"
-            with tempfile.TemporaryFile() as errors:
-                subprocess.run(
-                    [sys.executable, script, one["package"], str(self.sound), self.seed],
-                    input=request,
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
-                    text=True,
-                    check=False,
-                    timeout=WALL_LIMIT_S * 2,
-                )
+        """Keeps the files that killed a worker, which could not do so itself."""
+        for one in self.failures:
+            if one["mutation"] == "?":
+                request = json.dumps([one["case"], one["index"], True]) + "\n"
+                with tempfile.TemporaryFile() as errors:
+                    process = self._worker(one["package"], errors)
+                    process.communicate(request)
+
+    def _worker(self, package: str, errors: IO[bytes]) -> "subprocess.Popen[str]":
+        script = str(Path(__file__).parent / "worker.py")
+        return subprocess.Popen(
+            [sys.executable, script, package, str(self.sound), self.seed, str(self.keep)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
 
     def causes(self) -> dict[tuple[str, str, str], list[Record]]:
         """Failures by package, kind and cause."""

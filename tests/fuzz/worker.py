@@ -1,7 +1,8 @@
 """Runs mutants of one package, one after another, in this process; a line of JSON for each.
 
-`python tests/fuzz/worker.py MODULE SOUND SEED`: reads lines `CASE INDEX`, answers what became of
-that mutant. SOUND is the folder where sound inputs are kept.
+`python tests/fuzz/worker.py MODULE SOUND SEED KEEP`: reads lines `[CASE, INDEX]`, answers what
+became of that mutant. SOUND is the folder where sound inputs are kept; damaged files that fail go
+to KEEP. After `[CASE, INDEX, true]` the file is kept and nothing run.
 """
 
 import contextlib
@@ -62,6 +63,7 @@ class Worker:
 
     sound: Path
     seed: str
+    keep: Path
     cases: dict[str, Case]
     results: dict[str, str] = field(default_factory=dict)
     unsound: set[str] = field(default_factory=set)
@@ -75,12 +77,12 @@ class Worker:
             raise UnsoundError("see the first mutant of this case")
         self.unsound.add(case.name)
         if not folder.exists():
-            partial = folder.with_name(f"{case.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
+            partial = folder.with_name(f"{case.name}.{os.getpid()}")
             partial.mkdir(parents=True)
             with changed_to(partial):
                 case.make(partial)
-            partial.rename(folder)
+            with contextlib.suppress(OSError):  # another worker was first
+                partial.rename(folder)
         with scratch(folder) as place:
             outcome = invoke(case, place)
             if outcome.exit_code != case.exit_code or outcome.failure:
@@ -90,7 +92,7 @@ class Worker:
         self.unsound.discard(case.name)
         return folder
 
-    def run(self, name: str, index: int, keep: Path | None = None) -> Outcome:
+    def run(self, name: str, index: int, only_keep: bool = False) -> Outcome:
         """Makes the mutant and runs the command on it."""
         case = self.cases[name]
         sound = self.sound_folder(case)
@@ -100,9 +102,7 @@ class Worker:
             path = rng.choice([p for p in files if p.is_file()])
             what, data = mutate(path.name, path.read_bytes(), rng)
             write(path, what, data)
-            if keep is not None:
-                shutil.copytree(place, keep, symlinks=True)
-            outcome = invoke(case, place)
+            outcome = Outcome(failure="kept") if only_keep else invoke(case, place)
             checked = not _hung and case.sealed and not (case.one_may_miss and what == "missing")
             if checked and outcome.exit_code == 0 and not outcome.failure:
                 found = case.result(place, outcome.printed)
@@ -110,6 +110,10 @@ class Worker:
                     outcome.failure, outcome.cause = "accepted", f"{path.name}"
                     outcome.details = f"sound: {self.results[name][:500]}\nfound: {found[:500]}"
             outcome.mutation, outcome.file = what, str(path.relative_to(place))
+            if outcome.failure and data is not None:
+                kept = self.keep / f"{name.replace(' ', '_')}-{index}-{path.name}"
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_bytes(data)
         return outcome
 
 
@@ -263,16 +267,18 @@ def peak() -> int:
 
 def main() -> None:
     """Answers requests until there are no more."""
-    name, sound, seed = sys.argv[1:4]
+    name, sound, seed, keep = sys.argv[1:5]
     found: tuple[Case, ...] = importlib.import_module(f"fuzz.{name}").CASES
-    worker = Worker(Path(sound) / name, seed, {case.name: case for case in found})
+    worker = Worker(
+        Path(sound) / name, seed, Path(keep) / name, {case.name: case for case in found}
+    )
     signal.signal(signal.SIGPROF, hang)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing but answers on the pipe
     for line in sys.stdin:
-        case, index, *keep = json.loads(line)
+        case, index, *only_keep = json.loads(line)
         try:
-            outcome = worker.run(case, index, Path(keep[0]) if keep else None)
+            outcome = worker.run(case, index, bool(only_keep))
         except Exception:
             outcome = Outcome(failure="unsound", cause=case, details=traceback.format_exc())
         said = asdict(outcome)
