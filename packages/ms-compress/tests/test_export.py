@@ -15,7 +15,7 @@ from models import decoder, deepseek, llama, qwen2, qwen3, tokens
 from safetensors.torch import load_file
 from torch import nn
 
-from ms_compress import ExportError, LayerError, SchemeError, export, qat, verify
+from ms_compress import ExportError, LayerError, SchemeError, export, prune, qat, verify
 from ms_compress.decoder_config import decoder_config
 from ms_compress.layers import FACTOR
 from ms_compress.logits import model_logits
@@ -24,7 +24,8 @@ from ms_compress.runtimes import open_runtime
 from ms_compress.schemes import scheme
 from ms_compress.targets.compressed_tensors import pack
 from ms_compress.verification import compare
-from ms_parallel import AdamWConfig, Engine, NextTokenLoss
+from ms_parallel import AdamWConfig, Engine, NextTokenLoss, load_model, save_model
+from ms_parallel.models import TransformerXL, TransformerXLConfig, initialise
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "ms_parallel": decoder,
@@ -268,3 +269,27 @@ def test_onnx_stores_a_tied_weight_once(quantised: bool, tmp_path: Path) -> None
     assert sizes["model.embed_tokens.rows"] == table
     assert not any(size >= table for name, size in sizes.items() if "head" in name)
     assert sum("embed_tokens" in name for name, size in sizes.items() if size >= table) == 1
+
+
+@pytest.mark.parametrize("name", ["gguf.q4_0", "ort.matmulnbits", "ct.int4_g32"])
+def test_transformer_xl_is_refused_without_a_remedy_that_fails(name: str, tmp_path: Path) -> None:
+    """No runtime computes it, so no other scheme is named; what is named works."""
+    config = TransformerXLConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=32,
+        segment_length=16,
+        memory_length=16,
+    )
+    model = TransformerXL(config)
+    initialise(model, 0)
+    save_model(model, tmp_path / "model")
+    with pytest.raises(ExportError, match=r"run it with ms_parallel\.load_model, or train a"):
+        export(qat(model, name, exceptions=["*_bias"]), tmp_path / "out")
+    load_model(tmp_path / "model")
+    with pytest.raises(LayerError, match="name it as an exception"):
+        prune(load_model(tmp_path / "model"), 0.5)
+    prune(load_model(tmp_path / "model"), 0.5, exceptions=["*_bias"])

@@ -19,6 +19,7 @@ from chats import ANSWER, END, QUESTION, write_conversations, write_taught, writ
 from folders import model as small_model
 from models import VOCABULARY, decoder, llama, qwen3, tokens
 from mutants import GGUF, mutate_gguf
+from readme_blocks import printed
 
 from ms_compress import Tuning, VerifyError, export, qat, tune, verify
 from ms_compress.cli import main
@@ -131,6 +132,16 @@ def test_chat_completion_answers_and_stops(chatting: Path) -> None:
     assert choice["message"]["content"] == ANSWER
     assert choice["finish_reason"] == "stop"
     assert model.token_eos() == 0
+
+
+def test_the_readme_says_how_to_run_a_file(
+    chatting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its code, as it stands there, prints the answer."""
+    (tmp_path / "deploy").mkdir()
+    (tmp_path / "deploy" / "gguf").symlink_to(chatting)
+    monkeypatch.chdir(tmp_path)
+    assert printed("llama_cpp") == f"{ANSWER}\n"
 
 
 def test_llama_cpp_reads_texts_as_the_tokenizer_does(chatting: Path) -> None:

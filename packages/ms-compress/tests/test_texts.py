@@ -13,6 +13,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parent))
 from chats import ANSWER, END, QUESTION, TEMPLATE, write_conversations, write_taught
 from models import decoder
+from readme_blocks import printed
 
 from ms_compress import ExportError, VerifyError, export, qat, verify
 from ms_compress.cli import main
@@ -51,6 +52,25 @@ def test_a_compressed_folder_chats_in_transformers(taught: Path, tmp_path: Path)
     config = json.loads((out / "config.json").read_text())
     assert (config["eos_token_id"], config["pad_token_id"]) == (0, 0)
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 0
+
+
+@pytest.mark.parametrize(
+    ("runtime", "target", "lines"),
+    [("transformers", "ct.int4_g32", 1), ("onnxruntime", "ort.matmulnbits", 2)],
+)
+def test_the_readme_says_how_to_run_a_folder(
+    runtime: str,
+    target: str,
+    lines: int,
+    taught: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its code, as it stands there, prints the answer; llama.cpp's runs in `nox -s deploy`."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("deploy") / target.partition(".")[0]
+    export(qat(load_model(taught), target), folder, tokenizer=taught)
+    assert printed(runtime) == f"{ANSWER}\n" * lines
 
 
 def test_an_onnx_folder_answers_and_ends(taught: Path, tmp_path: Path) -> None:

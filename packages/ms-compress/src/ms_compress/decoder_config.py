@@ -9,9 +9,11 @@ from attrs import frozen
 
 from ms_compress.errors import ExportError, LayerError
 
-__all__ = ["DecoderConfig", "check_names", "decoder_config"]
+__all__ = ["DecoderConfig", "check_deployable", "check_names", "decoder_config"]
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+NOWHERE = ("transformer-xl",)
+"""Families of ms-parallel's that no runtime of ours has."""
 LAYER_PARTS = {
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
@@ -68,10 +70,11 @@ def decoder_config(document: Mapping[str, Any], target: str) -> DecoderConfig:
             computes.
     """
     family = document.get("model_type")
+    check_deployable(document)
     if family not in FAMILIES:
         raise ExportError(
             f"{target} takes decoders of the families {', '.join(FAMILIES)}, and this model is"
-            f" {family!r}; compressed-tensors takes any"
+            f" {family!r}; choose a ct scheme, which takes whatever transformers has"
         )
     if (act := document.get("hidden_act", "silu")) != "silu":
         raise ExportError(f"{target}: hidden_act is {act!r}; only 'silu' is known")
@@ -100,6 +103,21 @@ def decoder_config(document: Mapping[str, Any], target: str) -> DecoderConfig:
         bos=_first(document.get("bos_token_id")),
         eos=_first(document.get("eos_token_id")),
     )
+
+
+def check_deployable(document: Mapping[str, Any]) -> None:
+    """Refuse a model that none of the runtimes computes.
+
+    Raises:
+        ExportError: it is of such a family.
+    """
+    family = document.get("model_type")
+    if family in NOWHERE:
+        raise ExportError(
+            f"this model is {family!r}, which llama.cpp, onnxruntime, transformers and vLLM do not"
+            " compute, so no scheme exports it; run it with ms_parallel.load_model, or train a"
+            " decoder of the Llama family to deploy one"
+        )
 
 
 def check_names(names: Iterable[str], target: str) -> None:

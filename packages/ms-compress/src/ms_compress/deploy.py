@@ -185,7 +185,7 @@ def _open(folder: Path, target: str) -> None:
     """Read what was written as its users will: by the format's library, and once by its runtime.
 
     A file that the runtime refuses is then never left, though nobody asked for `verify`. Reading
-    compressed-tensors takes transformers and the whole model in memory, so there its header is read.
+    compressed-tensors takes transformers and the whole model in memory: there headers are read.
     """
     footprint(folder)
     library = {"ort": "onnxruntime", "gguf": "llama_cpp"}.get(target)

@@ -77,8 +77,10 @@ class Report(
         return self.results[0]
 
     def names(self) -> list[str]:
-        """What tells each result from the others: how it was made, where it runs, and as needed
-        its scheme, its folder and its place in the list.
+        """What tells each result from the others.
+
+        That is how it was made, where it runs, and as needed its scheme, its folder and its place
+        in the list.
         """
         found = [f"{one.model} · {one.runtime}" for one in self.results]
         for more in ("scheme", "folder"):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ms_compress.decoder_config import check_deployable
 from ms_compress.durable import sync_folder, write_synced
 from ms_compress.errors import LayerError
 from ms_compress.parts import Entry, Source
@@ -30,8 +31,10 @@ def check(source: Source) -> None:
     """Refuse what the format has no place for.
 
     Raises:
+        ExportError: transformers has no such model.
         LayerError: an embedding is quantised, or some layers round their inputs and some do not.
     """
+    check_deployable(source.config)
     for entry in source.entries.values():
         if entry.scheme is not None and entry.kind != "linear":
             raise LayerError(
