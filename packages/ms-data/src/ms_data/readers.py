@@ -24,8 +24,8 @@ from ms_data.unpacking import READ_BYTES, lines_of, unpacked
 
 __all__ = ["DOCUMENT_LIMIT_MIB", "Corpus", "Document", "Position", "find_corpus"]
 
-DOCUMENT_LIMIT_MIB = 32
-"""A document of text of this size takes some 4 GB while it is tokenized."""
+DOCUMENT_LIMIT_MIB = 16
+"""A document of text of this size takes some 2 GB while it is tokenized."""
 
 _LINES_SUFFIXES = (".jsonl", ".ndjson")
 _BYTE_ORDER_MARK = "\ufeff"
