@@ -6,12 +6,12 @@ random, values and gradients. A model must not learn another function by the cho
 
 import inspect
 
-import ms_kernels
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ms_kernels
 from ms_parallel import ops
 
 # Both sum in float32 and round once or twice, so results differ by two units in the last place of
