@@ -22,7 +22,7 @@ NONSENSE = re.compile(
 )
 OPEN_ALL = """
 const press = (key) => document.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
-for (let part = 1; part <= 7; part++) press(String(part));
+for (let part = 1; part <= 9; part++) press(String(part));
 """
 
 
@@ -88,7 +88,7 @@ def test_the_commands_print_no_nonsense(folder: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
 def test_the_page_shows_no_nonsense(folder: Path, tmp_path: Path) -> None:
-    """All seven parts are drawn, and what is not known is said in words."""
+    """All nine parts are drawn, and what is not known is said in words."""
     assert main(["report", str(folder)]) == 0
     page = folder / "report.html"
     page.write_text(page.read_text().replace("</body>", f"<script>{OPEN_ALL}</script></body>"))
@@ -97,7 +97,7 @@ def test_the_page_shows_no_nonsense(folder: Path, tmp_path: Path) -> None:
     assert 'data-ready="yes"' in document
     main_part = document[document.index('<main id="panels">') : document.index("<footer>")]
     sections = main_part.split("<section")[1:]
-    assert len(sections) == 7
+    assert len(sections) == 9
     for section in sections:
         shown = re.sub(r"<script.*?</script>", "", section, flags=re.DOTALL)
         words = re.sub(r"<[^>]*>", " ", shown)
