@@ -12,8 +12,8 @@ __all__ = ["READ_BYTES", "lines_of", "unpacked"]
 READ_BYTES = 1 << 20
 """No block is longer, however well it was packed."""
 
-_FED_BYTES = 1 << 10
-"""zstd packs 128 KiB in four bytes at best, so that this unpacks to 32 MiB at most."""
+_FED_BYTES = 1 << 8
+"""zstd packs 128 KiB in four bytes at best, so that this unpacks to 8 MiB at most."""
 
 _LARGEST_WINDOW = 1 << 27
 """What zstd itself unpacks without being asked; more is memory that a file chooses."""
