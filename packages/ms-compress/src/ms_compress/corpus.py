@@ -119,7 +119,7 @@ def read_tokens(
 
     Args:
         dataset: as of `read_batch`.
-        count: how many rows.
+        count: how many rows; fewer of conversations, if so many of them fill no more.
         length: tokens of each.
         chat: as of `read_batch`.
 
@@ -130,6 +130,8 @@ def read_tokens(
     with _conversations_in(path, chat) as folder:
         if folder is not None:
             flat = _joined(folder, count * length)
+            # Rows are counted in conversations, most of which are shorter than a row.
+            count = min(count, max(1, len(flat) // length))
         elif path.is_file():
             flat = _from_json(path)
         else:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from ms_compress.entry import one_line
 from ms_compress.errors import ExportError
 
 __all__ = ["encoder"]
@@ -24,7 +25,9 @@ def encoder(folder: Path) -> Callable[[str], list[int]]:
     try:
         model = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the binding raises nothing narrower
-        raise ExportError(f"{path}: the tokenizers library cannot read it: {error}") from error
+        raise ExportError(
+            f"{path}: the tokenizers library cannot read it: {one_line(str(error))}"
+        ) from error
     model.no_truncation()
     model.no_padding()
     return lambda text: list(model.encode(text, add_special_tokens=False).ids)

@@ -1,5 +1,7 @@
 """onnxruntime on the CPU."""
 
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -8,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ms_compress.entry import one_line
 from ms_compress.errors import ExportError
 from ms_compress.runtimes.encoder import encoder
 from ms_compress.untrusted import read_json
@@ -31,17 +34,21 @@ class OnnxRuntime:
         options.intra_op_num_threads = threads
         options.log_severity_level = 4  # what is fatal alone: its errors are raised too
         try:
-            self.session: Any = onnxruntime.InferenceSession(
-                folder / "model.onnx", options, providers=["CPUExecutionProvider"]
-            )
+            with redirect_stdout(StringIO()):  # where it tells of its second try
+                self.session: Any = onnxruntime.InferenceSession(
+                    folder / "model.onnx", options, providers=["CPUExecutionProvider"]
+                )
         except Exception as error:  # its errors share no base but this
-            raise ExportError(f"{folder}: onnxruntime cannot read it: {error}") from error
+            raise ExportError(
+                f"{folder}: onnxruntime cannot read it: {one_line(str(error))}"
+            ) from error
         self.folder = folder
         shapes = {each.name: each.shape for each in self.session.get_inputs()}
         self.layers = sum(name.endswith(".key") for name in shapes)
-        if not self.layers:
+        sizes = shapes.get("past_key_values.0.key", [])
+        if len(sizes) != 4 or not all(isinstance(each, int) for each in (sizes[1], sizes[3])):
             raise ExportError(f"{folder}: its graph has no past_key_values; export it again")
-        _, self.key_heads, _, self.width = shapes["past_key_values.0.key"]
+        self.key_heads, self.width = sizes[1], sizes[3]
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, in which special tokens are what they spell; none is added."""
@@ -79,7 +86,9 @@ class OnnxRuntime:
         try:
             outs: list[Any] = self.session.run(None, feed)
         except Exception as error:
-            raise ExportError(f"{self.folder}: onnxruntime cannot run it: {error}") from error
+            raise ExportError(
+                f"{self.folder}: onnxruntime cannot run it: {one_line(str(error))}"
+            ) from error
         return outs
 
     def _empty(self, rows: int) -> list[Any]:

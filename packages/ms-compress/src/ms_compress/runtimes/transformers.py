@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ms_compress.entry import one_line
 from ms_compress.errors import ExportError
 from ms_compress.folder_config import quantization, read_config
 
@@ -52,7 +53,9 @@ class TransformersRuntime:
         except ExportError:
             raise
         except Exception as error:  # its parts' errors share no base but this
-            raise ExportError(f"{folder}: transformers cannot read it: {error}") from error
+            raise ExportError(
+                f"{folder}: transformers cannot read it: {one_line(str(error))}"
+            ) from error
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -80,7 +83,7 @@ class TransformersRuntime:
                 )
         except Exception as error:  # its parts' errors share no base but this
             raise ExportError(
-                f"{self._folder}: transformers cannot read its tokenizer: {error}"
+                f"{self._folder}: transformers cannot read its tokenizer: {one_line(str(error))}"
             ) from error
         return list(known(text, add_special_tokens=False)["input_ids"])
 
