@@ -185,9 +185,7 @@ def main() -> int:
     parser.add_argument("--seed", default="", help="drawn and printed where it is not given")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--case", default="", help="cases whose PACKAGE/NAME holds this")
-    parser.add_argument(
-        "--index", type=int, help="this mutant alone, of the case of this PACKAGE/NAME"
-    )
+    parser.add_argument("--index", type=int, help="this mutant alone, of the case PACKAGE/NAME")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"))
     options = parser.parse_args()
     seed = options.seed or str(random.SystemRandom().randrange(10**6))
