@@ -185,14 +185,16 @@ def main() -> int:
     parser.add_argument("--seed", default="", help="drawn and printed where it is not given")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--case", default="", help="cases whose PACKAGE/NAME holds this")
-    parser.add_argument("--index", type=int, help="this mutant of the case alone")
+    parser.add_argument("--index", type=int, help="this mutant alone, of the case PACKAGE/NAME")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"))
     options = parser.parse_args()
     seed = options.seed or str(random.SystemRandom().randrange(10**6))
     print(f"seed {seed}", flush=True)
-    batches = plan(PACKAGES, options.mutants, options.case)
-    if options.index is not None:
-        batches = [(package, [(tasks[0][0], options.index)]) for package, tasks in batches if tasks]
+    if options.index is None:
+        batches = plan(PACKAGES, options.mutants, options.case)
+    else:
+        package, _, name = options.case.partition("/")
+        batches = [(package, [(name, options.index)])]
     queue: Queue[tuple[str, list[Task]]] = Queue()
     for batch in batches:
         queue.put(batch)
