@@ -29,9 +29,9 @@ learning_rate = 0.001
 progress = false
 seed = 1
 """
-ONLINE = """policy_model = "start"
+ONLINE = """model = "start"
 tokenizer = "start/tokenizer.json"
-prompt_dataset = "prompts.jsonl"
+dataset = "prompts.jsonl"
 reward_model = "fuzz.align_cases:length"
 output_dir = "out"
 steps = 2
@@ -42,9 +42,9 @@ keep_checkpoints = 3
 progress = false
 seed = 1
 """
-GENERATE = """policy_model = "start"
+GENERATE = """model = "start"
 tokenizer = "start"
-prompt_dataset = "prompts.jsonl"
+dataset = "prompts.jsonl"
 out = "responses.jsonl"
 max_new_tokens = 3
 seed = 1
@@ -99,7 +99,7 @@ def sets(folder: Path, *, kind: str = "sft") -> None:
         chat=folder / "chat.jinja",
         pairs=pairs,
     )
-    (folder / "RUN.toml").write_text(TUNE + 'data = "shards"\n')
+    (folder / "RUN.toml").write_text(TUNE + 'dataset = "shards"\n')
 
 
 def stopped(folder: Path, *, kind: str) -> None:

@@ -21,8 +21,8 @@ batch_size = 2
 sequence_length = 16
 """
 EVALUATE = """baseline = "model"
-data = "shards"
-out = "report"
+dataset = "shards"
+output_dir = "report"
 sequence_length = 16
 sequences = 2
 prefill_tokens = 8
@@ -52,15 +52,16 @@ def model(folder: Path) -> None:
 
 def exported(folder: Path, *, scheme: str) -> None:
     """A model's export, a text, and the run file that measures both."""
-    from ms_data import build, train_tokenizer
+    from ms_data import Tokenizer, build, train_tokenizer
 
     model(folder)
-    if run("export", "run.toml", "--set", f"scheme={scheme}", "--set", "output_dir=exported")():
-        raise RuntimeError("nothing was exported")
     (folder / "texts").mkdir()
     for n in range(6):
         (folder / "texts" / f"{n}.txt").write_text(f"{n} comes after {n - 1}. " * 30)
     train_tokenizer(folder / "texts", vocab_size=280, out=folder / "tokenizer.json")
+    Tokenizer.load(folder / "tokenizer.json").save(folder / "model")
+    if run("export", "run.toml", "--set", f"scheme={scheme}", "--set", "output_dir=exported")():
+        raise RuntimeError("nothing was exported")
     build(
         folder / "texts",
         tokenizer=folder / "tokenizer.json",

@@ -8,8 +8,8 @@ from pathlib import Path
 from fuzz.case import Case, command, contents
 
 run = partial(command, "ms_parallel")
-RUN = """model_arch = "llama"
-dataset_path = "shards"
+RUN = """model = "llama"
+dataset = "shards"
 output_dir = "out"
 sequence_length = 16
 batch_size = 2
@@ -31,7 +31,7 @@ num_attention_heads = 2
 num_key_value_heads = 1
 head_dim = 8
 
-[parallel_config]
+[layout]
 data = 1
 """
 TEXT = "the number {} comes after {}. "
