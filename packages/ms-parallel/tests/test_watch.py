@@ -19,7 +19,7 @@ from launching import (
     write_corpus,
     write_run,
 )
-from processes import run_processes
+from processes import ProcessesFailedError, run_processes
 
 from ms_parallel.watch import position
 from ms_parallel.watch.findings import State, explain, ranks_text
@@ -115,11 +115,11 @@ def test_the_rank_that_does_not_come_is_named_by_one_of_the_others(how: str, sta
 
 def test_a_wait_without_end_ends_when_rank_0_gives_no_sign() -> None:
     """The others wait as long as rank 0 acts, and not for a rank 0 that is stopped."""
-    _, waited = run_processes(2, FAULTS, "rank_0_stops_while_it_acts", check=False, timeout_s=60)
-    assert (
-        "rank 0 acts for all ranks and gives no sign for 2 s: rank 0 (process " in waited["failed"]
-    )
-    assert "is stopped (by SIGSTOP" in waited["failed"]
+    with pytest.raises(ProcessesFailedError) as failed:
+        run_processes(2, FAULTS, "rank_0_stops_while_it_acts", timeout_s=60)
+    said = str(failed.value)
+    assert "rank 0 acts for all ranks and gives no sign for 2 s: rank 0 (process " in said
+    assert "is stopped (by SIGSTOP" in said
 
 
 def test_to_say_where_a_rank_stands_costs_no_two_thousandths_of_a_step() -> None:

@@ -64,7 +64,7 @@ class Heartbeat:
         """End the thread before the interpreter ends, which a thread inside of torch can abort."""
         self._ended.set()
         if self._thread.is_alive():
-            self._thread.join(timeout=2.0)
+            self._thread.join(timeout=STORE_TIMEOUT.total_seconds() + 1)
 
     def who_is_missing(self) -> str | None:
         """One sentence about the rank that did not come; None if the store has gone too."""
@@ -114,19 +114,19 @@ class Heartbeat:
         )
 
     def _run(self) -> None:
-        store: Any = None
         silence = _Silence()
-        while True:
-            if launcher_is_gone():
-                os._exit(FAILED)
-            try:
-                store = store or self._connect()
+        try:
+            store = self._connect()
+            self._send(store)
+            while not self._ended.wait(self.interval_s):
                 self._send(store)
                 self._look(store, silence)
-            except LOST:  # the ranks are ending, or the store's machine is lost: that is found
-                store = None
-            if self._ended.wait(self.interval_s):
-                return
+                _end_if_orphaned()
+        except LOST:
+            # The ranks are ending, or lost the store's machine, which they find by themselves. To
+            # connect again here would keep the interpreter from ending.
+            while not self._ended.wait(self.interval_s):
+                _end_if_orphaned()
 
     def _send(self, store: Any) -> None:
         store.set(self._key(self.rank), msgspec.json.encode(position.record(self.rank)))
@@ -189,14 +189,20 @@ class _Silence:
 
     def __init__(self) -> None:
         self.told = False
+        self.began = False
         self._last: object = None
         self._since = 0.0
 
     def lasts(self, now: float, value: object) -> float:
         """Seconds since `value` was another."""
-        if value != self._last or not self._since:
-            self._last, self._since, self.told = value, now, False
+        if value != self._last or not self.began:
+            self._last, self._since, self.told, self.began = value, now, False, True
         return now - self._since
+
+
+def _end_if_orphaned() -> None:
+    if launcher_is_gone():
+        os._exit(FAILED)
 
 
 def _is_absent(state: State | None, record: Record) -> bool:
