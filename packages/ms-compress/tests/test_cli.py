@@ -1,11 +1,13 @@
 """The command: real folders in, real folders out; bad input is one line and exit code 2."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from folders import write_run, write_shards
@@ -15,7 +17,7 @@ from ms_compress import ConfigError, DataError
 from ms_compress.cli import main
 from ms_compress.corpus import read_tokens
 from ms_compress.evaluation import Evaluation
-from ms_parallel import load_model, save_model
+from ms_parallel import load_model
 
 
 @pytest.fixture
@@ -135,35 +137,34 @@ def test_bad_input_is_one_line(
     settings = [part for each in arguments for part in ("--set", each)]
     assert main(["qat", str(run_file), *settings]) == 2
     error = capsys.readouterr().err
-    assert message in error
+    assert "'model.layers.1.mlp.up_proj.weight' with a NaN" in error
     assert error.count("\n") == 1
     assert not list(run_file.parent.glob("out*"))
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "message"),
+    ("command", "arguments"),
     [
-        ("quantize", ["scheme=ct.int4_g32", "method=gptq"], "are NaN or infinite"),
-        ("prune", ["pattern=2:4", "method=wanda"], "are NaN or infinite"),
-        ("quantize", ["scheme=ct.int4_g32"], "model.layers.1.mlp.up_proj.weight: 1 of its values"),
-        ("export", ["scheme=gguf.q4_0"], "model.layers.1.mlp.up_proj.weight: 1 of its values"),
-        ("qat", ["scheme=gguf.q4_0"], "model.layers.1.mlp.up_proj.weight: 1 of its values"),
-        ("prune", ["pattern=2:4"], "model.layers.1.mlp.up_proj.weight: 1 of its values"),
-        ("prune", ["pattern=2:4", "retrain=false"], "mlp.up_proj.weight: 1 of its values"),
+        ("quantize", ["scheme=ct.int4_g32", "method=gptq"]),
+        ("prune", ["pattern=2:4", "method=wanda"]),
+        ("quantize", ["scheme=ct.int4_g32"]),
+        ("export", ["scheme=gguf.q4_0"]),
+        ("qat", ["scheme=gguf.q4_0"]),
+        ("prune", ["pattern=2:4"]),
+        ("prune", ["pattern=2:4", "retrain=false"]),
     ],
 )
 def test_a_model_with_a_nan_is_refused(
     command: str,
     arguments: list[str],
-    message: str,
     run_file: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Where it is met: before what ends in an export, in training, or in what is written."""
-    broken = load_model(run_file.parent / "model")
-    with torch.no_grad():
-        broken.get_parameter("model.layers.1.mlp.up_proj.weight")[0, 0] = torch.nan
-    save_model(broken, run_file.parent / "broken")
+    """Where it is met, with the tensor's name: before calibration, training or an export."""
+    broken = Path(shutil.copytree(run_file.parent / "model", run_file.parent / "broken"))
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     settings = [*arguments, f"model={run_file.parent}/broken"]
     assert main([command, str(run_file), *(p for each in settings for p in ("--set", each))]) == 2
     error = capsys.readouterr().err

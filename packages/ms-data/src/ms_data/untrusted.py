@@ -90,7 +90,10 @@ def read_toml(path: str | Path, *, error: type[Exception]) -> dict[str, Any]:
     if DEEP_KEY.search(content):
         raise error(f"{_shown(path)}: nested too deeply to be read")
     with decoding(path, error=error):
-        return tomllib.loads(content)
+        try:
+            return tomllib.loads(content)
+        except tomllib.TOMLDecodeError as raised:
+            raise error(f"{_shown(path)}: not TOML: {_words(raised)}") from raised
 
 
 @contextmanager
