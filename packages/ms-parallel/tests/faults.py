@@ -147,8 +147,8 @@ def wait_for_rank_2(how: str) -> tuple[int, str]:
 
 
 def _stay_away(how: str) -> None:
+    time.sleep(1.5)  # it has been heard of, and what it sent has arrived
     if how == "killed":
-        time.sleep(1.5)  # long enough to have been heard of
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
