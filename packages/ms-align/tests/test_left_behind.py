@@ -248,7 +248,7 @@ def test_the_token_that_ends_a_turn_ends_generation(tmp_path: Path) -> None:
 def test_weights_that_are_not_finite_are_never_left_behind(
     sets: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The model is refused by the tensor's name, though no batch reads the row that is no number."""
+    """The tensor is named, though no batch reads the row that is no number."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(sets / "model", tmp_path / "start")
