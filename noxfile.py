@@ -85,14 +85,15 @@ def types(session: nox.Session) -> None:
 @job
 @every_package
 def tests(session: nox.Session, package: str) -> None:
-    """Tests of one package; arguments after `--` go to pytest."""
+    """Tests of one package, two at a time; arguments after `--` go to pytest."""
     if package != "ms-data":  # torch is no need of ms-profile, but what it watches is torch
         install_torch(session)
     # A package's tests may need siblings; they are installed from this tree, never from elsewhere.
     requirements = f"packages/{package}/tests/requirements.txt"
-    session.install(f"./packages/{package}", "-r", requirements)
+    session.install(f"./packages/{package}", "-r", requirements, "pytest-xdist>=3.6")
     arguments = session.posargs or ["-m", "not slow and not gpu"]
-    session.run("pytest", f"packages/{package}/tests", *arguments, env=ONE_THREAD)
+    tests_folder = f"packages/{package}/tests"
+    session.run("pytest", "-n", "2", tests_folder, *arguments, env=ONE_THREAD)
 
 
 @job

@@ -59,7 +59,15 @@ STEPS = 3
 
 
 def train(layout: dict[str, int], scheme: str, folder: str, sparse: bool = False) -> dict[str, Any]:
-    """Losses of some steps, and the digest of each exported file."""
+    """Losses of some steps in float64, and the digest of each exported file."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        return _trained(layout, scheme, folder, sparse)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _trained(layout: dict[str, int], scheme: str, folder: str, sparse: bool) -> dict[str, Any]:
     groups = connect(Layout(**layout), device="cpu")
     masks = {}
     if sparse:
@@ -72,6 +80,7 @@ def train(layout: dict[str, int], scheme: str, folder: str, sparse: bool = False
     def prepare(stage: StagedModel) -> None:
         set_masks(stage, masks)
         qat(stage, scheme, **TARGETS[scheme])
+        stage.double()
 
     engine = Engine(
         CONFIG,

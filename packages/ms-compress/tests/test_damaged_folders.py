@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import onnx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -123,14 +124,20 @@ def test_decoding_beyond_what_a_model_knows_is_refused(complaint: Callable[..., 
     assert "knows 35 positions, fewer than the 36 of prefill_tokens and decode_tokens" in said
 
 
-@pytest.mark.parametrize("name", ["base", "ct"])
-def test_a_loss_that_is_nan_is_refused(name: str, complaint: Callable[..., str]) -> None:
-    """Not after all the timing, as a report that cannot be."""
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("base", "holds 'model.norm.weight' with a NaN"),
+        ("ct", "gives a loss that is NaN; look at its weights"),
+    ],
+)
+def test_a_loss_that_is_nan_is_refused(name: str, told: str, complaint: Callable[..., str]) -> None:
+    """By the tensor's name, and not after all the timing."""
 
     def spoil(found: dict[str, Tensor]) -> None:
         found["model.norm.weight"][0] = torch.nan
 
-    assert "gives a loss that is NaN; look at its weights" in complaint(name, tensors(spoil))
+    assert told in complaint(name, tensors(spoil))
 
 
 @pytest.mark.parametrize(
@@ -151,8 +158,8 @@ def test_tensors_that_transformers_would_draw_at_random_are_missed(
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("ct", lambda _: [], "a JSON list, no table"),
-        ("base", lambda _: [], "a JSON list, no table"),
+        ("ct", lambda _: [], "Expected `object`, got `array`"),
+        ("base", lambda _: [], "Expected `object`, got `array`"),
         (
             "ct",
             lambda c: {**c, "quantization_config": 5},
@@ -198,8 +205,9 @@ def test_what_runtimes_say_beside_our_line_is_not_heard(
     """Neither onnxruntime's of a torn file, nor the bars of transformers on a good one."""
 
     def tear(folder: Path) -> None:
-        data = folder / "model.onnx.data"
-        data.write_bytes(data.read_bytes()[:1000])
+        found = onnx.load(folder / "model.onnx", load_external_data=False)
+        found.graph.node[0].op_type = "NoSuchOperator"
+        onnx.save(found, folder / "model.onnx")
 
     assert "onnxruntime cannot read it" in complaint("ort", tear)
     open_runtime(work / "ct", "ct").logits(torch.zeros(1, 4, dtype=torch.int64))

@@ -1,4 +1,9 @@
-"""QAT under data, tensor and pipeline parallelism is QAT in one process; so are its files."""
+"""QAT under data, tensor and pipeline parallelism is QAT in one process; so are its files.
+
+Trainings are in float64: sums in another order then differ by some 1e-13 after three updates, and
+no value that is rounded lies so near to the border of two codes. In float32, with 1e-6, whether one
+does depends on the processor. Losses are gathered in float32, 5e-7 apart at 5.
+"""
 
 import re
 import sys
@@ -37,7 +42,7 @@ def of_one_process(scheme: str, sparse: bool, folder: Path) -> list[float]:
     ids=lambda layout: ",".join(f"{axis} {size}" for axis, size in layout.items()),
 )
 def test_losses_equal_those_of_one_process(layout: dict[str, int], tmp_path: Path) -> None:
-    """Of three updates with learned scales and 2:4 masks, within 1e-5."""
+    """Of three updates with learned scales and 2:4 masks, within 2e-6."""
     count = prod(layout.values())
     expected = of_one_process("ct.int4_g32", True, tmp_path / "one")
     runs = run_processes(
@@ -50,30 +55,30 @@ def test_losses_equal_those_of_one_process(layout: dict[str, int], tmp_path: Pat
         sparse=True,
     )
     for run in runs:
-        assert run["losses"] == pytest.approx(expected, abs=1e-5)
+        assert run["losses"] == pytest.approx(expected, abs=2e-6)
 
 
 def test_losses_at_the_schemes_own_scales_equal_those_of_one_process(tmp_path: Path) -> None:
-    """Within 1e-5 too: no weight lies on a border between codes by the scheme's own doing."""
+    """Within 2e-6 too: no weight lies on a border between codes by the scheme's own doing."""
     expected = of_one_process("ct.int3_g32", False, tmp_path / "one")
     layout = {"data": 2, "tensor": 2}
     runs = run_processes(
         4, RUNS, "train", layout=layout, scheme="ct.int3_g32", folder=str(tmp_path / "out")
     )
     for run in runs:
-        assert run["losses"] == pytest.approx(expected, abs=1e-5)
+        assert run["losses"] == pytest.approx(expected, abs=2e-6)
 
 
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"data": 2, "pipeline": 2}], ids=str)
 def test_tied_heads_train_alike(layout: dict[str, int], tmp_path: Path) -> None:
-    """Embedding and head of one weight, on one stage or two, within 1e-5."""
+    """Embedding and head of one weight, on one stage or two, within 2e-6."""
     count = prod(layout.values())
     expected = of_one_process("gguf.q4_0", False, tmp_path / "one")
     runs = run_processes(
         count, RUNS, "train", layout=layout, scheme="gguf.q4_0", folder=str(tmp_path / "out")
     )
     for run in runs:
-        assert run["losses"] == pytest.approx(expected, abs=1e-5)
+        assert run["losses"] == pytest.approx(expected, abs=2e-6)
 
 
 @pytest.mark.parametrize("scheme", ["ct.int4_g32", "ct.w8a8", "gguf.q4_0", "ort.matmulnbits"])
@@ -104,7 +109,7 @@ def test_masks_of_rows_that_split_unevenly_are_exported(tmp_path: Path) -> None:
 def test_what_wraps_a_model_is_not_in_its_files(tmp_path: Path) -> None:
     """Compiled, checkpointed, replicated or sharded: byte for byte the plain model's, names too."""
     for found in run_processes(2, RUNS, "export_wrapped", folder=str(tmp_path)):
-        assert len(found["plain"]) == 6  # files of three targets
+        assert len(found["plain"]) == 9  # files of three targets
         assert all(files == found["plain"] for files in found.values())
 
 
@@ -129,7 +134,7 @@ def test_no_process_waits_for_one_that_cannot_write(
         limit_bytes=limit_bytes,
     )
     reason = "exists; remove it" if limit_bytes is None else "File too large"
-    assert re.match(f"ExportError: .*{reason}", first)
+    assert re.match(f"WriteError: .*{reason}", first)
     assert re.match(f"ExportError: process 0 failed.*{reason}", second)
     assert [*folder.parent.iterdir()] == ([folder] if limit_bytes is None else [])
 

@@ -91,13 +91,16 @@ def _seconds_and_error(source: str) -> tuple[float, Exception]:
 
 @pytest.mark.parametrize("name", SLOW)
 def test_a_template_that_never_ends_is_stopped(name: str) -> None:
-    """Within two seconds of processor time, in one line, while the caller goes on."""
+    """Within four seconds of processor time, in one line, while the caller goes on.
+
+    It may take half a second; the rest is the start of its process, on a machine at work.
+    """
     seconds, error = _seconds_and_error(SLOW[name])
     assert isinstance(error, TokenizerError)
     assert "takes more processor time than any sound template" in str(error) or (
         "too much memory" in str(error)
     )
-    assert seconds < 2
+    assert seconds < 4
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -106,7 +109,7 @@ def test_a_template_that_asks_for_gigabytes_is_stopped(name: str) -> None:
     seconds, error = _seconds_and_error(LARGE[name])
     assert isinstance(error, TokenizerError)
     assert "\n" not in str(error)
-    assert seconds < 2
+    assert seconds < 4
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -228,9 +228,14 @@ def test_a_plain_start_is_told_what_to_type(tmp_path: Path) -> None:
         "connect(Layout(data=2), device='cpu')\n"
     )
     done = subprocess.run(
-        [sys.executable, script, "--x"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, script.name, "--x"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
-    assert "torchrun --nproc-per-node 2 train.py --x" in done.stderr
+    assert "torchrun --standalone --nproc-per-node 2 train.py --x" in done.stderr
 
 
 def test_a_port_in_use_is_said_in_one_line() -> None:

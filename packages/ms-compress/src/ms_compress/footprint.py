@@ -223,7 +223,7 @@ def _onnx_weights(library: Any, graph: Any, bits: int) -> int:
     return sum(
         prod(each.dims) * numbers.get(each.data_type, 0)
         for each in graph.initializer
-        if each.name not in beside
+        if each.name not in beside and prod(each.dims) > 1  # one number alone is no weight
     )
 
 

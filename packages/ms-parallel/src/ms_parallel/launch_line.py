@@ -9,6 +9,9 @@ import torch
 
 __all__ = ["launch_command"]
 
+CPU_SHARE = 4
+"""Processes a core, where a layout is only tried."""
+
 
 def launch_command(processes: int) -> str:
     """The line to type; on each of several hosts where one has too few devices or cores."""
@@ -35,5 +38,5 @@ def _program() -> list[str]:
 
 
 def _processes_a_host() -> int:
-    """A device each; without an accelerator, a core each."""
-    return torch.accelerator.device_count() or len(os.sched_getaffinity(0))
+    """A device each; without an accelerator, up to four a core, which is slow but works."""
+    return torch.accelerator.device_count() or CPU_SHARE * len(os.sched_getaffinity(0))
