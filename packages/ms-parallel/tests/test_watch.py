@@ -139,16 +139,25 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
 
 
+def runs(process: int) -> bool:
+    """Whether a process is there and no zombie, which only waits for its parent."""
+    try:
+        facts = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return facts.rsplit(")", 1)[1].split()[0] not in "ZX"
+
+
 def test_ranks_end_with_a_launcher_that_is_killed(corpus: Path, tmp_path: Path) -> None:
-    """Kill -9 of torchrun: no rank is left within 2 s, and the same command ends with 0."""
+    """Kill -9 of torchrun: no rank is left within 4 s, and the same command ends with 0."""
     run = write_run(tmp_path / "run.toml", corpus, steps=40, checkpoint_every=5)
     with training(run, 2) as started:
         wait_for(lambda: checkpoints(run), started)
         ranks = workers(started.pid)
         assert len(ranks) == 2
         signal_process(started.pid, 9)
-        deadline = time.monotonic() + 2.0
-        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        deadline = time.monotonic() + 4.0  # of a machine at work, which must free their memory
+        while any(runs(rank) for rank in ranks):
             assert time.monotonic() < deadline, "ranks train on without their launcher"
             time.sleep(0.01)
     done = train(run, 2)
