@@ -227,12 +227,13 @@ def peers(session: nox.Session, package: str) -> None:
 
 @job
 def deploy(session: nox.Session) -> None:
-    """Build llama.cpp's Python package from source, about 12 minutes, and run the GGUF proof."""
-    install_torch(session)
-    session.install("./packages/ms-compress", "-r", "packages/ms-compress/tests/requirements.txt")
+    """Build llama.cpp's Python package from source, about 12 minutes, and run the GGUF proofs."""
+    install_all(session, "-r", "packages/ms-compress/tests/requirements.txt")
+    session.install("-r", "tests/requirements.txt")
     session.install("llama-cpp-python>=0.3.9", "--no-binary", "llama-cpp-python")
-    proof = "packages/ms-compress/tests/test_llama_cpp.py"
-    session.run("pytest", proof, *session.posargs, env=ONE_THREAD)
+    # Each by itself: both folders hold modules of the same names.
+    for proof in ("packages/ms-compress/tests/test_llama_cpp.py", "tests/test_whole_road.py"):
+        session.run("pytest", proof, *session.posargs, env=ONE_THREAD)
 
 
 @job

@@ -36,8 +36,8 @@ ROOM = 40
 """Tokens that an answer may have; the longest right one has fewer than ten."""
 
 TRAIN = """
-model_arch = "llama"
-dataset_path = "shards"
+model = "llama"
+dataset = "shards"
 steps = 60
 sequence_length = 64
 batch_size = 8
@@ -49,7 +49,7 @@ intermediate_size = 160
 num_hidden_layers = 2
 num_attention_heads = 4
 num_key_value_heads = 2
-[parallel_config]
+[layout]
 data = 2
 """
 SFT = """
