@@ -78,10 +78,10 @@ steps = 3
 batch_size = 16
 max_new_tokens = 16
 kl_coeff = 0.2
-output_dir = "runs/ppo"
+output_dir = "runs/optimised"
 """
 QAT = """
-model = "runs/ppo/model"
+model = "runs/optimised/model"
 dataset = "chats.jsonl"
 scheme = "{scheme}"
 output_dir = "deploy/{scheme}"
@@ -185,7 +185,7 @@ def optimised(place: Path, judge: Path) -> Path:
     """The tuned model, optimised for the reward model by PPO."""
     assert judge.is_dir()
     run(place, "ms_align", "ppo", settings(place, "ppo.toml", PPO))
-    return place / "runs" / "ppo" / "model"
+    return place / "runs" / "optimised" / "model"
 
 
 def deployed(place: Path, scheme: str, *, verify: bool) -> Path:
@@ -247,7 +247,7 @@ def test_a_reward_model_prefers_what_is_right(judge: Path) -> None:
 def test_a_model_optimised_by_ppo_still_answers_and_stops(place: Path, optimised: Path) -> None:
     """It opens as the tuned one does, and its rollouts ended by themselves."""
     assert answers(optimised) == EXPECTED
-    events = (place / "runs" / "ppo" / "events.jsonl").read_text().splitlines()
+    events = (place / "runs" / "optimised" / "events.jsonl").read_text().splitlines()
     rollouts = [event for event in map(json.loads, events) if event.get("kind") == "rollout"]
     assert rollouts
     assert all(event["stopped"] > 0.9 for event in rollouts)
@@ -308,3 +308,78 @@ def test_a_gguf_file_chats_in_llama_cpp(place: Path, optimised: Path) -> None:
         (choice,) = done["choices"]
         assert choice["message"]["content"].strip() == answer(thing)
         assert choice["finish_reason"] == "stop"
+
+
+XL = """
+from ms_parallel import DistributedTrainer
+
+DistributedTrainer(
+    model_arch="Transformer-XL",
+    parallel_config={"tensor_parallel": 2, "data_parallel": 1},
+    optimizer="AdamW",
+    mixed_precision=True,
+    model_config={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    sequence_length=32,
+    batch_size=8,
+    vocab_size=300,
+    output_dir="runs/xl",
+).train(dataset_path="corpus.jsonl", epochs=1)
+"""
+ALIGN = """
+from ms_align import PPOTrainer
+
+prompts = ["What colour is snow?", "What colour is coal?"]
+responses = ["snow is white.", "coal is black."]
+trainer = PPOTrainer(
+    policy_model="runs/sft/model",
+    reward_model="runs/reward/model",
+    kl_coeff=0.2,
+    steps=1,
+    batch_size=4,
+    max_new_tokens=12,
+)
+assert trainer.optimize(prompts, responses).finished
+"""
+STEPS = """
+import torch
+
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(16):
+    model(torch.ones(8, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def run_script(place: Path, name: str, text: str, *, processes: int = 1) -> None:
+    """Run a user's script, alone or under torchrun."""
+    (place / name).write_text(text)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *(launcher if processes > 1 else ()), name]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_trainers_face_trains_a_transformer_xl_on_raw_text(place: Path) -> None:
+    """As ARCHITECTURE writes it, in the paper's spelling of the name, on two processes."""
+    run_script(place, "xl.py", XL, processes=2)
+    assert (place / "runs" / "xl" / "model" / "model.safetensors").is_file()
+
+
+def test_the_face_of_ppo_takes_folders(place: Path, judge: Path) -> None:
+    """Policy and reward model by path, the tokenizer from the policy's folder, known responses."""
+    assert judge.is_dir()
+    run_script(place, "align.py", ALIGN)
+    assert answers(place / "runs" / "ppo" / "model").keys() == COLOURS.keys()
+
+
+def test_the_profilers_face_profiles_a_script_that_knows_nothing_of_it(place: Path) -> None:
+    """A page is written for the metrics that were asked for."""
+    (place / "steps.py").write_text(STEPS)
+    metrics = "--metrics=communication_time,compute_time"
+    places = ("--train-script", "steps.py", "--output-dir", "./profile_results")
+    run(place, "ms_profile", "run", *places, metrics)
+    run(place, "ms_profile", "report", "./profile_results")
+    assert list((place / "profile_results").rglob("*.html"))
