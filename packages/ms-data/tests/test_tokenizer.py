@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,13 @@ def test_a_tokenizers_folder_opens_in_transformers(tmp_path: Path) -> None:
         ours.files({"bos_token": "<s>", "eos_token": "</s>"})["tokenizer_config.json"]
     )
     assert (told["bos_token"], told["eos_token"], told["pad_token"]) == ("<s>", "</s>", END_OF_TEXT)
+
+
+@pytest.mark.parametrize("letter", ["{", "x", " ", "\u4e00"])
+def test_a_word_without_end_takes_no_longer_than_other_text(letter: str, tmp_path: Path) -> None:
+    """200,000 equal characters were one word, whose pairs the trainer counts again and again."""
+    (tmp_path / "text.txt").write_text("one two three. " * 50 + letter * 200_000)
+    began = time.process_time()
+    tokenizer = train_tokenizer(tmp_path / "text.txt", vocab_size=270)
+    assert time.process_time() - began < 10
+    assert len(json.loads(tokenizer.content)["model"]["vocab"]) == 270

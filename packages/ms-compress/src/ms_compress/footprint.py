@@ -13,6 +13,7 @@ from safetensors import safe_open
 from ms_compress.errors import ExportError
 from ms_compress.folder_config import quantization, read_config
 from ms_compress.targets import gguf, onnx
+from ms_compress.untrusted import decoding
 
 __all__ = ["Footprint", "footprint"]
 
@@ -63,7 +64,8 @@ def footprint(folder: str | Path) -> Footprint:
         ExportError: it is no exported model, or a file of it cannot be read.
     """
     folder = Path(folder)
-    size = sum(path.stat().st_size for each in WEIGHT_FILES for path in folder.glob(each))
+    with decoding(folder, error=ExportError):
+        size = sum(path.stat().st_size for each in WEIGHT_FILES for path in folder.glob(each))
     if (folder / gguf.FILE).is_file():
         target, found = "gguf", _gguf(folder / gguf.FILE)
     elif (folder / onnx.FILE).is_file():

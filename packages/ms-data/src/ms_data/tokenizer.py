@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,11 @@ SMALLEST_VOCABULARY = 257
 
 LARGEST_VOCABULARY = (1 << 31) - 1
 """What the 31 bits of a token on disk can tell apart."""
+
+LONGEST_WORD = 1000
+"""Characters without a border between them that the trainer is given at a time."""
+# Each run is looked at from its start alone, so that no text takes long to look through.
+ENDLESS_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD},}}")
 
 # The end of a document goes by these names in published tokenizers, most telling first.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
@@ -295,6 +301,19 @@ def train_tokenizer(
     return tokenizer
 
 
+def _without_endless_words(text: str) -> Iterator[str]:
+    """Cut a text inside whatever would be one word of a thousand characters or more.
+
+    The trainer's time grows with the square of a word's length, and such a word teaches nothing.
+    """
+    begin = 0
+    for run in ENDLESS_WORD.finditer(text):
+        for end in range(run.start() + LONGEST_WORD, run.end(), LONGEST_WORD):
+            yield text[begin:end]
+            begin = end
+    yield text[begin:]
+
+
 def _texts(
     source: Corpus,
     on_progress: Callable[[int, int], None],
@@ -303,7 +322,7 @@ def _texts(
     document = None
     for document in source.documents(on_leave_out=on_leave_out):
         on_progress(document.read_bytes, source.size_bytes)
-        yield document.text
+        yield from _without_endless_words(document.text)
     if document is None:
         raise CorpusError(
             f"{source.name} is empty: no text in {len(source.files)} files; "
