@@ -1,0 +1,161 @@
+"""The site is built without a warning, and its pages show what a reader looks for.
+
+Run by `nox -s docs`, where mkdocs is; skipped elsewhere.
+"""
+
+import inspect
+import re
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+griffe = pytest.importorskip("griffe")
+pytest.importorskip("mkdocs")
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "docs" / "extensions"))
+
+
+def built(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """A strict build."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", config, "-d", site]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built without a warning."""
+    folder = tmp_path_factory.mktemp("site")
+    done = built(ROOT / "mkdocs.yml", folder)
+    assert "WARNING" not in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def text_of(page: Path, heading: str = "") -> str:
+    """A page's text, or that from the heading of this id to the end of the next table."""
+    html = page.read_text()
+    if heading:
+        html = html[html.index(f'id="{heading}"') :]
+        html = html[: html.index("</table>")]
+    return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]+>", " ", html)))
+
+
+PAGES = {
+    "broken link": "[there](nowhere.md)",
+    "broken anchor": "[there](#nowhere)",
+    "broken absolute link": "[there](/nowhere/)",
+    "missing snippet": '--8<-- "nowhere.md"',
+    "missing name": "::: ms_data.nowhere",
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_with_a_mistake_stops_the_build(tmp_path: Path, name: str) -> None:
+    """The settings of mkdocs.yml make each an end with a status that is not 0."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# Page\n\n{PAGES[name]}\n")
+    config = tmp_path / "mkdocs.yml"
+    extension = ROOT / "docs" / "extensions" / "attrs_classes.py"
+    config.write_text(
+        f"INHERIT: {ROOT / 'mkdocs.yml'}\nnav: [index.md]\n"
+        "plugins:\n  - search\n  - mkdocstrings:\n      handlers:\n        python:\n"
+        f"          paths: [{ROOT / 'packages/ms-data/src'}]\n"
+        f"          options: {{extensions: [{extension}]}}\n"
+    )
+    assert built(config, tmp_path / "site").returncode != 0
+    (tmp_path / "docs" / "index.md").write_text("# Page\n\n[here](#page)\n")
+    assert built(config, tmp_path / "site").returncode == 0
+
+
+def test_a_trainers_page_shows_its_parameters_with_types_and_defaults(site: Path) -> None:
+    """Those of its base too, and only those without a default are required."""
+    text = text_of(site / "api" / "ms_parallel" / "index.html", "ms_parallel.DistributedTrainer")
+    assert "DistributedTrainer ( model_arch : str , " in text
+    table = text[text.index("Name Type Description Default") :] + " "
+    assert re.search(r" model_arch str .{20,300}? required ", table)
+    assert re.search(r" learning_rate float .{10,200}? 0\.0003 ", table)
+    assert table.count(" required ") == 1
+
+
+def test_no_page_shows_the_code_of_a_field(site: Path) -> None:
+    """Neither `field(...)` nor validators stand where a value should."""
+    for page in sorted((site / "api").glob("*/index.html")):
+        html = re.sub(r'<details class="mkdocstrings-source">.*?</details>', "", page.read_text(), flags=re.S)
+        text = re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]+>", " ", html)))
+        for code in (r"= field \(", r"validator =", r"factory ="):
+            assert not re.search(code, text), (page, code)
+
+
+def test_nothing_is_called_released(site: Path) -> None:
+    """As long as the changelogs hold no version, the first page says so."""
+    released = [
+        path.parent.name
+        for path in (ROOT / "packages").glob("*/CHANGELOG.md")
+        if re.search(r"^## \d", path.read_text(), re.MULTILINE)
+    ]
+    text = text_of(site / "index.html")
+    assert bool(released) != ("not released yet" in text)
+    assert "core released" not in text
+
+
+SAMPLE = '''
+from attrs import Factory, define, field, frozen
+
+@define
+class Base:
+    first: int
+    """The first."""
+    _hidden: str = field(default="x", kw_only=True)
+    given: list[int] = field(factory=list)
+    made: int = field(init=False, default=3)
+    """Made."""
+
+@frozen(kw_only=True)
+class Settings:
+    """Says what.
+
+    Args:
+        size: told already.
+
+    Raises:
+        ValueError: never.
+    """
+
+    size: int = field(default=1, converter=int)
+    rate: float
+    """Updates a second,
+    on two lines."""
+
+@define
+class Derived(Base):
+    last: int = 4
+    """The last."""
+    first: int = 2
+'''
+
+
+def test_signatures_are_those_that_attrs_writes(tmp_path: Path) -> None:
+    """Names, order, kinds and which have defaults, over bases, aliases and factories."""
+    from attrs_classes import AttrsClasses
+
+    (tmp_path / "sample.py").write_text(SAMPLE)
+    extensions = griffe.load_extensions(AttrsClasses)
+    loaded = griffe.load("sample", search_paths=[tmp_path], extensions=extensions)
+    names: dict[str, type] = {}
+    exec(SAMPLE, names)
+    for name in ("Base", "Settings", "Derived"):
+        real = inspect.signature(names[name]).parameters.values()
+        shown = [one for one in loaded[name].parameters if one.name != "self"]
+        assert [(one.name, one.default is not None, str(one.kind.name)) for one in shown] == [
+            (one.name, one.default is not one.empty, one.kind.name.lower()) for one in real
+        ]
+    told = loaded["Settings"].docstring.value
+    assert told.count("size:") == 1
+    assert "    rate: Updates a second,\n        on two lines.\n" in told
+    assert told.index("Args:") < told.index("rate:") < told.index("Raises:")
+    assert loaded["Settings"]["rate"].docstring is None
+    assert loaded["Base"]["made"].docstring.value == "Made."
