@@ -84,7 +84,8 @@ def test_a_trainers_page_shows_its_parameters_with_types_and_defaults(site: Path
 def test_no_page_shows_the_code_of_a_field(site: Path) -> None:
     """Neither `field(...)` nor validators stand where a value should."""
     for page in sorted((site / "api").glob("*/index.html")):
-        html = re.sub(r'<details class="mkdocstrings-source">.*?</details>', "", page.read_text(), flags=re.S)
+        source = r'<details class="mkdocstrings-source">.*?</details>'
+        html = re.sub(source, "", page.read_text(), flags=re.DOTALL)
         text = re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]+>", " ", html)))
         for code in (r"= field \(", r"validator =", r"factory ="):
             assert not re.search(code, text), (page, code)
