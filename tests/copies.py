@@ -9,12 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "shared_source"
 COPIES = {
-    "durable.py": ("align", "compress", "data", "parallel"),
+    "files/durable.py": ("align", "compress", "data", "parallel"),
     "entry.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
-    "run_folder.py": ("align", "compress", "parallel"),
-    "untrusted.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
+    "files/run_folder.py": ("align", "compress", "parallel"),
+    "files/untrusted.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
 }
-"""Which packages hold a copy of each source."""
+"""Which packages hold a copy of each source; `files` is a room of shared_source/ and of each."""
 
 HEAD = "# A copy of shared_source/{name}, made by `nox -s copies`; change it there.\n"
 

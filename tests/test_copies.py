@@ -14,4 +14,4 @@ def test_every_copy_is_its_source() -> None:
 
 def test_every_source_has_a_copy() -> None:
     """Nothing lies in shared_source/ that no package uses."""
-    assert sorted(path.name for path in SOURCE.glob("*.py")) == sorted(COPIES)
+    assert sorted(str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py")) == sorted(COPIES)

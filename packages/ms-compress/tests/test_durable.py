@@ -16,7 +16,7 @@ from forks import die, ended, started
 from models import decoder
 
 from ms_compress import ExportError, export, qat
-from ms_compress.durable import replace, writing
+from ms_compress.files.durable import replace, writing
 from ms_compress.place_lock import alone, new_folder
 
 

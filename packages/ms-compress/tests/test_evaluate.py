@@ -19,8 +19,8 @@ from folders import VOCABULARY, model, write_model, write_shards
 from ms_compress import ConfigError, DataError, ExportError, export, qat
 from ms_compress.cli import main
 from ms_compress.corpus import rows
-from ms_compress.durable import write_files
 from ms_compress.evaluate import Evaluation, evaluate
+from ms_compress.files.durable import write_files
 from ms_compress.footprint import footprint
 from ms_compress.report import Report, Result, render, table
 from ms_compress.runtimes import open_runtime

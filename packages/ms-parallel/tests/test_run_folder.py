@@ -12,7 +12,7 @@ from launching import events, training, wait_for, write_corpus, write_run
 
 from ms_parallel import checkpoint, ownership
 from ms_parallel.cli import main
-from ms_parallel.run_folder import hold, owner_of
+from ms_parallel.files.run_folder import hold, owner_of
 
 
 @pytest.fixture(scope="module")

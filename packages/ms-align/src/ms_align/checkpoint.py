@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ms_align import processes
-from ms_align.durable import publish, sync_folder, write_synced, writing
 from ms_align.errors import CheckpointError, DamageError
-from ms_align.untrusted import read_json
+from ms_align.files.durable import publish, sync_folder, write_synced, writing
+from ms_align.files.untrusted import read_json
 
 __all__ = ["State", "complete_steps", "incomplete", "keep_last", "read", "step_folder", "write"]
 

@@ -12,9 +12,9 @@ from ms_align import __version__
 from ms_align.commands.command import COMMANDS, Command
 from ms_align.commands.launch import end_with_launcher
 from ms_align.commands.template import help_of, template_of
-from ms_align.durable import write_file
 from ms_align.entry import DONE, CommandParser, perform
 from ms_align.errors import ConfigError
+from ms_align.files.durable import write_file
 from ms_align.run_file import read_settings
 
 __all__ = ["main"]

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from ms_align.durable import writing
+from ms_align.files.durable import writing
 
 __all__ = ["JsonLines", "OnEvent"]
 

@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from ms_align.durable import write_file, writing
 from ms_align.errors import ModelError
-from ms_align.untrusted import decoding, read_bytes, read_json
+from ms_align.files.durable import write_file, writing
+from ms_align.files.untrusted import decoding, read_bytes, read_json
 
 __all__ = ["AdapterConfig", "read_adapter", "write_adapter"]
 

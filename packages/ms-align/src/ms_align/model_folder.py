@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ms_align import processes
-from ms_align.durable import writing
 from ms_align.errors import ConfigError, ModelError
-from ms_align.untrusted import decoding
+from ms_align.files.durable import writing
+from ms_align.files.untrusted import decoding
 
 __all__ = ["load_model", "save_model"]
 

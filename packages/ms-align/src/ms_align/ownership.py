@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from ms_align import processes
 from ms_align.errors import AlignError, FolderError
-from ms_align.run_folder import Change, hold, inside, locked, owner_of
+from ms_align.files.run_folder import Change, hold, inside, locked, owner_of
 
 __all__ = ["Ownership", "plain"]
 

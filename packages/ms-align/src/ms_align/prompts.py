@@ -9,8 +9,8 @@ from attrs import field, frozen
 
 from ms_align.chance import seed_of
 from ms_align.errors import DataError
+from ms_align.files.untrusted import decode_json, decoding, read_bytes
 from ms_align.tokenizer import Tokenizer
-from ms_align.untrusted import decode_json, decoding, read_bytes
 
 __all__ = ["Prompt", "PromptOrder", "read_prompts"]
 

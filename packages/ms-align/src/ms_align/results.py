@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ms_align import processes
-from ms_align.durable import whole_folder
 from ms_align.engine import Engine
 from ms_align.errors import NonFiniteError
+from ms_align.files.durable import whole_folder
 from ms_align.lora import AdaptedModel
 from ms_align.model_folder import save_model
 from ms_align.tokenizer_files import TokenizerFiles, complete

@@ -15,12 +15,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from ms_align.durable import whole_folder, write_file
 from ms_align.errors import DamageError, ModelError
+from ms_align.files.durable import whole_folder, write_file
+from ms_align.files.untrusted import read_bytes, read_json
 from ms_align.language_model import language_model
 from ms_align.model_folder import load_model, save_model
 from ms_align.tokenizer_files import TokenizerFiles, complete
-from ms_align.untrusted import read_bytes, read_json
 
 __all__ = ["HEAD_FILE", "RewardModel", "is_reward_model"]
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar, cast
 from attrs import Attribute, fields
 
 from ms_align.errors import AlignError, ConfigError
+from ms_align.files.untrusted import read_toml
 from ms_align.settings import nearest
-from ms_align.untrusted import read_toml
 
 __all__ = ["build", "read_settings", "refuse_renamed"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ms_align.errors import ConfigError, DataError
-from ms_align.untrusted import decoding
+from ms_align.files.untrusted import decoding
 
 __all__ = ["ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "load_tokenizer"]
 

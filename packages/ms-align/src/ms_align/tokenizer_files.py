@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 from attrs import evolve, field, frozen
 
-from ms_align.durable import write_file
 from ms_align.errors import DataError, ModelError
+from ms_align.files.durable import write_file
+from ms_align.files.untrusted import decode_json, decoding, read_bytes, read_json, read_text
 from ms_align.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from ms_align.untrusted import decode_json, decoding, read_bytes, read_json, read_text
 
 __all__ = ["TokenizerFiles", "complete", "files_of", "has_tokenizer"]
 

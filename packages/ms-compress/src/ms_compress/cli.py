@@ -11,9 +11,9 @@ import msgspec
 from ms_compress import __version__
 from ms_compress.commands import COMMANDS, Command
 from ms_compress.commands.keys import help_of_keys, template
-from ms_compress.durable import write_synced, writing
 from ms_compress.entry import CommandParser, perform
 from ms_compress.errors import ConfigError
+from ms_compress.files.durable import write_synced, writing
 from ms_compress.run_file import build, read_settings
 
 __all__ = ["main"]

@@ -18,7 +18,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from ms_compress.errors import ConfigError, DataError
-from ms_compress.untrusted import read_json
+from ms_compress.files.untrusted import read_json
 
 __all__ = ["batches", "held_out", "read_batch", "read_tokens", "rows"]
 

@@ -10,8 +10,8 @@ from attrs import frozen
 from torch import nn
 
 from ms_compress.decoder_config import decoder_config
-from ms_compress.durable import write_synced, writing
 from ms_compress.errors import ConfigError, LayerError
+from ms_compress.files.durable import write_synced, writing
 from ms_compress.footprint import footprint
 from ms_compress.parts import Source
 from ms_compress.place_lock import new_folder

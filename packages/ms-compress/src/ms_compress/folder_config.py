@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ms_compress.errors import ExportError
-from ms_compress.untrusted import read_json
+from ms_compress.files.untrusted import read_json
 
 __all__ = ["quantization", "read_config"]
 

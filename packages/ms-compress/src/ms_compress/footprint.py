@@ -11,9 +11,9 @@ from attrs import frozen
 from safetensors import safe_open
 
 from ms_compress.errors import ExportError
+from ms_compress.files.untrusted import decoding
 from ms_compress.folder_config import quantization, read_config
 from ms_compress.targets import gguf, onnx
-from ms_compress.untrusted import decoding
 
 __all__ = ["Footprint", "footprint"]
 

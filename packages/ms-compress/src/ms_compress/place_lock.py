@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ms_compress.durable import whole_folder, writing
 from ms_compress.errors import FolderError
-from ms_compress.run_folder import LOCKLESS
+from ms_compress.files.durable import whole_folder, writing
+from ms_compress.files.run_folder import LOCKLESS
 
 __all__ = ["alone", "new_folder"]
 

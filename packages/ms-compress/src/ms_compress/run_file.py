@@ -12,8 +12,8 @@ from typing import Any, TypeVar, cast
 from attrs import Attribute, fields
 
 from ms_compress.errors import CompressError, ConfigError
+from ms_compress.files.untrusted import read_toml
 from ms_compress.settings import nearest, shown
-from ms_compress.untrusted import read_toml
 
 __all__ = ["build", "read_settings"]
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ms_compress.durable import replace
 from ms_compress.errors import ConfigError
+from ms_compress.files.durable import replace
 
 __all__ = ["Payload", "check_seal", "opened", "write_sealed"]
 

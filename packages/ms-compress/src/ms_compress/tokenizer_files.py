@@ -13,7 +13,7 @@ import msgspec
 from attrs import field, frozen
 
 from ms_compress.errors import ExportError
-from ms_compress.untrusted import read_json, read_text
+from ms_compress.files.untrusted import read_json, read_text
 
 __all__ = ["TextEnds", "TokenizerFiles", "read_tokenizer", "text_ends", "without_tokenizer"]
 

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from ms_data.build_folder import build_folder, free_place
 from ms_data.chat import ChatTemplate
-from ms_data.durable import publish, sync_folder, write_file, writing
 from ms_data.errors import CorpusError, OutputError, SettingError
+from ms_data.files.durable import publish, sync_folder, write_file, writing
 from ms_data.finished import BUILD_FILE, Finished, Summary, encode_finished, summary_of
 from ms_data.format import FRAME_BYTES, Index, ShardEntry, TokenType, encode_index, token_type_for
 from ms_data.instructions import ChatEncoder

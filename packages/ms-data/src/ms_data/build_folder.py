@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ms_data.durable import writing
 from ms_data.errors import OutputError
+from ms_data.files.durable import writing
 
 __all__ = ["build_folder", "free_place"]
 

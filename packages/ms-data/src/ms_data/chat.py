@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import xxhash
 
 from ms_data.errors import DataError, SettingError, TokenizerError, shown
+from ms_data.files.untrusted import decoding, read_json, read_text
 from ms_data.messages import Message
 from ms_data.template_process import ask
-from ms_data.untrusted import decoding, read_json, read_text
 
 __all__ = ["ChatTemplate", "Rendered"]
 

@@ -21,8 +21,8 @@ import msgspec
 import torch
 
 from ms_kernels.errors import TableError
+from ms_kernels.files.untrusted import decode_json, decoding, read_bytes
 from ms_kernels.tracing import known_when_traced
-from ms_kernels.untrusted import decode_json, decoding, read_bytes
 
 __all__ = [
     "ANY",

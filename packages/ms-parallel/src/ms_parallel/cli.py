@@ -162,8 +162,8 @@ def _train(options: Namespace) -> int:
 
 
 def _init(options: Namespace) -> int:
-    from ms_parallel.durable import write_file
     from ms_parallel.errors import ConfigError
+    from ms_parallel.files.durable import write_file
     from ms_parallel.run_template import template
 
     if options.out is None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from ms_parallel.durable import write_file, writing
 from ms_parallel.errors import ConfigError
+from ms_parallel.files.durable import write_file, writing
+from ms_parallel.files.untrusted import read_json
 from ms_parallel.options import Options
-from ms_parallel.untrusted import read_json
 
 __all__ = ["data_package", "prepare"]
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from ms_parallel.durable import writing
+from ms_parallel.files.durable import writing
 
 __all__ = ["JsonLines", "OnEvent"]
 

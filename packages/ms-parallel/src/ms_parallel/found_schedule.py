@@ -9,11 +9,11 @@ from pathlib import Path
 
 import msgspec
 
-from ms_parallel.durable import write_file, writing
 from ms_parallel.errors import ConfigError
+from ms_parallel.files.durable import write_file, writing
+from ms_parallel.files.untrusted import decode_json, decoding, read_bytes
 from ms_parallel.schedules import Schedule, verify
 from ms_parallel.tables import Staged
-from ms_parallel.untrusted import decode_json, decoding, read_bytes
 
 __all__ = ["FILE", "FoundSchedule", "read_found", "write_found"]
 

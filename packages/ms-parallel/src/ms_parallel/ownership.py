@@ -11,11 +11,11 @@ from attrs import fields
 from ms_parallel import checkpoint
 from ms_parallel.agreement import first_does
 from ms_parallel.errors import ConfigError
+from ms_parallel.files.run_folder import SEAL, hold, inside, owner_of
+from ms_parallel.files.untrusted import read_bytes
 from ms_parallel.options import Options
 from ms_parallel.progress import Show
-from ms_parallel.run_folder import SEAL, hold, inside, owner_of
 from ms_parallel.settings import check_path
-from ms_parallel.untrusted import read_bytes
 
 __all__ = ["KIND", "held"]
 

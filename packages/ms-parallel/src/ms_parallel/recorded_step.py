@@ -5,10 +5,10 @@ from pathlib import Path
 
 import msgspec
 
-from ms_parallel.durable import write_file, writing
 from ms_parallel.errors import ConfigError, ScheduleError
+from ms_parallel.files.durable import write_file, writing
+from ms_parallel.files.untrusted import decode_json, decoding, read_bytes
 from ms_parallel.schedules import Costs, Schedule, Timeline, observed, observed_costs, verify
-from ms_parallel.untrusted import decode_json, decoding, read_bytes
 
 __all__ = ["RecordedStep", "is_recording", "read_step", "write_step"]
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from attrs import fields, frozen
 
 from ms_parallel.errors import ConfigError
+from ms_parallel.files.untrusted import decoding, read_toml
 from ms_parallel.layout import Layout
 from ms_parallel.options import Options
 from ms_parallel.settings import nearest
-from ms_parallel.untrusted import decoding, read_toml
 
 if TYPE_CHECKING:
     from ms_parallel.trainer import DistributedTrainer

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 from attrs import frozen
 
-from ms_parallel.durable import write_file
 from ms_parallel.errors import ConfigError
+from ms_parallel.files.durable import write_file
 from ms_parallel.recorded_step import RecordedStep, is_recording, read_step
 from ms_parallel.schedules import (
     Costs,

@@ -10,7 +10,7 @@ from typing import Any
 from attrs import Attribute
 
 from ms_parallel.errors import ConfigError
-from ms_parallel.untrusted import decoding
+from ms_parallel.files.untrusted import decoding
 
 __all__ = ["a_path", "check_path", "flag", "nearest", "number", "one_of", "text", "whole"]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from attrs import frozen
 
 from ms_parallel.errors import ConfigError, ScheduleError
+from ms_parallel.files.untrusted import decoding, read_text
 from ms_parallel.schedules import Action, Kind, Schedule, named_schedule, verify
-from ms_parallel.untrusted import decoding, read_text
 
 __all__ = ["SEARCH", "Choice", "Staged", "Tables", "is_file", "read_schedule"]
 

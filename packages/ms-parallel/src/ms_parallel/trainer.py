@@ -11,10 +11,10 @@ from attrs import define, field, frozen
 from ms_parallel import launch
 from ms_parallel.agreement import first_does
 from ms_parallel.dataset import data_package, prepare
-from ms_parallel.durable import publish, write_synced, writing
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import JsonLines
 from ms_parallel.exits import end_scripts_plainly
+from ms_parallel.files.durable import publish, write_synced, writing
 from ms_parallel.fitting import build_engine, find_schedule, fit_model, microbatch
 from ms_parallel.found_schedule import FoundSchedule
 from ms_parallel.held_out import HeldOut

@@ -13,6 +13,7 @@ from ms_profile.alignment import ClockFit
 from ms_profile.clocks import align_meetings, correct_intervals, shift_meeting
 from ms_profile.collectives import Collective, Meeting, find_collectives, match_collectives
 from ms_profile.errors import ProfileError, TraceError
+from ms_profile.files.untrusted import decoding
 from ms_profile.grouping import split_groups
 from ms_profile.intervals import Intervals
 from ms_profile.ledger import Ledger, keep_ledger
@@ -21,7 +22,6 @@ from ms_profile.ring import is_ring, read_ring
 from ms_profile.ring_trace import trace_of_ring
 from ms_profile.steps import find_steps
 from ms_profile.trace import Trace, read_trace
-from ms_profile.untrusted import decoding
 from ms_profile.windows import RunDescription, describe_run, find_traces, latest_of_each
 
 __all__ = ["Analysis", "RankAnalysis", "analyse", "analyse_traces"]

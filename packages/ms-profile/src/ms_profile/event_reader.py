@@ -17,7 +17,7 @@ from ms_profile.alignment import ClockFit
 from ms_profile.blocks import Block, Damage, scan_blocks
 from ms_profile.errors import FormatError
 from ms_profile.events import ARRAY, SUFFIX, Event, Segment
-from ms_profile.untrusted import decoding, read_bytes
+from ms_profile.files.untrusted import decoding, read_bytes
 
 __all__ = ["EventFilter", "follow_events", "read_events", "read_segment"]
 

@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from ms_profile.clock import ClockPair
 from ms_profile.errors import FormatError
-from ms_profile.untrusted import decoding, read_json
+from ms_profile.files.untrusted import decoding, read_json
 
 __all__ = [
     "RankManifest",

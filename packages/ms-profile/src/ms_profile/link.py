@@ -17,7 +17,7 @@ from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
 from ms_profile.errors import FormatError, LinkError
-from ms_profile.untrusted import read_json
+from ms_profile.files.untrusted import read_json
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ms_profile.clock import ClockPair, read_clocks
 from ms_profile.errors import FormatError, RecordError
-from ms_profile.untrusted import read_bytes
+from ms_profile.files.untrusted import read_bytes
 
 __all__ = ["Kind", "Ring", "RingRecording", "is_ring", "read_ring"]
 

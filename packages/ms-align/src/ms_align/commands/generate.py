@@ -8,8 +8,8 @@ from attrs import Attribute, field, fields, frozen
 from attrs.converters import optional
 
 from ms_align.chance import LARGEST_SEED
-from ms_align.durable import write_file, writing
 from ms_align.errors import ConfigError
+from ms_align.files.durable import write_file, writing
 from ms_align.generation import LocalGenerator, Responses
 from ms_align.model_folder import load_model
 from ms_align.prompts import Prompt, read_prompts

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ms_compress.durable import write_file, writing
 from ms_compress.errors import ConfigError, DivergedError, ExportError
+from ms_compress.files.durable import write_file, writing
 from ms_compress.folder_config import read_config
 from ms_compress.kept_training import DIGEST
 from ms_compress.place_lock import new_folder

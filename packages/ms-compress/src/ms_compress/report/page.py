@@ -5,7 +5,7 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
-from ms_compress.durable import write_file
+from ms_compress.files.durable import write_file
 from ms_compress.report.chart import Bar, Point, bars, scatter
 from ms_compress.report.facts import Report, Result
 from ms_compress.report.table import HEADINGS, TEXTS, cells

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ms_compress.entry import one_line
 from ms_compress.errors import ExportError
+from ms_compress.files.untrusted import read_json
 from ms_compress.runtimes.encoder import encoder
-from ms_compress.untrusted import read_json
 
 __all__ = ["OnnxRuntime"]
 

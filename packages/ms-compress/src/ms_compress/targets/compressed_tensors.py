@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ms_compress.decoder_config import check_deployable
-from ms_compress.durable import sync_folder, write_synced
 from ms_compress.errors import LayerError
+from ms_compress.files.durable import sync_folder, write_synced
 from ms_compress.parts import Entry, Source
 from ms_compress.rounding import Quantised
 from ms_compress.schemes import Activations, Scheme

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ms_compress.decoder_config import DecoderConfig, check_names, decoder_config
-from ms_compress.durable import write_synced
 from ms_compress.errors import ConfigError, ExportError
+from ms_compress.files.durable import write_synced
 from ms_compress.parts import Source
 from ms_compress.rounding import Quantised
 

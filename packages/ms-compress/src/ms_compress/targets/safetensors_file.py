@@ -10,7 +10,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from ms_compress.durable import write_all
+from ms_compress.files.durable import write_all
 
 __all__ = ["Slot", "TensorFile"]
 

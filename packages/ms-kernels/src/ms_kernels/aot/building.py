@@ -21,7 +21,7 @@ from ms_kernels.aot.source import describe, header, table
 from ms_kernels.aot.targets import Target, target_named
 from ms_kernels.aot.workers import each_done
 from ms_kernels.errors import BackendError, shown
-from ms_kernels.untrusted import read_bytes, read_json
+from ms_kernels.files.untrusted import read_bytes, read_json
 
 __all__ = ["LIBRARY", "Progress", "build", "file_of", "own_version", "run_compiler", "write"]
 

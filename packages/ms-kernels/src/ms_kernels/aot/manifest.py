@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from ms_kernels.errors import BackendError, shown
-from ms_kernels.untrusted import decode_json, read_bytes
+from ms_kernels.files.untrusted import decode_json, read_bytes
 
 __all__ = ["NAME", "File", "Kernel", "Manifest", "Parameter", "read_manifest"]
 

@@ -13,11 +13,11 @@ import torch
 from ms_kernels.arguments import check_backends, contract_of, dtype_of, present
 from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS, describe_call
 from ms_kernels.errors import TableError
+from ms_kernels.files.untrusted import decoding
 from ms_kernels.measure import in_turn, one_pass
 from ms_kernels.registry import obstacle_to
 from ms_kernels.tuner import largest, tune
 from ms_kernels.tuning import chip_of, write_table
-from ms_kernels.untrusted import decoding
 
 __all__ = ["bench"]
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from ms_parallel.checkpoint.manifest import MANIFEST
-from ms_parallel.durable import publish, write_file, writing
+from ms_parallel.files.durable import publish, write_file, writing
 
 __all__ = [
     "all_steps",

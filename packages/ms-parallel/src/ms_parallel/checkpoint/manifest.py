@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from ms_parallel.errors import DamageError
-from ms_parallel.untrusted import decoding, read_bytes
+from ms_parallel.files.untrusted import decoding, read_bytes
 
 __all__ = ["DTYPES", "MANIFEST", "Chunk", "Manifest", "SavedFile", "SavedTensor", "read_manifest"]
 

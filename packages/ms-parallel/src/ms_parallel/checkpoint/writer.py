@@ -22,8 +22,8 @@ from ms_parallel.checkpoint.manifest import (
     SavedFile,
     SavedTensor,
 )
-from ms_parallel.durable import publish, sync_folder, write_all, write_synced, writing
 from ms_parallel.errors import CheckpointError
+from ms_parallel.files.durable import publish, sync_folder, write_all, write_synced, writing
 
 __all__ = ["Writer"]
 

@@ -11,6 +11,7 @@ from attrs import asdict, evolve, fields
 
 from ms_parallel import ops as plain_ops
 from ms_parallel.errors import ConfigError, ModelError
+from ms_parallel.files.untrusted import read_json
 from ms_parallel.models import decoder, huggingface_config, transformer_xl
 from ms_parallel.models.config import DecoderConfig, ModelConfig, RopeScaling, TokenId
 from ms_parallel.models.decoder import Decoder
@@ -20,7 +21,6 @@ from ms_parallel.models.tokenizer_files import TokenizerFiles
 from ms_parallel.models.transformer_xl import TransformerXL, TransformerXLConfig
 from ms_parallel.ops import Ops
 from ms_parallel.plan import ModelPlan
-from ms_parallel.untrusted import read_json
 
 __all__ = [
     "ARCHITECTURES",

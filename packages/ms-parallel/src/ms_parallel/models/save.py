@@ -14,8 +14,8 @@ from attrs import frozen
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ms_parallel.durable import sync_folder, write_synced
 from ms_parallel.errors import ModelError, NonFiniteError
+from ms_parallel.files.durable import sync_folder, write_synced
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.finite import is_finite
 from ms_parallel.models.initialise import is_added

@@ -13,7 +13,7 @@ import msgspec
 from attrs import frozen
 
 from ms_parallel.errors import ModelError
-from ms_parallel.untrusted import decode_json, read_bytes, read_json
+from ms_parallel.files.untrusted import decode_json, read_bytes, read_json
 
 __all__ = ["TOKENIZER", "TokenizerFiles", "read_tokenizer"]
 

@@ -15,7 +15,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from ms_parallel.durable import write_all
+from ms_parallel.files.durable import write_all
 
 __all__ = ["TensorEntry", "WeightFile"]
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ms_parallel.errors import ModelError
-from ms_parallel.untrusted import read_json
+from ms_parallel.files.untrusted import read_json
 
 __all__ = ["INDEX", "SINGLE", "WeightFolder"]
 

@@ -20,8 +20,8 @@ from ms_profile.capture.plan import Place, Plan, clear_run
 from ms_profile.capture.script import Termination, run_script
 from ms_profile.capture.session import Session
 from ms_profile.errors import CaptureError
+from ms_profile.files.untrusted import decoding
 from ms_profile.format import RankManifest, rank_path, read_ranks
-from ms_profile.untrusted import decoding
 
 __all__ = ["LAUNCHED", "Outcome", "launch", "run_here"]
 

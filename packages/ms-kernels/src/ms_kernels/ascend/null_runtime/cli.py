@@ -9,7 +9,7 @@ from pathlib import Path
 from ms_kernels.ascend.null_runtime.bridge import Call, record
 from ms_kernels.ascend.null_runtime.errors import NullRuntimeError
 from ms_kernels.ascend.null_runtime.start import start
-from ms_kernels.untrusted import decoding
+from ms_kernels.files.untrusted import decoding
 
 __all__ = ["main", "written"]
 

@@ -1,4 +1,4 @@
-# A copy of shared_source/untrusted.py, made by `nox -s copies`; change it there.
+# A copy of shared_source/files/untrusted.py, made by `nox -s copies`; change it there.
 """Reads files that somebody else may have written or damaged: bounded, and with one kind of error.
 
 Whatever such a file does to a decoder (nesting that exhausts the stack, bytes that are no text,

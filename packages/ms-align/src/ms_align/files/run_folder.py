@@ -1,4 +1,4 @@
-# A copy of shared_source/run_folder.py, made by `nox -s copies`; change it there.
+# A copy of shared_source/files/run_folder.py, made by `nox -s copies`; change it there.
 """A run's folder belongs to one run: held by a lock while it works, sealed for as long as it lies.
 
 The lock (`lock`) is the kernel's, so that a process that is killed lets go of it; what stands in it
@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
+from ..errors import FolderError
 from .durable import write_file, writing
-from .errors import FolderError
 from .untrusted import read_json
 
 __all__ = [

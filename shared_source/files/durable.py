@@ -9,7 +9,7 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
-from .errors import WriteError
+from ..errors import WriteError
 
 __all__ = [
     "publish",

@@ -1,4 +1,4 @@
-# A copy of shared_source/durable.py, made by `nox -s copies`; change it there.
+# A copy of shared_source/files/durable.py, made by `nox -s copies`; change it there.
 """Files and folders that appear whole or not at all: written aside, synced, then renamed."""
 
 import errno
@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
-from .errors import WriteError
+from ..errors import WriteError
 
 __all__ = [
     "publish",

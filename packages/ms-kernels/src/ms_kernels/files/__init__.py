@@ -1,0 +1,1 @@
+"""Reads files that others may have written or damaged."""
