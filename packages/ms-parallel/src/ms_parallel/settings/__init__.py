@@ -1,0 +1,1 @@
+"""Settings: the validators of their values, and the run files that hold them."""
