@@ -15,6 +15,7 @@ COPIES = {
     "files/run_folder.py": ("align", "compress", "parallel"),
     "files/untrusted.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
     "progress.py": ("align", "parallel"),
+    "settings/__init__.py": ("align", "compress", "parallel"),
     "settings/run_file.py": ("align", "compress", "parallel"),
     "settings/validators.py": ("align", "compress", "parallel"),
     "tests/processes.py": ("compress", "parallel"),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ms_align.errors import ConfigError, ModelError
 from ms_align.lora_file import AdapterConfig, write_adapter
-from ms_align.settings.validators import flag, number, whole
+from ms_align.settings import flag, number, whole
 
 __all__ = [
     "AdaptedModel",

@@ -9,7 +9,7 @@ from attrs import field, frozen
 from ms_align.chance import LARGEST_SEED
 from ms_align.errors import ConfigError
 from ms_align.events import OnEvent
-from ms_align.settings.validators import flag, number, whole
+from ms_align.settings import flag, number, whole
 
 __all__ = ["OptimizerOptions", "RunOptions"]
 

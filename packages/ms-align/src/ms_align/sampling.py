@@ -15,7 +15,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from ms_align.errors import ConfigError
-from ms_align.settings.validators import number, whole
+from ms_align.settings import number, whole
 
 __all__ = ["Drawn", "Sampling", "draw", "token_numbers"]
 

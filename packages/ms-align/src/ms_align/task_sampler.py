@@ -20,7 +20,7 @@ from typing import Any, Literal
 from attrs import field, frozen
 
 from ms_align.errors import CheckpointError, ConfigError
-from ms_align.settings.validators import number, numbers, one_of, whole
+from ms_align.settings import number, numbers, one_of, whole
 
 __all__ = ["TaskOptions", "TaskSampler", "systematic"]
 

@@ -17,7 +17,7 @@ from attrs import field, frozen
 from ms_align.errors import RewardError
 from ms_align.reward import Sample
 from ms_align.sandbox import Limits, judge
-from ms_align.settings.validators import flag, number, text
+from ms_align.settings import flag, number, text
 
 __all__ = ["ExactMatch", "Numeric", "PythonParses", "PythonTests", "code_of", "last_number"]
 

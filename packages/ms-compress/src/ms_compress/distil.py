@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ms_compress.errors import ConfigError
-from ms_compress.settings.validators import nearest
+from ms_compress.settings import nearest
 from ms_compress.tuning_options import Divergence
 
 __all__ = ["Divergence", "distillation_loss"]

@@ -6,7 +6,7 @@ from pathlib import Path
 from attrs import Attribute, field, frozen
 
 from ms_compress.errors import ConfigError
-from ms_compress.settings.validators import text, whole
+from ms_compress.settings import text, whole
 
 __all__ = ["Evaluation"]
 

@@ -23,7 +23,7 @@ from ms_compress.layers import (
 )
 from ms_compress.pattern import Pattern, pattern
 from ms_compress.selection import select
-from ms_compress.settings.validators import whole
+from ms_compress.settings import whole
 
 __all__ = [
     "GradualPruning",

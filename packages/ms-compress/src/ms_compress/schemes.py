@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from attrs import evolve, field, frozen, validators
 
 from ms_compress.errors import SchemeError
-from ms_compress.settings.validators import nearest
+from ms_compress.settings import nearest
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ms_compress.distil import Divergence, distillation_loss
-from ms_compress.settings.validators import number, one_of, whole
+from ms_compress.settings import number, one_of, whole
 
 __all__ = ["DistillationLoss", "Output", "engine_teacher"]
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from attrs import field, frozen
 
-from ms_compress.settings.validators import number, one_of, whole
+from ms_compress.settings import number, one_of, whole
 
 __all__ = ["Divergence", "Tuning"]
 

@@ -11,7 +11,7 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.events import OnEvent
 from ms_parallel.layout import Layout
 from ms_parallel.schedules import GENERATORS, Schedule
-from ms_parallel.settings.validators import a_path, flag, nearest, number, one_of, text, whole
+from ms_parallel.settings import a_path, flag, nearest, number, one_of, text, whole
 from ms_parallel.tables import SEARCH
 
 __all__ = ["KeywordOptions", "Options"]

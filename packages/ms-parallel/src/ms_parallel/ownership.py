@@ -15,7 +15,7 @@ from ms_parallel.files.run_folder import SEAL, hold, inside, owner_of
 from ms_parallel.files.untrusted import read_bytes
 from ms_parallel.options import Options
 from ms_parallel.progress import RunDisplay
-from ms_parallel.settings.validators import check_path
+from ms_parallel.settings import check_path
 
 __all__ = ["KIND", "held"]
 

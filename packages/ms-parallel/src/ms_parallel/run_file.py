@@ -10,8 +10,8 @@ from attrs import fields, frozen
 from ms_parallel.errors import ConfigError
 from ms_parallel.layout import Layout
 from ms_parallel.options import Options
+from ms_parallel.settings import nearest
 from ms_parallel.settings.run_file import override, read_settings, refuse_renamed
-from ms_parallel.settings.validators import nearest
 
 if TYPE_CHECKING:
     from ms_parallel.trainer import DistributedTrainer

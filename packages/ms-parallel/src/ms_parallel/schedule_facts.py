@@ -22,7 +22,7 @@ from ms_parallel.schedules import (
     simulate,
     verify,
 )
-from ms_parallel.settings.validators import check_path, nearest
+from ms_parallel.settings import check_path, nearest
 from ms_parallel.tables import SEARCH, is_file, read_schedule
 
 __all__ = ["ScheduleFacts", "Told", "draw_to", "parse_costs", "tell"]

@@ -19,8 +19,8 @@ from ms_align.options import OptimizerOptions, RunOptions
 from ms_align.ownership import Ownership, plain
 from ms_align.parallel import ParallelEngine
 from ms_align.sampling import Sampling
+from ms_align.settings import flag, nearest, numbers, one_of, text, whole
 from ms_align.settings.run_file import build, refuse_renamed
-from ms_align.settings.validators import flag, nearest, numbers, one_of, text, whole
 from ms_align.trainers.preference import DPOOptions, DPOTrainer, RewardOptions, RewardTrainer
 from ms_align.trainers.sft import SFTOptions, SFTTrainer
 from ms_align.trainers.showing import Showing

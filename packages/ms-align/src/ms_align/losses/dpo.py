@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ms_align.engine import IGNORED, Batch, Output
 from ms_align.errors import ConfigError
-from ms_align.settings.validators import flag, number
+from ms_align.settings import flag, number
 
 __all__ = ["DPOLoss", "dpo_loss", "pair_weights", "row_logprobs"]
 

@@ -18,7 +18,7 @@ from ms_align.losses.surrogate import (
     mask_of,
     token_weights,
 )
-from ms_align.settings.validators import number, one_of, whole
+from ms_align.settings import number, one_of, whole
 
 __all__ = ["GRPOLoss"]
 

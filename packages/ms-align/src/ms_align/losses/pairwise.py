@@ -13,7 +13,7 @@ from torch import Tensor
 from ms_align.engine import Batch, Output
 from ms_align.errors import DataError
 from ms_align.losses.dpo import pair_weights
-from ms_align.settings.validators import number
+from ms_align.settings import number
 
 __all__ = ["PairwiseLoss", "pairwise_loss", "row_scores"]
 

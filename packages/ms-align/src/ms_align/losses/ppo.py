@@ -10,7 +10,7 @@ from torch import Tensor
 from ms_align import kl
 from ms_align.engine import Batch, Output
 from ms_align.losses.surrogate import clipped, clipped_share, mask_of
-from ms_align.settings.validators import number
+from ms_align.settings import number
 
 __all__ = ["PPOLoss", "ValueLoss", "value_loss"]
 

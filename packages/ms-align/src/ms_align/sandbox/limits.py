@@ -2,7 +2,7 @@
 
 from attrs import field, frozen
 
-from ms_align.settings.validators import flag, number, whole
+from ms_align.settings import flag, number, whole
 
 __all__ = ["Limits", "Outcome"]
 

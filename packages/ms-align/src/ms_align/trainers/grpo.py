@@ -10,7 +10,7 @@ from ms_align.engine import Loss
 from ms_align.errors import ConfigError
 from ms_align.losses.grpo import GRPOLoss
 from ms_align.losses.surrogate import Aggregation
-from ms_align.settings.validators import one_of, whole
+from ms_align.settings import one_of, whole
 from ms_align.trainers.experience import Experience
 from ms_align.trainers.groups import spread_over_tokens, with_divergence
 from ms_align.trainers.online import OnlineTrainer

@@ -29,7 +29,7 @@ from ms_align.prompts import Prompt, read_prompts
 from ms_align.results import check_finite, result_of, write_result
 from ms_align.reward import Failure, rewards_of
 from ms_align.sampling import Sampling, token_numbers
-from ms_align.settings.validators import flag, number, one_of, whole
+from ms_align.settings import flag, number, one_of, whole
 from ms_align.stopping import beside, stopping
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import TokenizerFiles, files_of

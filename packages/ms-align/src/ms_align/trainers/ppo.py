@@ -12,7 +12,7 @@ from ms_align.errors import ConfigError
 from ms_align.language_model import copy_of
 from ms_align.local import LocalEngine
 from ms_align.losses.ppo import PPOLoss, ValueLoss
-from ms_align.settings.validators import flag, number, whole
+from ms_align.settings import flag, number, whole
 from ms_align.trainers.experience import Experience, token_rewards
 from ms_align.trainers.online import OnlineTrainer
 

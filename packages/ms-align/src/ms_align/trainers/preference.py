@@ -20,7 +20,7 @@ from ms_align.options import OptimizerOptions, RunOptions
 from ms_align.ownership import Ownership, plain
 from ms_align.results import check_finite, result_of, write_result
 from ms_align.reward_model import HEAD_FILE, RewardModel
-from ms_align.settings.validators import flag, number
+from ms_align.settings import flag, number
 from ms_align.streams import Stream, check_fit, endless
 from ms_align.tokenizer_files import TokenizerFiles
 from ms_align.trainers.beginning import checksum_of, name_of

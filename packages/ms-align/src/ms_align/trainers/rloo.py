@@ -6,7 +6,7 @@ from torch import Tensor
 from ms_align.advantage import compared, leave_one_out, whiten
 from ms_align.engine import Loss
 from ms_align.losses.rloo import RLOOLoss
-from ms_align.settings.validators import flag, number, whole
+from ms_align.settings import flag, number, whole
 from ms_align.trainers.experience import Experience
 from ms_align.trainers.groups import spread_over_tokens, with_divergence
 from ms_align.trainers.online import OnlineTrainer

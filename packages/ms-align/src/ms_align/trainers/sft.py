@@ -18,7 +18,7 @@ from ms_align.losses.sft import SFTLoss, token_weights
 from ms_align.options import OptimizerOptions, RunOptions
 from ms_align.ownership import Ownership, plain
 from ms_align.results import check_finite, result_of, write_result
-from ms_align.settings.validators import flag, number, numbers
+from ms_align.settings import flag, number, numbers
 from ms_align.streams import Stream, TaskStream, check_fit, endless
 from ms_align.task_sampler import TaskOptions, TaskSampler
 from ms_align.trainers.beginning import frozen_checksum, name_of

@@ -10,7 +10,7 @@ from ms_compress.errors import ConfigError
 from ms_compress.evaluation import Evaluation
 from ms_compress.pattern import Pattern, pattern
 from ms_compress.schemes import Scheme, scheme
-from ms_compress.settings.validators import flag, one_of, text, whole
+from ms_compress.settings import flag, one_of, text, whole
 from ms_compress.tuning_options import Tuning
 
 __all__ = [
