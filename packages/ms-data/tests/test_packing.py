@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ms_data.packing import OpenRow, Packer, Piece, cut
+from ms_data.streams.packing import OpenRow, Packer, Piece, cut
 
 
 def pack(sizes: list[int], capacity: int, window: int) -> list[tuple[Piece, ...]]:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from ms_data.dataset import Split
+from ms_data.disk.split import Split
 
 __all__ = ["IGNORED", "Batch", "Window"]
 

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_data.errors import SettingError, StateError
-from ms_data.mixture import Mixture, Phase
-from ms_data.source import Long, ReadyRows, Row, Source, count
-from ms_data.stream import Place
-from ms_data.window import IGNORED, Batch
+from ms_data.streams.mixture import Mixture, Phase
+from ms_data.streams.packed_source import Long, ReadyRows, Row, Source, count
+from ms_data.streams.tokens import Place
+from ms_data.streams.window import IGNORED, Batch
 
 __all__ = ["InstructionBatch", "InstructionStream"]
 

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ms_data.dataset import Split
+from ms_data.disk.split import Split
 from ms_data.errors import SettingError, StateError
-from ms_data.order import Order
-from ms_data.window import Batch, Window
+from ms_data.streams.order import Order
+from ms_data.streams.window import Batch, Window
 
 __all__ = ["Place", "TokenStream"]
 

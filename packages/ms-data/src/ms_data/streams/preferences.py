@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_data.draws import Draws
+from ms_data.disk.samples import Sample, Samples
 from ms_data.errors import SettingError, StateError
-from ms_data.samples import Sample, Samples
-from ms_data.stream import Place
-from ms_data.window import IGNORED, Batch
+from ms_data.streams.draws import Draws
+from ms_data.streams.tokens import Place
+from ms_data.streams.window import IGNORED, Batch
 
 __all__ = ["PreferenceBatch", "PreferenceStream"]
 

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ms_data.draws import Draws
+from ms_data.disk.samples import Sample, Samples
 from ms_data.errors import SettingError
-from ms_data.packing import OpenRow, Packer, Piece, cut
-from ms_data.samples import Sample, Samples
+from ms_data.streams.draws import Draws
+from ms_data.streams.packing import OpenRow, Packer, Piece, cut
 
 __all__ = ["Long", "ReadyRows", "Row", "Source", "count"]
 

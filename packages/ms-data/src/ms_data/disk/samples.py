@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_data.dataset import Split
+from ms_data.disk.format import LEARNT, Kind, header_words
+from ms_data.disk.split import Split
 from ms_data.errors import DamageError, SettingError
-from ms_data.format import LEARNT, Kind, header_words
 
 __all__ = ["PairSample", "Sample", "Samples", "pack_pair", "pack_sample"]
 

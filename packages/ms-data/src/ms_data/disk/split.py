@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ms_data.disk.format import Index, Kind, decode_index
+from ms_data.disk.shard import Frame, Shard
 from ms_data.errors import DamageError, SettingError, shown
-from ms_data.format import Index, Kind, decode_index
-from ms_data.shard import Frame, Shard
 
 __all__ = ["Passage", "Split", "read_index"]
 
