@@ -16,18 +16,21 @@ from ms_data.errors import (
     StateError,
     TokenizerError,
 )
+from ms_data.streams.batch import Batch
 from ms_data.streams.instructions import InstructionBatch, InstructionStream
 from ms_data.streams.mixture import Mixture, Phase
-from ms_data.streams.packing import Packer, Piece
+from ms_data.streams.packer import Packer, Segment
+from ms_data.streams.packing_rules.best_fit import BestFitPacker
 from ms_data.streams.preferences import PreferenceBatch, PreferenceStream
-from ms_data.streams.tokens import Place, TokenStream
-from ms_data.streams.window import Batch
+from ms_data.streams.share import StreamPlace
+from ms_data.streams.tokens import TokenStream
 from ms_data.tokenization.tokenizer import Tokenizer, train_tokenizer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Batch",
+    "BestFitPacker",
     "ChatTemplate",
     "Conversation",
     "CorpusError",
@@ -43,15 +46,15 @@ __all__ = [
     "Pair",
     "PairSample",
     "Phase",
-    "Piece",
-    "Place",
     "PreferenceBatch",
     "PreferenceStream",
     "Report",
     "Sample",
     "Samples",
+    "Segment",
     "SettingError",
     "StateError",
+    "StreamPlace",
     "Summary",
     "TokenStream",
     "Tokenizer",
