@@ -21,7 +21,7 @@ from ms_data.errors import SettingError
 
 __all__ = ["ask"]
 
-_WORKER = Path(__file__).with_name("template_worker.py")
+_WORKER = Path(__file__).with_name("worker.py")
 _PREFIX_BYTES = 8
 _TIMED_OUT = "takes more processor time than any sound template"
 
@@ -62,7 +62,7 @@ class _TemplateProcess:
 
 
 def ask(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What the other process answers; see `template_worker`.
+    """What the other process answers; see `worker`.
 
     Raises:
         SettingError: jinja2 is not installed, or no process can be begun.

@@ -13,12 +13,12 @@ import tokenizers
 import xxhash
 from numpy.typing import NDArray
 
-from ms_data.chat import Rendered
-from ms_data.dataset import read_index
+from ms_data.chat.template import Rendered
+from ms_data.corpus.corpus import DOCUMENT_LIMIT_MIB, Corpus, find_corpus
+from ms_data.disk.split import read_index
 from ms_data.errors import CorpusError, DamageError, SettingError, TokenizerError, shown
 from ms_data.files.durable import write_file, write_files, writing
 from ms_data.files.untrusted import read_bytes
-from ms_data.readers import DOCUMENT_LIMIT_MIB, Corpus, find_corpus
 
 __all__ = ["END_OF_TEXT", "Tokenizer", "train_tokenizer"]
 

@@ -9,20 +9,21 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ms_data.disk.format import Index, Kind, decode_index
+from ms_data.disk.shard import Frame, Shard
 from ms_data.errors import DamageError, SettingError, shown
-from ms_data.format import Index, Kind, decode_index
-from ms_data.shard import Frame, Shard
 
 __all__ = ["Passage", "Split", "read_index"]
 
 OPEN_SHARDS = 128
 """Shards that a reader keeps open: one descriptor and a table of some 100 kB each."""
 
-_READERS = {
-    "text": "TokenStream",
-    "conversations": "InstructionStream",
-    "preferences": "PreferenceStream",
+_KINDS: dict[Kind, tuple[str, str]] = {
+    "text": ("text", "TokenStream"),
+    "conversations": ("conversations", "InstructionStream"),
+    "preferences": ("preference pairs", "PreferenceStream"),
 }
+"""What each kind of document is called, and what reads it."""
 
 
 def read_index(folder: Path) -> Index:
@@ -72,6 +73,7 @@ class Split:
         folder: the dataset.
         name: the split.
         kinds: what its documents may be.
+        cached_frames: decoded frames that are kept, the last used ones, of 64 KiB each.
 
     Raises:
         SettingError: the dataset has no such split, or documents of another kind.
@@ -79,14 +81,20 @@ class Split:
     """
 
     def __init__(
-        self, folder: str | Path, name: str, *, kinds: tuple[Kind, ...] = ("text",)
+        self,
+        folder: str | Path,
+        name: str,
+        *,
+        kinds: tuple[Kind, ...] = ("text",),
+        cached_frames: int = 1,
     ) -> None:
         self.folder = Path(folder)
         self.index = read_index(self.folder)
         self.kind: Kind = "text" if self.index.kind is msgspec.UNSET else self.index.kind
         if self.kind not in kinds:
-            reader = _READERS[self.kind]
-            raise SettingError(f"{folder} holds {self.kind}, read by {reader}; give {kinds[0]}")
+            held, reader = _KINDS[self.kind]
+            wanted = _KINDS[kinds[0]][0]
+            raise SettingError(f"{folder} holds {held}, read by {reader}; give {wanted}")
         self._entries = [shard for shard in self.index.shards if shard.split == name]
         if not self._entries:
             have = ", ".join(self.index.splits)
@@ -94,7 +102,8 @@ class Split:
         sizes = [entry.tokens for entry in self._entries]
         self._starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
         self._shards: OrderedDict[int, Shard] = OrderedDict()
-        self._last: tuple[tuple[int, int], Frame] | None = None
+        self._frames: OrderedDict[tuple[int, int], Frame] = OrderedDict()
+        self._cached_frames = cached_frames
 
     @property
     def tokens(self) -> int:
@@ -146,11 +155,16 @@ class Split:
         return np.concatenate(ends)
 
     def _frame(self, shard: int, number: int) -> Frame:
-        """A decoded frame; the last one is kept, because passages often share one."""
+        """A decoded frame; the last used ones are kept, because passages often share one."""
         key = (shard, number)
-        if self._last is None or self._last[0] != key:
-            self._last = (key, self._open(shard).read(number))
-        return self._last[1]
+        frame = self._frames.get(key)
+        if frame is None:
+            frame = self._frames[key] = self._open(shard).read(number)
+            if len(self._frames) > self._cached_frames:
+                self._frames.popitem(last=False)
+        else:
+            self._frames.move_to_end(key)
+        return frame
 
     def _open(self, number: int) -> Shard:
         shard = self._shards.get(number)

@@ -11,8 +11,7 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from ms_data.errors import OutputError
-from ms_data.format import (
+from ms_data.disk.format import (
     FRAME,
     MAGIC,
     SHARD_NAME,
@@ -23,6 +22,7 @@ from ms_data.format import (
     TokenType,
     checksum,
 )
+from ms_data.errors import OutputError
 
 __all__ = ["DatasetState", "DatasetWriter", "ShardState", "ShardWriter"]
 

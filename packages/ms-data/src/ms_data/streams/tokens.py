@@ -1,44 +1,40 @@
 """Batches for training: shuffled, split over ranks and resumable, all by arithmetic."""
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, cast
 
 import numpy as np
 
-from ms_data.dataset import Split
-from ms_data.errors import SettingError, StateError
-from ms_data.order import Order
-from ms_data.window import Batch, Window
+from ms_data.disk.split import Split
+from ms_data.errors import SettingError
+from ms_data.streams.batch import Batch
+from ms_data.streams.order import Order
+from ms_data.streams.share import (
+    Share,
+    StreamPlace,
+    at_least_one,
+    check_state,
+    count,
+    reading_state,
+)
+from ms_data.streams.window import Window
 
-__all__ = ["Place", "TokenStream"]
+__all__ = ["TokenStream"]
 
 STATE_VERSION = 1
 CHUNK_FRAMES = 4
 """A chunk of about four frames makes reading the one it shares with its neighbour cheap."""
 
 
-class Place(Protocol):
-    """Where a reader stands among the readers of one global batch."""
-
-    @property
-    def rank(self) -> int:
-        """This reader, from 0."""
-        ...
-
-    @property
-    def count(self) -> int:
-        """How many readers there are."""
-        ...
-
-
 class TokenStream(Iterator[Batch]):
-    """Global batches of fixed-length samples, of which each place receives its rows.
+    """Global batches of fixed-length samples, of which each process receives its rows.
 
     Sample i of an epoch covers tokens i·S to i·S + S of the split's documents laid end to end.
-    The order depends on the data, the seed and the position alone: not on the number of places,
-    nor on the batch size. Epochs follow each other without a seam, and batches straddle them.
+    The order depends on the data, the seed and the position alone: not on the number of
+    processes, nor on the batch size. Epochs follow each other without a seam, and batches straddle
+    them.
 
     Args:
         folder: a folder that `build` wrote.
@@ -65,22 +61,15 @@ class TokenStream(Iterator[Batch]):
         sequence_length: int,
         batch_size: int,
         seed: int = 0,
-        place: Place | None = None,
+        place: StreamPlace | None = None,
         split: str = "train",
         shuffle: bool = True,
         epochs: int | None = None,
         chunk_samples: int | None = None,
         window_chunks: int = 64,
     ) -> None:
-        _at_least_one(sequence_length=sequence_length, batch_size=batch_size)
-        self._rank, self._count = (place.rank, place.count) if place else (0, 1)
-        if not 0 <= self._rank < self._count:
-            raise SettingError(f"rank {self._rank} is not one of {self._count}")
-        if batch_size % self._count:
-            raise SettingError(
-                f"batch_size {batch_size} cannot be shared by {self._count} ranks; "
-                f"take a multiple of {self._count}"
-            )
+        at_least_one(sequence_length=sequence_length, epochs=epochs)
+        self._share = Share.at(place, batch_size)
         self._split = Split(folder, split)
         self._split_name = split
         sequence_length = self.sequence_length = operator.index(sequence_length)
@@ -93,7 +82,7 @@ class TokenStream(Iterator[Batch]):
             )
         if chunk_samples is None:
             chunk_samples = -(-CHUNK_FRAMES * self._split.index.frame_tokens // sequence_length)
-        _at_least_one(chunk_samples=chunk_samples, window_chunks=window_chunks)
+        at_least_one(chunk_samples=chunk_samples, window_chunks=window_chunks)
         self._order = Order(
             samples=samples,
             seed=operator.index(seed),
@@ -101,14 +90,19 @@ class TokenStream(Iterator[Batch]):
             window_chunks=operator.index(window_chunks),
             shuffle=bool(shuffle),
         )
-        self._epochs = epochs
-        self._check_epochs()
+        self._last = None if epochs is None else epochs * samples
+        if self._last is not None and self._last < self.batch_size:
+            raise SettingError(
+                f"split {split!r} has {samples} sequences of {sequence_length} tokens, which in "
+                f"{epochs} epochs do not fill one batch of {batch_size}; lower batch_size or "
+                "sequence_length"
+            )
         self._consumed = 0
         self._window: tuple[tuple[int, int], Window] | None = None
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples of one epoch, over all places."""
+        """Samples of one epoch, over all processes."""
         return self._order.samples
 
     @property
@@ -128,7 +122,7 @@ class TokenStream(Iterator[Batch]):
 
     @property
     def consumed_samples(self) -> int:
-        """Samples that all places together have received."""
+        """Samples that all processes together have received."""
         return self._consumed
 
     @property
@@ -140,11 +134,10 @@ class TokenStream(Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        last = self._epochs and self._epochs * self._order.samples
-        if last is not None and self._consumed + self.batch_size > last:
+        if self._last is not None and self._consumed + self.batch_size > self._last:
             raise StopIteration
-        share = self.batch_size // self._count
-        start = self._consumed + self._rank * share
+        share = self._share.rows
+        start = self._consumed + self._share.rank * share
         parts = []
         while share:
             rows = self._rows(start, share)
@@ -161,13 +154,13 @@ class TokenStream(Iterator[Batch]):
         key = (epoch, number)
         if self._window is None or self._window[0] != key:
             # Forgotten first: if reading fails, its memory holds neither window.
-            worn, self._window = self._window, None
+            old, self._window = self._window, None
             window = Window(
                 self._split,
                 self._order.window(epoch, number),
                 length=self.sequence_length,
                 chunk_samples=self._order.chunk_samples,
-                worn=worn[1] if worn else None,
+                reuse=old[1] if old else None,
             )
             self._window = (key, window)
         window = self._window[1]
@@ -182,26 +175,14 @@ class TokenStream(Iterator[Batch]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to where `state` was taken; batch size and number of places may differ.
+        """Goes to where `state` was taken; batch size and number of processes may differ.
 
         Raises:
             StateError: the state is of other data or another order; names what differs.
         """
-        if state.get("version") != STATE_VERSION:
-            raise StateError(
-                f"stream state has version {state.get('version')!r}, this ms-data reads "
-                f"{STATE_VERSION}; resume with the ms-data that wrote it"
-            )
-        for name, value in self._identity().items():
-            if state.get(name) != value:
-                raise StateError(
-                    f"stream state has {name} {state.get(name)!r} where this stream has "
-                    f"{value!r}; make the stream as it was, or start it anew"
-                )
-        consumed = state.get("consumed_samples")
-        if type(consumed) is not int or consumed < 0:
-            raise StateError(f"stream state has consumed_samples {consumed!r}; it is damaged")
-        self._consumed = consumed
+        check_state(state, STATE_VERSION, self._identity())
+        with reading_state():
+            self._consumed = count(state["consumed_samples"])
 
     def _identity(self) -> dict[str, Any]:
         """Everything that the order of samples depends on."""
@@ -215,28 +196,8 @@ class TokenStream(Iterator[Batch]):
             "window_chunks": self._order.window_chunks,
         }
 
-    def _check_epochs(self) -> None:
-        if self._epochs is None:
-            return
-        _at_least_one(epochs=self._epochs)
-        if self._epochs * self._order.samples < self.batch_size:
-            raise SettingError(
-                f"split {self._split_name!r} has {self._order.samples} sequences of "
-                f"{self.sequence_length} tokens, which in {self._epochs} epochs do not fill one "
-                f"batch of {self.batch_size}; lower batch_size or sequence_length"
-            )
-
 
 def _join(parts: list[Batch]) -> Batch:
-    return Batch(
-        tokens=np.concatenate([part["tokens"] for part in parts]),
-        targets=np.concatenate([part["targets"] for part in parts]),
-        positions=np.concatenate([part["positions"] for part in parts]),
-        documents=np.concatenate([part["documents"] for part in parts]),
-    )
-
-
-def _at_least_one(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise SettingError(f"{name} is {value!r}; it must be 1 or more")
+    values: Iterable[Any] = zip(*(part.values() for part in parts), strict=True)
+    joined: Any = dict(zip(parts[0], map(np.concatenate, values), strict=True))
+    return cast(Batch, joined)

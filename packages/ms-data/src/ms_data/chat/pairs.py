@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ms_data.messages import (
+from ms_data.chat.messages import (
     Message,
     alpaca_messages,
     read_messages,

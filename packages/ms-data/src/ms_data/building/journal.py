@@ -5,11 +5,11 @@ from pathlib import Path
 
 import msgspec
 
+from ms_data.disk.format import checksum
+from ms_data.disk.writer import DatasetState
 from ms_data.errors import OutputError
 from ms_data.files.durable import write_file
 from ms_data.files.untrusted import read_bytes
-from ms_data.format import checksum
-from ms_data.writer import DatasetState
 
 __all__ = ["Journal", "Recipe", "load_journal", "save_journal"]
 

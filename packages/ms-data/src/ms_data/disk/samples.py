@@ -1,7 +1,7 @@
 """Conversations and preference pairs as documents of a shard, and reading them back by number.
 
 A sample is one document of 32-bit words: a header, then tokens whose highest bit says whether
-they are learnt.
+they are trained on.
 
     conversations   weight (float32), tokens
     preferences     weight, margin (float32), tokens of the chosen part, chosen, rejected
@@ -9,7 +9,6 @@ they are learnt.
 The chosen and the rejected part of a pair hold the prompt each, as they are trained on.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_data.dataset import Split
+from ms_data.disk.format import LEARNT, Kind, header_words
+from ms_data.disk.split import Split
 from ms_data.errors import DamageError, SettingError
-from ms_data.format import LEARNT, Kind, header_words
 
 __all__ = ["PairSample", "Sample", "Samples", "pack_pair", "pack_sample"]
 
@@ -34,8 +33,8 @@ class Sample(NamedTuple):
 
     tokens: NDArray[np.int64]
     """Shape (n,)."""
-    learnt: NDArray[np.bool_]
-    """Shape (n,): whether a token is the assistant's."""
+    loss_mask: NDArray[np.bool_]
+    """Shape (n,): whether the token is one of the assistant's, which are trained on."""
     weight: float = 1.0
 
 
@@ -66,14 +65,19 @@ class Samples(Sequence[Sample | PairSample]):
     Args:
         folder: what `build` wrote from an instruction or preference set.
         split: `train` or `held_out`.
+        kind: `conversations` or `preferences`, if it must be one of them.
 
     Raises:
-        SettingError: the folder holds no samples, or no such split.
+        SettingError: the folder holds no samples of this kind, or no such split.
         DamageError: bytes are not those that were written.
     """
 
-    def __init__(self, folder: str | Path, split: str = "train") -> None:
-        self._split = Split(folder, split, kinds=("conversations", "preferences"))
+    def __init__(
+        self, folder: str | Path, split: str = "train", *, kind: Kind | None = None
+    ) -> None:
+        self.folder, self.split = Path(folder), split
+        kinds: tuple[Kind, ...] = (kind,) if kind else ("conversations", "preferences")
+        self._split = Split(folder, split, kinds=kinds, cached_frames=CACHED_FRAMES)
         self.kind: Kind = self._split.kind
         self._header = header_words(self.kind)
         ends = self._split.all_ends()
@@ -82,7 +86,6 @@ class Samples(Sequence[Sample | PairSample]):
         """Tokens of each sample, shape (count,); of a pair, both parts together."""
         if not len(self.sizes) or int(self.sizes.min()) < 1:
             raise DamageError(Path(folder, "index.json"), "index", "a sample has no tokens")
-        self._frames: OrderedDict[int, _Words] = OrderedDict()
 
     @property
     def vocabulary_size(self) -> int:
@@ -135,24 +138,7 @@ class Samples(Sequence[Sample | PairSample]):
     def _words(self, number: int) -> _Words:
         start = int(self._starts[number])
         stop = start + int(self.sizes[number]) + self._header
-        width = self._split.index.frame_tokens
-        parts = []
-        # Blocks of a frame's width may straddle two frames where shards end; that costs little.
-        for block in range(start // width, -(-stop // width)):
-            words = self._block(block, width)
-            parts.append(words[max(start - block * width, 0) : stop - block * width])
-        return np.concatenate(parts)
-
-    def _block(self, block: int, width: int) -> _Words:
-        words = self._frames.get(block)
-        if words is None:
-            stop = min((block + 1) * width, self._split.tokens)
-            words = self._split.read(block * width, stop).tokens.astype(np.uint32)
-            self._frames[block] = words
-            if len(self._frames) > CACHED_FRAMES:
-                self._frames.popitem(last=False)
-        self._frames.move_to_end(block)
-        return words
+        return self._split.read(start, stop).tokens.view(np.uint32)
 
 
 def _floats(*values: float) -> _Words:
@@ -161,7 +147,7 @@ def _floats(*values: float) -> _Words:
 
 def _marked(sample: Sample) -> _Words:
     words = sample.tokens.astype(np.uint32)
-    words[sample.learnt] |= LEARNT
+    words[sample.loss_mask] |= LEARNT
     return words
 
 

@@ -21,17 +21,24 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from ms_data.build_folder import build_folder, free_place
-from ms_data.chat import ChatTemplate
+from ms_data.building.encoding import ChatEncoder
+from ms_data.building.folder import build_folder, free_place
+from ms_data.building.journal import Journal, Recipe, load_journal, save_journal
+from ms_data.building.record import BUILD_FILE, Finished, Summary, encode_finished, summary_of
+from ms_data.chat.template import ChatTemplate
+from ms_data.corpus.corpus import DOCUMENT_LIMIT_MIB, Corpus, Document, Position, find_corpus
+from ms_data.disk.format import (
+    FRAME_BYTES,
+    Index,
+    ShardEntry,
+    TokenType,
+    encode_index,
+    token_type_for,
+)
+from ms_data.disk.writer import DatasetWriter
 from ms_data.errors import CorpusError, OutputError, SettingError
 from ms_data.files.durable import publish, sync_folder, write_file, writing
-from ms_data.finished import BUILD_FILE, Finished, Summary, encode_finished, summary_of
-from ms_data.format import FRAME_BYTES, Index, ShardEntry, TokenType, encode_index, token_type_for
-from ms_data.instructions import ChatEncoder
-from ms_data.journal import Journal, Recipe, load_journal, save_journal
-from ms_data.readers import DOCUMENT_LIMIT_MIB, Corpus, Document, Position, find_corpus
-from ms_data.tokenizer import Tokenizer
-from ms_data.writer import DatasetWriter
+from ms_data.tokenization.tokenizer import Tokenizer
 
 __all__ = ["Summary", "build"]
 

@@ -3,7 +3,7 @@
 A template is a Jinja program that comes with a tokenizer. It runs in Jinja's immutable sandbox,
 with the same settings, filters and globals that transformers gives it, so that the text is the
 same (tests hold both against each other), and in a process of its own with limits of time, memory
-and size (`template_worker`), so that a template can neither hang nor fill this one. What the
+and size (`chat.worker`), so that a template can neither hang nor fill this one. What the
 assistant says is found
 
 1. by the template's own marks, `{% generation %}` to `{% endgeneration %}`, where it has them;
@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from ms_data.chat.messages import Message
+from ms_data.chat.process import ask
 from ms_data.errors import DataError, SettingError, TokenizerError, shown
 from ms_data.files.untrusted import decoding, read_json, read_text
-from ms_data.messages import Message
-from ms_data.template_process import ask
 
 __all__ = ["ChatTemplate", "Rendered"]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from ms_data.dataset import read_index
+from ms_data.disk.split import read_index
 
 __all__ = ["Facts", "SplitFacts", "TokenizerFacts", "inspect"]
 

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_data.order import Order
+from ms_data.streams.order import Order
 
 __all__ = ["Draws"]
 

@@ -18,9 +18,9 @@ import xxhash
 import zstandard
 from attrs import field, frozen
 
+from ms_data.corpus.file_kinds import BINARY, HEAD_BYTES, NotText, foreign_encoding, kind_of
+from ms_data.corpus.unpacking import READ_BYTES, lines_of, unpacked
 from ms_data.errors import CorpusError, SettingError, TokenizerError, shown
-from ms_data.file_kinds import BINARY, HEAD_BYTES, NotText, foreign_encoding, kind_of
-from ms_data.unpacking import READ_BYTES, lines_of, unpacked
 
 __all__ = ["DOCUMENT_LIMIT_MIB", "Corpus", "Document", "Position", "find_corpus"]
 

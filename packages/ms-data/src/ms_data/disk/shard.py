@@ -9,8 +9,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from ms_data.errors import DamageError
-from ms_data.format import (
+from ms_data.disk.format import (
     FRAME,
     MAGIC,
     TRAILER,
@@ -19,6 +18,7 @@ from ms_data.format import (
     ShardEntry,
     checksum,
 )
+from ms_data.errors import DamageError
 
 __all__ = ["Frame", "Shard"]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from ms_data.dataset import read_index
+from ms_data.building.journal import Recipe
+from ms_data.corpus.corpus import Corpus
+from ms_data.disk.split import read_index
 from ms_data.errors import DataError, OutputError, shown
 from ms_data.files.untrusted import decode_json, read_bytes
-from ms_data.journal import Recipe
-from ms_data.readers import Corpus
 
 __all__ = ["BUILD_FILE", "Finished", "Summary", "encode_finished", "left_out_words", "summary_of"]
 

@@ -1,32 +1,15 @@
 """The samples of one shuffle window, decoded once and cut into batches."""
 
-from typing import TypedDict
-
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from ms_data.dataset import Split
+from ms_data.disk.split import Split
+from ms_data.streams.batch import IGNORED, Batch
 
-__all__ = ["IGNORED", "Batch", "Window"]
-
-IGNORED = -100
-"""The target of a token that predicts nothing."""
+__all__ = ["Window"]
 
 _NEVER = 1 << 62
-
-
-class Batch(TypedDict):
-    """What a training step reads; b rows of S tokens."""
-
-    tokens: NDArray[np.int64]
-    """Shape (b, S)."""
-    targets: NDArray[np.int64]
-    """Shape (b, S): the next token, or -100 where it belongs to another document."""
-    positions: NDArray[np.int64]
-    """Shape (b, S): distance from the first token of the document in this row."""
-    documents: NDArray[np.int32]
-    """Shape (b, S): counts the documents of a row from 0."""
 
 
 class Window:
@@ -39,7 +22,7 @@ class Window:
         samples: int64, shape (w,): the samples in their order of delivery.
         length: tokens in a sample.
         chunk_samples: neighbouring samples that are read in one go.
-        worn: a window that is needed no more; its memory is used again.
+        reuse: a window that is no longer needed, whose memory is used again.
     """
 
     _buffer: NDArray[np.unsignedinteger]
@@ -51,15 +34,15 @@ class Window:
         *,
         length: int,
         chunk_samples: int,
-        worn: "Window | None" = None,
+        reuse: "Window | None" = None,
     ) -> None:
         chunks, slots = np.unique(samples // chunk_samples, return_inverse=True)
         width = chunk_samples * length + 1
         self._length = length
         self._steps = np.arange(length)
         shape = (len(chunks), width)
-        if worn is not None and worn._buffer.shape == shape:
-            self._buffer = worn._buffer
+        if reuse is not None and reuse._buffer.shape == shape:
+            self._buffer = reuse._buffer
         else:
             self._buffer = np.empty(shape, split.index.token_type)
         self._starts = slots * width + (samples % chunk_samples) * length

@@ -10,10 +10,10 @@ import numpy as np
 import xxhash
 import zstandard
 
-from ms_data.dataset import read_index
+from ms_data.disk.format import LEARNT, MAGIC, Index, ShardEntry, header_words
+from ms_data.disk.shard import Frame, Shard
+from ms_data.disk.split import read_index
 from ms_data.errors import DamageError
-from ms_data.format import LEARNT, MAGIC, Index, ShardEntry, header_words
-from ms_data.shard import Frame, Shard
 
 __all__ = ["Fault", "Report", "verify"]
 

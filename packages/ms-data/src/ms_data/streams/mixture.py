@@ -10,11 +10,12 @@ than one either. All arithmetic is in whole numbers: a ledger saved and loaded i
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import field, frozen
 
 from ms_data.errors import SettingError, StateError
+from ms_data.streams.share import reading_state
 
 __all__ = ["Mixture", "Phase"]
 
@@ -22,6 +23,7 @@ SCALE = 1 << 32
 """Weights are whole multiples of 1 / SCALE that sum to 1."""
 
 NEVER = 1 << 62
+T = TypeVar("T")
 _Counts = tuple[int, ...]
 
 
@@ -57,26 +59,29 @@ class Mixture:
 
     Args:
         names: the sources.
-        weights: of the sources, whose ratios count, or `Phase`s in the order of their starts,
-            the first at 0; by default all alike.
+        weights: one a source, by name or in their order, whose ratios count; or `Phase`s in the
+            order of their starts, the first at 0; by default all alike.
 
     Raises:
         SettingError: weights are not finite, negative or all 0, or phases are out of order.
     """
 
     def __init__(
-        self, names: Sequence[str], weights: Sequence[Phase] | Sequence[float] | None = None
+        self,
+        names: Sequence[str],
+        weights: Mapping[str, float] | Sequence[float] | Sequence[Phase] | None = None,
     ) -> None:
         if not names or len(set(names)) != len(names):
             raise SettingError(f"sources {list(names)!r}: give one or more names, each once")
         self.names = tuple(names)
         self._slack = SCALE // (2 * (len(names) - 1)) if len(names) > 1 else 0
         self._position, self._counts = 0, [0] * len(names)
-        given: list[Phase] = [one for one in weights or () if isinstance(one, Phase)]
-        plain = [one for one in weights or () if not isinstance(one, Phase)]
-        if plain or not given:
-            given = [Phase(0, plain if weights is not None else [1.0] * len(names))]
-        self._set([(phase, None) for phase in given])
+        given: Sequence[Any] = self._in_order([1.0] * len(names) if weights is None else weights)
+        phases = [one for one in given if isinstance(one, Phase)]
+        plain = [one for one in given if not isinstance(one, Phase)]
+        if plain or not phases:
+            phases = [Phase(0, plain)]
+        self._set([(phase, None) for phase in phases])
 
     @property
     def position(self) -> int:
@@ -123,13 +128,8 @@ class Mixture:
         Raises:
             SettingError: weights are not finite, negative or all 0, or not one a source.
         """
-        if isinstance(weights, Mapping):
-            if set(weights) != set(self.names):
-                raise SettingError(
-                    f"weights are for {sorted(weights)}; give one for each of {sorted(self.names)}"
-                )
-            weights = [weights[name] for name in self.names]
-        _shares(weights, self.names)
+        ordered = self._in_order(weights)
+        _shares(ordered, self.names)
         now = self._position
         segment = self._segments[-1]
         if segment.led_in is not None and segment.led_in <= now <= segment.start:
@@ -141,8 +141,17 @@ class Mixture:
             start = now + sum(behind)
             lead = (now, tuple(map(sum, zip(self._counts, behind, strict=True)))) if now else None
         kept = [one for one in self._plan if one[0].start < start and one[0].start <= now]
-        self._set([*kept, (Phase(start, weights), lead)])
+        self._set([*kept, (Phase(start, ordered), lead)])
         return start
+
+    def _in_order(self, weights: Mapping[str, T] | Sequence[T]) -> Sequence[T]:
+        if not isinstance(weights, Mapping):
+            return weights
+        if set(weights) != set(self.names):
+            raise SettingError(
+                f"weights are for {sorted(weights)}; give one for each of {sorted(self.names)}"
+            )
+        return [weights[name] for name in self.names]
 
     def state_dict(self) -> dict[str, Any]:
         """The ledger: a few JSON values."""
@@ -166,7 +175,7 @@ class Mixture:
                 f"the ledger is of the sources {state.get('names')!r}, this mixture has "
                 f"{list(self.names)!r}; name the same ones in the same order"
             )
-        try:
+        with reading_state("the ledger"):
             counts = [int(count) for count in state["counts"]]
             if len(counts) != len(self.names) or min(counts) < 0:
                 raise ValueError("counts do not fit the sources")
@@ -176,8 +185,6 @@ class Mixture:
             ]
             self._position, self._counts = sum(counts), counts
             self._set(plan)
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise StateError(f"the ledger is damaged: {error}") from error
 
     def _set(self, plan: list[tuple[Phase, tuple[int, _Counts] | None]]) -> None:
         """Takes a plan: phases, and for those that were led in, from where to which counts."""

@@ -9,12 +9,12 @@ import xxhash
 from attrs import frozen
 from numpy.typing import NDArray
 
-from ms_data.chat import ChatTemplate, Rendered
-from ms_data.format import Kind
-from ms_data.messages import Message, read_conversation
-from ms_data.preference import read_pair
-from ms_data.samples import PairSample, Sample, pack_pair, pack_sample
-from ms_data.tokenizer import Tokenizer
+from ms_data.chat.messages import Message, read_conversation
+from ms_data.chat.pairs import read_pair
+from ms_data.chat.template import ChatTemplate, Rendered
+from ms_data.disk.format import Kind
+from ms_data.disk.samples import PairSample, Sample, pack_pair, pack_sample
+from ms_data.tokenization.tokenizer import Tokenizer
 
 __all__ = ["ChatEncoder"]
 
