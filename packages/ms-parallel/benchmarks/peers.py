@@ -36,7 +36,7 @@ from ms_parallel.groups import Groups, connect
 from ms_parallel.layout import Layout
 from ms_parallel.loss import HeadOutput, NextTokenLoss
 from ms_parallel.models import DecoderConfig, build_model, initialise
-from ms_parallel.runtime import Runtime
+from ms_parallel.pipeline.runtime import Runtime
 from ms_parallel.schedules import Schedule, gpipe, one_f_one_b
 from ms_parallel.stages import cut_layers
 

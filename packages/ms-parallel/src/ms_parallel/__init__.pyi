@@ -16,7 +16,7 @@ from .loss import NextTokenLoss
 from .models import load_model, save_model
 from .optimizer import AdamWConfig
 from .plan import ModelPlan
-from .schedule_search import search_schedule
+from .planner.tuning import search_schedule
 from .trainer import DistributedTrainer, Result
 
 __version__: str

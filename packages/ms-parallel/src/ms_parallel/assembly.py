@@ -22,10 +22,10 @@ from ms_parallel.models import (
 from ms_parallel.models.registry import ARCHITECTURES, parameter_shapes
 from ms_parallel.ops import Ops
 from ms_parallel.own_model import WHOLE, OwnModelConfig, build_own, check_own
+from ms_parallel.pipeline.choice import Tables
 from ms_parallel.plan import ModelPlan
 from ms_parallel.recompute import Recompute
 from ms_parallel.stages import build_stage, cut_layers
-from ms_parallel.tables import Tables
 
 __all__ = ["Given", "build_stages", "describe"]
 

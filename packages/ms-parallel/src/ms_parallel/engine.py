@@ -29,15 +29,15 @@ from ms_parallel.models import KeyValueCache
 from ms_parallel.ops import Ops
 from ms_parallel.optimizer import AdamW, AdamWConfig, learning_rate
 from ms_parallel.own_model import OwnModelConfig, call_own
+from ms_parallel.pipeline.choice import Choice, Tables
+from ms_parallel.pipeline.recorder import Recorder, gather_times
+from ms_parallel.pipeline.runtime import Runtime, call_stage
+from ms_parallel.pipeline.step_file import RecordedStep
 from ms_parallel.plan import ModelPlan
 from ms_parallel.precision import warn_of_slow_bfloat16
 from ms_parallel.recompute import Recompute
-from ms_parallel.recorded_step import RecordedStep
-from ms_parallel.recording import Recorder, gather_times
-from ms_parallel.runtime import Runtime, call_stage
 from ms_parallel.sharding import reshard
 from ms_parallel.state import load_state, state_of
-from ms_parallel.tables import Choice, Tables
 from ms_parallel.tensor_parallel import is_whole
 
 __all__ = ["Engine", "Update"]

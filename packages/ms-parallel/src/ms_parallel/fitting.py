@@ -7,17 +7,17 @@ from ms_parallel.agreement import first_does
 from ms_parallel.dataset import data_package
 from ms_parallel.engine import Engine
 from ms_parallel.errors import ConfigError
-from ms_parallel.found_schedule import FILE, FoundSchedule, read_found, write_found
 from ms_parallel.groups import connect
 from ms_parallel.layout import Layout
 from ms_parallel.models import architecture
 from ms_parallel.ops import Ops
 from ms_parallel.optimizer import AdamWConfig
 from ms_parallel.options import Options
+from ms_parallel.pipeline.choice import SEARCH, Choice
+from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
+from ms_parallel.planner.tuning import asked_of, search_schedule
 from ms_parallel.run_tokenizer import with_ends
-from ms_parallel.schedule_search import asked_of, search_schedule
-from ms_parallel.schedules import Schedule
-from ms_parallel.tables import SEARCH, Choice
+from ms_parallel.schedules.table.schedule import Schedule
 
 __all__ = ["build_engine", "find_schedule", "fit_model", "microbatch"]
 

@@ -7,14 +7,14 @@ import msgspec
 import torch
 
 from ms_parallel.fitting import fit_model, microbatch
-from ms_parallel.found_schedule import FILE, read_found
 from ms_parallel.layout import Layout, Place
 from ms_parallel.models import model_plan
 from ms_parallel.models.registry import parameter_shapes
 from ms_parallel.options import Options
-from ms_parallel.schedules import verify
+from ms_parallel.pipeline.choice import SEARCH, Choice, Tables
+from ms_parallel.planner.found_schedule import FILE, read_found
+from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.stages import cut_layers
-from ms_parallel.tables import SEARCH, Choice, Tables
 
 __all__ = ["Facts", "RankFacts", "inspect", "picture"]
 

@@ -16,12 +16,12 @@ from ms_parallel.events import JsonLines
 from ms_parallel.exits import end_scripts_plainly
 from ms_parallel.files.durable import publish, write_synced, writing
 from ms_parallel.fitting import build_engine, find_schedule, fit_model, microbatch
-from ms_parallel.found_schedule import FoundSchedule
 from ms_parallel.held_out import HeldOut
 from ms_parallel.layout import Layout
 from ms_parallel.models import has_weights, load_weights, save_model
 from ms_parallel.options import Options
 from ms_parallel.ownership import held
+from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.progress import Show, duration
 from ms_parallel.run_tokenizer import run_tokenizer
 from ms_parallel.schedulers import adopt_scheduler

@@ -18,12 +18,12 @@ from ms_parallel.engine import Engine, Update
 from ms_parallel.errors import CheckpointError, DamageError, ParallelError
 from ms_parallel.events import OnEvent
 from ms_parallel.files.untrusted import decoding
-from ms_parallel.found_schedule import FoundSchedule
 from ms_parallel.held_out import HeldOut
 from ms_parallel.loss import NextTokenLoss
 from ms_parallel.options import Options
+from ms_parallel.pipeline.step_file import write_step
+from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.progress import Pace, Show
-from ms_parallel.recorded_step import write_step
 from ms_parallel.watch import position
 
 __all__ = ["Run", "Standing", "Stream"]
