@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from ms_parallel.agreement import first_does
+from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import ConfigError, LayoutError, ScheduleError
 from ms_parallel.found_schedule import FoundSchedule
-from ms_parallel.groups import Groups
 from ms_parallel.measurement import PER_SECOND, measure_layers
 from ms_parallel.models import ModelConfig, model_plan
 from ms_parallel.schedules import (
@@ -23,7 +23,7 @@ from ms_parallel.schedules import (
     simulate,
     vee,
 )
-from ms_parallel.stages import cut_layers
+from ms_parallel.split.stages import cut_layers
 
 __all__ = ["asked_of", "find", "search_schedule"]
 
