@@ -25,7 +25,7 @@ from ms_compress import ExportError, export, fit_scales, gptq, perplexity, qat, 
 from ms_compress.corpus import rows
 from ms_compress.evaluate import Evaluation, evaluate
 from ms_compress.report import table
-from ms_parallel.models import load_model
+from ms_parallel.weights import load_model
 
 LENGTH = 256
 

@@ -29,7 +29,7 @@ from ms_compress.runtimes import open_runtime
 from ms_compress.schemes import scheme
 from ms_compress.tuning import Tuning, tune
 from ms_compress.wanda_pruning import wanda
-from ms_parallel.models import load_model
+from ms_parallel.weights import load_model
 
 LENGTH = 256
 FOUR_BITS = ("ct.int4_g32", "ort.matmulnbits", "gguf.q4_0")

@@ -28,7 +28,7 @@ from ms_compress.corpus import rows
 from ms_compress.pruning import keep_zeros, prune, sparsity
 from ms_compress.runtimes import open_runtime
 from ms_compress.schemes import scheme
-from ms_parallel.models import load_model, save_model
+from ms_parallel.weights import load_model, save_model
 
 
 def main() -> None:

@@ -31,7 +31,8 @@ from ms_compress.hidden_states import HiddenStates, hidden_distance
 from ms_compress.selection import blocks_of
 from ms_compress.student import cut_student, kept_layers
 from ms_compress.tuning import Tuning, tune
-from ms_parallel.models import Decoder, DecoderConfig, initialise
+from ms_parallel.models import Decoder, DecoderConfig
+from ms_parallel.weights import initialise
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "skewed"])

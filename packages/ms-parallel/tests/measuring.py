@@ -13,9 +13,9 @@ from launching import MODEL, RUN
 from runs import build, global_batch, my_rows, tiny, train
 
 from ms_parallel import DistributedTrainer
-from ms_parallel.groups import connect
-from ms_parallel.layout import Layout
-from ms_parallel.loss import NextTokenLoss
+from ms_parallel.cluster.groups import connect
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.pipeline.recorder import offset_ns
 from ms_parallel.pipeline.step_file import write_step
 from ms_parallel.planner.measurement import measure_layers

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.cluster.watch import position
 from ms_parallel.errors import ConfigError
-from ms_parallel.groups import Groups
-from ms_parallel.watch import position
 
 __all__ = ["Mailbox"]
 

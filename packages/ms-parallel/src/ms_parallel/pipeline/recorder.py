@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from ms_parallel.groups import Groups
+from ms_parallel.cluster.groups import Groups
 from ms_parallel.schedules.table.schedule import Schedule
 
 __all__ = ["Recorder", "gather_times", "offset_ns"]

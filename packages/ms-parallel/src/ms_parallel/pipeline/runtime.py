@@ -9,17 +9,17 @@ from attrs import define, field
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ms_parallel.failures import explain
-from ms_parallel.groups import Groups
-from ms_parallel.loss import Batch
+from ms_parallel.cluster.failures import explain
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.cluster.watch import position
 from ms_parallel.models import KeyValueCache
+from ms_parallel.models.batch import Batch
 from ms_parallel.pipeline.messages import Mailbox
 from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.schedules.table.action import COMPUTE, Action, Kind
 from ms_parallel.schedules.table.schedule import Schedule
-from ms_parallel.sharding import after_weight_gradients, set_last_backward
-from ms_parallel.watch import position
-from ms_parallel.weight_gradients import Later, putting_off
+from ms_parallel.split.sharding import after_weight_gradients, set_last_backward
+from ms_parallel.split.weight_gradients import Later, putting_off
 
 __all__ = ["Finish", "Key", "Runtime", "Step", "call_stage"]
 

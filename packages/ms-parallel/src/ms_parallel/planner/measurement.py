@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ms_parallel.engine import Engine
-from ms_parallel.gradients import local_part
-from ms_parallel.groups import Groups
-from ms_parallel.loss import Batch, NextTokenLoss
-from ms_parallel.microbatches import cut_batch, measure
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.engine.engine import Engine
+from ms_parallel.engine.gradients import local_part
+from ms_parallel.engine.loss import Batch, NextTokenLoss
+from ms_parallel.engine.microbatches import cut_batch, measure
 from ms_parallel.models import ModelConfig, model_plan
 from ms_parallel.pipeline.choice import Staged
 from ms_parallel.pipeline.recorder import Recorder

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from ms_parallel.agreement import first_does
+from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import ConfigError, LayoutError, ScheduleError
-from ms_parallel.groups import Groups
 from ms_parallel.models import ModelConfig, model_plan
 from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.planner.measurement import PER_SECOND, measure_layers
@@ -16,7 +16,7 @@ from ms_parallel.schedules.generators.one_stage.one_f_one_b import one_f_one_b
 from ms_parallel.schedules.solver.balance import Balanced, LayerCosts, balance
 from ms_parallel.schedules.table.placements import looped, one_a_rank, vee
 from ms_parallel.schedules.timeline.simulate import Timeline, simulate
-from ms_parallel.stages import cut_layers
+from ms_parallel.split.stages import cut_layers
 
 __all__ = ["asked_of", "find", "search_schedule"]
 
