@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ms_parallel import ops
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models import (
     DecoderConfig,
@@ -14,10 +13,11 @@ from ms_parallel.models import (
     StagedModel,
     architecture,
     build_model,
-    initialise,
     spans,
 )
 from ms_parallel.models.decoder import Decoder
+from ms_parallel.operators import plain as ops
+from ms_parallel.weights import initialise
 
 # One float32 rounding is 6e-8 of a value; logits here reach 10 and pass some 50 roundings.
 TOLERANCE = 3e-5

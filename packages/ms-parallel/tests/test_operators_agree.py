@@ -1,7 +1,7 @@
 """The two namespaces that a model may be given as `ops=` mean the same by every option.
 
-`ms_parallel.ops` in plain torch, and `ms_kernels`: each operator of the Protocol on calls drawn at
-random, values and gradients. A model must not learn another function by the choice between them.
+`ms_parallel.operators` in plain torch, and `ms_kernels`: each operator of the Protocol, values and
+gradients, on calls drawn at random. A model must not learn another function by its operators.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ms_kernels
-from ms_parallel import ops
+from ms_parallel.operators import plain as ops
 
 # Both sum in float32 and round once or twice, so results differ by two units in the last place of
 # their dtype, and by float32's own error of sums of about a hundred terms of order one. Attention

@@ -7,8 +7,8 @@ from typing import Literal, Protocol
 from attrs import Attribute, field, frozen
 from attrs.validators import optional
 
+from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError
-from ms_parallel.layout import ModelShape
 
 __all__ = ["MOST", "DecoderConfig", "ModelConfig", "RopeScaling", "TokenId"]
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ms_parallel import ops as plain_ops
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import DecoderConfig, RopeScaling
+from ms_parallel.models.plan import ModelPlan, Style
 from ms_parallel.models.spans import attend_in_spans, document_lengths
 from ms_parallel.models.staged import Context, StagedModel
-from ms_parallel.ops import Ops
-from ms_parallel.plan import ModelPlan, Style
+from ms_parallel.operators import plain as plain_ops
+from ms_parallel.operators.plain import Ops
 
 __all__ = ["Block", "Decoder", "plan"]
 

@@ -9,18 +9,18 @@ from typing import Any, cast
 import torch
 from attrs import asdict, evolve, fields
 
-from ms_parallel import ops as plain_ops
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.untrusted import read_json
 from ms_parallel.models import decoder, huggingface_config, transformer_xl
 from ms_parallel.models.config import DecoderConfig, ModelConfig, RopeScaling, TokenId
 from ms_parallel.models.decoder import Decoder
 from ms_parallel.models.huggingface_config import TOKENS, token_ids
+from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles
 from ms_parallel.models.transformer_xl import TransformerXL, TransformerXLConfig
-from ms_parallel.ops import Ops
-from ms_parallel.plan import ModelPlan
+from ms_parallel.operators import plain as plain_ops
+from ms_parallel.operators.plain import Ops
 
 __all__ = [
     "ARCHITECTURES",

@@ -23,12 +23,12 @@ from attrs import field, frozen
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError
-from ms_parallel.layout import ModelShape
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import TokenId, above_zero, boolean, check_heads, positive
+from ms_parallel.models.plan import ModelPlan, Style
 from ms_parallel.models.staged import Context, StagedModel
-from ms_parallel.plan import ModelPlan, Style
 
 __all__ = ["TransformerXL", "TransformerXLConfig", "plan"]
 
