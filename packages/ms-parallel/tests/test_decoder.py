@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ms_parallel import operators as ops
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models import (
     DecoderConfig,
@@ -16,7 +17,7 @@ from ms_parallel.models import (
     spans,
 )
 from ms_parallel.models.decoder import Decoder
-from ms_parallel.operators import plain as ops
+from ms_parallel.operators import losses
 from ms_parallel.weights import initialise
 
 # One float32 rounding is 6e-8 of a value; logits here reach 10 and pass some 50 roundings.
@@ -272,7 +273,7 @@ def test_losses_in_chunks_equal_losses_at_once(
     targets = targets.view(3, 7)
     results = []
     for chunk_bytes in (1 << 28, 4 * 4 * 50):
-        monkeypatch.setattr(ops, "_CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(losses, "_CHUNK_BYTES", chunk_bytes)
         loss = ops.linear_cross_entropy(hidden, weight, targets, reduction=reduction)  # type: ignore[arg-type]
         results.append((loss, *torch.autograd.grad(loss.sum(), (hidden, weight))))
     for plain, chunked in zip(*results, strict=True):

@@ -13,7 +13,7 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.models import ModelConfig, StagedModel, architecture, model_plan
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.registry import ARCHITECTURES, parameter_shapes
-from ms_parallel.operators.plain import Ops
+from ms_parallel.operators import Ops
 from ms_parallel.split.own_model import WHOLE, OwnModelConfig, build_own, check_own
 from ms_parallel.split.recompute import Recompute
 from ms_parallel.split.stages import build_stage, cut_layers

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
+from ms_parallel import operators
 from ms_parallel.cluster.groups import Groups, connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.assembly import Given, build_stages, describe
@@ -28,8 +29,7 @@ from ms_parallel.engine.state import load_state, state_of
 from ms_parallel.errors import ConfigError, ParallelError
 from ms_parallel.models import KeyValueCache
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.operators import plain as plain_ops
-from ms_parallel.operators.plain import Ops
+from ms_parallel.operators import Ops
 from ms_parallel.recorded_step import RecordedStep
 from ms_parallel.recording import Recorder, gather_times
 from ms_parallel.runtime import Runtime, call_stage
@@ -121,7 +121,7 @@ class Engine:
         self.groups = groups or connect(layout, device=device)
         if mixed_precision and dist.get_rank() == 0:
             warn_of_slow_bfloat16(self.device)
-        self.ops: Ops = ops or plain_ops
+        self.ops: Ops = ops or operators
         self.microbatch_size = microbatch_size
         self.on_nonfinite = on_nonfinite
         self.step = 0

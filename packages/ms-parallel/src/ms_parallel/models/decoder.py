@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ms_parallel import operators
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import DecoderConfig, RopeScaling
 from ms_parallel.models.plan import ModelPlan, Style
 from ms_parallel.models.spans import attend_in_spans, document_lengths
 from ms_parallel.models.staged import Context, StagedModel
-from ms_parallel.operators import plain as plain_ops
-from ms_parallel.operators.plain import Ops
+from ms_parallel.operators import Ops
 
 __all__ = ["Block", "Decoder", "plan"]
 
@@ -134,7 +134,7 @@ class Decoder(StagedModel):
         self,
         config: DecoderConfig,
         *,
-        ops: Ops = plain_ops,
+        ops: Ops = operators,
         layers: range | None = None,
         first: bool = True,
         last: bool = True,

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from attrs import asdict, evolve, fields
 
+from ms_parallel import operators
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.untrusted import read_json
 from ms_parallel.models import decoder, huggingface_config, transformer_xl
@@ -19,8 +20,7 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles
 from ms_parallel.models.transformer_xl import TransformerXL, TransformerXLConfig
-from ms_parallel.operators import plain as plain_ops
-from ms_parallel.operators.plain import Ops
+from ms_parallel.operators import Ops
 
 __all__ = [
     "ARCHITECTURES",
@@ -150,7 +150,7 @@ def build_model(
         ModelError: no model has this kind of configuration.
     """
     if isinstance(config, DecoderConfig):
-        return Decoder(config, ops=ops or plain_ops, layers=layers, first=first, last=last)
+        return Decoder(config, ops=ops or operators, layers=layers, first=first, last=last)
     if isinstance(config, TransformerXLConfig):
         return TransformerXL(config, layers=layers, first=first, last=last)
     raise _unknown(config)

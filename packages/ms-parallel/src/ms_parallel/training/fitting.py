@@ -11,7 +11,7 @@ from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.errors import ConfigError
 from ms_parallel.found_schedule import FILE, FoundSchedule, read_found, write_found
 from ms_parallel.models import architecture
-from ms_parallel.operators.plain import Ops
+from ms_parallel.operators import Ops
 from ms_parallel.schedule_search import asked_of, search_schedule
 from ms_parallel.schedules import Schedule
 from ms_parallel.tables import SEARCH, Choice
