@@ -18,13 +18,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.engine import Engine
-from ms_parallel.engine.gradients import local_part
 from ms_parallel.engine.loss import Batch, NextTokenLoss
 from ms_parallel.engine.microbatches import cut_batch, measure
 from ms_parallel.models import ModelConfig, model_plan
 from ms_parallel.recording import Recorder
 from ms_parallel.runtime import Key, Runtime, Step
 from ms_parallel.schedules import Action, Kind, LayerCosts, Schedule
+from ms_parallel.split.part import local_part
 from ms_parallel.tables import Staged
 
 __all__ = ["measure_layers"]

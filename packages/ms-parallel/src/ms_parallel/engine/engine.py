@@ -17,7 +17,6 @@ from ms_parallel.engine.assembly import Given, build_stages, describe
 from ms_parallel.engine.generation import Sampling, generate
 from ms_parallel.engine.gradients import (
     is_counted,
-    local_part,
     reduce_gradients,
     scale,
     squared_norm,
@@ -34,9 +33,9 @@ from ms_parallel.recorded_step import RecordedStep
 from ms_parallel.recording import Recorder, gather_times
 from ms_parallel.runtime import Runtime, call_stage
 from ms_parallel.split.own_model import OwnModelConfig, call_own
+from ms_parallel.split.part import drop_gathered, local_part
 from ms_parallel.split.precision import warn_of_slow_bfloat16
 from ms_parallel.split.recompute import Recompute
-from ms_parallel.split.sharding import reshard
 from ms_parallel.split.tensor_parallel import is_whole
 from ms_parallel.tables import Choice, Tables
 
@@ -254,7 +253,7 @@ class Engine:
         """
         results = self.forward(self._microbatches(batch), function)
         for stage in self.stages.values():
-            reshard(stage)
+            drop_gathered(stage)
         whole = torch.cat(results) if results else None
         return self.runtime.mailbox.share(whole, self.placement[-1])
 

@@ -3,7 +3,6 @@
 from typing import Protocol
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from ms_parallel import operators
@@ -11,6 +10,7 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.batch import Batch
 from ms_parallel.operators import Ops
 from ms_parallel.operators.split_vocabulary import VocabularyParallelLoss
+from ms_parallel.split.tensor_parallel import gather_sequence, gather_vocabulary, local_view
 
 __all__ = ["Batch", "HeadOutput", "LogitsOutput", "Loss", "NextTokenLoss", "Output"]
 
@@ -70,17 +70,15 @@ class HeadOutput:
         self.ops = ops
         self.groups = groups
         self.split = groups.layout.tensor > 1
-        self.weight = weight.to_local() if isinstance(weight, DTensor) else weight
-        self.hidden = _gather_sequence(hidden, groups) if self.split else hidden
+        self.weight = local_view(weight)
+        self.hidden = gather_sequence(hidden, groups) if self.split else hidden
 
     def logits(self, positions: slice = EVERYWHERE) -> Tensor:
         """Logits (B, S, V), gathered over the tensor axis; of some positions, or of all."""
         local = F.linear(self.hidden[:, positions], self.weight)
         if not self.split:
             return local
-        mesh = self.groups.mesh["tensor"]
-        spread = DTensor.from_local(local, mesh, [Shard(2)], run_check=False)
-        return spread.redistribute(placements=[Replicate()]).to_local()
+        return gather_vocabulary(local, self.groups)
 
     def token_losses(self, targets: Tensor) -> Tensor:
         """-log p(target), float32 (B, S), 0 where the target is -100."""
@@ -111,9 +109,3 @@ class LogitsOutput:
     def token_losses(self, targets: Tensor) -> Tensor:
         """-log p(target), float32 (B, S), 0 where the target is -100."""
         return operators.cross_entropy(self.whole, targets, reduction="none")
-
-
-def _gather_sequence(hidden: Tensor, groups: Groups) -> Tensor:
-    """All of the sequence on every tensor rank; gradients, each of one vocabulary part, add up."""
-    spread = DTensor.from_local(hidden, groups.mesh["tensor"], [Shard(1)], run_check=False)
-    return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch
 from attrs import field, frozen
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError
@@ -104,7 +103,7 @@ class SegmentContext(Context):
 
 
 class PerHead(nn.Module):
-    """A vector a head, (heads, D); under a tensor split, of the local heads."""
+    """A vector a head, (heads, D)."""
 
     def __init__(self, heads: int, width: int) -> None:
         super().__init__()
@@ -112,8 +111,7 @@ class PerHead(nn.Module):
 
     def forward(self, q: Tensor) -> Tensor:
         """Add it to queries (B, N, heads, D)."""
-        weight = self.weight
-        return q + (weight.to_local() if isinstance(weight, DTensor) else weight)
+        return q + self.weight
 
 
 class RelativeAttention(nn.Module):
