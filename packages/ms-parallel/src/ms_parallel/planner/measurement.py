@@ -18,7 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.engine import Engine
-from ms_parallel.engine.gradients import local_part
 from ms_parallel.engine.loss import Batch, NextTokenLoss
 from ms_parallel.engine.microbatches import cut_batch, measure
 from ms_parallel.models import ModelConfig, model_plan
@@ -28,6 +27,7 @@ from ms_parallel.pipeline.runtime import Key, Runtime, Step
 from ms_parallel.schedules.solver.balance import LayerCosts
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.schedule import Schedule
+from ms_parallel.split.part import local_part
 
 __all__ = ["measure_layers"]
 
