@@ -60,8 +60,7 @@ def write_lines(path: Path, texts: list[str]) -> Path:
 def documents_in(folder: Path, tokenizer: Tokenizer, name: str = "train") -> list[str]:
     """The texts of a split, read back from its tokens."""
     split = Split(folder, name)
-    passage = split.read(0, split.tokens)
-    pieces = np.split(passage.tokens, passage.ends)
+    pieces = np.split(split.read(0, split.tokens), split.all_ends())
     assert len(pieces.pop()) == 0
     assert all(piece[-1] == tokenizer.end_of_text for piece in pieces)
     return [tokenizer.decode(piece) for piece in pieces]
