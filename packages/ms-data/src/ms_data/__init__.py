@@ -1,6 +1,7 @@
 """From raw corpus to token batches: tokenize, shard, shuffle, stream and resume, exactly."""
 
-from ms_data.building.build import Summary, build
+from ms_data.building.build import build
+from ms_data.building.record import Summary
 from ms_data.chat.messages import Conversation, read_conversation
 from ms_data.chat.pairs import Pair, read_pair
 from ms_data.chat.template import ChatTemplate

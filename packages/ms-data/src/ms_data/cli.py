@@ -11,9 +11,9 @@ import msgspec
 
 from ms_data import __version__
 from ms_data.building.build import build
-from ms_data.building.record import left_out_words
+from ms_data.building.record import omissions
 from ms_data.chat.template import ChatTemplate
-from ms_data.corpus.corpus import DOCUMENT_LIMIT_MIB
+from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
 from ms_data.disk.inspection import TokenizerFacts, inspect
 from ms_data.disk.verification import verify
 from ms_data.entry import INTERRUPTED, CommandParser, one_line, perform
@@ -187,7 +187,7 @@ def _run_tokenizer(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(facts)
         return 0
-    print(f"{facts.path}: {facts.vocabulary_size:,} tokens{left_out_words(facts.left_out)}")
+    print(f"{facts.path}: {facts.vocabulary_size:,} tokens{omissions(facts.left_out)}")
     return 0
 
 

@@ -113,11 +113,11 @@ class Split:
         Raises:
             DamageError: a frame is damaged.
         """
-        ends = []
+        ends: list[NDArray[np.int64]] = []
         for number, start in enumerate(self._starts[:-1]):
             shard = self._open(number)
-            for frame in range(shard.frames):
-                ends.append(shard.read(frame).ends + (start + frame * self.index.frame_tokens))
+            starts = range(start, self._starts[number + 1], self.index.frame_tokens)
+            ends += [shard.read(frame).ends + first for frame, first in enumerate(starts)]
         return np.concatenate(ends)
 
     def read(self, start: int, stop: int) -> NDArray[np.unsignedinteger]:

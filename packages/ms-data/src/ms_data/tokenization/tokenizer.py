@@ -14,7 +14,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from ms_data.chat.template import Rendered
-from ms_data.corpus.corpus import DOCUMENT_LIMIT_MIB, Corpus, find_corpus
+from ms_data.corpus.corpus import Corpus
+from ms_data.corpus.find import find_corpus
+from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
 from ms_data.disk.split import read_index
 from ms_data.errors import CorpusError, DamageError, SettingError, TokenizerError, shown
 from ms_data.files.durable import write_file, write_files, writing

@@ -1,6 +1,7 @@
-"""From rows of an instruction or preference set to the documents that a build writes."""
+"""Turns the documents of a corpus into the words that a shard holds: text, or rows of messages."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,12 +15,13 @@ from ms_data.chat.pairs import read_pair
 from ms_data.chat.template import ChatTemplate, Rendered
 from ms_data.disk.format import Kind
 from ms_data.disk.samples import PairSample, Sample, pack_pair, pack_sample
+from ms_data.errors import SettingError
 from ms_data.tokenization.tokenizer import Tokenizer
 
-__all__ = ["ChatEncoder"]
+__all__ = ["ChatEncoder", "TextEncoder", "encoder_for"]
 
 
-class _Text(msgspec.Struct, frozen=True, array_like=True):
+class _Rendered(msgspec.Struct, frozen=True, array_like=True):
     """What is left of a row once its template has run; the text of the build's document."""
 
     parts: list[tuple[str, list[tuple[int, int]]]]
@@ -28,20 +30,55 @@ class _Text(msgspec.Struct, frozen=True, array_like=True):
 
 
 @frozen(kw_only=True)
-class ChatEncoder:
-    """Turns rows into text with the template, and text into tokens with the tokenizer."""
+class TextEncoder:
+    """Turns documents of text into the words that a shard holds."""
+
+    tokenizer: Tokenizer
+    kind: Kind = "text"
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal xxh3-128 of all settings but the tokenizer's; empty where there are none."""
+        return ""
+
+    @property
+    def parser(self) -> Callable[[bytes], str] | None:
+        """Makes a document of a row; None where documents are not rows."""
+        return None
+
+    def encode(self, texts: Sequence[str]) -> Sequence[NDArray[np.integer]]:
+        """The words of each document, as a shard holds them."""
+        return self.tokenizer.encode_documents(texts)
+
+    def hold_out_key(self, text: str) -> str:
+        """What of a document decides whether it is held out."""
+        return text
+
+    def files(self) -> dict[str, bytes]:
+        """What of it is kept beside the shards, by name, apart from the tokenizer."""
+        return {}
+
+
+@frozen(kw_only=True)
+class ChatEncoder(TextEncoder):
+    """Turns rows into text with the template, and text into words with the tokenizer."""
 
     template: ChatTemplate
-    tokenizer: Tokenizer
     kind: Kind = "conversations"
     allow_special: bool = False
     """Let messages spell special tokens, which then are these tokens."""
 
     @property
-    def digest(self) -> str:
-        """Hexadecimal xxh3-128 of all settings but the tokenizer's."""
-        told = f"{self.template.digest} {self.kind} {self.allow_special}"
-        return xxhash.xxh3_128_hexdigest(told.encode())
+    def digest(self) -> str:  # noqa: D102 - as in the base class, like all that follows
+        settings = f"{self.template.digest} {self.kind} {self.allow_special}"
+        return xxhash.xxh3_128_hexdigest(settings.encode())
+
+    @property
+    def parser(self) -> Callable[[bytes], str]:  # noqa: D102
+        return self.parse
+
+    def files(self) -> dict[str, bytes]:  # noqa: D102
+        return self.template.files()
 
     def parse(self, line: bytes) -> str:
         """The document of one JSON line.
@@ -63,9 +100,8 @@ class ChatEncoder:
         one = read_conversation(row)
         return self._told([self._render(one.messages, one.tools, 0)], one.weight, 0.0)
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """The words of each document that `parse` gave, as a shard holds them."""
-        rows = [msgspec.json.decode(text, type=_Text) for text in texts]
+    def encode(self, texts: Sequence[str]) -> Sequence[NDArray[np.integer]]:  # noqa: D102
+        rows = [_decode(text) for text in texts]
         parts = [Rendered(text, tuple(spans)) for row in rows for text, spans in row.parts]
         samples = iter([Sample(*found) for found in self.tokenizer.encode_chats(parts)])
         words = []
@@ -77,16 +113,14 @@ class ChatEncoder:
                 words.append(pack_sample(next(samples)._replace(weight=row.weight)))
         return words
 
-    @staticmethod
-    def words(text: str) -> str:
-        """A document that `parse` gave, as if its row had neither weight nor margin."""
-        row = msgspec.json.decode(text, type=_Text)
-        plain = msgspec.structs.replace(row, weight=1.0, margin=0.0)
+    def hold_out_key(self, text: str) -> str:
+        """The document without the row's weight and margin."""
+        plain = msgspec.structs.replace(_decode(text), weight=1.0, margin=0.0)
         return msgspec.json.encode(plain).decode()
 
     def _told(self, parts: list[Rendered], weight: float, margin: float) -> str:
         plain = [(one.text, list(one.spans)) for one in parts]
-        return msgspec.json.encode(_Text(plain, weight, margin)).decode()
+        return msgspec.json.encode(_Rendered(plain, weight, margin)).decode()
 
     def _render(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, first: int
@@ -107,6 +141,39 @@ class ChatEncoder:
                 )
 
 
+def encoder_for(
+    tokenizer: str | Path | Tokenizer,
+    chat: str | Path | ChatTemplate | None,
+    *,
+    pairs: bool,
+    allow_special: bool,
+) -> TextEncoder:
+    """The encoder of a build, by its arguments.
+
+    Raises:
+        SettingError: arguments that need a chat template without one, or a template whose text
+            differs from day to day.
+        TokenizerError: the tokenizer or the template cannot be read.
+    """
+    model = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
+    if chat is None:
+        if pairs or allow_special:
+            raise SettingError("pairs and allow_special need a chat template; give `chat`")
+        return TextEncoder(tokenizer=model)
+    template = chat if isinstance(chat, ChatTemplate) else ChatTemplate.load(chat)
+    if template.asks_date and template.today is None:
+        raise SettingError(
+            "the chat template prints today's date, so a build would differ from day to day; "
+            "choose the date with --today"
+        )
+    return ChatEncoder(
+        template=template.with_tokens_of(model.folder),
+        tokenizer=model,
+        kind="preferences" if pairs else "conversations",
+        allow_special=allow_special,
+    )
+
+
 def _texts(value: object) -> Iterator[str]:
     """Every text in a JSON value, keys included; parts of a content also as they are joined."""
     if isinstance(value, str):
@@ -119,6 +186,10 @@ def _texts(value: object) -> Iterator[str]:
         yield "".join(part["text"] for part in value if isinstance(part, dict) and _is_text(part))
         for one in value:
             yield from _texts(one)
+
+
+def _decode(text: str) -> _Rendered:
+    return msgspec.json.decode(text, type=_Rendered)
 
 
 def _is_text(part: Mapping[str, object]) -> bool:
