@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ms_data.building.encoding import ChatEncoder
 
 from ms_data import InstructionStream, PreferenceStream, TokenStream, build, inspect, verify
+from ms_data.building.encoders import ChatEncoder
 from ms_data.chat.template import ChatTemplate
 from ms_data.cli import main
 from ms_data.disk.samples import Samples

@@ -25,7 +25,8 @@ from ms_data.streams.packing_rules.best_fit import BestFitPacker
 from ms_data.streams.preferences import PreferenceBatch, PreferenceStream
 from ms_data.streams.share import StreamPlace
 from ms_data.streams.tokens import TokenStream
-from ms_data.tokenization.tokenizer import Tokenizer, train_tokenizer
+from ms_data.tokenization.tokenizer import Tokenizer
+from ms_data.tokenization.training import train_tokenizer
 
 __version__ = "0.1.0"
 

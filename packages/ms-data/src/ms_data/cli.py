@@ -19,7 +19,8 @@ from ms_data.disk.verification import verify
 from ms_data.entry import INTERRUPTED, CommandParser, one_line, perform
 from ms_data.errors import DamageError, DataError
 from ms_data.progress import showing
-from ms_data.tokenization.tokenizer import Tokenizer, train_tokenizer
+from ms_data.tokenization.tokenizer import Tokenizer
+from ms_data.tokenization.training import train_tokenizer
 
 __all__ = ["main"]
 

@@ -10,15 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import tokenizers
+import zstandard
 
-from ms_data.building.encoders import encoder_for
+from ms_data.building.encoders import TextEncoder, encoder_for
 from ms_data.building.folder import build_folder, free_place, refuse_inside
 from ms_data.building.job import Job
 from ms_data.building.journal import JOURNAL, Recipe
 from ms_data.building.record import Summary, save_record, summary_of
 from ms_data.chat.template import ChatTemplate
+from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
+from ms_data.errors import SettingError
 from ms_data.files.durable import publish, sync_folder, writing
 from ms_data.tokenization.tokenizer import Tokenizer
 
@@ -76,12 +80,30 @@ def build(
         parse=encoder.parser,
         document_limit_mib=document_limit_mib,
     )
-    recipe = Recipe.of(encoder, source, hold_out=hold_out, shard_size_mib=shard_size_mib)
+    recipe = _recipe(encoder, source, hold_out, shard_size_mib)
     with writing(Path(out)):
         folder = Path(os.path.realpath(out))
         if (done := summary_of(folder, recipe, source, out)) is not None:
             return done
     return _publish(Job(source, encoder, recipe, on_progress), corpus, out)
+
+
+def _recipe(encoder: TextEncoder, source: Corpus, hold_out: float, shard_size_mib: int) -> Recipe:
+    if not 0.0 <= hold_out < 1.0:
+        raise SettingError(f"hold_out is {hold_out}; it must be a share from 0 to below 1")
+    if shard_size_mib < 1:
+        raise SettingError(f"shard_size_mib is {shard_size_mib}; it must be 1 or more")
+    return Recipe(
+        tokenizer=encoder.tokenizer.digest,
+        end_of_text=encoder.tokenizer.end_of_text,
+        hold_out=hold_out,
+        shard_size_bytes=shard_size_mib << 20,
+        text_key=source.options.text_key,
+        libraries=f"tokenizers {tokenizers.__version__}, zstandard {zstandard.__version__}",
+        chat=encoder.digest,
+        skip_invalid=source.options.skip_invalid,
+        document_limit_mib=source.options.document_limit_mib,
+    )
 
 
 def _publish(job: Job, corpus: str | Path, out: str | Path) -> Summary:

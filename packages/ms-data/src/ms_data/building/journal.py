@@ -5,14 +5,11 @@ from collections.abc import Container
 from pathlib import Path
 
 import msgspec
-import tokenizers
-import zstandard
 
-from ms_data.building.encoders import TextEncoder
 from ms_data.corpus.corpus import Corpus, Position
 from ms_data.disk.format import checksum
 from ms_data.disk.writer import DatasetState
-from ms_data.errors import OutputError, SettingError
+from ms_data.errors import OutputError
 from ms_data.files.durable import write_file
 from ms_data.files.untrusted import read_bytes
 
@@ -37,31 +34,6 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """Template, kind and settings of an instruction set, as a checksum; empty for text."""
     skip_invalid: bool
     document_limit_mib: int
-
-    @classmethod
-    def of(
-        cls, encoder: TextEncoder, source: Corpus, *, hold_out: float, shard_size_mib: int
-    ) -> "Recipe":
-        """The recipe of one build.
-
-        Raises:
-            SettingError: an argument is out of range.
-        """
-        if not 0.0 <= hold_out < 1.0:
-            raise SettingError(f"hold_out is {hold_out}; it must be a share from 0 to below 1")
-        if shard_size_mib < 1:
-            raise SettingError(f"shard_size_mib is {shard_size_mib}; it must be 1 or more")
-        return cls(
-            tokenizer=encoder.tokenizer.digest,
-            end_of_text=encoder.tokenizer.end_of_text,
-            hold_out=hold_out,
-            shard_size_bytes=shard_size_mib << 20,
-            text_key=source.options.text_key,
-            libraries=f"tokenizers {tokenizers.__version__}, zstandard {zstandard.__version__}",
-            chat=encoder.digest,
-            skip_invalid=source.options.skip_invalid,
-            document_limit_mib=source.options.document_limit_mib,
-        )
 
     def differences(self, other: "Recipe", *, besides: Container[str]) -> list[str]:
         """What `other` has otherwise, besides some fields; a line's part each."""
