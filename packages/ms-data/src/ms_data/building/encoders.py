@@ -21,10 +21,10 @@ from ms_data.tokenization.tokenizer import Tokenizer
 __all__ = ["ChatEncoder", "TextEncoder", "encoder_for"]
 
 
-class _Rendered(msgspec.Struct, frozen=True, array_like=True):
+class _Document(msgspec.Struct, frozen=True, array_like=True):
     """What is left of a row once its template has run; the text of the build's document."""
 
-    parts: list[tuple[str, list[tuple[int, int]]]]
+    parts: list[Rendered]
     weight: float
     margin: float = 0.0
 
@@ -96,13 +96,13 @@ class ChatEncoder(TextEncoder):
                 self._render([*pair.prompt, *answer], pair.tools, first)
                 for answer in (pair.chosen, pair.rejected)
             ]
-            return self._told(parts, pair.weight, pair.margin)
+            return _encode(_Document(parts, pair.weight, pair.margin))
         one = read_conversation(row)
-        return self._told([self._render(one.messages, one.tools, 0)], one.weight, 0.0)
+        return _encode(_Document([self._render(one.messages, one.tools, 0)], one.weight))
 
     def encode(self, texts: Sequence[str]) -> Sequence[NDArray[np.integer]]:  # noqa: D102
         rows = [_decode(text) for text in texts]
-        parts = [Rendered(text, tuple(spans)) for row in rows for text, spans in row.parts]
+        parts = [part for row in rows for part in row.parts]
         samples = iter([Sample(*found) for found in self.tokenizer.encode_chats(parts)])
         words = []
         for row in rows:
@@ -116,11 +116,7 @@ class ChatEncoder(TextEncoder):
     def hold_out_key(self, text: str) -> str:
         """The document without the row's weight and margin."""
         plain = msgspec.structs.replace(_decode(text), weight=1.0, margin=0.0)
-        return msgspec.json.encode(plain).decode()
-
-    def _told(self, parts: list[Rendered], weight: float, margin: float) -> str:
-        plain = [(one.text, list(one.spans)) for one in parts]
-        return msgspec.json.encode(_Rendered(plain, weight, margin)).decode()
+        return _encode(plain)
 
     def _render(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, first: int
@@ -129,7 +125,7 @@ class ChatEncoder(TextEncoder):
             for at, message in enumerate(messages):
                 self._refuse_special(message, f"message {at}")
             self._refuse_special(tools, "tools")
-        return self.template.learnt(messages, tools=tools, first=first)
+        return self.template.render_for_training(messages, tools=tools, first=first)
 
     def _refuse_special(self, value: object, place: str) -> None:
         texts = list(_texts(value))
@@ -188,8 +184,12 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(one)
 
 
-def _decode(text: str) -> _Rendered:
-    return msgspec.json.decode(text, type=_Rendered)
+def _encode(document: _Document) -> str:
+    return msgspec.json.encode(document).decode()
+
+
+def _decode(text: str) -> _Document:
+    return msgspec.json.decode(text, type=_Document)
 
 
 def _is_text(part: Mapping[str, object]) -> bool:

@@ -93,9 +93,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of one text, without an end."""
-        with _calling("cannot encode a text"):
-            ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
-        return ids
+        return _ids(self._model, text)
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """The tokens of each text, each followed by the end of text; uses all cores.
@@ -158,9 +156,7 @@ class Tokenizer:
 
     def encode_chat(self, text: str) -> list[int]:
         """The tokens of a rendered conversation, in which special tokens are what they spell."""
-        with _calling("cannot encode a conversation"):
-            ids: list[int] = self._chat_model().encode(text, add_special_tokens=False).ids
-        return ids
+        return _ids(self._chat_model(), text)
 
     def encode_chats(
         self, chats: Sequence[Rendered]
@@ -172,11 +168,11 @@ class Tokenizer:
         found = []
         for chat, one in zip(chats, encoded, strict=True):
             offsets = np.array(one.offsets, np.int64).reshape(-1, 2)
-            learnt = np.zeros(len(offsets), np.bool_)
+            mask = np.zeros(len(offsets), np.bool_)
             for start, stop in chat.spans:
                 first = np.searchsorted(offsets[:, 1], start, side="right")
-                learnt[first : np.searchsorted(offsets[:, 0], stop, side="left")] = True
-            found.append((np.array(one.ids, np.int64), learnt))
+                mask[first : np.searchsorted(offsets[:, 0], stop, side="left")] = True
+            found.append((np.array(one.ids, np.int64), mask))
         return found
 
     def _chat_model(self) -> tokenizers.Tokenizer:
@@ -205,6 +201,12 @@ class Tokenizer:
         raise TokenizerError(
             f"has no end-of-text token {name}; name one of its tokens with --end-of-text"
         )
+
+
+def _ids(model: tokenizers.Tokenizer, text: str) -> list[int]:
+    with _calling("cannot encode a text"):
+        ids: list[int] = model.encode(text, add_special_tokens=False).ids
+    return ids
 
 
 @contextmanager
