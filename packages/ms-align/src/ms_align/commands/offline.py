@@ -118,7 +118,7 @@ class OfflineRun(OptimizerOptions, RunOptions):
             for at in range(min(len(samples), -(-self.evaluate_samples // len(folders)))):
                 one = samples[at]
                 part = one.chosen if isinstance(one, PairSample) else one
-                prompts.append(part.tokens[: int(part.learnt.argmax())].tolist())
+                prompts.append(part.tokens[: int(part.loss_mask.argmax())].tolist())
         tokenizer = Tokenizer.load(folders[0])
         room = max(1, self.sequence_length // 2)
         return Showing(
