@@ -25,7 +25,8 @@ from ms_compress.methods.wanda import wanda
 from ms_compress.models.logits import model_logits
 from ms_compress.quantisation.layers import prepared_layers
 from ms_compress.quantisation.rounding import fitted_factor, quantise, round_weight
-from ms_compress.quantisation.scheme import NAMES, Scheme, scheme
+from ms_compress.quantisation.scheme import Scheme
+from ms_compress.targets.rules import NAMES, scheme
 from ms_compress.targets.target import open_runtime
 from ms_compress.training.distillation import distillation_loss
 

@@ -19,7 +19,8 @@ from ms_compress.methods.pruning import masks, prune, set_masks
 from ms_compress.methods.wanda import wanda
 from ms_compress.quantisation.layers import prepared_layers
 from ms_compress.quantisation.rounding import quantise, round_at, scales_of
-from ms_compress.quantisation.scheme import Scheme, scheme
+from ms_compress.quantisation.scheme import Scheme
+from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import open_runtime
 from ms_compress.training.distillation import Divergence, distillation_loss
 from ms_compress.training.engine_distillation import DistillationLoss, engine_teacher

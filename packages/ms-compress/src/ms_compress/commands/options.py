@@ -9,8 +9,9 @@ from attrs import Attribute, field, frozen
 from ms_compress.errors import ConfigError
 from ms_compress.evaluation.options import Evaluation
 from ms_compress.methods.pattern import Pattern, pattern
-from ms_compress.quantisation.scheme import Scheme, scheme
+from ms_compress.quantisation.scheme import Scheme
 from ms_compress.settings import flag, one_of, text, whole
+from ms_compress.targets.rules import scheme
 from ms_compress.training.options import Tuning
 
 __all__ = [

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ms_compress.errors import ConfigError, LayerError, OrderError
-from ms_compress.models.selection import is_tied, select
+from ms_compress.models.head import find_head
+from ms_compress.models.selection import select
 from ms_compress.quantisation.fake_quantisation import fake_input
 from ms_compress.quantisation.layers import (
     Prepared,
@@ -22,7 +23,8 @@ from ms_compress.quantisation.layers import (
     prepared_layers,
 )
 from ms_compress.quantisation.rounding import fitted_factor
-from ms_compress.quantisation.scheme import Scheme, scheme
+from ms_compress.quantisation.scheme import Scheme
+from ms_compress.targets.rules import NAMES, scheme
 
 __all__ = ["FloatThenQuantised", "fit_scales", "qat", "set_quantising"]
 
@@ -75,10 +77,10 @@ def qat(
         check_layer(layer, name, how)
         if not sharded:
             check_axes(name, layer.weight)  # type: ignore[arg-type]
-    tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
+    output = find_head(model)
     for name, layer in chosen:
         # The two uses of a tied weight may lie on two stages: it keeps the scheme's own scales.
-        shared = tied and (isinstance(layer, nn.Embedding) or name.endswith("lm_head"))
+        shared = output.is_tied and (isinstance(layer, nn.Embedding) or name == output.layer)
         prepare_layer(
             layer,
             name,
@@ -162,22 +164,16 @@ def _check_embeddings(
     model: nn.Module, how: Scheme, chosen: Container[str], *, embeddings: bool, head: bool
 ) -> None:
     """A tied weight is one tensor in the file: both uses are rounded, or neither."""
-    if embeddings and how.target == "ct":
+    if embeddings and not how.embeddings:
         raise LayerError(
-            f"{how} holds no quantised embedding that transformers reads; gguf.q4_0, gguf.q8_0 and"
-            " ort.matmulnbits do"
+            f"{how} holds no quantised embedding that its runtime reads;"
+            f" {', '.join(name for name in NAMES if scheme(name).embeddings)} do"
         )
-    tied = next(
-        (
-            name
-            for name, layer in model.named_modules()
-            if isinstance(layer, nn.Embedding) and is_tied(model, layer)
-        ),
-        None,
-    )
-    if tied is None:
+    output = find_head(model)
+    if not output.embeddings:
         return
-    product = next((name for name, _ in model.named_modules() if name.endswith("lm_head")), tied)
+    tied = min(output.embeddings)
+    product = output.layer or tied
     if embeddings != head:
         raise LayerError(
             f"{tied} is also the head's weight, which {how} stores once; set embeddings and head"

@@ -218,9 +218,7 @@ def _peak(wide: Tensor, scheme: Scheme) -> Tensor:
     peak = torch.where(high > -low, high, low)
     # MLAS takes the lower of two that are equally far, ggml the first.
     # Looked for first where that is cheap: in a compiled graph it would break the graph.
-    if scheme.target == "gguf" and (
-        torch.compiler.is_compiling() or bool((tied & (high > 0)).any())
-    ):
+    if scheme.first_peak and (torch.compiler.is_compiling() or bool((tied & (high > 0)).any())):
         first = wide.gather(-1, wide.abs().argmax(-1, keepdim=True))
         peak = torch.where(tied, first, peak)
     return peak
@@ -240,7 +238,7 @@ def _round(wide: Tensor, step: Tensor, scheme: Scheme) -> Tensor:
 
 def _codes(ratio: Tensor, scheme: Scheme) -> Tensor:
     """Codes of weights in units of the step as float32, in place."""
-    if scheme.target == "ort":  # MLAS rounds after it has added the zero point
+    if scheme.rounding == "away_from_low":
         ratio.sub_(scheme.low)
         return _nearest(ratio, "away").clamp_(0, scheme.high - scheme.low).add_(scheme.low)
     if scheme.rounding == "up":

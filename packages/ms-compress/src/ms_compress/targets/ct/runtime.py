@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ms_compress.entry import one_line
 from ms_compress.errors import ExportError
 from ms_compress.models.config_file import quantization, read_config
+from ms_compress.targets.libraries import import_library, library_errors
 
 __all__ = ["TransformersRuntime"]
+
+PURPOSE = "reading compressed-tensors needs transformers and compressed-tensors"
 
 
 class TransformersRuntime:
@@ -24,38 +26,22 @@ class TransformersRuntime:
     name = "transformers"
 
     def __init__(self, folder: Path, *, strict: bool = True) -> None:
-        try:
-            import compressed_tensors  # noqa: F401 - transformers imports it by itself
-            import transformers
-        except ImportError as error:
-            raise ExportError(
-                "reading compressed-tensors needs transformers and compressed-tensors:"
-                " pip install 'ms-compress[ct]'"
-            ) from error
-        self.model: Any
-        known: Any = transformers.AutoModelForCausalLM
+        self._library = import_library("transformers", extra="ct", purpose=PURPOSE)
+        import_library("compressed_tensors", extra="ct", purpose=PURPOSE)
         self._folder = folder
-        self._library: Any = transformers
         quantization(folder)
         dtype = _dtype(folder)
-        try:
-            with _quiet():
-                self.model, found = known.from_pretrained(
-                    folder,
-                    dtype=dtype,
-                    local_files_only=True,
-                    ignore_mismatched_sizes=True,  # they are told of, not printed
-                    output_loading_info=True,
-                )
-                _check_loaded(folder, found, strict)
-                self.model.train(False)
-                self.logits(torch.zeros(1, 1, dtype=torch.int64))  # unpacks the weights
-        except ExportError:
-            raise
-        except Exception as error:  # its parts' errors share no base but this
-            raise ExportError(
-                f"{folder}: transformers cannot read it: {one_line(str(error))}"
-            ) from error
+        with library_errors(folder, "transformers"), _quiet():
+            self.model, found = self._library.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # they are told of, not printed
+                output_loading_info=True,
+            )
+            _check_loaded(folder, found, strict)
+            self.model.train(False)
+            self.logits(torch.zeros(1, 1, dtype=torch.int64))  # unpacks the weights
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -76,15 +62,8 @@ class TransformersRuntime:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, in which special tokens are what they spell; none is added."""
-        try:
-            with _quiet():
-                known = self._library.AutoTokenizer.from_pretrained(
-                    self._folder, local_files_only=True
-                )
-        except Exception as error:  # its parts' errors share no base but this
-            raise ExportError(
-                f"{self._folder}: transformers cannot read its tokenizer: {one_line(str(error))}"
-            ) from error
+        with library_errors(self._folder, "transformers", "read its tokenizer"), _quiet():
+            known = self._library.AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
         return list(known(text, add_special_tokens=False)["input_ids"])
 
     def ends(self) -> frozenset[int]:

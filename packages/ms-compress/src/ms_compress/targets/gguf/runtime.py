@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ms_compress.errors import ExportError
+from ms_compress.targets.libraries import import_library
 
 __all__ = ["LlamaRuntime"]
 
@@ -22,13 +23,10 @@ class LlamaRuntime:
     name = "llama.cpp"
 
     def __init__(self, folder: Path, *, threads: int = 1, repack: bool = False) -> None:
-        try:
-            import llama_cpp
-        except ImportError as error:
-            raise ExportError(
-                "running GGUF needs llama-cpp-python: pip install 'ms-compress[llama]'"
-            ) from error
-        self.library: Any = llama_cpp
+        llama_cpp = import_library(
+            "llama_cpp", extra="llama", purpose="running GGUF needs llama-cpp-python"
+        )
+        self.library = llama_cpp
         self.threads = threads
         self.path = folder / "model.gguf"
         _silence(llama_cpp)

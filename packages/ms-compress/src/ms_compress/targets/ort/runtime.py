@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ms_compress.entry import one_line
 from ms_compress.errors import ExportError
 from ms_compress.files.untrusted import read_json
+from ms_compress.targets.libraries import import_library, library_errors
 from ms_compress.targets.tokenizer_json import encoder
 
 __all__ = ["OnnxRuntime"]
@@ -24,24 +24,17 @@ class OnnxRuntime:
     name = "onnxruntime"
 
     def __init__(self, folder: Path, *, threads: int = 1) -> None:
-        try:
-            import onnxruntime
-        except ImportError as error:
-            raise ExportError(
-                "running ONNX needs onnxruntime: pip install 'ms-compress[ort]'"
-            ) from error
+        onnxruntime = import_library(
+            "onnxruntime", extra="ort", purpose="running ONNX needs onnxruntime"
+        )
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4  # what is fatal alone: its errors are raised too
-        try:
-            with redirect_stdout(StringIO()):  # where it tells of its second try
-                self.session: Any = onnxruntime.InferenceSession(
-                    folder / "model.onnx", options, providers=["CPUExecutionProvider"]
-                )
-        except Exception as error:  # its errors share no base but this
-            raise ExportError(
-                f"{folder}: onnxruntime cannot read it: {one_line(str(error))}"
-            ) from error
+        # Standard output is where it tells of its second try.
+        with library_errors(folder, "onnxruntime"), redirect_stdout(StringIO()):
+            self.session = onnxruntime.InferenceSession(
+                folder / "model.onnx", options, providers=["CPUExecutionProvider"]
+            )
         self.folder = folder
         shapes = {each.name: each.shape for each in self.session.get_inputs()}
         self.layers = sum(name.endswith(".key") for name in shapes)
@@ -83,12 +76,8 @@ class OnnxRuntime:
         feed = dict(zip(names, past, strict=True))
         feed["input_ids"] = tokens
         feed["attention_mask"] = np.ones((len(tokens), total), dtype=np.int64)
-        try:
+        with library_errors(self.folder, "onnxruntime", "run it"):
             outs: list[Any] = self.session.run(None, feed)
-        except Exception as error:
-            raise ExportError(
-                f"{self.folder}: onnxruntime cannot run it: {one_line(str(error))}"
-            ) from error
         return outs
 
     def _empty(self, rows: int) -> list[Any]:
