@@ -34,11 +34,11 @@ from ms_parallel.models import load_model
 LENGTH = 256
 FOUR_BITS = ("ct.int4_g32", "ort.matmulnbits", "gguf.q4_0")
 THREE_BITS = "ct.int3_g32"
-WAYS = {"by_use": "in order of use", "by_loss": "by the loss", "fit_scales": "scales fitted"}
+WAYS = {"act_order": "in order of use", "by_loss": "by the loss", "fit_scales": "scales fitted"}
 GPTQ = (
-    ("by_use",),
+    ("act_order",),
     ("fit_scales",),
-    ("by_use", "fit_scales"),
+    ("act_order", "fit_scales"),
     ("by_loss",),
     ("by_loss", "fit_scales"),
 )

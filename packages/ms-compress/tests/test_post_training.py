@@ -157,7 +157,7 @@ def test_counted_by_the_loss_rounding_leaves_predictions_nearer(build: type[nn.M
         gptq(model, "ct.int3_g32", [tokens(8, seed=seed) for seed in range(16)], **how)
         return float(distillation_loss(model_logits(model, unseen), truth))
 
-    assert apart(by_loss=True) < 0.95 * min(apart(), apart(by_use=True))
+    assert apart(by_loss=True) < 0.95 * min(apart(), apart(act_order=True))
 
 
 def test_rounding_by_loss_says_after_which_layer_a_model_has_gone_bad() -> None:

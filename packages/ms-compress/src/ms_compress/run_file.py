@@ -19,7 +19,7 @@ __all__ = ["build", "read_settings"]
 
 T = TypeVar("T")
 NOT_IN_FILES = {"on_event"}
-RENAMED = {"data": "dataset", "out": "output_dir"}
+RENAMED = {"data": "dataset", "out": "output_dir", "by_use": "act_order"}
 """Keys that are not known any more."""
 
 

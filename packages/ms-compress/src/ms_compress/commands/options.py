@@ -158,7 +158,7 @@ class QuantizeRun(SchemeRun):
     """Round to nearest, or GPTQ with the dataset's tokens."""
     fit_scales: bool = field(default=False, validator=flag)
     """Search for the scale of each group that errs least."""
-    by_use: bool = field(default=False, validator=flag)
+    act_order: bool = field(default=False, validator=flag)
     """Let GPTQ round columns of the largest inputs first."""
     by_loss: bool = field(default=False, validator=flag)
     """Let GPTQ count errors by what they do to the model's predictions."""

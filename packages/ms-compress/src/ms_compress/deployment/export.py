@@ -67,10 +67,7 @@ def export(
         written_for = find_target(_scheme_of(whole, target).target)
         assets = _assets(whole, tokenizer)
         written_for.check(whole, assets)
-        if verify and not isinstance(model, nn.Module):
-            raise ConfigError(
-                "verify needs the whole model in one process; verify the folder there"
-            )
+        to_verify = _in_one_process(model) if verify else None
         with _aside(folder, whole, overwrite=overwrite) as aside:
             with writing(folder):
                 written_for.write(whole, aside, assets, accuracy_level)
@@ -78,9 +75,8 @@ def export(
                     _write_assets(assets, aside)
             if whole.is_first:
                 _open(aside, written_for)
-            if verify:
-                assert isinstance(model, nn.Module)
-                verify_folder(model, aside, written_for.name)
+            if to_verify is not None:
+                verify_folder(to_verify, aside, written_for.name)
             if whole.is_first:
                 on_written(aside)
     return folder
@@ -116,6 +112,17 @@ def _assets(model: WholeModel, tokenizer: str | Path | None) -> Assets:
     return Assets(tokenizer=files, ends=ends)
 
 
+def _aside(folder: Path, model: WholeModel, *, overwrite: bool) -> AbstractContextManager[Path]:
+    """Where the first process writes; others write nothing."""
+    return new_folder(folder, overwrite=overwrite) if model.is_first else nullcontext(folder)
+
+
+def _in_one_process(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    raise ConfigError("verify needs the whole model in one process; verify the folder there")
+
+
 def _write_assets(assets: Assets, folder: Path) -> None:
     """Write the tokenizer's files, and how a text is generated."""
     if assets.tokenizer is None:
@@ -124,11 +131,6 @@ def _write_assets(assets: Assets, folder: Path) -> None:
         files = assets.tokenizer.files(assets.ends)
     for name, content in files.items():
         write_synced(folder / name, content)
-
-
-def _aside(folder: Path, model: WholeModel, *, overwrite: bool) -> AbstractContextManager[Path]:
-    """Where the first process writes; others write nothing."""
-    return new_folder(folder, overwrite=overwrite) if model.is_first else nullcontext(folder)
 
 
 def _open(folder: Path, target: Target) -> None:

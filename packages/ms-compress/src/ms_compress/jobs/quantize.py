@@ -36,7 +36,7 @@ def _round(model: nn.Module, options: QuantizeRun) -> None:
                 batches,
                 exceptions=options.exceptions,
                 activations=options.activations,
-                by_use=options.by_use,
+                act_order=options.act_order,
                 by_loss=options.by_loss,
                 fit_scales=options.fit_scales,
                 progress=shown.made,
