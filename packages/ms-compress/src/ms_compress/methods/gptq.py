@@ -58,8 +58,8 @@ def gptq(
         act_order: round columns of the largest inputs first; each keeps its place and its group's
             scale, so the file is as without.
         by_loss: count an error by what it does to the model's predictions, not to the layer's
-            output, in order of use (see `gptq_by_loss`); takes a forward and a backward of the whole
-            model for each decoder layer.
+            output, in order of use (see `gptq_by_loss`); takes a forward and a backward of the
+            whole model for each decoder layer.
         fit_scales: of each group, search for the scale that errs least.
         for_training: leave each weight as near to what it was as its code allows, not in the middle
             of what is rounded to that code, from where a small rate of learning hardly moves it.
@@ -88,7 +88,7 @@ def gptq(
 
 @frozen(kw_only=True, eq=False)
 class _Rounding:
-    """Rounds one linear layer after another as `walk` visits them; fields are `gptq`'s arguments."""
+    """Rounds one linear layer after another, as `walk` visits them; fields are those of `gptq`."""
 
     model: nn.Module
     batches: Sequence[Tensor]
