@@ -11,7 +11,7 @@ from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import ModelRun, SchemeRun
 from ms_compress.deployment.export import check_export, export
 from ms_compress.errors import ConfigError, DataError, ExportError
-from ms_compress.jobs.output import Output
+from ms_compress.jobs.output import RunOutput
 from ms_compress.targets.target import find_target
 from ms_compress.training.corpus import read_batch, read_tokens
 
@@ -86,7 +86,7 @@ def check(model: nn.Module, options: SchemeRun) -> None:
 
 
 def finish(
-    model: nn.Module, options: SchemeRun, place: Output, losses: Sequence[float] = ()
+    model: nn.Module, options: SchemeRun, place: RunOutput, losses: Sequence[float] = ()
 ) -> Outcome:
     """Export, and say where."""
     folder = export(

@@ -1,6 +1,5 @@
 """Models of a run file."""
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +12,8 @@ from ms_compress.files.durable import write_file, writing
 from ms_compress.models.config_file import read_config
 from ms_compress.place_lock import new_folder
 from ms_compress.tokenizer_files import read_tokenizer, text_ends, without_tokenizer
-from ms_compress.training.checkpoint import DIGEST
 
-__all__ = ["check_finite", "digest", "digest_of_file", "load", "save"]
-
-CONTENTS = (".json", ".safetensors", ".bin")
-"""Files of a folder that its model follows from."""
+__all__ = ["check_finite", "load", "save"]
 
 
 def load(folder: str | Path) -> nn.Module:
@@ -53,22 +48,6 @@ def _load_with_transformers(path: Path) -> nn.Module:
     )
     check_finite(model)
     return model
-
-
-def digest(folder: Path) -> str:
-    """Of what a model's folder holds: another one after any change to it."""
-    whole = hashlib.blake2b(digest_size=16)
-    for path in sorted(folder.iterdir()):
-        if path.suffix in CONTENTS and path.is_file():
-            whole.update(path.name.encode() + b"\0" + digest_of_file(path).encode() + b"\0")
-    return DIGEST + whole.hexdigest()
-
-
-def digest_of_file(path: Path) -> str:
-    """Of a file's bytes."""
-    with path.open("rb") as file:
-        whole = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-    return DIGEST + whole.hexdigest()
 
 
 def save(model: nn.Module, folder: Path, *, beside: Path, last: Callable[[Path], object]) -> None:

@@ -7,7 +7,7 @@ from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import QuantizeRun
 from ms_compress.jobs.finish import calibration_of, check, finish
 from ms_compress.jobs.loading import load
-from ms_compress.jobs.output import output
+from ms_compress.jobs.output import run_output
 from ms_compress.jobs.progress import Shown
 from ms_compress.methods.gptq import gptq
 from ms_compress.methods.qat import fit_scales, qat
@@ -17,7 +17,7 @@ __all__ = ["run"]
 
 def run(options: QuantizeRun) -> Outcome:
     """Round and export."""
-    with output("quantize", options) as place:
+    with run_output("quantize", options) as place:
         if place.finished:
             return place.already()
         model = load(options.model)

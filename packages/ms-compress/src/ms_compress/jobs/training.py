@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from ms_compress.commands.options import ModelRun
-from ms_compress.jobs.output import Output
+from ms_compress.jobs.output import RunOutput
 from ms_compress.jobs.progress import Shown
 from ms_compress.training.loop import tune
 
@@ -16,7 +16,7 @@ def train(
     model: nn.Module,
     text: Mapping[str, Tensor],
     options: ModelRun,
-    place: Output,
+    place: RunOutput,
     *,
     teacher: nn.Module | None = None,
     before_step: Callable[[int], object] | None = None,
@@ -36,6 +36,6 @@ def train(
             before_step=before_step,
             after_step=after_step,
             on_loss=lambda step, loss: shown.made(step, how.steps, f"loss {loss:.4f}"),
-            kept=place.kept,
-            kept_for=place.kept_for,
+            checkpoint=place.checkpoint,
+            checkpoint_identity=place.identity,
         )

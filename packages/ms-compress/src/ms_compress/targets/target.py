@@ -125,8 +125,8 @@ class Target(Format):
     """Writes into a folder that exists; all processes call it, and the first one writes. The number
     is the `accuracy_level` of `export`."""
     reader: Callable[[Path, Mapping[str, Any]], Reader]
-    """Reads tensors of a folder, whose model has a config.json, by the format's own library: by other
-    means than `write`, so that no mistake is made on both sides."""
+    """Given a folder and its model's config.json, reads tensors by the format's own library, and by
+    other means than `write`, so that no mistake is made on both sides."""
     opens: Opens
     """Opens a folder in its runtime, which also reads and writes texts."""
     runtime: str
