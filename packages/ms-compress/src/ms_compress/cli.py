@@ -1,4 +1,4 @@
-"""The command: `python -m ms_compress` and `ms-compress`, a skin over public classes."""
+"""The command: `python -m ms_compress` and `ms-compress`, a skin over public functions."""
 
 import argparse
 import sys

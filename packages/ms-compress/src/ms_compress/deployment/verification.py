@@ -46,7 +46,7 @@ ROUNDED_INPUTS = 0.02
 
 @frozen(kw_only=True)
 class Agreement:
-    """How far a runtime's logits lie from the model's, and a text that it wrote."""
+    """How far a runtime's logits are from the model's, and a text that it wrote."""
 
     mean: float
     """Of absolute differences."""
@@ -198,7 +198,7 @@ def _limit(model: nn.Module, target: Target) -> float:
 
 
 def compare(expected: Tensor, got: Tensor) -> Agreement:
-    """How far logits (B, S, V) lie from those expected."""
+    """Measure how far logits (B, S, V) are from those expected."""
     if expected.shape != got.shape:
         raise VerifyError(
             f"the runtime gives logits of shape {tuple(got.shape)}, the model"
@@ -214,7 +214,7 @@ def compare(expected: Tensor, got: Tensor) -> Agreement:
 
 
 def probe(vocabulary: int) -> Tensor:
-    """Tokens (2, 48) spread over a vocabulary, always the same."""
+    """Return tokens (2, 48) spread over a vocabulary, always the same."""
     count = PROBE_ROWS * PROBE_POSITIONS
     numbers = torch.arange(count, dtype=torch.int64) * 2654435761 % vocabulary
     return numbers.view(PROBE_ROWS, PROBE_POSITIONS)

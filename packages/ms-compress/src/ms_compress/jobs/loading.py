@@ -1,4 +1,4 @@
-"""Models of a run file."""
+"""Loading and saving the models that a run file names."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ __all__ = ["check_finite", "load", "save"]
 
 
 def load(folder: str | Path) -> nn.Module:
-    """A Hugging Face folder's model: by ms-parallel where it is installed, else by transformers.
+    """Load a Hugging Face folder's model, by ms-parallel if it is installed, else by transformers.
 
     Raises:
         ConfigError: the folder is none, or neither package is installed.
@@ -75,7 +75,7 @@ def save(model: nn.Module, folder: Path, *, beside: Path, last: Callable[[Path],
 
 
 def check_finite(model: nn.Module, *, failed: bool = False) -> None:
-    """Refuse a model with a value that is no number, and say in which tensor.
+    """Refuse a model with NaN or infinite values, and name the tensor.
 
     Args:
         model: is looked at.
@@ -95,7 +95,7 @@ def check_finite(model: nn.Module, *, failed: bool = False) -> None:
 
 
 def _write_beside(folder: Path, source: Path) -> None:
-    """The tokenizer of the model's source, and how its texts end, in each place that says it."""
+    """Write the source model's tokenizer and how its texts end, in each file that says it."""
     path = folder / "config.json"
     config = read_config(folder)
     files = read_tokenizer(source) if (source / "tokenizer.json").is_file() else None

@@ -33,7 +33,7 @@ CONTENTS = "contents of {}"
 
 @frozen(kw_only=True)
 class RunOutput:
-    """The place of a run's folder, held for this run."""
+    """The output folder of one run, while that run holds it."""
 
     folder: Path
     run: RunSeal
@@ -86,7 +86,7 @@ class RunOutput:
 
 @contextmanager
 def run_output(command: str, options: ModelRun) -> Iterator[RunOutput]:
-    """Hold the place of a run's folder, from before its work until it is written.
+    """Hold a run's output folder, from before its work until it is written.
 
     Raises:
         ConfigError: the folder is there and nothing says whose it is, or the checkpoint of its
@@ -108,7 +108,7 @@ def run_output(command: str, options: ModelRun) -> Iterator[RunOutput]:
 
 
 def _check_owner(made: RunOutput) -> None:
-    """Refuse a folder that is not this very run's."""
+    """Refuse a folder that another run wrote."""
     owner = owner_of(made.folder)
     if owner is None:
         raise ConfigError(f"{made.folder} exists; remove it, or choose another output_dir")
@@ -129,12 +129,12 @@ def _check_owner(made: RunOutput) -> None:
 
 
 def _flat(seal: RunSeal) -> RunSeal:
-    """Its identity as settings beside the others."""
+    """Return a seal whose identity stands among its settings."""
     return structs.replace(seal, identity={}, settings={**seal.identity, **seal.settings})
 
 
 def _run(command: str, options: ModelRun) -> RunSeal:
-    """What a run is: its command, model and text, and its settings as JSON holds them."""
+    """Describe a run: its command, model and text, and its settings as JSON holds them."""
     settings = {
         name: _plain(value)
         for name, value in attrs.asdict(options, recurse=False).items()
@@ -154,7 +154,7 @@ def _run(command: str, options: ModelRun) -> RunSeal:
 
 
 def _plain(value: object) -> Any:
-    """A setting as JSON holds it."""
+    """Convert a setting to what JSON holds."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return list(value) if isinstance(value, tuple) else str(value)

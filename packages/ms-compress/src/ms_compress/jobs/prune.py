@@ -47,7 +47,7 @@ def run(options: PruneRun) -> Outcome:
 
 
 def _prune(model: nn.Module, options: PruneRun) -> GradualPruning | None:
-    """At once, or by the schedule that is returned."""
+    """Prune at once, or return the schedule by which the training prunes."""
     if options.method == "gradual":
         half = max(1, options.tuning.steps // 2)
         return GradualPruning(how=options.pattern, end=half, exceptions=options.exceptions)

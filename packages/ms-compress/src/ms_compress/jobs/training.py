@@ -1,4 +1,4 @@
-"""How the commands train: with progress on standard error, and going on after a kill."""
+"""Training as the commands do it: with progress, and going on after a kill."""
 
 from collections.abc import Callable, Mapping
 
@@ -22,7 +22,7 @@ def train(
     before_step: Callable[[int], object] | None = None,
     after_step: Callable[[int], object] | None = None,
 ) -> list[float]:
-    """`tune` on what `text_of` read of the run's dataset.
+    """Train with `tune` on the rows that `training_rows` read of the run's dataset.
 
     Until the run's folder is there, a file beside it keeps the state; `place.end` removes it.
     """

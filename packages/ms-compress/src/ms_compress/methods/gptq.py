@@ -154,7 +154,7 @@ def gptq_weight(
     act_order: bool = False,
     fit_scales: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A weight whose values are all on the scheme's grid, and the scales (N, G) of that grid.
+    """Round one weight by GPTQ; returns it (N, K) and the scales (N, G) that it was rounded at.
 
     Args:
         name: of the layer, for messages.
@@ -205,13 +205,13 @@ def gptq_weight(
 
 
 def _scales(weight: Tensor, scheme: Scheme, cost: Tensor | None) -> Tensor:
-    """The scheme's own, or those that err least at a cost (K,) of each feature; (N, G)."""
+    """Return the scheme's own scales, or those that err least at a cost (K,) a feature; (N, G)."""
     factor = None if cost is None else fitted_factor(weight, scheme, cost)
     return scales_of(weight, scheme, factor)
 
 
 def _inverse_root(name: str, hessian: Tensor, damping: float) -> Tensor:
-    """Upper Cholesky factor of the damped Hessian's inverse."""
+    """Return the upper Cholesky factor of the damped Hessian's inverse."""
     damped = hessian.clone()
     diagonal = damped.diagonal()
     diagonal[diagonal == 0] = 1.0  # a feature that is never used
@@ -229,13 +229,13 @@ def _inverse_root(name: str, hessian: Tensor, damping: float) -> Tensor:
 
 
 def _nearest_of_code(weight: Tensor, rounded: Tensor, scales: Tensor) -> Tensor:
-    """Weights (N, K), moved no further than for each to be rounded as given."""
+    """Move weights (N, K) no further than for each to be rounded to its given code."""
     reach = CELL * scales.abs().repeat_interleave(weight.shape[1] // scales.shape[1], dim=1)
     return weight.clamp(rounded - reach, rounded + reach).to(weight.dtype)
 
 
 def _factor(rounded: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
-    """The factor that makes the scheme's own scales of a rounded weight those it was rounded at.
+    """Return the factor that turns the scheme's own scales into those of the rounding.
 
     Where the sign of a signed scale differs, no code is -2^(bits-1), so codes merely change sign.
     """

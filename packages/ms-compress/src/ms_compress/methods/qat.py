@@ -119,7 +119,7 @@ def fit_scales(model: nn.Module) -> None:
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """This process's part; groups of weights never cross a boundary between processes."""
+    """Return this process's part; groups of weights never cross a boundary between processes."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -131,7 +131,7 @@ def set_quantising(model: nn.Module, on: bool) -> None:
 
 @frozen(kw_only=True)
 class FloatThenQuantised:
-    """A schedule: some steps in float, then as the target will compute."""
+    """A schedule of some steps in float, and then as the target will compute."""
 
     float_steps: int
     """How many."""
@@ -141,14 +141,14 @@ class FloatThenQuantised:
             raise ConfigError(f"float_steps is {self.float_steps}; give 0 or more")
 
     def apply(self, model: nn.Module, step: int) -> bool:
-        """Set the model as step number `step`, from 0, wants it; whether it quantises."""
+        """Set the model for step number `step`, from 0; returns whether it quantises."""
         on = step >= self.float_steps
         set_quantising(model, on)
         return on
 
 
 def _check_wrappers(model: nn.Module, *, sharded: bool, learned_scales: bool) -> None:
-    """Refuse what came around a model before its learned scales did."""
+    """Refuse learned scales in a model that FSDP or DDP wraps already."""
     if learned_scales and sharded:
         raise OrderError(
             "learned scales are parameters, which fully_shard must see; prepare first, then shard"
@@ -163,7 +163,7 @@ def _check_wrappers(model: nn.Module, *, sharded: bool, learned_scales: bool) ->
 def _check_embeddings(
     model: nn.Module, how: Scheme, chosen: Container[str], *, embeddings: bool, head: bool
 ) -> None:
-    """A tied weight is one tensor in the file: both uses are rounded, or neither."""
+    """Refuse to round one use of a tied weight alone: it is one tensor in the file."""
     if embeddings and not how.embeddings:
         raise LayerError(
             f"{how} holds no quantised embedding that its runtime reads;"
@@ -201,7 +201,7 @@ def _round_head_input(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None
 
 @frozen(eq=False)
 class _HeadInput:
-    """A hook of the final norm."""
+    """A hook of the final norm that rounds the head's input."""
 
     head: Prepared
 

@@ -25,7 +25,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 @frozen(kw_only=True)
 class Activations:
-    """How a target rounds the input of a linear layer while it runs."""
+    """Rules by which a target rounds the input of a linear layer while it runs."""
 
     bits: int
     group: int | None
@@ -44,7 +44,7 @@ class Activations:
 
 @frozen(kw_only=True)
 class Scheme:
-    """How weights, and while it runs activations, are held in a few bits."""
+    """Rules by which a target holds weights, and rounds activations while it runs."""
 
     name: str
     target: str
@@ -84,11 +84,6 @@ class Scheme:
                 f"{self.name}: group is {self.group}; {self.target} takes groups of"
                 f" {', '.join(map(str, self.groups))}"
             )
-
-    @property
-    def symmetric(self) -> bool:
-        """A weight of zero has code zero, always: so zeros of a mask survive."""
-        return True
 
     @property
     def divisor(self) -> float:

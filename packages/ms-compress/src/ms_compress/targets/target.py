@@ -42,11 +42,11 @@ class Runtime(Protocol):
     name: str
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """(B, S) int64 to (B, S, V) float32."""
+        """Return logits (B, S, V) float32 of tokens (B, S) int64."""
         ...
 
     def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
-        """Seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
+        """Measure the seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
         ...
 
 
@@ -54,15 +54,15 @@ class TextRuntime(Runtime, Protocol):
     """One that reads and writes texts with what its folder says of them."""
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, in which special tokens are what they spell; none is added."""
+        """Return tokens of a text; special tokens in it are recognised, and none is added."""
         ...
 
     def ends(self) -> frozenset[int]:
-        """The tokens at which it ends a text by itself."""
+        """Return the tokens at which the runtime ends a text by itself."""
         ...
 
     def generate(self, tokens: list[int], most: int) -> list[int]:
-        """The likeliest next tokens, until one of them ends the text, `most` of them at most."""
+        """Return the likeliest next tokens until one ends the text, `most` of them at most."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A folder's tokenizer.json, read by the library that defines it."""
+"""Reading a folder's tokenizer.json by the library that defines it."""
 
 from collections.abc import Callable
 from pathlib import Path

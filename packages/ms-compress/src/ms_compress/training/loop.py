@@ -94,7 +94,7 @@ def _nothing(*_: object) -> None:
 
 
 def _as_batch(text: Tensor | Mapping[str, Tensor], options: Tuning) -> dict[str, Tensor]:
-    """`tokens`, `targets` and `weights` of `sequence_length`."""
+    """Return `tokens`, `targets` and `weights`, cut to `sequence_length`."""
     if isinstance(text, Tensor):
         text = {"tokens": text[:, :-1], "targets": text[:, 1:]}
     tokens, length = text["tokens"], options.sequence_length
@@ -170,7 +170,7 @@ def _train(
 
 
 def _optimizer(model: nn.Module, options: Tuning) -> torch.optim.Optimizer:
-    """AdamW, with `ratio` in each group: what its learning rate is multiplied by."""
+    """Make AdamW, with `ratio` in each group: what its learning rate is multiplied by."""
     scales = [p for name, p in model.named_parameters() if name.endswith(FACTOR)]
     known = {id(p) for p in scales}
     groups = [
@@ -206,7 +206,7 @@ def _loss(
 
 
 def _of_text(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    """Mean loss of the targets that count, each as much as its weight."""
+    """Return the mean loss of the targets that count, each as much as its weight."""
     flat = logits.float().flatten(0, 1), targets.flatten()
     if weights is None:
         return F.cross_entropy(*flat)
@@ -215,7 +215,7 @@ def _of_text(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def _batches(rows: int, options: Tuning) -> Iterator[Tensor]:
-    """Row numbers of each batch; every row once before any comes again."""
+    """Yield row numbers of each batch; every row comes once before any comes again."""
     generator = torch.Generator().manual_seed(options.seed)
     waiting = torch.empty(0, dtype=torch.int64)
     while True:

@@ -1,6 +1,6 @@
 """The schemes of compressed-tensors: symmetric integers.
 
-WholeModel: `calculate_qparams` and `quantize` of compressed-tensors.
+Source: `calculate_qparams` and `quantize` of compressed-tensors.
 """
 
 from attrs import evolve

@@ -2,7 +2,7 @@
 
 Weights are `pack-quantized`: a row's codes, plus 2^(bits-1), as a stream of bits in int32 words,
 the first in the lowest bits. Of 8 bits, with inputs rounded too, they are `int-quantized`.
-WholeModel: compressed-tensors, `pack_to_int32` and `QuantizationConfig`.
+Source: compressed-tensors, `pack_to_int32` and `QuantizationConfig`.
 """
 
 import json
@@ -79,7 +79,7 @@ def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) 
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes (N, K) int8, from -2^(bits-1), as (N, ceil(K · bits / 32)) int32."""
+    """Pack codes (N, K) int8, from -2^(bits-1), into (N, ceil(K · bits / 32)) int32."""
     raised = (codes.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8).numpy()
     stream = np.unpackbits(raised[..., None], axis=-1, bitorder="little")[..., :bits]
     flat = stream.reshape(len(raised), -1)
@@ -89,7 +89,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _passes(tensors: Mapping[str, WholeTensor]) -> Iterator[tuple[WholeTensor, dict[str, Slot]]]:
-    """What to write in which order: wider dtypes first, so that each tensor begins aligned."""
+    """Order what is written: wider dtypes first, so that each tensor begins aligned."""
     for size in (8, 4, 2, 1):
         for entry in tensors.values():
             places = {n: slot for n, slot in _slots(entry).items() if slot.dtype.itemsize == size}
@@ -130,7 +130,7 @@ def _tensors(entry: WholeTensor, value: Quantised | Tensor) -> dict[str, Tensor]
 
 
 def _quantization(model: WholeModel) -> dict[str, Any]:
-    """The `quantization_config` of config.json."""
+    """Return the `quantization_config` of config.json."""
     weights = [each for each in model.tensors.values() if each.name.endswith(".weight")]
     linear = [each for each in weights if each.kind == "linear"]
     scheme, first = next((e.scheme, e) for e in linear if e.scheme is not None)
@@ -156,7 +156,7 @@ def _quantization(model: WholeModel) -> dict[str, Any]:
 
 
 def _is_packed(entry: WholeTensor) -> bool:
-    """Transformers reads `int-quantized` weights with rounded inputs alone."""
+    """Whether codes are packed: unpacked ones transformers reads with rounded inputs alone."""
     assert entry.scheme is not None
     return entry.scheme.bits < 8 or entry.activations is None
 

@@ -38,7 +38,7 @@ def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
 
 
 def _halves(rows: int, heads: int) -> Tensor:
-    """Where llama.cpp has the rows of heads that are rotated by halves: 0, 2, ..., 1, 3, ..."""
+    """Return where llama.cpp has the rows of heads that rotate by halves: 0, 2, ..., 1, 3, ..."""
     width = rows // heads
     row = torch.arange(rows)
     place = row % width

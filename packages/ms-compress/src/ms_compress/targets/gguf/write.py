@@ -1,7 +1,7 @@
-"""GGUF files for llama.cpp, written by the `gguf` library.
+"""Writing GGUF files for llama.cpp, by the `gguf` library.
 
 llama.cpp rotates neighbouring pairs where Hugging Face's Llama rotates halves, so the rows of q
-and k change places, with their scales and biases. WholeModel: convert_hf_to_gguf.py, `permute`.
+and k change places, with their scales and biases. Source: convert_hf_to_gguf.py, `permute`.
 """
 
 from contextlib import closing
@@ -105,7 +105,7 @@ def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) 
 
 
 def tensor_name(name: str) -> str:
-    """llama.cpp's name of a Hugging Face parameter."""
+    """Return llama.cpp's name of a Hugging Face parameter."""
     module, _, kind = name.rpartition(".")
     if module in ENDS:
         return f"{ENDS[module]}.{kind}"
@@ -114,13 +114,13 @@ def tensor_name(name: str) -> str:
 
 
 def permuted(rows: Tensor, heads: int) -> Tensor:
-    """Rows (heads · D, ...) of q or k in llama.cpp's order: of each head 0, D/2, 1, D/2 + 1, ..."""
+    """Put rows (heads · D, ...) of q or k in llama.cpp's order: 0, D/2, 1, D/2 + 1, ... a head."""
     split = rows.reshape(heads, 2, -1, *rows.shape[1:])
     return split.transpose(1, 2).reshape(rows.shape)
 
 
 def pack(value: Quantised, bits: int) -> Bytes:
-    """Blocks of 32 codes with their scale: (N, G · 18) or (N, G · 34) bytes.
+    """Pack blocks of 32 codes with their scale into (N, G · 18) or (N, G · 34) bytes.
 
     Of 4 bits, byte j of a block holds code j in its low half and code j + 16 in its high half.
     """

@@ -34,14 +34,14 @@ CONTRIBUTED = ("GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits")
 
 
 def pack(value: Quantised) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """Codes (N, K) as (N, G, group / 2) bytes, plus 8, the even one in the low half."""
+    """Pack codes (N, K), plus 8, into (N, G, group / 2) bytes, the even one in the low half."""
     raised = (value.codes + 8).to(torch.uint8)
     packed = raised[:, 0::2] | (raised[:, 1::2] << 4)
     return packed.view(*value.scales.shape, -1).numpy()
 
 
 class Graph:
-    """Builds the decoder's graph node by node.
+    """A decoder's graph, built node by node.
 
     Args:
         onnx: the library.
@@ -60,7 +60,7 @@ class Graph:
         self.read: dict[str, Quantised | Tensor] = {}
 
     def build(self) -> Any:
-        """The whole model."""
+        """Build the whole model."""
         # All processes read in this order.
         self.read = {name: self._read(name) for name in self.model.tensors}
         self._positions()
@@ -92,7 +92,7 @@ class Graph:
         return name
 
     def _positions(self) -> None:
-        """Lengths, each token's position, which keys count, and the rotary tables.
+        """Add lengths, each token's position, which keys count, and the rotary tables.
 
         Keys of a row lie where its tokens do, filled places too: where these are is told by the
         mask alone, on the left, on the right or between a prompt and what follows it.
@@ -143,7 +143,7 @@ class Graph:
         self._constant("sin_cache", angles.sin())
 
     def _embedding(self) -> str:
-        """Rows by token; a weight that the head shares is stored once, and laid out for it anew."""
+        """Look rows up by token; a weight that the head shares is stored once."""
         module = "model.embed_tokens"
         value = self.read[f"{module}.weight"]
         if isinstance(value, Tensor):
@@ -198,7 +198,7 @@ class Graph:
         return out
 
     def _codes(self, module: str, value: Quantised) -> tuple[str, str]:
-        """Codes as MatMulNBits wants them, (N, G, group / 2), and scales; stored once."""
+        """Give codes as MatMulNBits takes them, (N, G, group / 2), and scales; stored once."""
         codes, scales = f"{module}.codes", f"{module}.scales"
         if not self._is_stored(f"{module}.rows"):
             self._constant(codes, pack(value))

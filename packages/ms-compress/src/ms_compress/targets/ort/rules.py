@@ -1,6 +1,6 @@
 """The schemes of onnxruntime's MatMulNBits.
 
-WholeModel: `BlockwiseQuantizer` of MLAS, symmetric, which rounds once it has added the zero point.
+Source: `BlockwiseQuantizer` of MLAS, symmetric, which rounds once it has added the zero point.
 """
 
 from ms_compress.quantisation.scheme import Scheme

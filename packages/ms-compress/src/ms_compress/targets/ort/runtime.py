@@ -1,4 +1,4 @@
-"""onnxruntime on the CPU."""
+"""onnxruntime on the CPU as the runtime of ONNX files."""
 
 from contextlib import redirect_stdout
 from io import StringIO
@@ -44,18 +44,18 @@ class OnnxRuntime:
         self.key_heads, self.width = sizes[1], sizes[3]
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, in which special tokens are what they spell; none is added."""
+        """Return tokens of a text; special tokens in it are recognised, and none is added."""
         return encoder(self.folder)(text)
 
     def ends(self) -> frozenset[int]:
-        """What generation_config.json names: onnxruntime itself knows nothing of texts."""
+        """Return the ends that generation_config.json names: onnxruntime knows nothing of texts."""
         path = self.folder / "generation_config.json"
         found = read_json(path, dict[str, Any], error=ExportError) if path.is_file() else {}
         said = found.get("eos_token_id")
         return frozenset(said if isinstance(said, list) else [] if said is None else [said])
 
     def generate(self, tokens: list[int], most: int) -> list[int]:
-        """The likeliest next tokens, until one of them ends the text, `most` of them at most."""
+        """Return the likeliest next tokens until one ends the text, `most` of them at most."""
         ends, made = self.ends(), list[int]()
         logits, *past = self._run(np.array([tokens], dtype=np.int64), self._empty(1))
         while len(made) < most:
@@ -66,7 +66,7 @@ class OnnxRuntime:
         return made
 
     def _run(self, tokens: Any, past: list[Any]) -> list[Any]:
-        """Logits and the keys and values of all positions so far."""
+        """Return logits, and the keys and values of all positions so far."""
         total = past[0].shape[2] + tokens.shape[1]
         names = [
             f"past_key_values.{layer}.{each}"
@@ -85,12 +85,12 @@ class OnnxRuntime:
         return [np.zeros(shape, dtype=np.float32) for _ in range(2 * self.layers)]
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """(B, S) int64 to (B, S, V) float32."""
+        """Return logits (B, S, V) float32 of tokens (B, S) int64."""
         out = self._run(tokens.numpy(), self._empty(len(tokens)))
         return torch.from_numpy(out[0])
 
     def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
-        """Seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
+        """Measure the seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
         began = perf_counter()
         logits, *past = self._run(np.array([tokens], dtype=np.int64), self._empty(1))
         prefilled = perf_counter()
