@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from ms_compress import qat
 from ms_compress.targets.rules import NAMES
-from ms_parallel.models import Decoder, DecoderConfig, initialise
+from ms_parallel.models import Decoder, DecoderConfig
+from ms_parallel.weights import initialise
 
 ROUNDS = 9
 SIZES = DecoderConfig(

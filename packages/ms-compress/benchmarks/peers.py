@@ -25,7 +25,7 @@ from ms_compress import ExportError, export, fit_scales, gptq, perplexity, qat, 
 from ms_compress.evaluation.measure import Evaluation, evaluate
 from ms_compress.report import table
 from ms_compress.training.corpus import rows
-from ms_parallel.models import load_model
+from ms_parallel.weights import load_model
 
 LENGTH = 256
 

@@ -29,7 +29,7 @@ from ms_compress.targets.target import open_runtime
 from ms_compress.training.corpus import rows
 from ms_compress.training.distillation import distillation_loss
 from ms_compress.training.loop import Tuning, tune
-from ms_parallel.models import load_model
+from ms_parallel.weights import load_model
 
 LENGTH = 256
 FOUR_BITS = ("ct.int4_g32", "ort.matmulnbits", "gguf.q4_0")

@@ -28,7 +28,7 @@ from ms_compress.methods.pruning import keep_zeros, prune, sparsity
 from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import open_runtime
 from ms_compress.training.corpus import rows
-from ms_parallel.models import load_model, save_model
+from ms_parallel.weights import load_model, save_model
 
 
 def main() -> None:

@@ -31,7 +31,8 @@ from ms_compress.models.selection import blocks_of
 from ms_compress.training.distillation import Divergence, distillation_loss
 from ms_compress.training.hidden_states import HiddenStates, hidden_distance
 from ms_compress.training.loop import Tuning, tune
-from ms_parallel.models import Decoder, DecoderConfig, initialise
+from ms_parallel.models import Decoder, DecoderConfig
+from ms_parallel.weights import initialise
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "skewed"])

@@ -25,7 +25,8 @@ from ms_compress.targets.ct.write import pack
 from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import open_runtime
 from ms_parallel import AdamWConfig, Engine, NextTokenLoss, load_model, save_model
-from ms_parallel.models import TransformerXL, TransformerXLConfig, initialise
+from ms_parallel.models import TransformerXL, TransformerXLConfig
+from ms_parallel.weights import initialise
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "ms_parallel": decoder,

@@ -21,7 +21,8 @@ from models import decoder, qwen2, qwen3, tokens
 from ms_compress import ExportError, export, qat
 from ms_compress.cli import main
 from ms_compress.models.logits import model_logits
-from ms_parallel.models import Decoder, initialise
+from ms_parallel.models import Decoder
+from ms_parallel.weights import initialise
 
 FILLED, LENGTH = 7, 20
 

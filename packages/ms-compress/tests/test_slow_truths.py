@@ -25,7 +25,7 @@ from ms_compress.targets.target import open_runtime
 from ms_compress.training.distillation import Divergence, distillation_loss
 from ms_compress.training.engine_distillation import DistillationLoss, engine_teacher
 from ms_parallel import Engine
-from ms_parallel.optimizer import AdamWConfig
+from ms_parallel.engine.optimizer import AdamWConfig
 
 
 def naive_gptq(
@@ -357,7 +357,7 @@ def test_masks_are_exact_after_fifty_steps_and_in_the_runtime(
 
 def with_the_engine(folder: Path, wanted: dict[str, Tensor], batch: dict[str, Tensor]) -> nn.Module:
     """Fifty updates of ms-parallel's engine and its own AdamW."""
-    from ms_parallel.loss import NextTokenLoss
+    from ms_parallel.engine.loss import NextTokenLoss
 
     def prepare(stage: nn.Module) -> None:
         set_masks(stage, wanted)

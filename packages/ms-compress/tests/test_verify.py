@@ -18,8 +18,8 @@ from mutants import GGUF, mutate_gguf, mutate_onnx, mutate_safetensors
 from ms_compress import ExportError, VerifyError, export, qat, verify
 from ms_compress.deployment.verification import check_weights, probe
 from ms_compress.targets.target import open_runtime
-from ms_parallel.models import Decoder, initialise
-from ms_parallel.models.config import RopeScaling
+from ms_parallel.models import Decoder, RopeScaling
+from ms_parallel.weights import initialise
 
 UNASKED = (2, 5)
 """Tokens that the probe of their vocabulary lacks."""

@@ -19,7 +19,8 @@ class TorchRuntime:
 
     def __init__(self, folder: Path) -> None:
         try:
-            from ms_parallel.models import KeyValueCache, load_model
+            from ms_parallel.models import KeyValueCache
+            from ms_parallel.weights import load_model
         except ImportError as error:
             raise ExportError(
                 "running a plain model needs ms-parallel: pip install 'ms-compress[parallel]'"
