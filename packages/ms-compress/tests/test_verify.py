@@ -18,8 +18,7 @@ from mutants import GGUF, mutate_gguf, mutate_onnx, mutate_safetensors
 from ms_compress import ExportError, VerifyError, export, qat, verify
 from ms_compress.runtimes import open_runtime
 from ms_compress.verification import check_weights, probe
-from ms_parallel.models import Decoder
-from ms_parallel.models.config import RopeScaling
+from ms_parallel.models import Decoder, RopeScaling
 from ms_parallel.weights import initialise
 
 UNASKED = (2, 5)

@@ -23,8 +23,9 @@ from ms_parallel.cluster.agreement import first_does
 from ms_parallel.cluster.groups import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.watch import Heartbeat, position
-from ms_parallel.engine.gradients import local_part
-from ms_parallel.engine.loss import Batch, NextTokenLoss, Output, VocabularyParallelLoss
+from ms_parallel.engine.loss import Batch, NextTokenLoss, Output
+from ms_parallel.operators.split_vocabulary import VocabularyParallelLoss
+from ms_parallel.split.part import local_part
 
 
 def digests(layout: str) -> list[str]:

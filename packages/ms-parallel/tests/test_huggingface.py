@@ -21,8 +21,7 @@ from torch import Tensor
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ModelError, ParallelError
 from ms_parallel.models import architecture
-from ms_parallel.models.huggingface_config import from_document
-from ms_parallel.models.registry import build_model
+from ms_parallel.models.registry import build_model, from_document
 from ms_parallel.weights import initialise, load_model, load_weights, save_model
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -12,8 +12,8 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
 from ms_parallel.models import ModelConfig, StagedModel, architecture, model_plan
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.models.registry import ARCHITECTURES, parameter_shapes
-from ms_parallel.operators.plain import Ops
+from ms_parallel.models.registry import architectures, parameter_shapes
+from ms_parallel.operators import Ops
 from ms_parallel.pipeline.choice import Tables
 from ms_parallel.split.own_model import WHOLE, OwnModelConfig, build_own, check_own
 from ms_parallel.split.recompute import Recompute
@@ -112,6 +112,6 @@ def _check_memory(config: ModelConfig, layout: Layout) -> None:
 
 def _weights_in(model: str | Path | ModelConfig) -> Path | None:
     """The folder to read weights from, if `model` is one that has any."""
-    if not isinstance(model, str | Path) or str(model) in ARCHITECTURES:
+    if not isinstance(model, str | Path) or str(model) in architectures():
         return None
     return Path(model) if has_weights(model) else None

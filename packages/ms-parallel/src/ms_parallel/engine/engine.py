@@ -10,13 +10,13 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
+from ms_parallel import operators
 from ms_parallel.cluster.groups import Groups, connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.assembly import Given, build_stages, describe
 from ms_parallel.engine.generation import Sampling, generate
 from ms_parallel.engine.gradients import (
     is_counted,
-    local_part,
     reduce_gradients,
     scale,
     squared_norm,
@@ -28,16 +28,15 @@ from ms_parallel.engine.state import load_state, state_of
 from ms_parallel.errors import ConfigError, ParallelError
 from ms_parallel.models import KeyValueCache
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.operators import plain as plain_ops
-from ms_parallel.operators.plain import Ops
+from ms_parallel.operators import Ops
 from ms_parallel.pipeline.choice import Choice, Tables
 from ms_parallel.pipeline.recorder import Recorder, gather_times
 from ms_parallel.pipeline.runtime import Runtime, call_stage
 from ms_parallel.pipeline.step_file import RecordedStep
 from ms_parallel.split.own_model import OwnModelConfig, call_own
+from ms_parallel.split.part import drop_gathered, local_part
 from ms_parallel.split.precision import warn_of_slow_bfloat16
 from ms_parallel.split.recompute import Recompute
-from ms_parallel.split.sharding import reshard
 from ms_parallel.split.tensor_parallel import is_whole
 
 __all__ = ["Engine", "Update"]
@@ -121,7 +120,7 @@ class Engine:
         self.groups = groups or connect(layout, device=device)
         if mixed_precision and dist.get_rank() == 0:
             warn_of_slow_bfloat16(self.device)
-        self.ops: Ops = ops or plain_ops
+        self.ops: Ops = ops or operators
         self.microbatch_size = microbatch_size
         self.on_nonfinite = on_nonfinite
         self.step = 0
@@ -254,7 +253,7 @@ class Engine:
         """
         results = self.forward(self._microbatches(batch), function)
         for stage in self.stages.values():
-            reshard(stage)
+            drop_gathered(stage)
         whole = torch.cat(results) if results else None
         return self.runtime.mailbox.share(whole, self.placement[-1])
 

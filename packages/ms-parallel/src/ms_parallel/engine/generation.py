@@ -12,7 +12,7 @@ from torch import Tensor
 from ms_parallel.engine.loss import Batch, Output
 from ms_parallel.errors import ConfigError
 from ms_parallel.models import KeyValueCache
-from ms_parallel.split.sharding import reshard
+from ms_parallel.split.part import drop_gathered
 
 if TYPE_CHECKING:
     from ms_parallel.engine.engine import Engine
@@ -83,7 +83,7 @@ def generate(
         batch = window.next(tokens, index)
         held += 1
     for stage in engine.stages.values():
-        reshard(stage)
+        drop_gathered(stage)
     rows = torch.stack(written, dim=1).tolist() if written else [[] for _ in prompts]
     return [_until(row, stops) for row in rows]
 

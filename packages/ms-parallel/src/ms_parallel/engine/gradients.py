@@ -5,12 +5,12 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.plan import ModelPlan
+from ms_parallel.split.part import local_gradient
 
-__all__ = ["is_counted", "local_part", "reduce_gradients", "scale", "squared_norm"]
+__all__ = ["is_counted", "reduce_gradients", "scale", "squared_norm"]
 
 
 def reduce_gradients(
@@ -32,7 +32,7 @@ def reduce_gradients(
         placement: pipeline rank of each stage.
         groups: the layout's processes.
     """
-    gradients = local_gradients(parameters)
+    gradients = {name: local_gradient(parameter) for name, parameter in parameters.items()}
     sum_over_tensor([gradients[name] for name in whole], groups)
     first, last = placement[0], placement[-1]
     for owner, copy in tied if len(placement) > 1 else ():
@@ -51,26 +51,6 @@ def is_counted(name: str, plan: ModelPlan, placement: Sequence[int], groups: Gro
     if groups.place.tensor > 0 and plan.split_dim(name) is None:
         return False
     return not (len(placement) > 1 and name in {copy for _, copy in plan.tied})
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor, sharing its storage."""
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
-
-
-def local_gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This process's part of each gradient, by name; zeros where nothing flowed."""
-    gradients = {}
-    for name, parameter in parameters.items():
-        gradient = parameter.grad
-        if gradient is None:
-            gradients[name] = torch.zeros_like(local_part(parameter))
-            continue
-        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-            gradient = gradient.redistribute(placements=parameter.placements)
-        gradients[name] = local_part(gradient)
-    return gradients
 
 
 def sum_over_tensor(gradients: Sequence[Tensor], groups: Groups) -> None:

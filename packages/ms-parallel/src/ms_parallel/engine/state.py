@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ms_parallel.engine.gradients import local_part
 from ms_parallel.errors import CheckpointError
+from ms_parallel.split.part import laid_out_like, local_part
 
 if TYPE_CHECKING:
     from ms_parallel.engine.engine import Engine
@@ -33,7 +32,7 @@ def state_of(engine: "Engine") -> dict[str, Tensor]:
             continue
         state[name] = parameter.detach()
         for prefix, moment in zip(MOMENTS, engine.optimizer.moments[own_name], strict=True):
-            state[prefix + name] = _like(parameter, moment)
+            state[prefix + name] = laid_out_like(parameter, moment)
     state[TAKEN] = torch.tensor(engine.optimizer.taken, dtype=torch.int64)
     state[STEP] = torch.tensor(engine.step, dtype=torch.int64)
     return state
@@ -73,17 +72,3 @@ def _refresh_copies(engine: "Engine") -> None:
             moments = engine.optimizer.moments
             for target, source in zip(moments[copy], moments[owner], strict=True):
                 target.copy_(source)
-
-
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """`local` as this process's part of a tensor laid out like `parameter`."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

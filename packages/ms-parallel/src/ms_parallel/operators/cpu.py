@@ -11,7 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["RMSNorm", "Rotate", "serves"]
+__all__ = ["RMSNorm", "Rotate", "serves", "widen"]
+
+
+def widen(x: Tensor) -> Tensor:
+    """`x` in the dtype that sums are kept in: float32, or float64 for float64."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def serves(*tensors: Tensor) -> bool:

@@ -1,82 +1,18 @@
-"""The operators a model is made of: the seam's Protocol, and the default in plain torch.
+"""Norm, rotation, gate and attention in plain torch: the default operators of a model.
 
-The module itself fits `Ops`, and so does `ms_kernels`: pass either as `ops=`.
-Shapes: B rows, S positions, H hidden, V vocabulary, D width of one head. Losses, norms and angles
-are computed in float32, in float64 for float64.
+Shapes: B rows, S positions, H hidden, D width of one head. Norms and angles are computed in
+float32, in float64 for float64.
 """
 
 import weakref
-from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ms_parallel.operators import cpu as cpu_ops
+from ms_parallel.operators import cpu
 
-__all__ = [
-    "Ops",
-    "attention",
-    "cross_entropy",
-    "linear_cross_entropy",
-    "rms_norm",
-    "rotary",
-    "swiglu",
-]
-
-Reduction = Literal["mean", "sum", "none"]
-
-_CHUNK_BYTES = 1 << 28
-"""Logits of one chunk of `linear_cross_entropy`; up to this much they are kept, not recomputed."""
-
-
-class Ops(Protocol):
-    """What a model asks of its operators."""
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float = ...) -> Tensor:
-        """As `ms_parallel.operators.plain.rms_norm`."""
-        ...
-
-    def rotary(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = ...
-    ) -> tuple[Tensor, Tensor]:
-        """As `ms_parallel.operators.plain.rotary`."""
-        ...
-
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """As `ms_parallel.operators.plain.swiglu`."""
-        ...
-
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = ...,
-        documents: Tensor | None = ...,
-        window: int | None = ...,
-        scale: float | None = ...,
-    ) -> Tensor:
-        """As `ms_parallel.operators.plain.attention`."""
-        ...
-
-    def linear_cross_entropy(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        *,
-        ignore_index: int = ...,
-        reduction: Reduction = ...,
-    ) -> Tensor:
-        """As `ms_parallel.operators.plain.linear_cross_entropy`."""
-        ...
-
-
-def _wide(x: Tensor) -> Tensor:
-    """X in the dtype that sums are kept in: float32, or float64 for float64."""
-    return x if x.dtype == torch.float64 else x.float()
+__all__ = ["attention", "rms_norm", "rotary", "swiglu"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -90,8 +26,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     Returns:
         Like `x`; the mean is taken in float32 (float64 for float64).
     """
-    if cpu_ops.serves(x, weight):
-        return cpu_ops.RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
+    if cpu.serves(x, weight):
+        return cpu.RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -116,7 +52,7 @@ def rotary(
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def rotated(x: Tensor) -> Tensor:
-        y = turn(_wide(x[..., :width]), cos, sin).to(x.dtype)
+        y = turn(cpu.widen(x[..., :width]), cos, sin).to(x.dtype)
         return torch.cat((y, x[..., width:]), -1) if x.shape[-1] > width else y
 
     return rotated(q), rotated(k)
@@ -128,8 +64,8 @@ def _turn_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    if cpu_ops.serves(x, cos, sin) and not (cos.requires_grad or sin.requires_grad):
-        return cpu_ops.Rotate.apply(x, cos, sin)  # type: ignore[no-any-return,no-untyped-call]
+    if cpu.serves(x, cos, sin) and not (cos.requires_grad or sin.requires_grad):
+        return cpu.Rotate.apply(x, cos, sin)  # type: ignore[no-any-return,no-untyped-call]
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
@@ -241,124 +177,3 @@ class _DocumentMasks:
 
 
 _masks = _DocumentMasks()
-
-
-def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: Reduction = "mean",
-) -> Tensor:
-    """-log p(target) under softmax(logits), plus z_loss · logsumexp².
-
-    Args:
-        logits: (..., V).
-        targets: (...) int64; `ignore_index` counts nothing.
-        ignore_index: Target that has no loss.
-        label_smoothing: Share of the target spread over all classes.
-        z_loss: Weight of the squared log-normaliser.
-        reduction: `"mean"` over counted targets (0 if there are none), `"sum"`, or `"none"`
-            (zero where ignored).
-
-    Returns:
-        float32 (float64 for float64) scalar, or (...) for `"none"`.
-    """
-    flat = _wide(logits.reshape(-1, logits.shape[-1]))
-    targets_flat = targets.reshape(-1)
-    losses = F.cross_entropy(
-        flat,
-        targets_flat,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction="none",
-    )
-    counted = targets_flat != ignore_index
-    if z_loss:
-        losses = losses + (z_loss * flat.logsumexp(-1).square()).masked_fill(~counted, 0)
-    if reduction == "none":
-        return losses.reshape(targets.shape)
-    total = losses.sum()
-    return total / counted.sum().clamp(min=1) if reduction == "mean" else total
-
-
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    reduction: Reduction = "mean",
-) -> Tensor:
-    """`cross_entropy(hidden @ weight.T, targets)` that holds 256 MiB of logits at most.
-
-    Fewer are kept for the backward pass; more are made in chunks, and made again.
-
-    Args:
-        hidden: (..., H).
-        weight: (V, H).
-        targets: (...) int64.
-        ignore_index: As in `cross_entropy`.
-        reduction: See there.
-
-    Returns:
-        float32 (float64 for float64) scalar, or (...) for `"none"`.
-    """
-    rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    chunk = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
-    if rows.shape[0] <= chunk:
-        losses = cross_entropy(
-            F.linear(rows, weight), flat, ignore_index=ignore_index, reduction="none"
-        )
-    else:
-        losses = _ChunkedLosses.apply(rows, weight, flat, ignore_index, chunk)  # type: ignore[no-untyped-call]
-    if reduction == "none":
-        return losses.reshape(targets.shape)
-    total = losses.sum()
-    return total / (flat != ignore_index).sum().clamp(min=1) if reduction == "mean" else total
-
-
-class _ChunkedLosses(torch.autograd.Function):
-    """Losses (N,) of rows (N, H); keeps only each row's log-normaliser."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk: int
-    ) -> Tensor:
-        """-log p(target) of each row, float32 or float64."""
-        counted = targets != ignore_index
-        # Only ignored targets are replaced: any other that is no class fails in the lookup.
-        classes = targets.masked_fill(~counted, 0)
-        normalisers = _wide(rows.new_empty(rows.shape[0]))
-        losses = torch.empty_like(normalisers)
-        for part in _parts(rows.shape[0], chunk):
-            logits = _wide(F.linear(rows[part], weight))
-            normalisers[part] = logits.logsumexp(-1)
-            of_target = logits.gather(-1, classes[part, None]).squeeze(-1)
-            losses[part] = (normalisers[part] - of_target).masked_fill(~counted[part], 0)
-        ctx.save_for_backward(rows, weight, classes, counted, normalisers)
-        ctx.chunk = chunk
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The weight's gradient is summed over chunks in float32, or float64."""
-        rows, weight, classes, counted, normalisers = ctx.saved_tensors
-        scale = grad.masked_fill(~counted, 0).unsqueeze(-1)
-        rows_grad = torch.empty_like(rows)
-        weight_grad = _wide(torch.zeros_like(weight))
-        for part in _parts(rows.shape[0], ctx.chunk):
-            delta = (_wide(F.linear(rows[part], weight)) - normalisers[part, None]).exp_()
-            delta.scatter_add_(
-                -1, classes[part, None], delta.new_full((1, 1), -1.0).expand(delta.shape[0], 1)
-            )
-            delta = delta.mul_(scale[part]).to(rows.dtype)
-            torch.mm(delta, weight, out=rows_grad[part])
-            weight_grad += delta.T @ rows[part]
-        return rows_grad, weight_grad.to(weight.dtype), None, None, None
-
-
-def _parts(count: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.engine.gradients import local_part
 from ms_parallel.models import ModelConfig, model_plan
 from ms_parallel.pipeline.choice import Staged
 from ms_parallel.pipeline.runtime import Key, Runtime, Step
@@ -19,6 +18,7 @@ from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import stages_by_rank
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.schedules.table.segments import SegmentCosts
+from ms_parallel.split.part import local_part
 
 __all__ = [
     "MICROBATCHES",

@@ -7,7 +7,7 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.precision import precision_policy
 
-__all__ = ["after_weight_gradients", "reshard", "set_last_backward", "shard_model"]
+__all__ = ["after_weight_gradients", "set_last_backward", "shard_model"]
 
 
 def shard_model(
@@ -52,10 +52,3 @@ def after_weight_gradients(model: nn.Module, last: bool) -> None:
     if isinstance(model, FSDPModule):
         set_last_backward(model, last)
         model._get_fsdp_state()._root_post_backward_final_callback()
-
-
-def reshard(model: nn.Module) -> None:
-    """Free gathered weights that no backward is going to free."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -1,8 +1,8 @@
 """Splits a model over the tensor axis as its plan says, with the sequence split in between."""
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.plan import ModelPlan
 
-__all__ = ["is_whole", "split_model"]
+__all__ = ["gather_sequence", "gather_vocabulary", "is_whole", "local_view", "split_model"]
 
 
 def split_model(
@@ -52,8 +52,10 @@ def split_model(
                 styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
             case "vocabulary" if gather_logits:
                 styles[name] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
-            case "vocabulary" | "split_heads":
+            case "vocabulary":
                 styles[name] = SplitRows()
+            case "split_heads":
+                styles[name] = SplitHeads()
             case "sequence" | "heads":
                 pass
     # None: every rank takes its own slice; weights are filled later, so nothing is sent.
@@ -63,6 +65,23 @@ def split_model(
 def is_whole(name: str, plan: ModelPlan) -> bool:
     """Whether each tensor rank holds all of a parameter and only its share of the gradient."""
     return plan.style(name) in ("sequence", "heads")
+
+
+def gather_sequence(hidden: Tensor, groups: Groups) -> Tensor:
+    """All of the sequence on every tensor rank; gradients, each of one vocabulary part, add up."""
+    spread = DTensor.from_local(hidden, groups.mesh["tensor"], [Shard(1)], run_check=False)
+    return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def gather_vocabulary(logits: Tensor, groups: Groups) -> Tensor:
+    """Logits (B, S, V) of the whole vocabulary on every tensor rank, from each one's part."""
+    spread = DTensor.from_local(logits, groups.mesh["tensor"], [Shard(2)], run_check=False)
+    return spread.redistribute(placements=[Replicate()]).to_local()
+
+
+def local_view(weight: Tensor) -> Tensor:
+    """This process's rows of a weight, differentiable."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class SplitRows(ParallelStyle):
@@ -76,4 +95,18 @@ class SplitRows(ParallelStyle):
             module.register_parameter(
                 name, nn.Parameter(split, requires_grad=parameter.requires_grad)
             )
+        return module
+
+
+class SplitHeads(SplitRows):
+    """Splits a parameter of one row a head, which is added to tensors (B, S, local heads, D)."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+
+        def spread(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+            return (DTensor.from_local(inputs[0], device_mesh, [Shard(2)], run_check=False),)
+
+        module.register_forward_pre_hook(spread)
+        module.register_forward_hook(lambda _, inputs, output: output.to_local())
         return module

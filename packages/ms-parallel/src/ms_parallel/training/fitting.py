@@ -10,7 +10,7 @@ from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.errors import ConfigError
 from ms_parallel.models import architecture
-from ms_parallel.operators.plain import Ops
+from ms_parallel.operators import Ops
 from ms_parallel.pipeline.choice import SEARCH, Choice
 from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
 from ms_parallel.planner.tuning import conditions_of, search_schedule

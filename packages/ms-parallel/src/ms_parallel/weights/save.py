@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ms_parallel.errors import ModelError, NonFiniteError
 from ms_parallel.files.durable import sync_folder, write_synced
@@ -26,7 +25,7 @@ from ms_parallel.models.registry import (
 )
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles, read_tokenizer
-from ms_parallel.split.part import drop_gathered, part_of
+from ms_parallel.split.part import drop_gathered, part_of, whole_of
 from ms_parallel.weights.file import TensorEntry, WeightFile
 from ms_parallel.weights.finite import is_finite
 from ms_parallel.weights.folder import INDEX, SINGLE
@@ -163,7 +162,7 @@ def _write(mine: Mapping[str, Tensor], own: Mapping[str, _File], aside: Path) ->
     with _without_advice(), ExitStack() as stack:
         for name, parameter in mine.items():
             # Others wait for this process in the gathering, so it goes on even after a failure.
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            whole = whole_of(parameter)
             file = file_of.get(name)
             if file is None or failure is not None:
                 continue

@@ -16,21 +16,32 @@ head. Distances count positions within the row; inside a document they equal tho
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import asdict, field, fields, frozen
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ms_parallel.cluster.layout import ModelShape
-from ms_parallel.errors import ConfigError
+from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.cache import KeyValueCache
-from ms_parallel.models.config import TokenId, above_zero, boolean, check_heads, positive
+from ms_parallel.models.config import (
+    TOKENS,
+    TokenId,
+    above_zero,
+    boolean,
+    check_heads,
+    positive,
+    token_ids,
+)
 from ms_parallel.models.plan import ModelPlan, Style
 from ms_parallel.models.staged import Context, StagedModel
+from ms_parallel.operators import Ops
 
-__all__ = ["TransformerXL", "TransformerXLConfig", "plan"]
+__all__ = ["FAMILY", "TransformerXL", "TransformerXLConfig"]
 
 
 @frozen(kw_only=True)
@@ -104,7 +115,7 @@ class SegmentContext(Context):
 
 
 class PerHead(nn.Module):
-    """A vector a head, (heads, D); under a tensor split, of the local heads."""
+    """A vector a head, (heads, D)."""
 
     def __init__(self, heads: int, width: int) -> None:
         super().__init__()
@@ -112,8 +123,7 @@ class PerHead(nn.Module):
 
     def forward(self, q: Tensor) -> Tensor:
         """Add it to queries (B, N, heads, D)."""
-        weight = self.weight
-        return q + (weight.to_local() if isinstance(weight, DTensor) else weight)
+        return q + self.weight
 
 
 class RelativeAttention(nn.Module):
@@ -278,7 +288,7 @@ def sinusoids(count: int, width: int, device: torch.device) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()), -1)
 
 
-def plan(config: TransformerXLConfig) -> ModelPlan:
+def _plan(config: TransformerXLConfig) -> ModelPlan:
     """How a Transformer-XL may be split."""
     layer = "model.layers.*"
     tensor: dict[str, Style] = {
@@ -300,3 +310,56 @@ def plan(config: TransformerXLConfig) -> ModelPlan:
     return ModelPlan(
         tensor=tensor, blocks=layer, cuts=tuple(range(config.num_hidden_layers)), tied=tied
     )
+
+
+class TransformerXLFamily:
+    """Transformer-XL's configuration, model, plan and config.json."""
+
+    name = "transformer-xl"
+    config = TransformerXLConfig
+    default: Mapping[str, object] = MappingProxyType(
+        {
+            "vocab_size": 8192,
+            "hidden_size": 256,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+            "head_dim": 32,
+            "segment_length": 128,
+            "memory_length": 128,
+        }
+    )
+    plan = staticmethod(_plan)
+
+    def build(
+        self,
+        config: TransformerXLConfig,
+        *,
+        ops: Ops | None = None,
+        layers: range | None = None,
+        first: bool = True,
+        last: bool = True,
+    ) -> TransformerXL:
+        """The model or one stage of it; its scores need operators of its own."""
+        return TransformerXL(config, layers=layers, first=first, last=last)
+
+    def read(self, document: Mapping[str, Any]) -> TransformerXLConfig:
+        """Understand a config.json, decoded: each setting by its own name, and no other.
+
+        Raises:
+            ModelError: a setting is missing, or there is none of that name.
+        """
+        names = {setting.name for setting in fields(TransformerXLConfig)}
+        known = {key: value for key, value in document.items() if key != "torch_dtype"}
+        for key in sorted((names - set(TOKENS)) ^ (known.keys() - set(TOKENS))):
+            problem = "lacks" if key in names else "has unknown"
+            raise ModelError(f"config.json {problem} {key[:60]!r}")
+        ids = {name: token_ids(name, known.get(name)) for name in TOKENS}
+        return TransformerXLConfig(**{**known, **ids})
+
+    def write(self, config: TransformerXLConfig, dtype: torch.dtype) -> dict[str, object]:
+        """The config.json of a configuration, with weights of `dtype`."""
+        return {"torch_dtype": str(dtype).removeprefix("torch."), **asdict(config)}
+
+
+FAMILY = TransformerXLFamily()
