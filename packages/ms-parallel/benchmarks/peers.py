@@ -35,7 +35,7 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import HeadOutput, NextTokenLoss
 from ms_parallel.models import DecoderConfig, build_model
-from ms_parallel.runtime import Runtime
+from ms_parallel.pipeline.runtime import Runtime
 from ms_parallel.schedules import Schedule, gpipe, one_f_one_b
 from ms_parallel.split.part import local_part
 from ms_parallel.split.stages import cut_layers

@@ -12,13 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 from torch import nn
 
-from ms_parallel.schedules import (
-    GENERATORS,
-    Costs,
-    breadth_first,
-    interleaved_one_f_one_b,
-    search,
-)
+from ms_parallel.schedules import GENERATORS, Costs, breadth_first, interleaved_one_f_one_b, search
 from ms_parallel.split.weight_gradients import Later, putting_off
 
 SPLITS = Path(__file__).parent / "splits.py"

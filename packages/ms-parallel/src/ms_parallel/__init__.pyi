@@ -15,7 +15,7 @@ from .errors import (
     StageError,
 )
 from .models.plan import ModelPlan
-from .schedule_search import search_schedule
+from .planner.tuning import search_schedule
 from .training.trainer import DistributedTrainer, Result
 from .weights import load_model, save_model
 

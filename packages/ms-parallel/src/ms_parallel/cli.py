@@ -123,8 +123,8 @@ def _add_schedule(commands: Any) -> None:
 
 
 def _schedule(options: Namespace) -> int:
-    from ms_parallel.schedule_facts import draw_to, tell
-    from ms_parallel.schedules import draw_text, path_text
+    from ms_parallel.planner.explain import draw_to, tell
+    from ms_parallel.schedules.drawing.draw import draw_text, path_text
 
     told = tell(
         options.schedule,

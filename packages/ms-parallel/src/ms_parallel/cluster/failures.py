@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import StageError
-from ms_parallel.schedules import Action
+from ms_parallel.schedules.table.action import Action
 
 __all__ = ["LOST", "explain"]
 

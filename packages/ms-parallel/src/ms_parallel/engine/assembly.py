@@ -14,10 +14,10 @@ from ms_parallel.models import ModelConfig, StagedModel, architecture, model_pla
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.registry import architectures, parameter_shapes
 from ms_parallel.operators import Ops
+from ms_parallel.pipeline.choice import Tables
 from ms_parallel.split.own_model import WHOLE, OwnModelConfig, build_own, check_own
 from ms_parallel.split.recompute import Recompute
 from ms_parallel.split.stages import build_stage, cut_layers
-from ms_parallel.tables import Tables
 from ms_parallel.weights import has_weights, initialise, load_weights
 
 __all__ = ["Given", "build_stages", "describe"]

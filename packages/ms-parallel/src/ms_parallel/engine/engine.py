@@ -29,15 +29,15 @@ from ms_parallel.errors import ConfigError, ParallelError
 from ms_parallel.models import KeyValueCache
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators import Ops
-from ms_parallel.recorded_step import RecordedStep
-from ms_parallel.recording import Recorder, gather_times
-from ms_parallel.runtime import Runtime, call_stage
+from ms_parallel.pipeline.choice import Choice, Tables
+from ms_parallel.pipeline.recorder import Recorder, gather_times
+from ms_parallel.pipeline.runtime import Runtime, call_stage
+from ms_parallel.pipeline.step_file import RecordedStep
 from ms_parallel.split.own_model import OwnModelConfig, call_own
 from ms_parallel.split.part import drop_gathered, local_part
 from ms_parallel.split.precision import warn_of_slow_bfloat16
 from ms_parallel.split.recompute import Recompute
 from ms_parallel.split.tensor_parallel import is_whole
-from ms_parallel.tables import Choice, Tables
 
 __all__ = ["Engine", "Update"]
 

@@ -9,12 +9,12 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.errors import ConfigError
-from ms_parallel.found_schedule import FILE, FoundSchedule, read_found, write_found
 from ms_parallel.models import architecture
 from ms_parallel.operators import Ops
-from ms_parallel.schedule_search import asked_of, search_schedule
-from ms_parallel.schedules import Schedule
-from ms_parallel.tables import SEARCH, Choice
+from ms_parallel.pipeline.choice import SEARCH, Choice
+from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
+from ms_parallel.planner.tuning import asked_of, search_schedule
+from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.training.dataset import data_package
 from ms_parallel.training.options import Options
 from ms_parallel.training.tokenizer import with_ends

@@ -7,12 +7,12 @@ import msgspec
 import torch
 
 from ms_parallel.cluster.layout import Layout, Place
-from ms_parallel.found_schedule import FILE, read_found
 from ms_parallel.models import model_plan
 from ms_parallel.models.registry import parameter_shapes
-from ms_parallel.schedules import verify
+from ms_parallel.pipeline.choice import SEARCH, Choice, Tables
+from ms_parallel.planner.found_schedule import FILE, read_found
+from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.split.stages import cut_layers
-from ms_parallel.tables import SEARCH, Choice, Tables
 from ms_parallel.training.fitting import fit_model, microbatch
 from ms_parallel.training.options import Options
 

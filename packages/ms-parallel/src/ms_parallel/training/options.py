@@ -10,9 +10,10 @@ from attrs import define, field, setters
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import OnEvent
-from ms_parallel.schedules import GENERATORS, Schedule
+from ms_parallel.pipeline.choice import SEARCH
+from ms_parallel.schedules.generators.registry import GENERATORS
+from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.settings import a_path, flag, nearest, number, one_of, text, whole
-from ms_parallel.tables import SEARCH
 
 __all__ = ["KeywordOptions", "Options"]
 
