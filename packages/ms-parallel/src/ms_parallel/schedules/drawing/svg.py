@@ -1,7 +1,4 @@
-"""Pictures of timelines: SVG, a page of HTML, and lines for a terminal.
-
-Two timelines of one schedule, the simulated and the measured, are drawn on one scale of time.
-"""
+"""Draws timelines as SVG; a simulated and a measured one share one scale of time."""
 
 from collections.abc import Sequence
 from html import escape
@@ -10,10 +7,11 @@ from textwrap import wrap
 
 from attrs import frozen
 
+from ms_parallel.schedules.drawing.legend import NAMES, is_later_stage, number, summary
 from ms_parallel.schedules.table.action import Kind
-from ms_parallel.schedules.timeline.simulate import Span, Timeline
+from ms_parallel.schedules.timeline.timeline import Span, Timeline
 
-__all__ = ["draw_html", "draw_svg", "draw_text", "path_text"]
+__all__ = ["draw_svg"]
 
 _COLOURS = {
     Kind.FORWARD: ("#4c8bf5", "#a9c8fb"),
@@ -23,30 +21,9 @@ _COLOURS = {
     Kind.OVERLAP: ("#c27a1d", "#e5bd86"),
 }
 """For each kind the colour of a rank's first stage and of its later ones."""
-_ANSI = {
-    Kind.FORWARD: 34,
-    Kind.BACKWARD: 32,
-    Kind.BACKWARD_INPUT: 36,
-    Kind.BACKWARD_WEIGHT: 35,
-    Kind.OVERLAP: 33,
-}
-_LETTERS = {
-    Kind.FORWARD: "F",
-    Kind.BACKWARD: "B",
-    Kind.BACKWARD_INPUT: "I",
-    Kind.BACKWARD_WEIGHT: "W",
-    Kind.OVERLAP: "O",
-}
-_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "full backward",
-    Kind.BACKWARD_INPUT: "backward of inputs",
-    Kind.BACKWARD_WEIGHT: "backward of weights",
-    Kind.OVERLAP: "overlapped pair",
-}
 _BOX, _HEAD, _TITLE, _AXIS, _LEGEND = 18, 30, 18, 20, 18
-_NARROW, _PHONE = 640, 404
-"""Widths below which a rank's facts stand under its row, and of the picture for a phone."""
+_NARROW = 640
+"""Width below which a rank's facts stand under its row, in pixels."""
 _TITLE_LETTER, _LETTER = 7.6, 6.0
 """Pixels that a letter of a title, and of the rest, takes at most on average."""
 _DARK = """<style>@media (prefers-color-scheme: dark) {
@@ -55,35 +32,10 @@ rect[stroke="#d93025"] { stroke: #ff8a80 } text:not([fill]) { fill: #e8eaed }
 text[fill="#5f6368"] { fill: #bdc1c6 } line[stroke="#dadce0"] { stroke: #3c4043 }
 line[stroke="#5f6368"] { stroke: #9aa0a6 } }</style>"""
 """The same picture on a dark page; what is written in boxes stays as it is."""
-_STYLE = """<style>
-body { font-family: sans-serif; color: #202124; background: #ffffff; margin: 8px }
-.phone { display: none }
-p, h2 { overflow-wrap: anywhere } h2 { font-size: 16px }
-@media (max-width: 640px) { .wide { display: none } .phone { display: block } }
-@media (prefers-color-scheme: dark) { body { color: #e8eaed; background: #202124 } }
-</style>"""
-"""Of a page: on a phone stands the picture that is drawn for one."""
 _CLOSEST_MARKS = 56
 """Pixels between two marks of the axis, at the least."""
 _NARROWEST_LABEL = 14
 """Pixels below which a box bears no number."""
-
-
-def _number(value: object) -> str:
-    return f"{float(value):.4g}"  # type: ignore[arg-type]
-
-
-def _summary(line: Timeline, title: str) -> str:
-    name = line.schedule.name or "schedule"
-    return (
-        f"{title + ': ' if title else ''}{name}, {line.schedule.ranks} ranks, "
-        f"{line.schedule.stages} stages, {line.schedule.microbatches} microbatches: makespan "
-        f"{_number(line.makespan)}, bubble {100 * float(line.bubble):.2f}%"
-    )
-
-
-def _is_later_stage(line: Timeline, rank: int, span: Span) -> bool:
-    return span.action.computations[0].stage != line.schedule.stages_of(rank)[0]
 
 
 @frozen
@@ -136,9 +88,8 @@ def draw_svg(
     longest = max(float(line.makespan) for line in lines)
     parts, top, page = [], 0, _Page(width)
     for index, line in enumerate(lines):
-        title = titles[index] if index < len(titles) else ""
         scale = page.room / longest / line.ticks.per_unit if longest else 0.0
-        words = page.title(_summary(line, title))
+        words = page.title(summary(line, titles, index))
         begin = top + _HEAD + _TITLE * (len(words) - 1)
         bottom = begin + page.row * line.schedule.ranks
         parts += [
@@ -162,7 +113,7 @@ def draw_svg(
 def _legend(lines: Sequence[Timeline], top: int, page: _Page) -> tuple[list[str], int]:
     """What the colours mean, of the kinds that are drawn; and where it ends."""
     there = {span.action.kind for line in lines for row in line.spans for span in row}
-    swatches = [(_COLOURS[kind], "", name) for kind, name in _NAMES.items() if kind in there]
+    swatches = [(_COLOURS[kind], "", name) for kind, name in NAMES.items() if kind in there]
     later = any(len(line.schedule.stages_of(0)) > 1 for line in lines)
     if later:
         swatches = [(both, both[1], name) for both, _, name in swatches]
@@ -220,7 +171,7 @@ def _panel(line: Timeline, top: int, scale: float, page: _Page) -> list[str]:
     for rank, row in enumerate(line.spans):
         y = top + page.row * rank
         idle = 100 * float(1 - busy[rank] / makespan) if makespan else 0.0
-        facts = f"idle {idle:.1f}%, peak {_number(line.peak_memory[rank])}"
+        facts = f"idle {idle:.1f}%, peak {number(line.peak_memory[rank])}"
         x, below = (page.left, 29) if page.narrow else (page.width - page.right + 8, 14)
         parts.append(f'<text x="8" y="{y + 14}">rank {rank}</text>')
         parts.append(f'<text x="{x}" y="{y + below}">{facts}</text>')
@@ -235,11 +186,11 @@ def _box(
 ) -> str:
     y, left = corner
     x, wide = left + span.start * scale, (span.end - span.start) * scale
-    later = _is_later_stage(line, rank, span)
+    later = is_later_stage(line, rank, span)
     colour, ink = _COLOURS[span.action.kind][later], "#202124" if later else "#ffffff"
     edge = ' stroke="#d93025" stroke-width="2"' if critical else ' stroke="#ffffff"'
     unit = line.ticks.per_unit
-    tip = f"{span.action}: {_number(span.start / unit)} to {_number(span.end / unit)}"
+    tip = f"{span.action}: {number(span.start / unit)} to {number(span.end / unit)}"
     box = (
         f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{_BOX}" fill="{colour}"{edge}>'
         f"<title>{escape(tip)}</title></rect>"
@@ -251,86 +202,3 @@ def _box(
         f'<text x="{x + wide / 2:.2f}" y="{y + 13}" text-anchor="middle" fill="{ink}" '
         f'pointer-events="none">{label}</text>'
     )
-
-
-def draw_html(
-    *lines: Timeline, titles: Sequence[str] = (), width: int = 1200, unit: str = ""
-) -> str:
-    """A page without scripts or links: the picture, what colours mean, the critical path in words.
-
-    Args:
-        lines: What to draw.
-        titles: What each one is.
-        width: Of the picture, in pixels.
-        unit: Of time, such as "ms"; by default whatever the costs are in.
-    """
-    paths = "".join(
-        f"<h2>{escape(_summary(line, titles[index] if index < len(titles) else ''))}</h2>"
-        f"<p>Critical path: {escape(path_text(line))}</p>"
-        for index, line in enumerate(lines)
-    )
-    name = escape(lines[0].schedule.name or "schedule") if lines else "schedule"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{name}</title>\n{_STYLE}</head>\n<body>\n"
-        f'<div class="wide">\n{draw_svg(*lines, titles=titles, width=width, unit=unit)}</div>\n'
-        f'<div class="phone">\n{draw_svg(*lines, titles=titles, width=_PHONE, unit=unit)}</div>\n'
-        f"{paths}\n</body></html>\n"
-    )
-
-
-def path_text(line: Timeline) -> str:
-    """The critical path, its unbroken stretches on one rank shortened to first and last."""
-    runs: list[tuple[int, list[Span]]] = []
-    for rank, span in line.critical_path:
-        if not runs or runs[-1][0] != rank:
-            runs.append((rank, []))
-        runs[-1][1].append(span)
-    return " → ".join(
-        f"rank {rank}: {spans[0].action}"
-        + (f" … {spans[-1].action} ({len(spans)} actions)" if len(spans) > 1 else "")
-        for rank, spans in runs
-    )
-
-
-def draw_text(
-    *lines: Timeline, titles: Sequence[str] = (), width: int = 100, colour: bool = False
-) -> str:
-    """Lines for a terminal: a letter a slice of time, small for a rank's later stages.
-
-    Args:
-        lines: What to draw, on one scale of time.
-        titles: What each one is.
-        width: Of a line, in characters; at least 40.
-        colour: Mark kinds by ANSI colours.
-    """
-    columns = max(width, 40) - 36
-    longest = max(float(line.makespan) for line in lines)
-    text = []
-    for index, line in enumerate(lines):
-        text.append(_summary(line, titles[index] if index < len(titles) else ""))
-        slices = max(1, round(columns * float(line.makespan) / longest)) if longest else 1
-        for rank in range(line.schedule.ranks):
-            idle = 100 * float(1 - line.busy[rank] / line.makespan) if line.makespan else 0.0
-            cells = _cells(line, rank, slices, colour) + " " * (columns - slices)
-            peak = _number(line.peak_memory[rank])
-            text.append(f"rank {rank:<4}|{cells}| idle {idle:4.1f}%, peak {peak}")
-    return "\n".join(text) + "\n"
-
-
-def _cells(line: Timeline, rank: int, slices: int, colour: bool) -> str:
-    cells, row, at = [], line.spans[rank], 0
-    for column in range(slices):
-        # The middle of the slice, in halves of ticks over slices, so that nothing is rounded.
-        now = (2 * column + 1) * line.end
-        while at < len(row) and row[at].end * 2 * slices <= now:
-            at += 1
-        if at == len(row) or row[at].start * 2 * slices > now:
-            cells.append("·")
-            continue
-        kind = row[at].action.kind
-        letter = _LETTERS[kind]
-        letter = letter.lower() if _is_later_stage(line, rank, row[at]) else letter
-        cells.append(f"\x1b[{_ANSI[kind]}m{letter}\x1b[0m" if colour else letter)
-    return "".join(cells)
