@@ -10,7 +10,7 @@ import ms_align.events
 import ms_align.streams.protocol
 import ms_data
 import ms_kernels
-import ms_parallel.ops
+import ms_parallel.operators
 import ms_profile
 from ms_align.engines.generator import EngineGenerator
 from ms_align.engines.local import LocalEngine
@@ -18,12 +18,12 @@ from ms_align.engines.parallel import ParallelEngine
 from ms_align.generation import Generator
 from ms_data import InstructionStream, PreferenceStream, TokenStream
 from ms_parallel import Engine, Layout
+from ms_parallel.cluster.groups import Groups
 from ms_parallel.events import OnEvent
-from ms_parallel.groups import Groups
-from ms_parallel.ops import Ops
-from ms_parallel.trainer import Stream
+from ms_parallel.operators import Ops
+from ms_parallel.training.trainer import Stream
 
-default_operators: Ops = ms_parallel.ops
+default_operators: Ops = ms_parallel.operators
 fused_operators: Ops = ms_kernels
 stream: Stream = TokenStream("shards", sequence_length=1, batch_size=1)
 events: OnEvent = ms_profile.EventLog("events")
@@ -52,7 +52,7 @@ def on_event(kind: str, fields: Mapping[str, int | float | str]) -> None:
 
 def engine_takes_either_operators() -> tuple[Engine, Engine]:
     """The model's operators are a module."""
-    return Engine("llama", Layout(), ops=ms_parallel.ops), Engine("llama", ops=ms_kernels)
+    return Engine("llama", Layout(), ops=ms_parallel.operators), Engine("llama", ops=ms_kernels)
 
 
 def align_takes_either_engine(

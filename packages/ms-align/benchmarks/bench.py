@@ -22,7 +22,8 @@ from ms_align.losses.sft import SFTLoss
 from ms_align.losses.token_statistics import Scratch, projected_losses_and_entropies
 from ms_align.rewards.sandbox import judge
 from ms_align.rollouts.rows import logprobs_of, sequences, values_of
-from ms_parallel.models import architecture, build_model, initialise
+from ms_parallel.models import architecture, build_model
+from ms_parallel.weights import initialise
 
 SIZES = {
     "hidden_size": 256,

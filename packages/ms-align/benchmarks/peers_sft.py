@@ -82,7 +82,7 @@ def trl(place: Path, steps: int, *, packing: bool) -> float:
     from transformers import LlamaForCausalLM, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from ms_data.samples import Samples
+    from ms_data import Samples
 
     marks: list[float] = []
     seen: list[int] = []

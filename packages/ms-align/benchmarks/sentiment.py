@@ -23,7 +23,8 @@ import torch
 from ms_align import PPOTrainer, RewardModel, RewardTrainer, Sample, SFTTrainer
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.run.options import RunOptions
-from ms_parallel.models import architecture, build_model, initialise
+from ms_parallel.models import architecture, build_model
+from ms_parallel.weights import initialise
 
 GOOD = "wonderful great lovely bright fresh moving honest funny warm rich".split()  # noqa: SIM905
 BAD = "dreadful dull ugly slow stale boring false tired cold poor".split()  # noqa: SIM905

@@ -21,7 +21,8 @@ import torch
 from ms_align import SFTOptions, SFTTrainer, TaskOptions
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.run.options import RunOptions
-from ms_parallel.models import architecture, build_model, initialise
+from ms_parallel.models import architecture, build_model
+from ms_parallel.weights import initialise
 
 ROWS, LENGTH, WORD = 32, 16, 6
 START, ARROW, END = 10, 11, 12

@@ -14,9 +14,9 @@ from ms_align.generation.sampling import Sampling, token_numbers
 from ms_align.generation.stops import beside, with_stops
 from ms_align.models.folder import load_model
 from ms_align.rollouts.prompts import Prompt, read_prompts
-from ms_align.run_file import build, refuse_renamed
 from ms_align.seeds import LARGEST_SEED
 from ms_align.settings import text, whole
+from ms_align.settings.run_file import build, refuse_renamed
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import files_of
 

@@ -7,7 +7,7 @@ from ms_align.commands.launch import check_launched
 from ms_align.entry import DONE, FAILED, INTERRUPTED
 from ms_align.errors import ConfigError
 from ms_align.run.loop import Result
-from ms_align.run_file import build, refuse_renamed
+from ms_align.settings.run_file import build, refuse_renamed
 from ms_align.trainers.frame.offline import OfflineTrainer
 from ms_align.trainers.frame.online import OnlineTrainer
 

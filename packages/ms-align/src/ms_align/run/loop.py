@@ -19,7 +19,7 @@ from ms_align.engines.protocol import Update
 from ms_align.errors import CheckpointError, ConfigError, DamageError, NonFiniteError
 from ms_align.events import Fields, JsonLines, OnEvent
 from ms_align.processes import StopRequest
-from ms_align.progress import Pace, Show, duration
+from ms_align.progress import RunDisplay, Throughput, duration
 from ms_align.run import checkpoint
 from ms_align.run.checkpoint import State
 from ms_align.run.options import RunOptions
@@ -129,7 +129,7 @@ class Loop:
         self.done_before = False
         """All updates were made and written when the run was called."""
         self.stop = StopRequest()
-        self.show = Show(
+        self.show = RunDisplay(
             total=steps, every=options.log_every, active=options.progress and not processes.rank()
         )
 
@@ -187,7 +187,7 @@ class Loop:
     def _go(self, log: RunLog) -> bool:
         if self.done_before:
             return True
-        pace, skipped = Pace(), 0
+        throughput, skipped = Throughput(), 0
         log.event("begin", {"steps": self.steps, "step": self.at.step})
         if self.at.step == 0:
             self._evaluate(log)
@@ -197,8 +197,8 @@ class Loop:
             self.at.step += 1
             self.at.seconds += monotonic() - began
             skipped = skipped + 1 if update.skipped else 0
-            pace.step(update.tokens)
-            self._log_step(update, statistics, pace, log)
+            throughput.step(update.tokens)
+            self._log_step(update, statistics, throughput, log)
             self._check_finite(update, skipped)
             began = monotonic()
             last = self.at.step == self.steps
@@ -206,7 +206,7 @@ class Loop:
                 self._evaluate(log)
             if last or _due(self.at.step, self.options.checkpoint_every):
                 self._save(log)
-            pace.pause(monotonic() - began)
+            throughput.pause(monotonic() - began)
         finished = self.at.step == self.steps
         if not finished:
             self._save(log)
@@ -219,11 +219,11 @@ class Loop:
         return finished
 
     def _log_step(
-        self, update: Update, statistics: Mapping[str, float], pace: Pace, log: RunLog
+        self, update: Update, statistics: Mapping[str, float], throughput: Throughput, log: RunLog
     ) -> None:
         facts = {"loss": update.loss, **statistics}
         shown = dict(list(facts.items())[:SHOWN])
-        self.show.step(self.at.step, shown, pace)
+        self.show.step(self.at.step, shown, throughput)
         log.event(
             "step",
             {
@@ -231,7 +231,7 @@ class Loop:
                 "grad_norm": update.grad_norm,
                 "learning_rate": update.learning_rate,
                 "tokens": update.tokens,
-                "rate_tokens_per_s": round(pace.rate_tokens_per_s, 1),
+                "rate_tokens_per_s": round(throughput.rate_tokens_per_s, 1),
                 **facts,
             },
         )
