@@ -12,10 +12,10 @@ import ms_data
 import ms_kernels
 import ms_parallel.operators
 import ms_profile
+from ms_align.engines.generator import EngineGenerator
 from ms_align.engines.local import LocalEngine
 from ms_align.engines.parallel import ParallelEngine
 from ms_align.generation import Generator
-from ms_align.generation.engine_generator import EngineGenerator, GeneratingEngine
 from ms_data import InstructionStream, PreferenceStream, TokenStream
 from ms_parallel import Engine, Layout
 from ms_parallel.cluster.groups import Groups
@@ -62,10 +62,9 @@ def align_takes_either_engine(
     return local, parallel
 
 
-def align_draws_from_an_engine(engine: Engine) -> Generator:
-    """What ms-parallel's engine offers of generation is enough."""
-    generating: GeneratingEngine = engine
-    return EngineGenerator(generating)
+def align_draws_from_an_engine(engine: ParallelEngine) -> Generator:
+    """What an engine under a layout offers of generation is enough."""
+    return EngineGenerator(engine)
 
 
 align_events: ms_align.events.OnEvent = ms_profile.EventLog("events")

@@ -29,11 +29,6 @@ class Uncertainty:
         """The factor of each task's loss."""
         return [math.exp(-one) for one in self.log_variances]
 
-    def penalty(self, shares: Sequence[float]) -> float:
-        """What is added to the weighted loss: the sum of share · s / 2."""
-        pairs = zip(shares, self.log_variances, strict=True)
-        return sum(share * one / 2 for share, one in pairs)
-
     def observe(self, losses: Sequence[float | None], shares: Sequence[float]) -> None:
         """One step down the gradient.
 

@@ -1,60 +1,49 @@
-"""Generates with an engine that spreads its model over processes."""
+"""Draws responses with an engine itself, as trainers do where no other rollout engine is named."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
+from ms_align.engines.protocol import Engine
 from ms_align.errors import ModelError
-from ms_align.generation.responses import Responses
+from ms_align.generation import Generator, LocalGenerator, Responses
 from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode, first_stop
 
-__all__ = ["EngineGenerator", "GeneratingEngine"]
+__all__ = ["EngineGenerator", "generator_of"]
 
 
-class GeneratingEngine(Protocol):
-    """An engine that continues prompts itself, as `ms_parallel.Engine` does."""
+def generator_of(engine: Engine, *, slots: int = 64, decode: Decode | None = None) -> Generator:
+    """The generator of this process where it holds the model, else the engine's own.
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        temperature: float = ...,
-        top_k: int | None = ...,
-        top_p: float = ...,
-        min_p: float = ...,
-        seed: int = ...,
-        stop_token: int | None = ...,
-    ) -> list[list[int]]:
-        """The new tokens of each of this data rank's prompts."""
+    Args:
+        engine: runs the policy.
+        slots: rows that are written at once, in this process.
+        decode: text of tokens; needed for stop strings alone.
+
+    Raises:
+        ModelError: the model takes no cache.
+    """
+    if engine.module is not None:
+        return LocalGenerator(engine.module, slots=slots, decode=decode)
+    return EngineGenerator(engine, decode)
 
 
 class EngineGenerator:
     """Generates with the engine's own loop, under any layout.
 
     It keeps no log-probabilities: the trainer asks the engine's forward for them. The same seed
-    draws the same under every layout. The engine stops at one token; where there are several, or
-    stop strings, it writes on and what stands behind the first of them is cut off.
+    draws the same under every layout. Where there are stop strings, the engine writes on and what
+    stands behind the first of them is cut off.
 
     Args:
         engine: what generates.
         decode: text of tokens; needed for stop strings alone.
     """
 
-    def __init__(self, engine: GeneratingEngine, decode: Decode | None = None) -> None:
+    def __init__(self, engine: Engine, decode: Decode | None = None) -> None:
         self.engine = engine
         self.decode = decode
-
-    def check(self, sampling: Sampling) -> None:
-        """Refuse what it cannot do, before anything was drawn.
-
-        Raises:
-            ModelError: there are stop strings and no `decode`.
-        """
-        if sampling.stop_strings and self.decode is None:
-            raise ModelError("stop_strings need a tokenizer to read tokens with; give decode=")
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int = 1, seed: int = 0
@@ -64,8 +53,8 @@ class EngineGenerator:
         Raises:
             ModelError: there are stop strings and no `decode`.
         """
-        self.check(sampling)
-        only = len(sampling.stop_tokens) == 1
+        if sampling.stop_strings and self.decode is None:
+            raise ModelError("stop_strings need a tokenizer to read tokens with; give decode=")
         rows = self.engine.generate(
             [prompt for prompt in prompts for _ in range(count)],
             max_new_tokens=sampling.max_new_tokens,
@@ -74,7 +63,7 @@ class EngineGenerator:
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             seed=seed,
-            stop_token=sampling.stop_tokens[0] if only else None,
+            stop_token=sampling.stop_tokens or None,
         )
         ends = [first_stop(row, sampling, self.decode) for row in rows]
         lengths = torch.tensor(
