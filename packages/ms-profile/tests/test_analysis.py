@@ -15,8 +15,8 @@ from ms_profile.analysis.whole_run import Analysis, analyse, analyse_traces
 from ms_profile.errors import TraceError
 from ms_profile.links.fit import fit_link
 from ms_profile.links.matrix import LinkMatrix, PairLink, name_slow_link
-from ms_profile.trace import Trace
 from ms_profile.trace.builder import TraceBuilder
+from ms_profile.trace.columns import Trace
 from ms_profile.trace.records import Arguments, Record
 from ms_profile.trace.simulation import Fault, SimulatedRun, simulate_run
 
@@ -207,7 +207,7 @@ def test_unequal_windows_pair_by_step(traces_folder: Path) -> None:
     """A rank whose trace lacks its last step still pairs the collectives of the other."""
     from attrs import evolve
 
-    from ms_profile.trace import read_trace
+    from ms_profile.trace.reader import read_trace
 
     traces = {r: read_trace(traces_folder / "ddp" / f"rank-0000{r}.json.gz") for r in (0, 1)}
     whole = analyse_traces(traces)

@@ -10,7 +10,7 @@ import pytest
 from ms_profile.analysis.host_pauses import read_pauses
 from ms_profile.analysis.ledger import name_suspect
 from ms_profile.analysis.whole_run import analyse_traces
-from ms_profile.trace import read_trace
+from ms_profile.trace.reader import read_trace
 
 pytest.importorskip("torch")
 SCRIPT = Path(__file__).with_name("faulty_script.py")

@@ -8,9 +8,10 @@ from typing import Final
 import numpy as np
 from attrs import evolve, frozen
 
-from ms_profile.trace.columns import Category, Trace
+from ms_profile.trace.columns import Trace
 from ms_profile.trace.messages import element_bytes
 from ms_profile.trace.steps import Step
+from ms_profile.vendors.category import Category
 
 __all__ = ["Collective", "Meeting", "find_collectives", "match_collectives"]
 

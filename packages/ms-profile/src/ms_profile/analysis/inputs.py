@@ -11,6 +11,7 @@ from attrs import field, frozen
 
 from ms_profile.errors import ProfileError, TraceError
 from ms_profile.log.manifest import RankManifest, RunManifest, read_ranks, read_run
+from ms_profile.vendors import VENDORS
 
 __all__ = ["FoundTraces", "RunDescription", "describe_run", "find_traces"]
 
@@ -85,7 +86,8 @@ def find_traces(path: Path, *, window: int | None = None) -> FoundTraces:
     if not found:
         found = sorted(path.glob(f"*{RING_SUFFIX}"))
     if not found:
-        found = sorted(path.glob("**/ASCEND_PROFILER_OUTPUT/trace_view.json"))
+        globs = [vendor.trace_files for vendor in VENDORS if vendor.trace_files]
+        found = sorted(file for each in globs for file in path.glob(each))
     if not found:
         raise TraceError(
             f"{path} has no traces; give a trace, or a folder of .json, .json.gz or .ring"

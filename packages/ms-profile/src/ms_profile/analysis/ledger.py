@@ -12,6 +12,7 @@ time that it spent in transfers is the phase "link".
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,11 @@ class Ledger:
     transfer_ns: tuple[dict[int, int], ...]
     charges: tuple[Charge, ...]
     """Waits at the same time in two collectives are charged once; so they sum to wall time."""
+
+    @cached_property
+    def suspect(self) -> "Suspect | None":
+        """The rank and phase that caused most waiting; see `name_suspect`."""
+        return name_suspect(self)
 
     def charged_ns(self) -> dict[tuple[int, str], float]:
         """Wait charged by (rank, phase), most first."""

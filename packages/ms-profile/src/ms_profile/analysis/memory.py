@@ -7,8 +7,9 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from ms_profile.trace.columns import Category, Trace
+from ms_profile.trace.columns import Trace, matching
 from ms_profile.trace.nesting import parents
+from ms_profile.vendors.category import Category
 
 __all__ = ["MemoryLine", "PeakHolder", "memory_peaks", "memory_timeline"]
 
@@ -93,8 +94,7 @@ def _owners(trace: Trace, rows: NDArray[np.int64], at_ns: NDArray[np.int64]) -> 
     place = np.searchsorted(start, at_ns, side="right") - 1
     while (over := (place >= 0) & (start[place] + duration[place] < at_ns)).any():
         place[over] = above[place[over]]
-    allocates = np.array([ALLOCATOR.match(name) is not None for name in trace.names])
-    called = allocates[trace.name[rows]] & (above >= 0)
+    called = matching(trace.names, ALLOCATOR)[trace.name[rows]] & (above >= 0)
     while (passing := (place >= 0) & called[place]).any():
         place[passing] = above[place[passing]]
     return place

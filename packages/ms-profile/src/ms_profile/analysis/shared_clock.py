@@ -5,20 +5,19 @@ from typing import Final
 
 import numpy as np
 from msgspec import structs
-from numpy.typing import NDArray
 
 from ms_profile.analysis.collectives import Meeting
 from ms_profile.clocks.alignment import SYNCHRONISING, ClockFit, align_clocks
 from ms_profile.errors import ClockError
 
-__all__ = ["align_meetings", "correct_intervals", "shift_meeting"]
+__all__ = ["align_collectives", "shift_meeting"]
 
 Instants = dict[int, dict[Hashable, int]]
 CAUSALITY_NS: Final = 200_000
 """How far two processes' readings of one host's clock may differ, with room."""
 
 
-def align_meetings(meetings: Sequence[Meeting], hosts: Mapping[int, str]) -> dict[int, ClockFit]:
+def align_collectives(meetings: Sequence[Meeting], hosts: Mapping[int, str]) -> dict[int, ClockFit]:
     """Align ranks' clocks by the ends of the collectives that they shared.
 
     Args:
@@ -72,8 +71,3 @@ def shift_meeting(meeting: Meeting, fits: Mapping[int, ClockFit]) -> Meeting:
         starts_ns=corrected(meeting.starts_ns), ends_ns=corrected(meeting.ends_ns),
         rows={rank: row for rank, row in meeting.rows.items() if rank in fits},
     )  # fmt: skip
-
-
-def correct_intervals(intervals: NDArray[np.int64], fit: ClockFit) -> NDArray[np.int64]:
-    """Put (N, 2) intervals on the reference's clock."""
-    return fit.correct(intervals.reshape(-1)).reshape(-1, 2)

@@ -5,7 +5,7 @@ from collections import defaultdict
 import numpy as np
 from attrs import frozen
 
-from ms_profile.analysis.ledger import Ledger, name_suspect
+from ms_profile.analysis.ledger import Ledger
 from ms_profile.links.fit import LinkFit, fit_link
 
 __all__ = [
@@ -160,7 +160,7 @@ def diagnose(ledger: Ledger) -> Verdict | None:
 
     None where nothing was waited for and no transfer was slow.
     """
-    suspect, slow = name_suspect(ledger), name_slow_group(ledger)
+    suspect, slow = ledger.suspect, name_slow_group(ledger)
     if slow is not None and (
         suspect is None or suspect.phase == "link" or slow.excess_ns > suspect.caused_ns
     ):

@@ -15,7 +15,7 @@ from attrs import evolve
 from numpy.typing import NDArray
 
 from ms_profile.analysis.collectives import Meeting
-from ms_profile.analysis.shared_clock import align_meetings
+from ms_profile.analysis.shared_clock import align_collectives
 from ms_profile.clocks.alignment import SYNCHRONISING, ClockFit
 
 __all__ = ["split_groups"]
@@ -46,11 +46,11 @@ def split_groups(meetings: Sequence[Meeting], hosts: Mapping[int, str]) -> tuple
     }
     if not candidates:
         return tuple(meetings)
-    rough = align_meetings(meetings, hosts)
+    rough = align_collectives(meetings, hosts)
     spread = {key: _spread(own, rough) for key, own in series.items()}
     limit = max(2 * min(spread.values()), LEAST_SPREAD_NS)
     trusted = [one for key, own in series.items() if spread[key] <= limit for one in own]
-    fits = align_meetings(trusted, hosts)
+    fits = align_collectives(trusted, hosts)
     closest = [_distances(own, fits) for key, own in series.items() if spread[key] <= limit]
     usual = [float(np.median(table[table > 0])) for table in closest if (table > 0).any()]
     apart = max(3 * min(usual, default=0.0), LEAST_DISTANCE_NS)

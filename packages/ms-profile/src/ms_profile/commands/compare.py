@@ -59,7 +59,7 @@ def execute(options: argparse.Namespace) -> int:
         recorded=recorded,
     )
     if options.json:
-        print(msgspec.json.encode(_facts(found)).decode())
+        print(msgspec.json.encode(_plain(found)).decode())
     else:
         _show(found)
     return 1 if found.regression else 0
@@ -96,7 +96,7 @@ def _recorded(
     return kinds
 
 
-def _facts(found: Comparison) -> dict[str, Any]:
+def _plain(found: Comparison) -> dict[str, Any]:
     def plain(one: Change) -> dict[str, Any]:
         return {"name": one.name, "before_ns": one.before_ns, "after_ns": one.after_ns,
                 "share": one.share}  # fmt: skip

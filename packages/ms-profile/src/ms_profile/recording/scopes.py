@@ -17,7 +17,6 @@ stops, and starts again once that has ended.
 """
 
 import os
-import re
 import threading
 import time
 from bisect import bisect_right
@@ -30,6 +29,7 @@ from torch.autograd import profiler as autograd_profiler
 
 from ms_profile.clocks.clock_pair import read_clocks
 from ms_profile.log.ring import Kind, Ring
+from ms_profile.vendors import any_vendors
 
 __all__ = ["ScopeRecorder", "kind_of_scope"]
 
@@ -39,7 +39,7 @@ SHARE: Final = 2500
 """A collection is to take at most one part in so many of the time."""
 STRETCH: Final = 5
 """Times the interval that is waited at the most to keep to that: a kill loses as much."""
-COLLECTIVE: Final = re.compile(r"(gloo|nccl|hccl|mpi|ucc|xccl|fake):")
+COLLECTIVE: Final = any_vendors("host_backend", "device_backend", end=":")
 
 
 def kind_of_scope(name: str) -> Kind:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Session"]
 
 MOST_COLLECTIVES: Final = "4096"
-SLOW_FACTS_NS: Final = 1_000_000_000
+SLOW_METRICS_NS: Final = 1_000_000_000
 
 
 OPEN: Final[list["Session"]] = []
@@ -82,7 +82,7 @@ class Session:
             self._open_files()
         except OSError as error:
             raise RecordError(f"{plan.output_dir} cannot be written: {error}") from error
-        self._since_ns = self._facts_ns = time.monotonic_ns()
+        self._since_ns = self._metrics_ns = time.monotonic_ns()
         self._data_wait_s = 0.0
         self._cpu_wait = CpuWait()
         host = self.manifest.host
@@ -204,26 +204,26 @@ class Session:
             fields["cpu_wait_s"] = waited_ns / 1e9
         if self._tracer is not None and self._tracer.tracing:
             fields["traced"] = 1
-        if now - self._facts_ns >= SLOW_FACTS_NS:
-            self._facts_ns = now
-            fields |= self._slow_facts()
+        if now - self._metrics_ns >= SLOW_METRICS_NS:
+            self._metrics_ns = now
+            fields |= self._slow_metrics()
         self.events("step", fields)
 
-    def _slow_facts(self) -> dict[str, Value]:
+    def _slow_metrics(self) -> dict[str, Value]:
         """What is told about once a second, if asked for: memory, the wait for data since then."""
         import torch
 
-        facts: dict[str, Value] = {}
+        metrics: dict[str, Value] = {}
         if self._recording.data_waits:
             waited = self._recorder.data_wait_s
-            facts["data_wait_s"] = waited - self._data_wait_s
+            metrics["data_wait_s"] = waited - self._data_wait_s
             self._data_wait_s = waited
         if not self._recording.memory:
-            return facts
-        facts["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            return metrics
+        metrics["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if torch.accelerator.is_available():
-            facts["memory_bytes"] = torch.accelerator.memory_allocated()
-        return facts
+            metrics["memory_bytes"] = torch.accelerator.memory_allocated()
+        return metrics
 
     def _finish_recording(self) -> None:
         before = self._recorder.steps

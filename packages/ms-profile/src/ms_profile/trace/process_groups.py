@@ -9,8 +9,9 @@ import numpy as np
 from attrs import evolve
 from numpy.typing import NDArray
 
-from ms_profile.trace.columns import Category, CollectiveNote
+from ms_profile.trace.columns import CollectiveNote
 from ms_profile.trace.records import DAMAGE
+from ms_profile.vendors.category import Category
 
 __all__ = ["name_groups"]
 

@@ -127,11 +127,11 @@ class TraceText:
 
     def _take_header(self, text: bytes) -> None:
         try:
-            facts = msgspec.json.decode(text)
+            found = msgspec.json.decode(text)
         except DAMAGE:
             return
-        if isinstance(facts, dict):
-            self.header.update(facts)
+        if isinstance(found, dict):
+            self.header.update(found)
 
     def _decode_part(self, text: bytearray) -> tuple[list[Record], int]:
         """Decode as many whole events as there are after the bracket; also where the next begins.

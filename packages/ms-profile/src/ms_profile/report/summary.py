@@ -8,25 +8,24 @@ import numpy as np
 from attrs import asdict
 
 from ms_profile.advice.finding import Finding
-from ms_profile.advice.registry import advise
+from ms_profile.advice.rules import advise
 from ms_profile.analysis.activity import PHASES
-from ms_profile.analysis.ledger import name_suspect
 from ms_profile.analysis.memory import memory_peaks, memory_timeline
 from ms_profile.analysis.operators import kernel_table, operator_table
 from ms_profile.analysis.transfers import fit_transfers, name_slow_group
 from ms_profile.analysis.whole_run import Analysis, RankAnalysis
 from ms_profile.links.matrix import LinkMatrix, name_slow_link
 from ms_profile.metrics import METRICS
-from ms_profile.report.waits import data_facts, idle_facts
+from ms_profile.report.waits import summarise_data, summarise_idle
 from ms_profile.trace.steps import STEP
 
-__all__ = ["build_facts"]
+__all__ = ["build_summary"]
 
 MOST_OPERATORS = 400
 MOST_LEDGER_ROWS = 300
 
 
-def build_facts(
+def build_summary(
     analysis: Analysis,
     *,
     title: str = "",
@@ -60,8 +59,8 @@ def build_facts(
         "communication": _communication(analysis, links),
         "ledger": _ledger(analysis),
         "memory": [_memory(one) for one in analysis.ranks.values()],
-        "data": data_facts(analysis),
-        "idle": idle_facts(analysis),
+        "data": summarise_data(analysis),
+        "idle": summarise_idle(analysis),
         "advice": [_finding(one) for one in found],
     }  # fmt: skip
 
@@ -167,7 +166,7 @@ def _communication(analysis: Analysis, links: LinkMatrix | None) -> dict[str, An
 
 def _ledger(analysis: Analysis) -> dict[str, Any]:
     ledger = analysis.ledger
-    suspect = name_suspect(ledger)
+    suspect = ledger.suspect
     sums = [[rank, phase, amount] for (rank, phase), amount in ledger.charged_ns().items()]
     longest = sorted(range(len(ledger.meetings)), key=lambda n: -sum(ledger.wait_ns[n].values()))[
         :MOST_LEDGER_ROWS
