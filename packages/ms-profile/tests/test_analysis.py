@@ -1,5 +1,6 @@
 """Where the time goes: breakdowns, the ledger, verdicts on injected faults, clocks."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from ms_profile.links.matrix import LinkMatrix, PairLink, name_slow_link
 from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.columns import Trace
 from ms_profile.trace.records import Arguments, Record
-from ms_profile.trace.simulation import Fault, SimulatedRun, simulate_run
+
+sys.path.insert(0, str(Path(__file__).parent))
+from simulation import Fault, SimulatedRun, simulate_run
 
 MS = 1_000_000
 

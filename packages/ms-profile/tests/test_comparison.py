@@ -1,6 +1,7 @@
 """Comparing runs: equal ones differ seldom, slower ones are found."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,9 @@ from ms_profile.cli import main
 from ms_profile.errors import TraceError
 from ms_profile.log.event_log import EventLog
 from ms_profile.log.manifest import RunManifest, Window, encode, write_whole
-from ms_profile.trace.simulation import simulate_run
+
+sys.path.insert(0, str(Path(__file__).parent))
+from simulation import Fault, simulate_run
 
 
 def step_series(random: np.random.Generator, steps: int, scale: float = 1.0) -> np.ndarray:
@@ -60,8 +63,6 @@ def test_slower_runs_are_found(steps: int, slower: float) -> None:
 
 def test_a_comparison_names_the_phase_that_moved() -> None:
     """A run whose data takes 20 ms more is slower, and the change is in "data" and its operator."""
-    from ms_profile.trace.simulation import Fault
-
     before = analyse_traces(simulate_run(ranks=2, seed=1).traces)
     fault = Fault(phase="data", rank=0, delay_ns=20_000_000)
     after = analyse_traces(simulate_run(ranks=2, seed=2, fault=fault).traces)

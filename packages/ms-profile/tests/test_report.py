@@ -17,10 +17,10 @@ from ms_profile.report import build_summary, pack_columns, unpack_columns, write
 from ms_profile.report.perfetto import export_perfetto
 from ms_profile.report.timeline import build_timeline
 from ms_profile.trace.reader import read_trace
-from ms_profile.trace.simulation import Fault, simulate_run
 
 sys.path.insert(0, str(Path(__file__).parent))
 from browser import browse, needs_browser
+from simulation import Fault, simulate_run
 
 PARTS = (
     "overview", "timeline", "operators", "communication", "waiting", "data", "idle", "memory",

@@ -19,11 +19,11 @@ from ms_profile.recording.recorder import Recorder
 from ms_profile.report import build_summary, write_report
 from ms_profile.report.timeline import GARBAGE, build_timeline
 from ms_profile.trace.columns import Trace
-from ms_profile.trace.simulation import Fault, simulate_run
 
 sys.path.insert(0, str(Path(__file__).parent))
 from browser import browse, needs_browser
 from fuzz_profile import cases
+from simulation import Fault, simulate_run
 
 MS = 1_000_000
 

@@ -18,7 +18,7 @@ from ms_profile.report.timeline import build_timeline
 
 __all__ = ["render", "write_report"]
 
-SCRIPTS = ("data.js", "format.js", "timeline.js", "timeline_keys.js", "charts.js", "tables.js",
+SCRIPTS = ("data.js", "format.js", "timeline.js", "timeline_input.js", "charts.js", "tables.js",
            "waits.js", "panels.js", "main.js")  # fmt: skip
 MARK = re.compile(r"\{\{(title|style|summary|columns|scripts)\}\}")
 

@@ -23,7 +23,8 @@ class Timeline {
     this.onpick = () => {};
     this.onmark = () => {};
     this.placeLanes();
-    this.listen();
+    listenToMouse(this);
+    this.canvas.addEventListener("keydown", (event) => timelineKey(this, event));
     new ResizeObserver(() => this.resize()).observe(stage);
     this.recolour();
   }
@@ -368,52 +369,10 @@ class Timeline {
     return -1;
   }
 
-  listen() {
-    const canvas = this.canvas;
-    canvas.addEventListener("wheel", (event) => {
-      event.preventDefault();
-      if (event.ctrlKey || event.metaKey || !event.shiftKey && Math.abs(event.deltaY) > Math.abs(event.deltaX) && !event.altKey) {
-        this.zoom(Math.exp(event.deltaY * 0.0016), event.offsetX);
-      } else if (event.shiftKey) this.scrollBy(event.deltaY || event.deltaX);
-      else this.pan(event.deltaX / this.width);
-    }, { passive: false });
-    canvas.addEventListener("pointerdown", (event) => {
-      canvas.setPointerCapture(event.pointerId);
-      this.drag = { x: event.offsetX, y: event.offsetY, moved: 0 };
-      canvas.focus({ preventScroll: true });
-    });
-    canvas.addEventListener("pointermove", (event) => {
-      if (!this.drag) return this.point(event);
-      const dx = event.offsetX - this.drag.x, dy = event.offsetY - this.drag.y;
-      this.drag = { x: event.offsetX, y: event.offsetY, moved: this.drag.moved + Math.abs(dx) + Math.abs(dy) };
-      this.pan(-dx / (this.width - GUTTER));
-      this.scrollBy(-dy);
-    });
-    canvas.addEventListener("pointerup", (event) => {
-      if (this.drag && this.drag.moved < 4) this.pick(this.rowAt(event.offsetX, event.offsetY));
-      this.drag = null;
-    });
-    canvas.addEventListener("pointerleave", () => { this.hint.hidden = true; });
-    canvas.addEventListener("dblclick", (event) => {
-      const row = this.rowAt(event.offsetX, event.offsetY);
-      if (row >= 0) this.pick(row, true);
-    });
-    canvas.addEventListener("keydown", (event) => timelineKey(this, event));
-  }
-
   describe(row) {
     const { begin, duration, category, name } = this.columns;
     const unit = summary.timeline.unit_ns;
     const track = summary.timeline.tracks.find((one) => row >= one.first && row < one.first + one.count);
     return `${summary.timeline.names[name[row]]} · ${CATEGORY[category[row]]} · ${time(duration[row] * unit, 4)} · at ${time(begin[row] * unit, 6)} · rank ${track.rank}, ${track.name}`;
-  }
-
-  point(event) {
-    const row = this.rowAt(event.offsetX, event.offsetY);
-    this.hint.hidden = row < 0;
-    if (row < 0) return;
-    this.hint.textContent = this.describe(row);
-    this.hint.style.left = `${Math.min(event.offsetX + 12, Math.max(this.width - 300, 0))}px`;
-    this.hint.style.top = `${Math.min(event.offsetY + 14, this.tall - 60)}px`;
   }
 }
