@@ -14,7 +14,7 @@ from ms_profile.advice import advise
 from ms_profile.analysis.whole_run import analyse, analyse_traces
 from ms_profile.cli import main
 from ms_profile.log.ring import Kind
-from ms_profile.metrics import METRICS, Recording
+from ms_profile.metrics import METRICS, Collect, collected_for
 from ms_profile.recording.recorder import Recorder
 from ms_profile.report import build_summary, write_report
 from ms_profile.report.timeline import GARBAGE, build_timeline
@@ -54,20 +54,20 @@ def test_every_metric_alone_gives_another_report(
 
 
 @pytest.mark.parametrize(
-    ("metric", "recording"),
+    ("metric", "collect"),
     [
-        ("communication_time", Recording(shapes=True, groups=True)),
-        ("compute_time", Recording()),
-        ("memory", Recording(memory=True)),
-        ("operators", Recording(shapes=True)),
-        ("data_time", Recording(data_waits=True)),
-        ("idle", Recording()),
+        ("communication_time", Collect.SHAPES | Collect.GROUPS),
+        ("compute_time", Collect.NOTHING),
+        ("memory", Collect.MEMORY),
+        ("operators", Collect.SHAPES),
+        ("data_time", Collect.DATA_WAITS),
+        ("idle", Collect.NOTHING),
     ],
 )
-def test_a_metric_owns_what_is_recorded_for_it(metric: str, recording: Recording) -> None:
+def test_a_metric_owns_what_is_recorded_for_it(metric: str, collect: Collect) -> None:
     """The recording of several metrics is what each of them asks for, and no more."""
-    assert Recording.of([metric]) == recording
-    assert Recording.of([metric, "memory"]) == recording | Recording(memory=True)
+    assert collected_for([metric]) == collect
+    assert collected_for([metric, "memory"]) == collect | Collect.MEMORY
 
 
 def test_a_runs_report_shows_what_the_run_was_asked_for(

@@ -13,7 +13,7 @@ from ms_profile.trace.messages import element_bytes
 from ms_profile.trace.steps import Step
 from ms_profile.vendors.category import Category
 
-__all__ = ["Collective", "Meeting", "find_collectives", "match_collectives"]
+__all__ = ["Collective", "MatchedCollective", "find_collectives", "match_collectives"]
 
 KINDS: Final = (
     ("all_reduce", re.compile(r"all_?reduce", re.IGNORECASE)),
@@ -50,7 +50,7 @@ class Collective:
 
 
 @frozen(kw_only=True)
-class Meeting:
+class MatchedCollective:
     """One collective as the ranks saw it; instants in ns of one common clock."""
 
     key: Hashable
@@ -104,7 +104,7 @@ def _size(size_bytes: int) -> int | None:
 
 def match_collectives(
     found: Mapping[int, Sequence[Collective]], steps: Mapping[int, Sequence[Step]]
-) -> tuple[Meeting, ...]:
+) -> tuple[MatchedCollective, ...]:
     """Pair the collectives of several ranks: the n-th of its kind, group and size on each.
 
     Where ranks saw unequal numbers, those of a step pair if they are equal in number there.
@@ -122,12 +122,12 @@ def match_collectives(
                     continue
                 kind = "send_receive"
             series[kind, one.group, one.ranks, one.size_bytes][rank].append(one)
-    meetings = []
+    matched = []
     for signature, by_rank in series.items():
         if len(by_rank) < 2:
             continue
         if len({len(own) for own in by_rank.values()}) == 1:
-            meetings += _meet(signature, by_rank)
+            matched += _meet(signature, by_rank)
             continue
         by_step: dict[Hashable, dict[int, list[Collective]]] = defaultdict(dict)
         for rank, own in by_rank.items():
@@ -135,14 +135,14 @@ def match_collectives(
                 by_step[_step_of(one, steps[rank])].setdefault(rank, []).append(one)
         for step, parts in by_step.items():
             if step is not None and len({len(own) for own in parts.values()}) == 1:
-                meetings += _meet((signature, step), parts)
-    return tuple(sorted(meetings, key=lambda one: max(one.starts_ns.values())))
+                matched += _meet((signature, step), parts)
+    return tuple(sorted(matched, key=lambda one: max(one.starts_ns.values())))
 
 
-def _meet(signature: Hashable, by_rank: Mapping[int, list[Collective]]) -> list[Meeting]:
+def _meet(signature: Hashable, by_rank: Mapping[int, list[Collective]]) -> list[MatchedCollective]:
     ranks = sorted(by_rank)
     return [
-        Meeting(
+        MatchedCollective(
             key=(signature, number),
             kind=parts[0].kind,
             group=parts[0].group,

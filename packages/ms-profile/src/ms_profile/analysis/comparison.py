@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 LEAST_STEPS = 4
-CHANCE = 0.02
+SIGNIFICANCE = 0.02
 LEAST_CHANGE = 0.03
 ALIKE = 3.0
 RUNS_APART = 0.025
@@ -101,15 +101,15 @@ class RecordedSteps:
 
     wall_ns: Times
     """The slowest rank's."""
-    unhindered_ns: Times | None
+    without_cpu_wait_ns: Times | None
     """Without the longest wait of a rank for a CPU; None where that was not counted."""
 
     @property
-    def hindered_share(self) -> float | None:
+    def cpu_wait_share(self) -> float | None:
         """Share of the time in which a rank waited for a CPU."""
-        if self.unhindered_ns is None:
+        if self.without_cpu_wait_ns is None:
             return None
-        return float(1 - self.unhindered_ns.sum() / self.wall_ns.sum())
+        return float(1 - self.without_cpu_wait_ns.sum() / self.wall_ns.sum())
 
 
 def compare(
@@ -145,12 +145,12 @@ def compare(
     change = Change(name="step", before_ns=_typical(old), after_ns=_typical(new))
     return Comparison(
         step=change,
-        chance=slower,
+        p_value=slower,
         detectable=_most([_detectable(a, b, least_change) for a, b in pairs]),
         steps=(sum(map(len, old)), sum(map(len, new))),
         runs=(len(old), len(new)),
-        regression=slower < CHANCE and min(shares) >= least_change,
-        improvement=faster < CHANCE and max(shares) <= -least_change,
+        regression=slower < SIGNIFICANCE and min(shares) >= least_change,
+        improvement=faster < SIGNIFICANCE and max(shares) <= -least_change,
         phases=phases,
         not_measurable=not_measurable,
         operators=_operators(before, after),
@@ -160,7 +160,7 @@ def compare(
 def _series(old: Sequence[RecordedSteps], new: Sequence[RecordedSteps]) -> list[tuple[Runs, Runs]]:
     """What must agree that B is slower: wall times, and those without waits for a CPU."""
     pairs: list[tuple[Runs, Runs]] = [([a.wall_ns for a in old], [b.wall_ns for b in new])]
-    left = [[one.unhindered_ns for one in own] for own in (old, new)]
+    left = [[one.without_cpu_wait_ns for one in own] for own in (old, new)]
     counted = [[one for one in own if one is not None] for own in left]
     if counted == left:
         pairs.append((counted[0], counted[1]))
@@ -192,7 +192,7 @@ def recorded_steps(folder: Path) -> RecordedSteps | None:
     waits: dict[int, dict[int, float]] = defaultdict(dict)
     for event in events:
         length, wait = event.fields.get("step_time_s"), event.fields.get("cpu_wait_s")
-        usual = "traced" not in event.fields and (event.step or 0) >= run.window.skip
+        usual = "traced" not in event.fields and (event.step or 0) >= run.schedule.skip
         if (
             event.step is not None
             and usual
@@ -211,7 +211,7 @@ def recorded_steps(folder: Path) -> RecordedSteps | None:
     waited = np.array([max(waits[step].values()) for step in full]) if counted else None
     # A step is never all wait: logarithms are taken of what is left.
     left = None if waited is None else np.maximum(wall - waited, 0.01 * wall)
-    return RecordedSteps(wall_ns=wall, unhindered_ns=left)
+    return RecordedSteps(wall_ns=wall, without_cpu_wait_ns=left)
 
 
 def step_times(analysis: Analysis) -> Times:
@@ -277,7 +277,7 @@ def _detectable(before: Runs, after: Runs, least_change: float) -> float | None:
     """The slow-down that comes out beyond chance in 9 of 10 pairs of such runs."""
     _, error, freedom = _difference(before, after)
     draws = np.random.default_rng(0).standard_t(freedom, DRAWS)
-    beyond, most = np.quantile(draws, [1 - CHANCE, POWER])
+    beyond, most = np.quantile(draws, [1 - SIGNIFICANCE, POWER])
     logarithm = float(error * (beyond + most))
     return max(float(np.expm1(logarithm)), least_change) if logarithm < np.log(10) else None
 

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from attrs import field, frozen
 
-from ms_profile.analysis.collectives import Meeting
+from ms_profile.analysis.collectives import MatchedCollective
 from ms_profile.trace.intervals import Intervals
 
-__all__ = ["Charge", "Ledger", "Suspect", "keep_ledger", "name_suspect"]
+__all__ = ["Charge", "Ledger", "Suspect", "find_suspect", "keep_ledger"]
 
 RESAMPLES = 1000
-HELD_NS = 50_000
+BLOCKED_NS = 50_000
 
 
 @frozen(kw_only=True)
@@ -32,7 +32,7 @@ class Charge:
     """Wait of one rank in one collective, charged to a rank and what it was doing."""
 
     meeting: int
-    """Its place in `Ledger.meetings`."""
+    """Its place in `Ledger.matched`."""
     waiting: int
     cause: int
     phase: str
@@ -44,7 +44,7 @@ class Charge:
 class Ledger:
     """Transfer and wait of every meeting, and who is charged with the waits."""
 
-    meetings: tuple[Meeting, ...]
+    matched: tuple[MatchedCollective, ...]
     late: tuple[int, ...]
     """The rank that entered last, of each meeting."""
     wait_ns: tuple[dict[int, int], ...]
@@ -54,8 +54,8 @@ class Ledger:
 
     @cached_property
     def suspect(self) -> "Suspect | None":
-        """The rank and phase that caused most waiting; see `name_suspect`."""
-        return name_suspect(self)
+        """The rank and phase that caused most waiting; see `find_suspect`."""
+        return find_suspect(self)
 
     def charged_ns(self) -> dict[tuple[int, str], float]:
         """Wait charged by (rank, phase), most first."""
@@ -86,7 +86,7 @@ class Suspect:
     """Share of 1,000 resamplings of the collectives in which it comes out first."""
 
 
-class _Covered:
+class _Coverage:
     """How much of a window a set of intervals covers; logarithmic in their number."""
 
     def __init__(self, intervals: Intervals) -> None:
@@ -117,7 +117,7 @@ class _Wait:
 
 
 @frozen(kw_only=True)
-class _Held:
+class _Blocking:
     """A meeting, as far as it held ranks up."""
 
     entered: int
@@ -127,38 +127,38 @@ class _Held:
 
 
 @frozen(kw_only=True)
-class _Book:
+class _Progress:
     """What is known of each rank while the ledger is being written."""
 
-    phases: dict[int, dict[str, _Covered]]
+    phases: dict[int, dict[str, _Coverage]]
     waits: dict[int, list[_Wait]] = field(factory=lambda: defaultdict(list))
-    held: dict[int, list[_Held]] = field(factory=lambda: defaultdict(list))
-    """Of each rank the meetings that held it up."""
+    held: dict[int, list[_Blocking]] = field(factory=lambda: defaultdict(list))
+    """Of each rank the matched that held it up."""
     begins: Mapping[int, int] = field(factory=dict)
     """First traced instant of each rank; what is known of it before is not all that it did."""
 
 
 def keep_ledger(
-    meetings: Sequence[Meeting],
+    matched: Sequence[MatchedCollective],
     phases: Mapping[int, Mapping[str, Intervals]],
     begins: Mapping[int, int] | None = None,
 ) -> Ledger:
     """Write the ledger.
 
     Args:
-        meetings: on one clock, as `ms_profile.analysis.whole_run` aligns them.
+        matched: on one clock, as `ms_profile.analysis.whole_run` aligns them.
         phases: for each rank disjoint intervals (N, 2) ns by phase on the same clock; what they
             leave is "host".
         begins: when each rank's trace begins, ns of the same clock, where some phases are also
             known from before; the first interval otherwise.
     """
     ordered = sorted(
-        (one for one in meetings if len(one.starts_ns) > 1),
+        (one for one in matched if len(one.starts_ns) > 1),
         key=lambda one: max(one.starts_ns.values()),
     )
-    book = _Book(
+    book = _Progress(
         phases={
-            rank: {name: _Covered(own) for name, own in parts.items()}
+            rank: {name: _Coverage(own) for name, own in parts.items()}
             for rank, parts in phases.items()
         },
         begins=begins
@@ -183,7 +183,7 @@ def keep_ledger(
                 book.waits[rank].append(_Wait(start, stop, causes))
                 for cause, phase, share in causes if stop > fresh else ():
                     charges.append(
-                        Charge(meeting=number, waiting=rank, cause=cause, phase=phase,
+                        Charge(collective=number, waiting=rank, cause=cause, phase=phase,
                                wait_ns=share * (stop - fresh))
                     )  # fmt: skip
             cursor[rank] = max(cursor[rank], stop)
@@ -192,31 +192,31 @@ def keep_ledger(
         waits.append(own_waits)
         transfers.append(own_transfers)
     return Ledger(
-        meetings=tuple(ordered), late=tuple(late), wait_ns=tuple(waits),
+        matched=tuple(ordered), late=tuple(late), wait_ns=tuple(waits),
         transfer_ns=tuple(transfers), charges=tuple(charges),
     )  # fmt: skip
 
 
-def _remember(book: _Book, one: Meeting) -> None:
+def _remember(book: _Progress, one: MatchedCollective) -> None:
     ends = {rank: end for rank, end in one.ends_ns.items() if _held(book, rank, one)}
     for rank in ends:
-        book.held[rank].append(_Held(entered=max(one.starts_ns.values()), ends=ends))
+        book.held[rank].append(_Blocking(entered=max(one.starts_ns.values()), ends=ends))
 
 
-def _held(book: _Book, rank: int, one: Meeting) -> bool:
+def _held(book: _Progress, rank: int, one: MatchedCollective) -> bool:
     """Whether a meeting held up the rank itself, and not just a thread that communicates for it."""
     if "collective" not in book.phases.get(rank, {}):
         return True
     end = one.ends_ns[rank]
-    window = min(max(end - one.starts_ns[rank], 1), HELD_NS)
+    window = min(max(end - one.starts_ns[rank], 1), BLOCKED_NS)
     return 2 * book.phases[rank]["collective"].between(end - window, end) >= window
 
 
 def _causes(
-    book: _Book, waiting: int, late: int, start: int, stop: int, entered: int
+    book: _Progress, waiting: int, late: int, start: int, stop: int, entered: int
 ) -> tuple[tuple[int, str, float], ...]:
     """Shares of a wait by rank and phase; they sum to 1."""
-    origin = _last_met(book, waiting, late, start)
+    origin = _last_shared(book, waiting, late, start)
     excess: dict[str, float] = {}
     spent_late, spent_own = float(entered - origin), float(start - origin)
     for phase in book.phases.get(late, {}):
@@ -245,7 +245,7 @@ def _causes(
     return tuple((rank, phase, amount / total) for (rank, phase), amount in shares.items())
 
 
-def _last_met(book: _Book, left: int, right: int, before: int) -> int:
+def _last_shared(book: _Progress, left: int, right: int, before: int) -> int:
     """The end of the last meeting before an instant that held up two ranks, or that instant.
 
     Once all have entered, one rank may be through and at the next while another is told late.
@@ -269,7 +269,7 @@ def _waited(waits: Sequence[_Wait], start: int, end: int) -> dict[tuple[int, str
     return found
 
 
-def name_suspect(ledger: Ledger, *, floor_ns: float = 0.0, seed: int = 0) -> Suspect | None:
+def find_suspect(ledger: Ledger, *, floor_ns: float = 0.0, seed: int = 0) -> Suspect | None:
     """Name the rank and phase that cause most waiting, with a confidence; None without waits.
 
     Args:
@@ -282,7 +282,7 @@ def name_suspect(ledger: Ledger, *, floor_ns: float = 0.0, seed: int = 0) -> Sus
     for charge in ledger.charges:
         if charge.wait_ns > floor_ns:
             column = columns.setdefault((charge.cause, charge.phase), len(columns))
-            cells[charge.meeting, column] += charge.wait_ns
+            cells[charge.collective, column] += charge.wait_ns
     if not cells:
         return None
     rows = {meeting: place for place, meeting in enumerate(sorted({m for m, _ in cells}))}

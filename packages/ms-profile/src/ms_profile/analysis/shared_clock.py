@@ -6,22 +6,24 @@ from typing import Final
 import numpy as np
 from msgspec import structs
 
-from ms_profile.analysis.collectives import Meeting
+from ms_profile.analysis.collectives import MatchedCollective
 from ms_profile.clocks.alignment import SYNCHRONISING, ClockFit, align_clocks
 from ms_profile.errors import ClockError
 
-__all__ = ["align_collectives", "shift_meeting"]
+__all__ = ["align_collectives", "shift_collective"]
 
 Instants = dict[int, dict[Hashable, int]]
 CAUSALITY_NS: Final = 200_000
 """How far two processes' readings of one host's clock may differ, with room."""
 
 
-def align_collectives(meetings: Sequence[Meeting], hosts: Mapping[int, str]) -> dict[int, ClockFit]:
+def align_collectives(
+    matched: Sequence[MatchedCollective], hosts: Mapping[int, str]
+) -> dict[int, ClockFit]:
     """Align ranks' clocks by the ends of the collectives that they shared.
 
     Args:
-        meetings: each rank's instants on its own clock.
+        matched: each rank's instants on its own clock.
         hosts: of every rank; empty where not known.
 
     Ranks on the lowest one's host share its clock, unless the collectives prove otherwise. Ranks
@@ -29,7 +31,7 @@ def align_collectives(meetings: Sequence[Meeting], hosts: Mapping[int, str]) -> 
     """
     ends: Instants = {rank: {} for rank in hosts}
     starts: Instants = {rank: {} for rank in hosts}
-    for meeting in meetings:
+    for meeting in matched:
         if meeting.kind in SYNCHRONISING:
             for rank in meeting.ends_ns:
                 ends[rank][meeting.key] = meeting.ends_ns[rank]
@@ -56,7 +58,7 @@ def _causal(ends: Instants, starts: Instants, left: int, right: int) -> bool:
     )
 
 
-def shift_meeting(meeting: Meeting, fits: Mapping[int, ClockFit]) -> Meeting:
+def shift_collective(meeting: MatchedCollective, fits: Mapping[int, ClockFit]) -> MatchedCollective:
     """Put a meeting on the reference's clock; ranks without a fit are left out."""
 
     def corrected(instants: Mapping[int, int]) -> dict[int, int]:
@@ -66,7 +68,7 @@ def shift_meeting(meeting: Meeting, fits: Mapping[int, ClockFit]) -> Meeting:
             if rank in fits
         }
 
-    return Meeting(
+    return MatchedCollective(
         key=meeting.key, kind=meeting.kind, group=meeting.group, size_bytes=meeting.size_bytes,
         starts_ns=corrected(meeting.starts_ns), ends_ns=corrected(meeting.ends_ns),
         rows={rank: row for rank, row in meeting.rows.items() if rank in fits},

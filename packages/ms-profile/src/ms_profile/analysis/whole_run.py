@@ -10,11 +10,16 @@ from attrs import evolve, field, frozen
 from numpy.typing import NDArray
 
 from ms_profile.analysis.activity import Activity, Breakdown, break_down, find_activity
-from ms_profile.analysis.collectives import Collective, Meeting, find_collectives, match_collectives
+from ms_profile.analysis.collectives import (
+    Collective,
+    MatchedCollective,
+    find_collectives,
+    match_collectives,
+)
 from ms_profile.analysis.host_pauses import read_pauses
 from ms_profile.analysis.inputs import RunDescription, describe_run, find_traces, latest_of_each
 from ms_profile.analysis.ledger import Ledger, keep_ledger
-from ms_profile.analysis.shared_clock import align_collectives, shift_meeting
+from ms_profile.analysis.shared_clock import align_collectives, shift_collective
 from ms_profile.analysis.unnamed_groups import split_groups
 from ms_profile.clocks.alignment import ClockFit
 from ms_profile.errors import ProfileError, TraceError
@@ -63,7 +68,7 @@ class Analysis:
     """What the traces of a run show together."""
 
     ranks: dict[int, RankAnalysis]
-    meetings: tuple[Meeting, ...]
+    matched: tuple[MatchedCollective, ...]
     """On the clock of the lowest rank."""
     ledger: Ledger
     warnings: tuple[str, ...] = field(default=())
@@ -192,6 +197,6 @@ def analyse_traces(
     }
     # What is known of a rank from before its trace, its pauses, is less than what it did.
     begins = {rank: one.common_ns(one.trace.span_ns[0]) for rank, one in aligned.items()}
-    meetings = tuple(shift_meeting(one, fits) for one in matched) if fits else ()
-    ledger = keep_ledger(meetings, phases, begins)
-    return Analysis(ranks=ranks, meetings=meetings, ledger=ledger, warnings=tuple(warnings))
+    matched = tuple(shift_collective(one, fits) for one in matched) if fits else ()
+    ledger = keep_ledger(matched, phases, begins)
+    return Analysis(ranks=ranks, matched=matched, ledger=ledger, warnings=tuple(warnings))

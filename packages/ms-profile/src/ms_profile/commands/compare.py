@@ -86,9 +86,9 @@ def _recorded(
                 )
             if one is None:
                 return None
-            if not several and (one.hindered_share or 0) > options.most_wait:
+            if not several and (one.cpu_wait_share or 0) > options.most_wait:
                 raise TraceError(
-                    f"not measurable: {folder} waited for a CPU {one.hindered_share:.0%} of the "
+                    f"not measurable: {folder} waited for a CPU {one.cpu_wait_share:.0%} of the "
                     "time, its host was busy; compare several runs of each (--before, --after), "
                     "runs of a quiet host, or raise --most-wait"
                 )
@@ -102,7 +102,7 @@ def _plain(found: Comparison) -> dict[str, Any]:
                 "share": one.share}  # fmt: skip
 
     return {
-        "regression": found.regression, "improvement": found.improvement, "chance": found.chance,
+        "regression": found.regression, "improvement": found.improvement, "chance": found.p_value,
         "detectable": found.detectable, "steps": found.steps, "runs": found.runs,
         "step": plain(found.step), "phases": [plain(one) for one in found.phases],
         "not_measurable": found.not_measurable,
@@ -129,7 +129,7 @@ def _show(found: Comparison) -> None:
         verdict = "significant improvement"
     share = found.step.share
     change = "" if share is None else f"{share:+.1%} a step, "
-    print(f"{verdict}: {change}as much by chance in {found.chance:.1%} of cases")
+    print(f"{verdict}: {change}as much by chance in {found.p_value:.1%} of cases")
     power = "with so few of them, or so unlike, no slow-down is found surely; record more"
     if found.detectable is not None:
         power = f"a slow-down of {found.detectable:.0%} is found in 9 of 10 such pairs of runs"

@@ -27,7 +27,7 @@ __all__ = [
     "RankManifest",
     "RunManifest",
     "TraceFile",
-    "Window",
+    "TraceSchedule",
     "event_stem",
     "rank_path",
     "read_ranks",
@@ -45,7 +45,7 @@ LARGEST_MANIFEST_BYTES: Final = 1 << 26
 T = TypeVar("T", bound=Struct)
 
 
-class Window(Struct, frozen=True, kw_only=True):
+class TraceSchedule(Struct, frozen=True, kw_only=True):
     """Which steps are traced: `windows` times `active` steps, the first after `skip` steps."""
 
     skip: int = 2
@@ -76,7 +76,7 @@ class RunManifest(
     script: str
     arguments: tuple[str, ...] = ()
     started_wall_ns: Instant
-    window: Window
+    schedule: TraceSchedule
     versions: dict[str, str]
     """Of ms-profile, python, and torch where known."""
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from attrs import field, frozen
 
 from ms_profile.errors import CaptureError, number_in_environment
-from ms_profile.log.manifest import Window
-from ms_profile.recording.trace_schedule import check_window
+from ms_profile.log.manifest import TraceSchedule
+from ms_profile.recording.trace_schedule import check_schedule
 from ms_profile.version import __version__
 
-__all__ = ["Place", "Plan", "clear_run", "versions"]
+__all__ = ["Plan", "ProcessRank", "clear_run", "versions"]
 
 PLACES = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
@@ -23,7 +23,7 @@ PLACES = (
 
 
 @frozen(kw_only=True)
-class Place:
+class ProcessRank:
     """Where this process stands among the run's."""
 
     rank: int = 0
@@ -31,7 +31,7 @@ class Place:
     world_size: int = 1
 
     @classmethod
-    def here(cls) -> "Place":
+    def here(cls) -> "ProcessRank":
         """As the launcher's environment says: torchrun's, Open MPI's or Slurm's; else alone."""
         for rank, local, size in PLACES:
             if rank in os.environ and size in os.environ:
@@ -60,7 +60,9 @@ class Plan:
     """A folder that holds no run yet."""
     metrics: tuple[str, ...]
     """Names of `METRICS`."""
-    window: Window = field(factory=Window, validator=lambda _, __, value: check_window(value))
+    schedule: TraceSchedule = field(
+        factory=TraceSchedule, validator=lambda _, __, value: check_schedule(value)
+    )
     """Which steps are traced."""
 
 
@@ -72,7 +74,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def clear_run(folder: Path, place: Place) -> None:
+def clear_run(folder: Path, place: ProcessRank) -> None:
     """Remove what an earlier run left: this rank's files, and for rank 0 those of no rank now.
 
     Raises:

@@ -21,10 +21,10 @@ from ms_profile.log.manifest import (
     ring_path,
     write_whole,
 )
-from ms_profile.metrics import Recording
+from ms_profile.metrics import Collect, collected_for
 from ms_profile.recording.cpu_wait import CpuWait
 from ms_profile.recording.import_hook import when_imported
-from ms_profile.recording.plan import Place, Plan, versions
+from ms_profile.recording.plan import Plan, ProcessRank, versions
 from ms_profile.recording.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -61,9 +61,9 @@ class Session:
         RecordError: the output folder cannot be written.
     """
 
-    def __init__(self, plan: Plan, place: Place) -> None:
+    def __init__(self, plan: Plan, place: ProcessRank) -> None:
         self._plan, self._place = plan, place
-        self._recording = Recording.of(plan.metrics)
+        self._collect = collected_for(plan.metrics)
         restarted = number_in_environment("TORCHELASTIC_RESTART_COUNT", 0) > 0
         if rank_path(plan.output_dir, place.rank).exists() and not restarted:
             raise CaptureError(
@@ -87,7 +87,7 @@ class Session:
         self._cpu_wait = CpuWait()
         host = self.manifest.host
         self.events("run_start", {"script": str(plan.script), "host": host, "pid": os.getpid()})
-        if place.world_size > 1 and self._recording.groups:
+        if place.world_size > 1 and Collect.GROUPS in self._collect:
             # torch reads it when imported: it is to keep the collectives' groups; see `groups`.
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", MOST_COLLECTIVES)
         OPEN.append(self)
@@ -161,7 +161,7 @@ class Session:
             script=str(self._plan.script.resolve()),
             arguments=self._plan.arguments,
             started_wall_ns=time.time_ns(),
-            window=self._plan.window,
+            schedule=self._plan.schedule,
             versions=versions(),
         )
 
@@ -174,8 +174,8 @@ class Session:
         self._tracer = Tracer(
             self._plan.output_dir,
             self._place.rank,
-            self._plan.window,
-            self._recording,
+            self._plan.schedule,
+            self._collect,
             on_saving=self.events.flush,
             on_saved=self._on_trace,
             on_problem=self._loss,
@@ -214,11 +214,11 @@ class Session:
         import torch
 
         metrics: dict[str, Value] = {}
-        if self._recording.data_waits:
+        if Collect.DATA_WAITS in self._collect:
             waited = self._recorder.data_wait_s
             metrics["data_wait_s"] = waited - self._data_wait_s
             self._data_wait_s = waited
-        if not self._recording.memory:
+        if Collect.MEMORY not in self._collect:
             return metrics
         metrics["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if torch.accelerator.is_available():

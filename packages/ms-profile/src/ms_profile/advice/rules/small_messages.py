@@ -18,12 +18,12 @@ LEAST_A_STEP = 8
 def look(analysis: Analysis) -> Iterator[Case]:
     """Transfers of collectives under 64 KiB, where a rank has 8 of them a step or more."""
     ledger = analysis.ledger
-    sizes = [met.size_bytes or 0 for met in ledger.meetings]
+    sizes = [met.size_bytes or 0 for met in ledger.matched]
     small = [number for number, size in enumerate(sizes) if 0 < size < SMALL_BYTES]
     for one in analysis.ranks.values():
-        own = [number for number in small if one.rank in ledger.meetings[number].rows]
+        own = [number for number in small if one.rank in ledger.matched[number].rows]
         if own and len(own) >= LEAST_A_STEP * len(one.breakdowns):
-            rows = np.array([ledger.meetings[n].rows[one.rank] for n in own], np.int64)
+            rows = np.array([ledger.matched[n].rows[one.rank] for n in own], np.int64)
             yield Case(
                 one=one,
                 gain_ns=float(sum(ledger.transfer_ns[n][one.rank] for n in own)),

@@ -33,8 +33,8 @@ def look(analysis: Analysis) -> Iterator[Case]:
         evidence=tuple(
             Evidence(
                 rank=charge.waiting,
-                name=f"wait in {ledger.meetings[charge.meeting].kind}",
-                start_ns=ledger.meetings[charge.meeting].starts_ns[charge.waiting],
+                name=f"wait in {ledger.matched[charge.collective].kind}",
+                start_ns=ledger.matched[charge.collective].starts_ns[charge.waiting],
                 duration_ns=round(charge.wait_ns),
             )
             for charge in sorted(own, key=lambda charge: -charge.wait_ns)[:MOST_EVIDENCE]

@@ -126,8 +126,8 @@ function communication() {
 const ranksOf = (world) => Array.from({ length: world }, (_, rank) => rank);
 
 function waiting(go) {
-  const { charged, waited, rows, meetings, suspect } = summary.ledger;
-  if (!meetings) return [make("div", { class: "card" }, make("h2", {}, "Waiting"), make("p", { class: "soft" }, "Not measurable: it takes traces of two ranks or more that share collectives."))];
+  const { charged, waited, rows, matched, suspect } = summary.ledger;
+  if (!matched) return [make("div", { class: "card" }, make("h2", {}, "Waiting"), make("p", { class: "soft" }, "Not measurable: it takes traces of two ranks or more that share collectives."))];
   const all = sum(charged.map((row) => row[2]));
   const most = Math.max(...charged.map((row) => row[2]), 1);
   const bars = make("div", { class: "bars" }, charged.slice(0, 24).flatMap(([rank, phase, amount]) => [
@@ -143,7 +143,7 @@ function waiting(go) {
   ];
   return [
     make("div", { class: "card" }, make("h2", {}, "Who and what caused the waiting"), suspect ? make("p", {}, `${suspect.confidence < 0.9 ? "No rank stands out; most, if not surely: " : ""}rank ${suspect.rank} in its ${suspect.phase} phase caused ${time(suspect.caused)} of the other ranks' waiting, confidence ${share(suspect.confidence, 1)}.`) : null, bars,
-      make("p", { class: "soft" }, `${count(meetings)} collectives; the ranks waited ${waited.map(([rank, ns]) => `${time(ns)} (rank ${rank})`).join(", ")}. A wait is charged to the last rank to enter, and to the phases in which it spent more time than the one that waited; time that it had itself waited is passed on.`)),
+      make("p", { class: "soft" }, `${count(matched)} collectives; the ranks waited ${waited.map(([rank, ns]) => `${time(ns)} (rank ${rank})`).join(", ")}. A wait is charged to the last rank to enter, and to the phases in which it spent more time than the one that waited; time that it had itself waited is passed on.`)),
     make("div", { class: "card" }, make("h2", {}, "Collectives with the longest waits"), sortedTable(rows, columns, { sort: 2, caption: "Waiting ledger" }).element),
   ];
 }
