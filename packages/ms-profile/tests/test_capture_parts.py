@@ -90,14 +90,14 @@ def test_the_place_is_read_from_the_launchers_environment(monkeypatch: pytest.Mo
     """Torchrun's variables come first, then Open MPI's and Slurm's; alone otherwise."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert ProcessRank.here() == ProcessRank()
+    assert ProcessRank.from_environment() == ProcessRank()
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("SLURM_NTASKS", "8")
-    assert ProcessRank.here() == ProcessRank(rank=3, world_size=8)
+    assert ProcessRank.from_environment() == ProcessRank(rank=3, world_size=8)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert ProcessRank.here() == ProcessRank(rank=1, local_rank=1, world_size=2)
+    assert ProcessRank.from_environment() == ProcessRank(rank=1, local_rank=1, world_size=2)
 
 
 def test_overwriting_removes_a_runs_files_and_nothing_else(tmp_path: Path) -> None:

@@ -40,11 +40,11 @@ class Collective:
     row: int
     kind: str
     group: str
-    """The process group's name; empty where the backend doesn't say."""
+    """The process group's name; empty where the backend gives none."""
     ranks: tuple[int, ...]
-    """Members where the profiler said so."""
+    """The group's members; empty where the profiler lists none."""
     size_bytes: int | None
-    """Of this rank's message; None where shapes were not recorded."""
+    """Size of this rank's message; None where shapes were not recorded."""
     start_ns: int
     end_ns: int
 
@@ -122,12 +122,12 @@ def match_collectives(
                     continue
                 kind = "send_receive"
             series[kind, one.group, one.ranks, one.size_bytes][rank].append(one)
-    matched = []
+    matched: list[MatchedCollective] = []
     for signature, by_rank in series.items():
         if len(by_rank) < 2:
             continue
         if len({len(own) for own in by_rank.values()}) == 1:
-            matched += _meet(signature, by_rank)
+            matched += _match(signature, by_rank)
             continue
         by_step: dict[Hashable, dict[int, list[Collective]]] = defaultdict(dict)
         for rank, own in by_rank.items():
@@ -135,11 +135,11 @@ def match_collectives(
                 by_step[_step_of(one, steps[rank])].setdefault(rank, []).append(one)
         for step, parts in by_step.items():
             if step is not None and len({len(own) for own in parts.values()}) == 1:
-                matched += _meet((signature, step), parts)
+                matched += _match((signature, step), parts)
     return tuple(sorted(matched, key=lambda one: max(one.starts_ns.values())))
 
 
-def _meet(signature: Hashable, by_rank: Mapping[int, list[Collective]]) -> list[MatchedCollective]:
+def _match(signature: Hashable, by_rank: Mapping[int, list[Collective]]) -> list[MatchedCollective]:
     ranks = sorted(by_rank)
     return [
         MatchedCollective(

@@ -2,14 +2,14 @@
 
 Medians and median deviations of the logarithms are compared, as a few steps are always outliers,
 by Student's distribution. Steps of one run resemble their neighbours: three of them count as one. A
-regression is called when chance alone makes B slower by as much in fewer than 2% of cases, and when
-it is 3% or more: less than that differs between two runs of one program.
+regression is one that runs of equal pace would show in fewer than 2% of cases (its p-value), and
+that is 3% or more: less than that differs between two runs of one program.
 
 A run's event log has every step, and most of them untraced; where both runs have one, its steps are
-compared, and the traces only say what moved. Steps are also longer where other programs have the
-CPUs; the log knows how long each waited for one. A regression is one with that wait and without it.
+compared, and the traces only show what moved. Steps are also longer where other programs have the
+CPUs; the log holds how long each waited for one. A regression is one with that wait and without it.
 
-One run of each cannot tell how far two runs of one program lie apart, so 2.5% is taken for it.
+One run of each does not show how far two runs of one program lie apart, so 2.5% is taken for it.
 Where there are more of A or of B, the runs' medians are compared as they scatter from run to run.
 """
 
@@ -73,13 +73,13 @@ class Comparison:
     """What differs between two runs."""
 
     step: Change
-    """Of the median step, the slowest rank's."""
-    chance: float
-    """How often chance alone makes B slower by as much."""
+    """Change of the median step, taken on its slowest rank."""
+    p_value: float
+    """How often runs of equal pace would make B look slower by as much."""
     detectable: float | None
     """Relative slow-down that 9 in 10 such pairs of runs would show as a regression.
 
-    None where so few steps, or so unlike, show not even a tenfold one.
+    None where the steps are so few, or scatter so much, that not even a tenfold one would show.
     """
     steps: tuple[int, int]
     """How many of A and of B were compared."""
@@ -102,7 +102,7 @@ class RecordedSteps:
     wall_ns: Times
     """The slowest rank's."""
     without_cpu_wait_ns: Times | None
-    """Without the longest wait of a rank for a CPU; None where that was not counted."""
+    """The same less the longest wait of a rank for a CPU; None where that was not counted."""
 
     @property
     def cpu_wait_share(self) -> float | None:
@@ -158,7 +158,7 @@ def compare(
 
 
 def _series(old: Sequence[RecordedSteps], new: Sequence[RecordedSteps]) -> list[tuple[Runs, Runs]]:
-    """What must agree that B is slower: wall times, and those without waits for a CPU."""
+    """Pairs of series that must all show B slower: wall times, and those without CPU waits."""
     pairs: list[tuple[Runs, Runs]] = [([a.wall_ns for a in old], [b.wall_ns for b in new])]
     left = [[one.without_cpu_wait_ns for one in own] for own in (old, new)]
     counted = [[one for one in own if one is not None] for own in left]
@@ -235,7 +235,7 @@ def step_times(analysis: Analysis) -> Times:
 
 
 def compare_runs(before: Runs, after: Runs, *, seed: int = 0) -> float:
-    """How often chance makes the median step of `after` as much larger as it is, 0 to 1.
+    """The p-value, 0 to 1, of the median step of `after` being as much larger as it is.
 
     Args:
         before: step times of each run of one kind, each (N,), positive, in order.
@@ -274,7 +274,7 @@ def _between_runs(before: Runs, after: Runs) -> tuple[float, float, float]:
 
 
 def _detectable(before: Runs, after: Runs, least_change: float) -> float | None:
-    """The slow-down that comes out beyond chance in 9 of 10 pairs of such runs."""
+    """The slow-down that is significant in 9 of 10 pairs of such runs."""
     _, error, freedom = _difference(before, after)
     draws = np.random.default_rng(0).standard_t(freedom, DRAWS)
     beyond, most = np.quantile(draws, [1 - SIGNIFICANCE, POWER])

@@ -34,14 +34,14 @@ class RunDescription:
     """What was run, as far as the folder says."""
 
     name: str
-    """Of the folder or file."""
+    """Name of the folder or file."""
     command: str = ""
     """The script and its arguments, as a shell takes them; empty where not known."""
     started_wall_ns: int | None = None
     metrics: tuple[str, ...] | None = None
     """Asked for with `--metrics`; None where not known, so that all are shown."""
     steps: int | None = None
-    """Of the whole run, the longest rank's."""
+    """Steps of the whole run, those of the longest rank."""
     windows: int = 1
     """How many windows of a rank were saved, the most of any."""
     window: int = 1
@@ -114,13 +114,13 @@ def _named(folder: Path, rank: RankManifest, window: int | None) -> Path | None:
 
 
 def _last_windows(files: Sequence[Path]) -> tuple[Path, ...]:
-    """Of each rank's windows (`rank-00000.003.json`) the last one."""
+    """The last of each rank's windows (`rank-00000.003.json`)."""
     last = {file.name.split(".")[0]: file for file in files}
     return tuple(last.values())
 
 
 def describe_run(path: Path, *, window: int | None = None) -> RunDescription:
-    """Say what was run, from the manifests of a run's folder, or of the one a file lies in."""
+    """Describe what was run, from the manifests of a run's folder, or of the one a file lies in."""
     place = Path(os.path.abspath(path))
     folder = next(
         (each for each in (place, *place.parents[:2]) if (each / "manifest.json").is_file()), None
@@ -161,14 +161,14 @@ def latest_of_each(claims: Sequence[tuple[int, Path, int]]) -> tuple[set[Path], 
     by_rank: dict[int, list[tuple[int, Path]]] = defaultdict(list)
     for rank, file, start_ns in claims:
         by_rank[rank].append((start_ns, file))
-    out: set[Path] = set()
-    said = []
+    left_out: set[Path] = set()
+    warnings = []
     for rank, files in sorted(by_rank.items()):
         *earlier, (_, kept) = sorted(files)
         for _, file in earlier:
-            out.add(file)
-            said.append(
+            left_out.add(file)
+            warnings.append(
                 f"{file.name} and {kept.name} are both of rank {rank}: {file.name}, which begins "
                 "earlier, is left out"
             )
-    return out, said
+    return left_out, warnings

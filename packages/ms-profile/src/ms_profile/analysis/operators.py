@@ -31,7 +31,7 @@ class Operator:
     self_ns: int
     """Time inside it and in none of its children."""
     device_ns: int | None
-    """Of the kernels that it launched itself; None where the trace has no device."""
+    """Time of the kernels that it launched itself; None where the trace has no device."""
 
 
 @frozen(kw_only=True)

@@ -31,11 +31,11 @@ def align_collectives(
     """
     ends: Instants = {rank: {} for rank in hosts}
     starts: Instants = {rank: {} for rank in hosts}
-    for meeting in matched:
-        if meeting.kind in SYNCHRONISING:
-            for rank in meeting.ends_ns:
-                ends[rank][meeting.key] = meeting.ends_ns[rank]
-                starts[rank][meeting.key] = meeting.starts_ns[rank]
+    for one in matched:
+        if one.kind in SYNCHRONISING:
+            for rank in one.ends_ns:
+                ends[rank][one.key] = one.ends_ns[rank]
+                starts[rank][one.key] = one.starts_ns[rank]
     try:
         fits = align_clocks(ends, starts)
     except ClockError:
@@ -58,8 +58,8 @@ def _causal(ends: Instants, starts: Instants, left: int, right: int) -> bool:
     )
 
 
-def shift_collective(meeting: MatchedCollective, fits: Mapping[int, ClockFit]) -> MatchedCollective:
-    """Put a meeting on the reference's clock; ranks without a fit are left out."""
+def shift_collective(one: MatchedCollective, fits: Mapping[int, ClockFit]) -> MatchedCollective:
+    """Put a collective on the reference's clock; ranks without a fit are left out."""
 
     def corrected(instants: Mapping[int, int]) -> dict[int, int]:
         return {
@@ -69,7 +69,7 @@ def shift_collective(meeting: MatchedCollective, fits: Mapping[int, ClockFit]) -
         }
 
     return MatchedCollective(
-        key=meeting.key, kind=meeting.kind, group=meeting.group, size_bytes=meeting.size_bytes,
-        starts_ns=corrected(meeting.starts_ns), ends_ns=corrected(meeting.ends_ns),
-        rows={rank: row for rank, row in meeting.rows.items() if rank in fits},
+        key=one.key, kind=one.kind, group=one.group, size_bytes=one.size_bytes,
+        starts_ns=corrected(one.starts_ns), ends_ns=corrected(one.ends_ns),
+        rows={rank: row for rank, row in one.rows.items() if rank in fits},
     )  # fmt: skip

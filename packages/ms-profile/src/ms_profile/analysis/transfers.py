@@ -48,8 +48,8 @@ def fit_transfers(ledger: Ledger) -> tuple[TransferFit, ...]:
     seen at fewer than two sizes are left out: a line needs two points. Where no line comes within
     10% of all sizes, the smallest are left out until one does.
     """
-    Place = tuple[str, str, tuple[int, ...]]
-    least: dict[Place, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    Runs = dict[int, list[int]]
+    least: dict[tuple[str, str, tuple[int, ...]], Runs] = defaultdict(lambda: defaultdict(list))
     for one, transfers in zip(ledger.matched, ledger.transfer_ns, strict=True):
         longest = max(transfers.values())
         if one.size_bytes and longest > 0:
@@ -89,8 +89,8 @@ def find_slow_group(ledger: Ledger, *, seed: int = 0) -> SlowGroup | None:
     """Name the ranks between which transfers are slow, from the collectives of a run.
 
     Groups that do the same kind and size are held against the fastest of them. A group without
-    peers is held against its own fastest tenth: a link that is always slow, and the only one, is
-    not to be told from a fast one. None where no group's transfers are half as long again.
+    peers is held against its own fastest tenth: a link that is always slow, and the only one,
+    looks like a fast one. None where no group's transfers are half as long again.
     """
     excess, usual = _excess_transfers(ledger)
     if not excess:
@@ -120,7 +120,7 @@ def find_slow_group(ledger: Ledger, *, seed: int = 0) -> SlowGroup | None:
 def _excess_transfers(
     ledger: Ledger,
 ) -> tuple[list[tuple[int, tuple[int, ...], float]], dict[tuple[int, ...], float]]:
-    """Every meeting's transfer over the usual; and what is usual, summed by group."""
+    """Each collective's transfer beyond the usual; and the usual transfers, summed by group."""
     runs: dict[tuple[str, int | None, int], dict[tuple[int, ...], list[tuple[int, float]]]] = (
         defaultdict(lambda: defaultdict(list))
     )

@@ -1,4 +1,4 @@
-"""Tell process groups apart where the backend doesn't name them, as gloo doesn't.
+"""Separate process groups where the backend doesn't name them, as gloo doesn't.
 
 Two rows of a grid that gather among themselves look like one gathering of all. But members of one
 group see a synchronising collective end at nearly one instant, and members of different groups
@@ -29,7 +29,7 @@ LEAST_MATCHED: Final = 3
 def split_groups(
     matched: Sequence[MatchedCollective], hosts: Mapping[int, str]
 ) -> tuple[MatchedCollective, ...]:
-    """Split matched of unnamed groups among the ranks that truly met.
+    """Split collectives of unnamed groups among the ranks that took part together.
 
     Args:
         matched: as `ms_profile.analysis.collectives.match_collectives` paired them.
@@ -114,7 +114,7 @@ def _together(
 
 
 def _part(one: MatchedCollective, ranks: tuple[int, ...]) -> MatchedCollective:
-    """One group's meeting out of several that were taken for one."""
+    """One group's collective out of several that were taken for one."""
     return evolve(
         one,
         key=(one.key, ranks),

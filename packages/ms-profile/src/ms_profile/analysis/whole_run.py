@@ -79,7 +79,7 @@ class Analysis:
 def analyse(path: str | os.PathLike[str], *, window: int | None = None) -> Analysis:
     """Read and analyse a trace, a recorder's ring, a folder of either, or a run's output folder.
 
-    Of a rank with several windows the last one is taken, or the one asked for.
+    Where a rank has several windows, the last one is taken, or the one asked for.
 
     Args:
         path: what to read.
@@ -121,8 +121,8 @@ def _read_all(files: Sequence[Path]) -> tuple[dict[int, Trace], list[str]]:
             warnings.append(str(error))
     claims = [(trace.rank, file, trace.span_ns[0]) for file, trace in traces.items()
               if trace.rank is not None]  # fmt: skip
-    left_out, said = latest_of_each(claims)
-    warnings += said
+    left_out, problems = latest_of_each(claims)
+    warnings += problems
     taken = {rank for rank, _, _ in claims}
     free = (rank for rank in count() if rank not in taken)
     by_rank: dict[int, Trace] = {}
@@ -162,7 +162,7 @@ def analyse_traces(
         garbage: intervals (N, 2) ns of garbage collection known from elsewhere, on each rank's own
             wall clock.
         data: likewise, of waits for the next batch.
-        warnings: what reading the traces said.
+        warnings: of reading the traces.
     """
     hosts = {rank: trace.host for rank, trace in traces.items()}
     found = {rank: find_collectives(trace) for rank, trace in traces.items()}

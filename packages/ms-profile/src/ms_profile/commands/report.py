@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Analyse, write, and say in a few lines what was found."""
+    """Analyse, write the page, and print what was found in a few lines."""
     links = None
     if options.links is not None:
         links = read_links(options.links)

@@ -30,7 +30,7 @@ STEPS: Final = {
     "windows": "how many windows; 0 means without end",
     "every": "steps from the start of one window to the next",
 }
-KEPT: Final[list[int]] = []
+SAVED_STDOUT: Final[list[int]] = []
 """The descriptor of stdout, where it is kept for JSON."""
 
 
@@ -75,7 +75,7 @@ def execute(options: argparse.Namespace) -> int:
         schedule=schedule,
     )
     if options.json:
-        _keep_stdout()
+        _save_stdout()
     if options.nproc_per_node is None:
         outcome = run_here(plan, overwrite=options.overwrite)
     else:
@@ -85,16 +85,16 @@ def execute(options: argparse.Namespace) -> int:
             options=_options_of(plan),
             overwrite=options.overwrite,
         )
-    if ProcessRank.here().rank == 0 and LAUNCHED not in os.environ:
-        _tell(plan, outcome, as_json=options.json)
+    if ProcessRank.from_environment().rank == 0 and LAUNCHED not in os.environ:
+        _print_outcome(plan, outcome, as_json=options.json)
     # Under a launcher a rank that fails takes the others with it: a loss is not worth that.
     return outcome.exit_code or (0 if outcome.complete or "RANK" in os.environ else 1)
 
 
-def _keep_stdout() -> None:
+def _save_stdout() -> None:
     """Keep stdout for the one JSON document; what the script prints goes to stderr."""
     sys.stdout.flush()
-    KEPT.append(os.dup(1))
+    SAVED_STDOUT.append(os.dup(1))
     os.dup2(2, 1)
 
 
@@ -105,10 +105,10 @@ def _options_of(plan: Plan) -> list[str]:
     return [*named, "--metrics", ",".join(plan.metrics), *numbers, "--", *plan.arguments]
 
 
-def _tell(plan: Plan, outcome: RunOutcome, *, as_json: bool) -> None:
-    """Say what was recorded; to stderr in words, for stdout is the script's, or JSON's."""
+def _print_outcome(plan: Plan, outcome: RunOutcome, *, as_json: bool) -> None:
+    """Print what was recorded; words go to stderr, as stdout is the script's or JSON's."""
     if as_json:
-        os.write(KEPT[0], msgspec.json.encode(outcome.ranks) + b"\n")
+        os.write(SAVED_STDOUT[0], msgspec.json.encode(outcome.ranks) + b"\n")
     for rank in outcome.ranks:
         if rank.status == "running":
             print(f"ms-profile: rank {rank.rank} {_end_of(rank, outcome)}", file=sys.stderr)
@@ -123,7 +123,7 @@ def _tell(plan: Plan, outcome: RunOutcome, *, as_json: bool) -> None:
     if not traced:
         unsaid = any(rank.exit_code is None for rank in outcome.ranks)
         lost = any(not rank.complete for rank in outcome.ranks)
-        reason = _cut_short(plan) if unsaid else _nothing(plan.schedule, steps)
+        reason = _cut_short(plan) if unsaid else _why_nothing(plan.schedule, steps)
         print(f"ms-profile: {'no trace was saved' if lost else reason}", file=sys.stderr)
         return
     print(
@@ -152,7 +152,7 @@ def _cut_short(plan: Plan) -> str:
     )
 
 
-def _nothing(schedule: TraceSchedule, steps: int) -> str:
+def _why_nothing(schedule: TraceSchedule, steps: int) -> str:
     if not steps:
         return "no step was traced: no torch optimizer stepped in this process"
     first = schedule.skip + schedule.warmup

@@ -36,11 +36,11 @@ class LinkMatrix(Struct, frozen=True, kw_only=True, tag="ms-profile.links.1", ta
     world_size: int
     backend: str
     hosts: tuple[str, ...]
-    """Of each rank."""
+    """Each rank's host."""
     pairs: tuple[PairLink, ...]
 
     def __post_init__(self) -> None:
-        """Hold the parts against one another, of a file that somebody wrote.
+        """Check that the parts fit together, as a file may hold anything.
 
         Raises:
             ValueError: they do not fit together.
@@ -80,7 +80,7 @@ class SlowLink:
 def find_slow_link(links: LinkMatrix) -> SlowLink | None:
     """Name the pair that is slower than the median pair by half or more; None where none is.
 
-    Two or fewer pairs cannot tell which of them is the odd one.
+    With two pairs or fewer, no pair can be called the slow one.
     """
     if len(links.pairs) < 3:
         return None

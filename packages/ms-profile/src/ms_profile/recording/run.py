@@ -26,12 +26,12 @@ from ms_profile.recording.session import Session
 __all__ = ["LAUNCHED", "RunOutcome", "launch", "run_here"]
 
 LAUNCHED: Final = "MS_PROFILE_LAUNCHED"
-"""Set in the processes that `launch` starts: what was recorded is told by it, not by each."""
+"""Set in the processes that `launch` starts: it prints what was recorded, they don't."""
 
 
 @frozen(kw_only=True)
 class RunOutcome:
-    """How a run ended, and what was recorded."""
+    """How a run ended, and what it recorded."""
 
     exit_code: int
     """The script's own."""
@@ -40,7 +40,7 @@ class RunOutcome:
     complete: bool
     """Whether everything that was to be recorded was."""
     exit_codes: Mapping[int, int] = field(factory=dict)
-    """Of ranks that failed, as the launcher saw it: minus its number where by a signal."""
+    """What the launcher saw of ranks that failed; minus the number of a signal that ended one."""
 
 
 def run_here(plan: Plan, *, overwrite: bool = False) -> RunOutcome:
@@ -50,10 +50,10 @@ def run_here(plan: Plan, *, overwrite: bool = False) -> RunOutcome:
         CaptureError: no such script, torch is missing, or the output folder holds another run.
     """
     _check(plan)
-    place = ProcessRank.here()
+    here = ProcessRank.from_environment()
     if overwrite:
-        clear_run(plan.output_dir, place)
-    session = Session(plan, place)
+        clear_run(plan.output_dir, here)
+    session = Session(plan, here)
     own_process = os.getpid()
     terminated = 128 + signal.SIGTERM, "terminated by SIGTERM"
     termination = Termination(lambda: session.finish(*terminated))

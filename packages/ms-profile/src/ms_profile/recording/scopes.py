@@ -1,4 +1,4 @@
-"""Collectives with durations at next to no cost: Kineto restricted to the scopes that users name.
+"""Record collectives with durations at little cost: Kineto, restricted to user scopes.
 
 Every Work of a process group opens such a scope (`gloo:all_reduce`), and so do DataLoader,
 optimizers, DDP and FSDP; operators don't. So a step has a handful of records instead of thousands,
@@ -12,8 +12,8 @@ what encloses a boundary closes; and where the script keeps a scope open over ma
 ends for good.
 
 torch offers the restriction only below its public profiler; where it is missing, the ring has no
-collectives and the run says so. A profiler that the script starts takes Kineto over: then this
-stops, and starts again once that has ended.
+collectives and a warning names the reason. A profiler that the script starts takes Kineto over:
+then this stops, and starts again once that has ended.
 """
 
 import os
@@ -159,7 +159,7 @@ class ScopeRecorder:
 def _lasting_scope(events: Iterable[Any], steps: int) -> str | None:
     """The name of a scope that was open at the end of a session and is not closed every step.
 
-    Of a session that was cut off after a step or none, nothing can be told.
+    A session that was cut off within its first step shows nothing.
     """
     closed: Counter[str] = Counter()
     still_open: list[str] = []

@@ -52,7 +52,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> ScriptExit:
     try:
         exec(code, module.__dict__)
     except SystemExit as ending:
-        return _ending_of(ending)
+        return _exit_of(ending)
     except BaseException as error:
         _print(error)
         last = traceback.format_exception_only(error)[-1].strip()
@@ -60,7 +60,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> ScriptExit:
     return ScriptExit(0, None)
 
 
-def _ending_of(ending: SystemExit) -> ScriptExit:
+def _exit_of(ending: SystemExit) -> ScriptExit:
     """What `sys.exit(code)` makes of its argument."""
     if ending.code is None:
         return ScriptExit(0, None)

@@ -1,4 +1,4 @@
-"""One process of a run: what is recorded while the script runs, and saved however it ends."""
+"""One process of a run: record while its script runs, and save however it ends."""
 
 import os
 import resource
@@ -61,11 +61,11 @@ class Session:
         RecordError: the output folder cannot be written.
     """
 
-    def __init__(self, plan: Plan, place: ProcessRank) -> None:
-        self._plan, self._place = plan, place
+    def __init__(self, plan: Plan, own: ProcessRank) -> None:
+        self._plan, self._own = plan, own
         self._collect = collected_for(plan.metrics)
         restarted = number_in_environment("TORCHELASTIC_RESTART_COUNT", 0) > 0
-        if rank_path(plan.output_dir, place.rank).exists() and not restarted:
+        if rank_path(plan.output_dir, own.rank).exists() and not restarted:
             raise CaptureError(
                 f"{plan.output_dir} already holds a run; choose another --output-dir, "
                 "or pass --overwrite"
@@ -87,7 +87,7 @@ class Session:
         self._cpu_wait = CpuWait()
         host = self.manifest.host
         self.events("run_start", {"script": str(plan.script), "host": host, "pid": os.getpid()})
-        if place.world_size > 1 and Collect.GROUPS in self._collect:
+        if own.world_size > 1 and Collect.GROUPS in self._collect:
             # torch reads it when imported: it is to keep the collectives' groups; see `groups`.
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", MOST_COLLECTIVES)
         OPEN.append(self)
@@ -114,8 +114,8 @@ class Session:
         )
 
     def _check_files(self) -> None:
-        """Note what the script, or whoever else, removed while it was being recorded."""
-        folder, rank = self._plan.output_dir, self._place.rank
+        """Note which of the run's files were removed while it was being recorded."""
+        folder, rank = self._plan.output_dir, self._own.rank
         wanted = [rank_path(folder, rank), ring_path(folder, rank), self.events.path]
         wanted += [folder / trace.path for trace in self._traces]
         wanted += [folder / "manifest.json"] if rank == 0 else []
@@ -127,7 +127,7 @@ class Session:
             )
 
     def abandon(self) -> None:
-        """In a forked child: stop without a word; the parent goes on."""
+        """Stop silently in a forked child; the parent goes on."""
         self._finished = True
         OPEN.remove(self)
         self._cpu_wait.close()
@@ -135,11 +135,11 @@ class Session:
             self._tracer.abandon()
 
     def _open_files(self) -> None:
-        folder, place = self._plan.output_dir, self._place
+        folder, own = self._plan.output_dir, self._own
         self.manifest = RankManifest(
-            rank=place.rank,
-            local_rank=place.local_rank,
-            world_size=place.world_size,
+            rank=own.rank,
+            local_rank=own.local_rank,
+            world_size=own.world_size,
             host=socket.gethostname(),
             pid=os.getpid(),
             device="cpu",
@@ -147,16 +147,16 @@ class Session:
             start=read_clocks(),
         )
         """What was recorded, as last written."""
-        if place.rank == 0:
+        if own.rank == 0:
             write_whole(folder / "manifest.json", encode(self._run_manifest()))
-        path = ring_path(folder, place.rank)
-        self._recorder = Recorder(path, rank=place.rank, on_step=self._on_step)
-        self.events = EventLog(folder / "events", rank=place.rank, world_size=place.world_size)
-        write_whole(rank_path(folder, place.rank), encode(self.manifest))
+        path = ring_path(folder, own.rank)
+        self._recorder = Recorder(path, rank=own.rank, on_step=self._on_step)
+        self.events = EventLog(folder / "events", rank=own.rank, world_size=own.world_size)
+        write_whole(rank_path(folder, own.rank), encode(self.manifest))
 
     def _run_manifest(self) -> RunManifest:
         return RunManifest(
-            world_size=self._place.world_size,
+            world_size=self._own.world_size,
             metrics=self._plan.metrics,
             script=str(self._plan.script.resolve()),
             arguments=self._plan.arguments,
@@ -173,7 +173,7 @@ class Session:
 
         self._tracer = Tracer(
             self._plan.output_dir,
-            self._place.rank,
+            self._own.rank,
             self._plan.schedule,
             self._collect,
             on_saving=self.events.flush,
@@ -210,7 +210,7 @@ class Session:
         self.events("step", fields)
 
     def _slow_metrics(self) -> dict[str, Value]:
-        """What is told about once a second, if asked for: memory, the wait for data since then."""
+        """Metrics reported about once a second, if asked for: memory, the wait for data."""
         import torch
 
         metrics: dict[str, Value] = {}
@@ -267,8 +267,8 @@ class Session:
             **changes,
         )
         try:
-            write_whole(rank_path(self._plan.output_dir, self._place.rank), encode(self.manifest))
+            write_whole(rank_path(self._plan.output_dir, self._own.rank), encode(self.manifest))
         except OSError as error:
-            self._loss(f"the manifest of rank {self._place.rank} is out of date: {error}")
+            self._loss(f"the manifest of rank {self._own.rank} is out of date: {error}")
             lost = tuple(self._warnings)
             self.manifest = msgspec.structs.replace(self.manifest, warnings=lost, complete=False)

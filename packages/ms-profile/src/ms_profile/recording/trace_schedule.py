@@ -39,7 +39,7 @@ def check_schedule(schedule: TraceSchedule) -> TraceSchedule:
 
 
 def action_at(schedule: TraceSchedule, step: int) -> StepAction:
-    """What happens in a step, counted from 0."""
+    """What the tracer does in a step, counted from 0."""
     since = step - schedule.skip
     if since < 0:
         return StepAction.REST

@@ -41,8 +41,8 @@ class Tracer:
         schedule: which steps.
         collect: what beside times.
         on_saving: called before a file is written, which may take the room that is left.
-        on_saved: told of each file.
-        on_problem: told what could not be recorded, one sentence each.
+        on_saved: called with each file.
+        on_problem: called with a sentence on what could not be recorded.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Tracer:
             self._end()
 
     def abandon(self) -> None:
-        """In a forked child: end the window without a word; the parent goes on with it."""
+        """End the window silently in a forked child; the parent goes on with it."""
         if self._profile is not None:
             self._profile = None
             if self._accelerated:  # its profiler cannot be reached from a child, nor used in it

@@ -43,7 +43,7 @@ def write_report(
         metrics: which parts to show; those that the run was asked for, else all.
 
     Returns:
-        What the page says beside the timeline: `build_summary`.
+        What the page shows beside the timeline: `build_summary`.
 
     Raises:
         OSError: the file cannot be written.

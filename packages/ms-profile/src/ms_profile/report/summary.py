@@ -1,4 +1,4 @@
-"""What the report says, as plain values: numbers where they are known, None where they are not."""
+"""The summary that a report shows, as plain values; what is not known is None."""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -165,7 +165,7 @@ class TraceBuilder:
 
         Args:
             header: what stands beside the events.
-            warnings: what reading them said.
+            warnings: of reading the file.
             file_bytes: size of the file.
             damaged: events that were left out before.
             name: of the file, for the warning that counts what was left out.
@@ -289,7 +289,7 @@ def _whole(value: object, *, least: int = -MOST_NS, most: int = MOST_NS) -> int 
 
 
 def _described(header: dict[str, Any]) -> dict[str, Any]:
-    """Whose trace it is, as far as what stands beside its events says."""
+    """The rank and host of a trace, as far as its header names them."""
     place, other, host = (header.get(k) for k in ("distributedInfo", "otherData", "host_name"))
     place = place if isinstance(place, dict) else {}
     return {

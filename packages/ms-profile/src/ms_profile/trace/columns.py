@@ -17,7 +17,7 @@ __all__ = ["EXPORT", "CollectiveNote", "Memory", "Thread", "Trace", "matching"]
 
 
 EXPORT: Final = "ms-profile: all ranks for Perfetto"
-"""What an export of `export_perfetto` says under `otherData` as its `producer`."""
+"""The `producer` under `otherData` of a file that `export_perfetto` wrote."""
 
 
 @frozen(kw_only=True)
@@ -78,8 +78,8 @@ def matching(names: Sequence[str], pattern: re.Pattern[str]) -> NDArray[np.bool_
 class Trace:
     """The spans of one rank's file, ordered by thread, start, and longest first.
 
-    All columns are (N,). Instants are nanoseconds of the wall clock where the trace says how its
-    clock stands to it, else of the trace's own.
+    All columns are (N,). Instants are nanoseconds of the wall clock where the trace relates
+    its clock to it, else of the trace's own.
     """
 
     start_ns: NDArray[np.int64]
@@ -88,7 +88,7 @@ class Trace:
     category: NDArray[np.uint8]
     thread: NDArray[np.int32]
     external: NDArray[np.int64] = field(default=Factory(_unknown, takes_self=True))
-    """Which operator launched it; -1 where not said. An operator carries its own number."""
+    """Which operator launched it; -1 where not noted. An operator carries its own number."""
     correlation: NDArray[np.int64] = field(default=Factory(_unknown, takes_self=True))
     shape: NDArray[np.int32] = field(default=Factory(_zeros, takes_self=True))
     moved_bytes: NDArray[np.int64] = field(default=Factory(_zeros, takes_self=True))

@@ -90,15 +90,17 @@ def _thread(pid: int, number: int) -> Thread:
 def _warnings(
     recording: RingRecording, still_open: NDArray[np.bool_], name: str
 ) -> tuple[str, ...]:
-    said = [
+    warnings = [
         f"{name} is a recorder's ring: steps and modules, without operators or kernels; what waits "
         "inside of a forward, a backward or an optimizer counts as compute"
     ]
     if recording.dropped:
-        said.append(f"{name}: {recording.dropped} older spans were written over")
+        warnings.append(f"{name}: {recording.dropped} older spans were written over")
     inside = [recording.name_of(int(span["name"])) for span in recording.spans[still_open]]
     if inside:
         step = int(recording.spans[still_open]["step"].max())
-        said.append(f"{name}: when it was written last, the process was in step {step}, inside of "
-                    f"{' > '.join(inside[-12:])}")  # fmt: skip
-    return tuple(said)
+        warnings.append(
+            f"{name}: when it was written last, the process was in step {step}, inside of "
+            f"{' > '.join(inside[-12:])}"
+        )
+    return tuple(warnings)

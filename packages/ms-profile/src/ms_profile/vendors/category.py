@@ -1,4 +1,4 @@
-"""What a span of a trace is, whoever's profiler wrote it."""
+"""The categories of a trace's spans, the same for every vendor."""
 
 from enum import IntEnum
 
@@ -6,7 +6,7 @@ __all__ = ["Category"]
 
 
 class Category(IntEnum):
-    """What a span is, whoever's profiler wrote it."""
+    """What a span of a trace is."""
 
     OTHER = 0
     OPERATOR = 1
