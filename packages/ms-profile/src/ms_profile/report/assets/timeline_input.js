@@ -1,4 +1,4 @@
-// What the keys do in the timeline: everything that a mouse does there.
+// Keys and mouse in the timeline; the keys do everything that the mouse does.
 function timelineKey(line, event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   const middle = GUTTER + (line.width - GUTTER) / 2;
@@ -40,4 +40,46 @@ function bring(line, row) {
   const begin = line.columns.begin[row], y = line.laneOf(row).y - line.scroll;
   const seen = begin < line.to && begin + line.columns.duration[row] > line.from && y >= 0 && y < line.tall - RULER - LANE;
   line.pick(row, !seen);
+}
+
+function listenToMouse(line) {
+  const { canvas } = line;
+  canvas.addEventListener("wheel", (event) => {
+    event.preventDefault();
+    if (event.ctrlKey || event.metaKey || !event.shiftKey && Math.abs(event.deltaY) > Math.abs(event.deltaX) && !event.altKey) {
+      line.zoom(Math.exp(event.deltaY * 0.0016), event.offsetX);
+    } else if (event.shiftKey) line.scrollBy(event.deltaY || event.deltaX);
+    else line.pan(event.deltaX / line.width);
+  }, { passive: false });
+  canvas.addEventListener("pointerdown", (event) => {
+    canvas.setPointerCapture(event.pointerId);
+    line.drag = { x: event.offsetX, y: event.offsetY, moved: 0 };
+    canvas.focus({ preventScroll: true });
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    if (!line.drag) return pointAt(line, event);
+    const dx = event.offsetX - line.drag.x, dy = event.offsetY - line.drag.y;
+    line.drag = { x: event.offsetX, y: event.offsetY, moved: line.drag.moved + Math.abs(dx) + Math.abs(dy) };
+    line.pan(-dx / (line.width - GUTTER));
+    line.scrollBy(-dy);
+  });
+  canvas.addEventListener("pointerup", (event) => {
+    if (line.drag && line.drag.moved < 4) line.pick(line.rowAt(event.offsetX, event.offsetY));
+    line.drag = null;
+  });
+  canvas.addEventListener("pointerleave", () => { line.hint.hidden = true; });
+  canvas.addEventListener("dblclick", (event) => {
+    const row = line.rowAt(event.offsetX, event.offsetY);
+    if (row >= 0) line.pick(row, true);
+  });
+}
+
+// Describe the span below the mouse, beside it.
+function pointAt(line, event) {
+  const row = line.rowAt(event.offsetX, event.offsetY);
+  line.hint.hidden = row < 0;
+  if (row < 0) return;
+  line.hint.textContent = line.describe(row);
+  line.hint.style.left = `${Math.min(event.offsetX + 12, Math.max(line.width - 300, 0))}px`;
+  line.hint.style.top = `${Math.min(event.offsetY + 14, line.tall - 60)}px`;
 }

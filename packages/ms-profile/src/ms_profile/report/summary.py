@@ -1,4 +1,4 @@
-"""What the report says, as plain values: numbers where they are known, None where they are not."""
+"""The summary that a report shows, as plain values; what is not known is None."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,25 +8,24 @@ import numpy as np
 from attrs import asdict
 
 from ms_profile.advice.finding import Finding
-from ms_profile.advice.registry import advise
+from ms_profile.advice.rules import advise
 from ms_profile.analysis.activity import PHASES
-from ms_profile.analysis.ledger import name_suspect
-from ms_profile.analysis.memory import memory_peaks, memory_timeline
+from ms_profile.analysis.memory import memory_growth, memory_timeline
 from ms_profile.analysis.operators import kernel_table, operator_table
-from ms_profile.analysis.transfers import fit_transfers, name_slow_group
+from ms_profile.analysis.transfers import find_slow_group, fit_transfers
 from ms_profile.analysis.whole_run import Analysis, RankAnalysis
-from ms_profile.links.matrix import LinkMatrix, name_slow_link
+from ms_profile.links.matrix import LinkMatrix, find_slow_link
 from ms_profile.metrics import METRICS
-from ms_profile.report.waits import data_facts, idle_facts
+from ms_profile.report.waits import summarise_data, summarise_idle
 from ms_profile.trace.steps import STEP
 
-__all__ = ["build_facts"]
+__all__ = ["build_summary"]
 
 MOST_OPERATORS = 400
 MOST_LEDGER_ROWS = 300
 
 
-def build_facts(
+def build_summary(
     analysis: Analysis,
     *,
     title: str = "",
@@ -60,8 +59,8 @@ def build_facts(
         "communication": _communication(analysis, links),
         "ledger": _ledger(analysis),
         "memory": [_memory(one) for one in analysis.ranks.values()],
-        "data": data_facts(analysis),
-        "idle": idle_facts(analysis),
+        "data": summarise_data(analysis),
+        "idle": summarise_idle(analysis),
         "advice": [_finding(one) for one in found],
     }  # fmt: skip
 
@@ -130,17 +129,17 @@ def _communication(analysis: Analysis, links: LinkMatrix | None) -> dict[str, An
         waits[place[charge.waiting], place[charge.cause]] += charge.wait_ns
     kinds: dict[tuple[str, str, int | None], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     ledger = analysis.ledger
-    for one, waited, moved in zip(ledger.meetings, ledger.wait_ns, ledger.transfer_ns, strict=True):
+    for one, waited, moved in zip(ledger.matched, ledger.wait_ns, ledger.transfer_ns, strict=True):
         cell = kinds[one.kind, one.group, one.size_bytes]
         cell[0] += 1
         cell[1] += sum(waited.values()) / len(waited)
         cell[2] += sum(moved.values()) / len(moved)
     seen = sum(len(one.collectives) for one in analysis.ranks.values())
-    group = name_slow_group(ledger)
-    slow = name_slow_link(links) if links is not None else None
+    group = find_slow_group(ledger)
+    slow = find_slow_link(links) if links is not None else None
     return {
         "ranks": ranks,
-        "waits": waits.tolist() if ledger.meetings else None,
+        "waits": waits.tolist() if ledger.matched else None,
         "kinds": [[*key, *cell] for key, cell in sorted(kinds.items(), key=lambda i: -i[1][2])],
         "seen": seen,
         "fits": [
@@ -167,17 +166,17 @@ def _communication(analysis: Analysis, links: LinkMatrix | None) -> dict[str, An
 
 def _ledger(analysis: Analysis) -> dict[str, Any]:
     ledger = analysis.ledger
-    suspect = name_suspect(ledger)
+    suspect = ledger.suspect
     sums = [[rank, phase, amount] for (rank, phase), amount in ledger.charged_ns().items()]
-    longest = sorted(range(len(ledger.meetings)), key=lambda n: -sum(ledger.wait_ns[n].values()))[
+    longest = sorted(range(len(ledger.matched)), key=lambda n: -sum(ledger.wait_ns[n].values()))[
         :MOST_LEDGER_ROWS
     ]
     causes: dict[int, dict[tuple[int, str], float]] = defaultdict(lambda: defaultdict(float))
     for charge in ledger.charges:
-        causes[charge.meeting][charge.cause, charge.phase] += charge.wait_ns
+        causes[charge.collective][charge.cause, charge.phase] += charge.wait_ns
     rows = []
     for number in longest:
-        one = ledger.meetings[number]
+        one = ledger.matched[number]
         by = max(causes[number].items(), key=lambda item: item[1])[0] if causes[number] else None
         rows.append(
             [one.kind, one.size_bytes, str(min(one.starts_ns.values())),
@@ -186,7 +185,7 @@ def _ledger(analysis: Analysis) -> dict[str, Any]:
         )  # fmt: skip
     return {
         "charged": sums, "waited": sorted(ledger.waited_ns().items()), "rows": rows,
-        "meetings": len(ledger.meetings),
+        "matched": len(ledger.matched),
         "suspect": None if suspect is None else {
             "rank": suspect.rank, "phase": suspect.phase, "caused": suspect.caused_ns,
             "share": suspect.share, "confidence": suspect.confidence,
@@ -201,7 +200,7 @@ def _memory(one: RankAnalysis) -> dict[str, Any]:
          "peak": int(line.high_bytes.max())}
         for line in memory_timeline(one.trace)
     ]  # fmt: skip
-    peaks = [[peak.name, peak.size_bytes] for peak in memory_peaks(one.trace)]
+    peaks = [[peak.name, peak.size_bytes] for peak in memory_growth(one.trace)]
     return {"rank": one.rank, "series": series, "peaks": peaks}
 
 
