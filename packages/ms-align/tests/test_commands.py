@@ -17,8 +17,8 @@ import pytest
 from ms_align.cli import main
 from ms_align.commands.command import COMMANDS, Command
 from ms_align.commands.template import keys_of, template_of
-from ms_align.run_file import NOT_IN_FILES
 from ms_align.run_keys import HIDDEN, groups_of
+from ms_align.settings.run_file import NOT_IN_FILES
 
 from .test_offline import events, run_file
 

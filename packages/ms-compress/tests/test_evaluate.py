@@ -192,8 +192,8 @@ def test_bad_input_is_one_line(
     assert "is a ct model; give a plain one" in lines(baseline=f"{work}/ct")
     assert "no shards are in it" in lines(dataset=str(tmp_path))
     assert "give folders" in lines(models={"x": 3})
-    assert "unknown key 'out'; it is called 'output_dir' now" in lines(out="r")
-    assert "unknown key 'data'; it is called 'dataset' now" in lines(data="shards")
+    assert "'out' is called 'output_dir' now" in lines(out="r")
+    assert "'data' is called 'dataset' now" in lines(data="shards")
     assert not (tmp_path / "r").exists()
 
 

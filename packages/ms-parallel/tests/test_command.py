@@ -139,8 +139,8 @@ def test_the_template_trains_when_its_dataset_is_filled_in(
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("model_arch=llama", "'model_arch' is called 'model' in run files"),
-        ("dataset_path=x", "'dataset_path' is called 'dataset' in run files"),
+        ("model_arch=llama", "'model_arch' is called 'model' now"),
+        ("dataset_path=x", "'dataset_path' is called 'dataset' now"),
         ("tensor=2", "did you mean 'layout.tensor'?"),
     ],
 )

@@ -21,7 +21,7 @@ from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.events import JsonLines
 from ms_parallel.inspection import inspect, picture
 from ms_parallel.models import architecture
-from ms_parallel.progress import Pace, Show, duration
+from ms_parallel.progress import RunDisplay, Throughput, duration
 from ms_parallel.run_file import read_run_file
 
 
@@ -156,10 +156,10 @@ def test_events_are_json_lines_and_a_cut_line_is_ended(tmp_path: Path) -> None:
 
 def test_progress_is_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """Every tenth step, the first and the last: step, loss, rate, time left."""
-    show, pace = Show(total=25, every=10, active=True), Pace()
+    show, pace = RunDisplay(total=25, every=10, active=True), Throughput()
     for step in range(1, 26):
         pace.step(100)
-        show.step(step, 2.5, pace)
+        show.step(step, {"loss": 2.5}, pace)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
     assert all("loss 2.5000" in line and "tokens/s" in line and "left" in line for line in lines)
@@ -171,12 +171,12 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        show, pace = Show(total=3, every=1, active=True), Pace()
-        silent = Show(total=3, every=1, active=False)
+        show, pace = RunDisplay(total=3, every=1, active=True), Throughput()
+        silent = RunDisplay(total=3, every=1, active=False)
         monkeypatch.undo()
         pace.step(100)
-        silent.step(2, 9.5, pace)
-        show.step(3, 2.5, pace)
+        silent.step(2, {"loss": 9.5}, pace)
+        show.step(3, {"loss": 2.5}, pace)
         show.close()
         shown = b""
         while b"left" not in shown:

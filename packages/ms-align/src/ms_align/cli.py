@@ -15,7 +15,7 @@ from ms_align.commands.template import help_of, template_of
 from ms_align.entry import DONE, CommandParser, perform
 from ms_align.errors import ConfigError
 from ms_align.files.durable import write_file
-from ms_align.run_file import read_settings
+from ms_align.settings.run_file import read_settings
 
 __all__ = ["main"]
 

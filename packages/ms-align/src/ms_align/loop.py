@@ -21,7 +21,7 @@ from ms_align.events import Fields, JsonLines, OnEvent
 from ms_align.options import RunOptions
 from ms_align.ownership import Ownership
 from ms_align.processes import StopRequest
-from ms_align.progress import Pace, Show, duration
+from ms_align.progress import RunDisplay, Throughput, duration
 
 __all__ = ["Loop", "Result", "Tell", "Work"]
 
@@ -43,7 +43,7 @@ class Note(Protocol):
     """Shows a line to whoever watches."""
 
     def __call__(self, text: str, /) -> None:
-        """Show it."""
+        """RunDisplay it."""
 
 
 class Work(Protocol):
@@ -127,7 +127,7 @@ class Loop:
         self.done_before = False
         """All updates were made and written when the run was called."""
         self.stop = StopRequest()
-        self.show = Show(
+        self.show = RunDisplay(
             total=steps, every=options.log_every, active=options.progress and not processes.rank()
         )
 
@@ -185,7 +185,7 @@ class Loop:
     def _go(self, tell: Tell) -> bool:
         if self.done_before:
             return True
-        pace, skipped = Pace(), 0
+        pace, skipped = Throughput(), 0
         tell.event("begin", {"steps": self.steps, "step": self.standing.step})
         if self.standing.step == 0:
             self._evaluate(tell)
@@ -216,7 +216,7 @@ class Loop:
             tell.note(f"made {self.steps} steps in {duration(self.standing.seconds)}")
         return finished
 
-    def _tell_step(self, update: Update, pace: Pace, tell: Tell) -> None:
+    def _tell_step(self, update: Update, pace: Throughput, tell: Tell) -> None:
         facts = {"loss": update.loss, **update.statistics}
         shown = dict(list(facts.items())[:SHOWN])
         self.show.step(self.standing.step, shown, pace)

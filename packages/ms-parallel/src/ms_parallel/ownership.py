@@ -14,7 +14,7 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.files.run_folder import SEAL, hold, inside, owner_of
 from ms_parallel.files.untrusted import read_bytes
 from ms_parallel.options import Options
-from ms_parallel.progress import Show
+from ms_parallel.progress import RunDisplay
 from ms_parallel.settings import check_path
 
 __all__ = ["KIND", "held"]
@@ -55,7 +55,7 @@ def held(
             f"the model {options.model_folder} lies in output_dir {folder}, which this run writes;"
             " choose another output_dir"
         )
-    show = Show(total=1, every=1, active=options.progress)
+    show = RunDisplay(total=1, every=1, active=options.progress)
     with ExitStack() as stack:
 
         def take() -> list[str]:

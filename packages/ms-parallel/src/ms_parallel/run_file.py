@@ -1,17 +1,17 @@
 """Run files: a TOML table of exactly the settings that `DistributedTrainer` takes."""
 
-import tomllib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import fields, frozen
 
 from ms_parallel.errors import ConfigError
-from ms_parallel.files.untrusted import decoding, read_toml
 from ms_parallel.layout import Layout
 from ms_parallel.options import Options
 from ms_parallel.settings import nearest
+from ms_parallel.settings.run_file import override, read_settings, refuse_renamed
 
 if TYPE_CHECKING:
     from ms_parallel.trainer import DistributedTrainer
@@ -20,6 +20,7 @@ __all__ = ["RunFile", "known_keys", "read_run_file"]
 
 KEYS = {"model": "model_arch", "dataset": "dataset_path", "layout": "parallel_config"}
 """What a file calls the arguments whose names in Python are older."""
+RENAMED = {"model_arch": "model", "dataset_path": "dataset"}
 OTHER = "parallel_config"
 """What `DistributedTrainer` calls the layout is known in files too."""
 LENGTH = ("epochs", "steps")
@@ -47,13 +48,14 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
         ConfigError: the file cannot be read, a key is unknown (the nearest known one is named),
             or a value cannot be used.
     """
-    settings = read_toml(path, error=ConfigError)
+    settings = read_settings(path)
     if OTHER in settings:
         if "layout" in settings:
             raise ConfigError(f"{path}: layout is given as {OTHER} too; give it once")
         settings["layout"] = settings.pop(OTHER)
-    for override in overrides:
-        _override(settings, override)
+    for text in overrides:
+        override(settings, re.sub(rf"^\s*{OTHER}\b", "layout", text))
+    refuse_renamed(settings, RENAMED, where=str(path))
     try:
         return _run_file(settings)
     except ConfigError as error:
@@ -88,9 +90,6 @@ def known_keys() -> list[str]:
 def _check_keys(settings: dict[str, Any]) -> None:
     known = known_keys()
     for key in settings:
-        if key in ("model_arch", "dataset_path"):
-            new = next(name for name, old in KEYS.items() if old == key)
-            raise ConfigError(f"{key!r} is called {new!r} in run files; write {new} = ...")
         if key not in known:
             raise ConfigError(_unknown(key, known))
 
@@ -104,25 +103,3 @@ def _unknown(key: str, known: Sequence[str]) -> str:
     if key in inside:
         return f"unknown key {key!r}; did you mean {inside[key]!r}?"
     return f"unknown key {key!r}; {nearest(key, known)}"
-
-
-def _override(settings: dict[str, Any], text: str) -> None:
-    key, equals, value = (part.strip() for part in text.partition("="))
-    if not equals or not key:
-        raise ConfigError(f"--set {text!r} is not key=value; write --set learning_rate=1e-3")
-    *tables, last = ["layout" if part == OTHER else part for part in key.split(".")]
-    target: Any = settings
-    for table in tables:
-        target = target.setdefault(table, {})
-        if not isinstance(target, dict):
-            raise ConfigError(f"--set {text!r}: {table!r} is not a table")
-    target[last] = _value(value)
-
-
-def _value(text: str) -> object:
-    with decoding("--set", error=ConfigError):
-        try:
-            table: Mapping[str, object] = tomllib.loads(f"value = {text}")
-        except tomllib.TOMLDecodeError:
-            return text
-    return table["value"]

@@ -22,7 +22,7 @@ from ms_parallel.layout import Layout
 from ms_parallel.models import has_weights, load_weights, save_model
 from ms_parallel.options import Options
 from ms_parallel.ownership import held
-from ms_parallel.progress import Show, duration
+from ms_parallel.progress import RunDisplay, duration
 from ms_parallel.run_tokenizer import run_tokenizer
 from ms_parallel.schedulers import adopt_scheduler
 from ms_parallel.settings import MOST
@@ -207,7 +207,7 @@ class DistributedTrainer(Options):
             total=total,
             options=self,
             found=found,
-            show=Show(
+            show=RunDisplay(
                 total=total, every=self.log_every, active=self.progress and launch.is_first()
             ),
             emit=emit,

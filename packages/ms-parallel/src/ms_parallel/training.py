@@ -22,7 +22,7 @@ from ms_parallel.found_schedule import FoundSchedule
 from ms_parallel.held_out import HeldOut
 from ms_parallel.loss import NextTokenLoss
 from ms_parallel.options import Options
-from ms_parallel.progress import Pace, Show
+from ms_parallel.progress import RunDisplay, Throughput
 from ms_parallel.recorded_step import write_step
 from ms_parallel.watch import position
 
@@ -82,7 +82,7 @@ class Run:
     total: int
     """Steps of the whole run."""
     options: Options
-    show: Show
+    show: RunDisplay
     emit: OnEvent
     found: FoundSchedule | None = None
     """The schedule that was searched for this run."""
@@ -181,7 +181,7 @@ class Run:
         Returns:
             False if a signal asked to stop before the last; a checkpoint of that step is written.
         """
-        options, pace, skipped = self.options, Pace(), 0
+        options, pace, skipped = self.options, Throughput(), 0
         if self.engine.step == 0:
             self.evaluate()
         with self.stop.listening():
@@ -201,7 +201,7 @@ class Run:
                 pace.pause(monotonic() - began)
         return True
 
-    def _step(self, pace: Pace) -> Update:
+    def _step(self, pace: Throughput) -> Update:
         began = monotonic()
         position.step, position.activity = self.engine.step + 1, "update"
         # Chance is a function of seed and step, so that a checkpoint need not hold its state.
@@ -212,7 +212,7 @@ class Run:
         standing.loss = update.loss
         standing.tokens += update.tokens
         standing.seconds += monotonic() - began
-        self.show.step(step, update.loss, pace)
+        self.show.step(step, {"loss": update.loss}, pace)
         self.emit(
             "step",
             {

@@ -13,9 +13,9 @@ from ms_align.files.durable import write_file, writing
 from ms_align.generation import LocalGenerator, Responses
 from ms_align.model_folder import load_model
 from ms_align.prompts import Prompt, read_prompts
-from ms_align.run_file import build, refuse_renamed
 from ms_align.sampling import Sampling, token_numbers
 from ms_align.settings import text, whole
+from ms_align.settings.run_file import build, refuse_renamed
 from ms_align.stopping import beside, stopping
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import files_of

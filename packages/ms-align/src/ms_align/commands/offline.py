@@ -18,9 +18,9 @@ from ms_align.model_folder import load_model
 from ms_align.options import OptimizerOptions, RunOptions
 from ms_align.ownership import Ownership, plain
 from ms_align.parallel import ParallelEngine
-from ms_align.run_file import build, refuse_renamed
 from ms_align.sampling import Sampling
 from ms_align.settings import flag, nearest, numbers, one_of, text, whole
+from ms_align.settings.run_file import build, refuse_renamed
 from ms_align.trainers.preference import DPOOptions, DPOTrainer, RewardOptions, RewardTrainer
 from ms_align.trainers.sft import SFTOptions, SFTTrainer
 from ms_align.trainers.showing import Showing
