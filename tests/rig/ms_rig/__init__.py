@@ -21,7 +21,7 @@ __all__ = ["environment", "load", "run_on_rig"]
 
 EXTENSION = "MS_RIG_EXTENSION"
 HERE = Path(__file__).parent
-PROCESSES = HERE.parents[2] / "packages/ms-parallel/tests/processes.py"
+PROCESSES = HERE.parents[2] / "shared_source/tests/processes.py"
 
 
 def environment() -> dict[str, str]:

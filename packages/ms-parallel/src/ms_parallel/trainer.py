@@ -25,7 +25,7 @@ from ms_parallel.ownership import held
 from ms_parallel.progress import RunDisplay, duration
 from ms_parallel.run_tokenizer import run_tokenizer
 from ms_parallel.schedulers import adopt_scheduler
-from ms_parallel.settings import MOST
+from ms_parallel.settings.validators import MOST
 from ms_parallel.training import Run, Stream
 
 MOST_EPOCHS = 10**6

@@ -8,12 +8,16 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/copy_ops.h>
-#include <ATen/ops/set_ops.h>
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
 
 #include <unordered_map>
 #include <unordered_set>
+
+namespace at::autocast {
+// ATen/autocast_mode.h declares it too, beside every operator.
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device);
+} // namespace at::autocast
 
 namespace rig {
 
@@ -366,6 +370,31 @@ static at::Tensor& set_whole(at::Tensor& tensor, at::Storage storage) {
 }
 
 static void record_stream(at::Tensor&, c10::Stream) {}
+
+// Under autocast products of matrices are computed in fewer bits; all else as it comes.
+static void lower(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard once(c10::DispatchKey::AutocastPrivateUse1);
+  const auto dtype = at::autocast::get_autocast_dtype(KIND);
+  const auto count = op.schema().arguments().size();
+  for (size_t place = stack->size() - count; place < stack->size(); place++) {
+    exchange((*stack)[place], [&](const at::Tensor& each) {
+      const bool lowers = each.defined() && each.scalar_type() == at::kFloat;
+      return lowers ? each.to(dtype) : each;
+    });
+  }
+  op.callBoxed(stack);
+}
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  for (const auto* name : {"matmul", "linear", "mm", "addmm", "bmm", "baddbmm",
+                           "scaled_dot_product_attention"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&lower>());
+  }
+}
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&compute>());
