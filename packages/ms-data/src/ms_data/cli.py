@@ -14,7 +14,7 @@ from ms_data.building.build import build
 from ms_data.building.record import omissions
 from ms_data.chat.template import ChatTemplate
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
-from ms_data.disk.inspection import TokenizerFacts, inspect
+from ms_data.disk.inspection import inspect
 from ms_data.disk.verification import verify
 from ms_data.entry import INTERRUPTED, CommandParser, one_line, perform
 from ms_data.errors import DamageError, DataError
@@ -30,6 +30,18 @@ _CORPUS = (
 )
 
 
+class _TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A tokenizer that was trained."""
+
+    path: str
+    vocabulary_size: int
+    end_of_text: int
+    """The token that ends a document."""
+    end_of_text_name: str
+    left_out: dict[str, int]
+    """Files of the corpus left out because they are no text, by what they are."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; 0 done, 1 failed or a check did not hold, 2 bad input, 130 after Ctrl-C."""
     return perform("ms-data", lambda: _execute(arguments), report=_report)
@@ -41,7 +53,7 @@ def _execute(arguments: Sequence[str] | None) -> int:
 
 
 def _report(error: BaseException) -> int | None:
-    """Writes the line of an error that has notes, or is the system's; leaves others."""
+    """Writes the line of an error that has notes or is the system's; leaves others to `perform`."""
     if isinstance(error, DataError):
         _complain(str(error), error)
         return 1 if isinstance(error, DamageError) else 2
@@ -56,7 +68,7 @@ def _report(error: BaseException) -> int | None:
 
 
 def _forget_output() -> None:
-    """What could not be printed is dropped, or Python would try it again when it ends."""
+    """Drops what could not be printed, which Python would otherwise print when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -178,7 +190,7 @@ def _run_tokenizer(options: argparse.Namespace) -> int:
             on_progress=on_progress,
             on_leave_out=lambda kind: left_out.update([kind]),
         )
-    facts = TokenizerFacts(
+    facts = _TokenizerInfo(
         path=options.out,
         vocabulary_size=tokenizer.vocabulary_size,
         end_of_text=tokenizer.end_of_text,

@@ -104,7 +104,7 @@ def _check_template(folder: Path, index: Index) -> list[Fault]:
 
 
 def _check_shard(folder: Path, entry: ShardEntry, index: Index) -> tuple[list[Fault], int]:
-    """The faults of one shard, and how many of its frames were decoded."""
+    """Finds the faults of one shard, and counts its frames that were decoded."""
     try:
         shard = Shard(folder, entry, index.frame_tokens)
     except DamageError as error:
@@ -131,7 +131,7 @@ def _check_shard(folder: Path, entry: ShardEntry, index: Index) -> tuple[list[Fa
 
 
 def _inconsistency(frame: Frame, position: int | None, index: Index) -> str | None:
-    """What a frame says that cannot be, although its bytes are those that were written."""
+    """Finds what cannot be in a frame whose bytes are those that were written."""
     if index.kind is not msgspec.UNSET:
         return _inconsistent_samples(frame, position, index)
     if int(frame.tokens.max()) >= index.vocabulary_size:
@@ -144,7 +144,7 @@ def _inconsistency(frame: Frame, position: int | None, index: Index) -> str | No
 
 
 def _inconsistent_samples(frame: Frame, position: int | None, index: Index) -> str | None:
-    """The same for a frame of conversations or pairs, whose documents have a header each."""
+    """Does the same for a frame of conversations or pairs, whose documents have a header each."""
     assert index.kind is not msgspec.UNSET
     starts = np.concatenate(([-frame.position], frame.ends[frame.ends < len(frame.tokens)]))
     place = np.arange(len(frame.tokens))
