@@ -2,7 +2,7 @@
 
 import operator
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,9 +29,9 @@ from ms_data.streams.share import (
 __all__ = ["InstructionBatch", "InstructionStream"]
 
 STATE_VERSION = 1
-_CHOICES = {
+_CHOICES: dict[str, Collection[str]] = {
     "long": get_args(Long),
-    "packing": tuple(PACKING_RULES),
+    "packing": PACKING_RULES,
     "weighting": get_args(Weighting),
 }
 
