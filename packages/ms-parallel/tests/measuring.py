@@ -13,7 +13,7 @@ from launching import MODEL, RUN
 from runs import build, global_batch, my_rows, tiny, train
 
 from ms_parallel import DistributedTrainer
-from ms_parallel.cluster.groups import connect
+from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.pipeline.recorder import offset_ns

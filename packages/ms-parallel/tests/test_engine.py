@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 from runs import OPTIMIZER, VARIANTS, build, global_batch, tiny, train
 
-from ms_parallel.cluster.groups import Groups, connect
+from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import Batch, NextTokenLoss, Output
@@ -224,7 +225,7 @@ def test_a_plain_start_is_told_what_to_type(tmp_path: Path) -> None:
     """`python train.py --x` where two processes are needed names the torchrun command."""
     script = tmp_path / "train.py"
     script.write_text(
-        "from ms_parallel.cluster.groups import connect\n"
+        "from ms_parallel.cluster.connection import connect\n"
         "from ms_parallel.cluster.layout import Layout\n"
         "connect(Layout(data=2), device='cpu')\n"
     )
@@ -243,7 +244,7 @@ def test_a_port_in_use_is_said_in_one_line() -> None:
     """The error names the address and what to change."""
     code = (
         "from ms_parallel.errors import LaunchError\n"
-        "from ms_parallel.cluster.groups import connect\n"
+        "from ms_parallel.cluster.connection import connect\n"
         "from ms_parallel.cluster.layout import Layout\n"
         "try:\n    connect(Layout(), device='cpu')\n"
         "except LaunchError as error:\n    print(error)\n"

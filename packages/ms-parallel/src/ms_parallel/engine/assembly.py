@@ -7,13 +7,15 @@ from typing import Any, cast
 
 from torch import nn
 
+from ms_parallel import operators
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.heads import add_heads
+from ms_parallel.engine.options import EngineOptions
 from ms_parallel.errors import ConfigError
 from ms_parallel.models import ModelConfig, StagedModel, architecture, model_plan
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.registry import architectures, parameter_shapes
-from ms_parallel.operators import Ops
 from ms_parallel.pipeline.choice import Tables
 from ms_parallel.split.own_model import WHOLE, OwnModelConfig, build_own, check_own
 from ms_parallel.split.recompute import Recompute
@@ -57,40 +59,42 @@ def build_stages(
     plan: ModelPlan,
     tables: Tables,
     groups: Groups,
-    *,
-    mixed_precision: bool,
-    recompute: Recompute,
-    seed: int,
-    ops: Ops,
-    prepare: Callable[[Any], object] | None,
+    options: EngineOptions,
 ) -> dict[int, StagedModel]:
     """This process's stages by number, split and sharded, with their weights."""
+    prepare = _preparation(options)
+    how: Any = {"mixed_precision": options.mixed_precision, "recompute": options.recompute}
     if isinstance(model, nn.Module):
-        settings: Any = {"mixed_precision": mixed_precision, "recompute": recompute}
-        own = build_own(model, plan, groups, prepare=prepare, **settings)
-        return {0: cast(StagedModel, own)}
+        return {0: cast(StagedModel, build_own(model, plan, groups, prepare=prepare, **how))}
     if groups.device.type == "cpu":
         _check_memory(config, groups.layout)
-    folder = _weights_in(model)
     layers = cut_layers(config.num_hidden_layers, len(tables.placement), plan.cuts, tables.layers)
-    stages = {}
-    for stage, home in enumerate(tables.placement):
-        if home != groups.place.pipeline:
-            continue
-        stages[stage] = build_stage(
-            config,
-            layers[stage],
-            groups,
-            mixed_precision=mixed_precision,
-            recompute=recompute,
-            ops=ops,
-            prepare=prepare,
-        )
-        if folder is None:
-            initialise(stages[stage], seed)
-        else:
-            load_weights(stages[stage], folder)
+    ops = options.ops or operators
+    stages = {
+        stage: build_stage(config, layers[stage], groups, ops=ops, prepare=prepare, **how)
+        for stage, home in enumerate(tables.placement)
+        if home == groups.place.pipeline
+    }
+    if options.weights != "unset":
+        folder = _weights_in(model) if options.weights == "initial" else Path(options.weights)
+        for stage in stages.values():
+            if folder is None:
+                initialise(stage, options.seed)
+            else:
+                load_weights(stage, folder)
     return stages
+
+
+def _preparation(options: EngineOptions) -> Callable[[Any], object]:
+    """What is done to a stage before it is sharded: what the user asks for, then extra heads."""
+
+    def prepare(stage: Any) -> None:
+        if options.prepare is not None:
+            options.prepare(stage)
+        if options.heads:
+            add_heads(stage, options.heads)
+
+    return prepare
 
 
 def _check_memory(config: ModelConfig, layout: Layout) -> None:

@@ -94,7 +94,7 @@ class Run:
         """Where they lie."""
         return self.options.output_dir / "checkpoints"
 
-    def tell_changes(self, changes: Sequence[str]) -> None:
+    def note_changes(self, changes: Sequence[str]) -> None:
         """Say which settings are not what they were when the run was last begun."""
         for change in changes:
             self.show.note(f"changed: {change}")
@@ -187,7 +187,7 @@ class Run:
         with self.stop.listening():
             while self.engine.step < self.total:
                 update = self._step(pace)
-                skipped = skipped + 1 if update.skipped else 0
+                skipped = skipped + 1 if update.skipped == "nonfinite" else 0
                 self._check_finite(update, skipped)
                 step, began = self.engine.step, monotonic()
                 last = step == self.total
@@ -238,7 +238,9 @@ class Run:
         return update
 
     def _check_finite(self, update: Update, skipped: int) -> None:
-        if skipped:
+        if update.skipped == "no_targets":
+            self.show.note(f"step {self.engine.step}: nothing had a loss; step skipped")
+        elif update.skipped:
             self.show.note(f"step {self.engine.step}: gradient is not finite; step skipped")
         if skipped == SKIPPED_IN_A_ROW:
             raise ParallelError(
