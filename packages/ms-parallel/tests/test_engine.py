@@ -24,7 +24,7 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import Batch, NextTokenLoss, Output
 from ms_parallel.engine.optimizer import AdamWConfig, learning_rate, optimizer_config
-from ms_parallel.errors import ConfigError, LayoutError, ParallelError, ScheduleError
+from ms_parallel.errors import ConfigError, LaunchError, ParallelError, ScheduleError
 from ms_parallel.models import build_model
 from ms_parallel.weights import initialise
 
@@ -154,7 +154,7 @@ def test_settings_that_do_not_fit_are_named(groups: Groups) -> None:
         build({}, groups, schedule="zb-w")
     with pytest.raises(ConfigError, match="recompute is 'some'"):
         build({}, groups, recompute="some")
-    with pytest.raises(LayoutError, match="needs 2 processes"):
+    with pytest.raises(LaunchError, match="needs 2 processes"):
         Engine(tiny(), Layout(data=2), device="cpu")
 
 

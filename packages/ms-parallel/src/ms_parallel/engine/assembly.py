@@ -1,7 +1,7 @@
 """What an engine runs: the configuration, the plan and this process's stages of a given model."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,14 +13,15 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.heads import add_heads
 from ms_parallel.engine.options import EngineOptions
 from ms_parallel.errors import ConfigError
-from ms_parallel.models import ModelConfig, StagedModel, architecture, model_plan
+from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.models.registry import architectures, parameter_shapes
-from ms_parallel.pipeline.choice import Tables
+from ms_parallel.models.registry import architecture, architectures, model_plan, parameter_shapes
+from ms_parallel.models.staged import StagedModel
 from ms_parallel.split.own_model import WHOLE, OwnModelConfig, build_own, check_own
 from ms_parallel.split.recompute import Recompute
 from ms_parallel.split.stages import build_stage, cut_layers
-from ms_parallel.weights import has_weights, initialise, load_weights
+from ms_parallel.weights.initial import initialise
+from ms_parallel.weights.load import has_weights, load_weights
 
 __all__ = ["Given", "build_stages", "describe"]
 
@@ -57,22 +58,33 @@ def build_stages(
     model: Given,
     config: ModelConfig,
     plan: ModelPlan,
-    tables: Tables,
+    placement: Sequence[int],
+    split: Sequence[int] | None,
     groups: Groups,
     options: EngineOptions,
 ) -> dict[int, StagedModel]:
-    """This process's stages by number, split and sharded, with their weights."""
+    """This process's stages by number, split and sharded, with their weights.
+
+    Args:
+        model: what was given.
+        config: of the model.
+        plan: of the model.
+        placement: pipeline rank of each stage.
+        split: layers of each stage; None for as even as can be.
+        groups: the layout's processes.
+        options: the engine's.
+    """
     prepare = _preparation(options)
     how: Any = {"mixed_precision": options.mixed_precision, "recompute": options.recompute}
     if isinstance(model, nn.Module):
         return {0: cast(StagedModel, build_own(model, plan, groups, prepare=prepare, **how))}
     if groups.device.type == "cpu":
         _check_memory(config, groups.layout)
-    layers = cut_layers(config.num_hidden_layers, len(tables.placement), plan.cuts, tables.layers)
+    layers = cut_layers(config.num_hidden_layers, len(placement), plan.cuts, split)
     ops = options.ops or operators
     stages = {
         stage: build_stage(config, layers[stage], groups, ops=ops, prepare=prepare, **how)
-        for stage, home in enumerate(tables.placement)
+        for stage, home in enumerate(placement)
         if home == groups.place.pipeline
     }
     if options.weights != "unset":

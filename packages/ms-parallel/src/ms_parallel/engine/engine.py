@@ -26,17 +26,17 @@ from ms_parallel.engine.output import HeadOutput, LogitsOutput
 from ms_parallel.engine.state import load_state, state_of
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.errors import ConfigError, ModelError, ParallelError
-from ms_parallel.models import KeyValueCache, StagedModel
+from ms_parallel.models.cache import KeyValueCache
+from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles
 from ms_parallel.operators import Ops
 from ms_parallel.pipeline.choice import Tables
-from ms_parallel.pipeline.recorder import Recorder, gather_times
+from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.pipeline.runtime import Runtime, call_stage
-from ms_parallel.pipeline.step_file import RecordedStep
 from ms_parallel.split.own_model import OwnModelConfig, call_own
 from ms_parallel.split.part import drop_gathered, is_whole_here
 from ms_parallel.split.precision import warn_of_slow_bfloat16
-from ms_parallel.weights import save_model
+from ms_parallel.weights.save import save_model
 
 __all__ = ["Adapters", "Engine", "Update"]
 
@@ -102,7 +102,9 @@ class Engine:
         self.tables = Tables(chosen.schedule, layout.pipeline)
         self.placement = self.tables.placement
         """Pipeline rank of each stage."""
-        self.stages = build_stages(model, self.config, self.plan, self.tables, self.groups, chosen)
+        self.stages = build_stages(
+            model, self.config, self.plan, self.placement, self.tables.layers, self.groups, chosen
+        )
         own = isinstance(model, nn.Module)
         self.runtime = Runtime(self.stages, self.groups, call_own if own else call_stage)
         self.trained = self._trainable(frozen_too=not own)
@@ -247,27 +249,16 @@ class Engine:
 
     def recorded_update(
         self, batch: Mapping[str, Any], loss: Loss | LossWithStatistics
-    ) -> tuple[Update, RecordedStep | None]:
-        """`update`, and when each rank of this pipeline computed what; every process calls it.
+    ) -> tuple[Update, Recorder]:
+        """`update`, and a recorder of what this rank computed when; every process calls it.
 
-        Returns:
-            What `update` does, and the recorded step, None where nothing had a loss.
+        `ms_parallel.pipeline.step_file.recorded_step` gathers those of all ranks.
         """
-        recorder, step = Recorder(self.device), self.step
-        self.runtime.recorder = recorder
+        recorder = self.runtime.recorder = Recorder(self.device)
         try:
-            update = self.update(batch, loss)
+            return self.update(batch, loss), recorder
         finally:
             self.runtime.recorder = None
-        if recorder.schedule is None:
-            return update, None
-        return update, RecordedStep(
-            step=step,
-            layout=str(self.groups.layout),
-            name=recorder.schedule.name,
-            table=recorder.schedule.to_csv(),
-            times_ns=tuple(map(tuple, gather_times(recorder, self.groups))),
-        )
 
     @torch.no_grad()
     def evaluate(

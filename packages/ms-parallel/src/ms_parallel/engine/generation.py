@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.loss import Batch, Output
 from ms_parallel.errors import ConfigError
-from ms_parallel.models import KeyValueCache
+from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.split.part import drop_gathered
 
 __all__ = ["Forwards", "Sampling", "generate", "pick"]

@@ -10,8 +10,7 @@ from attrs import field, frozen
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.operators import Ops
-from ms_parallel.pipeline.choice import Choice
+from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import one_of, whole
 from ms_parallel.split.recompute import Recompute
 
@@ -28,8 +27,8 @@ class EngineOptions:
 
     optimizer: AdamWConfig = field(factory=AdamWConfig)
     """AdamW's settings."""
-    schedule: Choice = "1f1b"
-    """A generator's name, such as `"1f1b"` or `"zb-v"`; the path of a CSV file in
+    schedule: Any = "1f1b"
+    """A `ms_parallel.pipeline.choice.Choice`: a generator's name, such as `"1f1b"` or `"zb-v"`; the path of a CSV file in
     torch.distributed.pipelining's form; or a table. A file or table is of its own number of
     microbatches. Each stage gets its share of the layers, or as many as a `Staged`, what
     `search_schedule` finds, says."""

@@ -5,11 +5,11 @@ the layout splits and shards it. That engine is then dropped: no weight of the r
 chance and no place in the data has been touched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.engine.engine import Engine
-from ms_parallel.engine.loss import Batch, NextTokenLoss
+from ms_parallel.engine.loss import Batch, Loss, NextTokenLoss
 from ms_parallel.engine.microbatches import cut_batch, measure
-from ms_parallel.models import ModelConfig, model_plan
-from ms_parallel.pipeline.choice import Staged
+from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.registry import model_plan
+from ms_parallel.models.staged import StagedModel
+from ms_parallel.pipeline.choice import Staged, Tables
 from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.pipeline.runtime import Key, Runtime, Step
 from ms_parallel.schedules.solver.balance import LayerCosts
@@ -44,14 +45,37 @@ PER_SECOND = 1_000_000
 """Costs are whole microseconds: a schedule of the same costs is the same on every process."""
 
 
+class MeasuredEngine(Protocol):
+    """What a measurement asks of an engine."""
+
+    groups: Groups
+    runtime: Runtime
+    tables: Tables
+    stages: dict[int, StagedModel]
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """What this process trains, by name."""
+
+    def backward(self, microbatches: Sequence[Batch], loss: Loss, weight: float, /) -> list[Tensor]:
+        """Forwards and backwards of an update; gradients are left in the parameters."""
+
+
 def measure_layers(
-    config: ModelConfig, groups: Groups, *, rows: int, sequence_length: int, **options: Any
+    build: Callable[..., MeasuredEngine],
+    config: ModelConfig,
+    groups: Groups,
+    *,
+    rows: int,
+    sequence_length: int,
+    **options: Any,
 ) -> LayerCosts:
     """Time and memory of one microbatch in each layer between two cuts; the same on every process.
 
     The embedding counts with the first layer and the head with the last. All processes call this.
 
     Args:
+        build: makes an engine.
         config: the model.
         groups: the layout's processes.
         rows: of a microbatch.
@@ -65,7 +89,7 @@ def measure_layers(
     table = _one_stage_a_unit(len(units), groups.layout.pipeline)
     staged = Staged(schedule=table, layers=units)
     options.pop("schedule", None)
-    engine = Engine(config, groups=groups, **{**options, "schedule": staged})
+    engine = build(config, groups=groups, **{**options, "schedule": staged})
     batch = _made_up(config.vocab_size, rows, sequence_length)
     times = [_timed(engine, batch) for _ in range(1 + STEPS)][1:]
     own = torch.zeros(5, len(units))
@@ -124,7 +148,7 @@ def _made_up(vocabulary: int, rows: int, length: int) -> dict[str, Tensor]:
     return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
 
 
-def _perform(engine: Engine, batch: Batch) -> None:
+def _perform(engine: MeasuredEngine, batch: Batch) -> None:
     """One step without an optimizer; gradients are dropped."""
     loss, rows = NextTokenLoss(), len(batch["tokens"]) // MICROBATCHES
     microbatches = cut_batch(batch, rows, engine.groups.layout.tensor)
@@ -134,9 +158,9 @@ def _perform(engine: Engine, batch: Batch) -> None:
         parameter.grad = None
 
 
-def _timed(engine: Engine, batch: Batch) -> dict[tuple[Kind, int], list[float]]:
+def _timed(engine: MeasuredEngine, batch: Batch) -> dict[tuple[Kind, int], list[float]]:
     """Seconds of each computation, by kind and stage."""
-    recorder = engine.runtime.recorder = Recorder(engine.device)
+    recorder = engine.runtime.recorder = Recorder(engine.groups.device)
     _perform(engine, batch)
     engine.runtime.recorder = None
     found: dict[tuple[Kind, int], list[float]] = {}
@@ -149,7 +173,7 @@ def _timed(engine: Engine, batch: Batch) -> dict[tuple[Kind, int], list[float]]:
 class _Scales(Runtime):
     """A runtime that adds up what each stage keeps of its last microbatch, weights apart."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: MeasuredEngine) -> None:
         super().__init__(engine.stages, engine.groups)
         self.mailbox = engine.runtime.mailbox
         self.kept_bytes: dict[int, int] = {}

@@ -8,8 +8,10 @@ import msgspec
 
 from ms_parallel.cluster.agreement import first_does
 from ms_parallel.cluster.groups import Groups
+from ms_parallel.engine.engine import Engine
 from ms_parallel.errors import ConfigError, LayoutError, ScheduleError
-from ms_parallel.models import ModelConfig, model_plan
+from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.registry import model_plan
 from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.planner.measurement import PER_SECOND, measure_layers
 from ms_parallel.schedules.generators.one_stage.one_f_one_b import one_f_one_b
@@ -32,7 +34,7 @@ def search_schedule(
     sequence_length: int,
     microbatch_size: int | None = None,
     memory_cap_bytes: int | None = None,
-    measure: Callable[..., LayerCosts] = measure_layers,
+    measure: Callable[..., LayerCosts] | None = None,
     **options: Any,
 ) -> FoundSchedule:
     """Measure this model on these processes, and search; the same result on every process.
@@ -47,7 +49,7 @@ def search_schedule(
         sequence_length: tokens of a row.
         microbatch_size: rows that pass at once; None for all of them.
         memory_cap_bytes: most activation memory of a rank; None for as much as 1F1B takes.
-        measure: what gives the costs of the layers.
+        measure: gives the costs of the layers; by default measures them here.
         options: of the engine that will perform it, such as `recompute` and `mixed_precision`.
 
     Raises:
@@ -65,6 +67,7 @@ def search_schedule(
     units, ranks = len(model_plan(config).cuts), groups.layout.pipeline
     if units < ranks:
         raise LayoutError(f"{units} layers for pipeline={ranks}; use at most {units} ranks")
+    measure = measure or partial(measure_layers, Engine)
     costs = measure(config, groups, rows=size, sequence_length=sequence_length, **options)
     # What is computed again would be kept from I to W, more than recomputation spares.
     whole = asked["recompute"] == "full"

@@ -6,25 +6,21 @@ from typing import Any
 from ms_parallel import checkpoint
 from ms_parallel.cluster import process
 from ms_parallel.cluster.agreement import first_does
-from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.errors import ConfigError
-from ms_parallel.models import architecture
-from ms_parallel.operators import Ops
+from ms_parallel.models.registry import architecture
 from ms_parallel.pipeline.choice import SEARCH, Choice
-from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
-from ms_parallel.planner.tuning import asked_of, search_schedule
+from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.schedules.table.schedule import Schedule
-from ms_parallel.training.dataset import data_package
+from ms_parallel.training.optional import data_package, operators_of
 from ms_parallel.training.options import Options
 from ms_parallel.training.tokenizer import with_ends
-from ms_parallel.weights import has_weights
+from ms_parallel.weights.load import has_weights
 
-__all__ = ["build_engine", "find_schedule", "fit_model", "layout_of", "microbatch"]
+__all__ = ["build_engine", "fit_model", "layout_of", "microbatch"]
 
-GIB = 1 << 30
 VOCABULARY_MULTIPLE = 64
 """A model's vocabulary is rounded up to it, so that many values of `tensor` divide it."""
 
@@ -103,45 +99,6 @@ def microbatch(options: Options, layout: Layout) -> int | None:
     return max(busy, default=1)
 
 
-def find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedule | None:
-    """The schedule that was found for this run, now or when it began; None if none is to be found.
-
-    All processes call this; it connects them.
-
-    Raises:
-        ConfigError: the file that the run began with is damaged.
-        ScheduleError: schedule_memory_gib is below the least that works.
-    """
-    if options.schedule != SEARCH or layout.pipeline == 1:
-        return None
-    groups, rows = connect(layout, device=options.device), options.batch_size // layout.readers
-    cap = None
-    if options.schedule_memory_gib is not None:
-        cap = int(options.schedule_memory_gib * GIB)
-    size = microbatch(options, layout) or rows
-    own: dict[str, Any] = {
-        "mixed_precision": options.mixed_precision,
-        "recompute": options.recompute,
-    }
-    asked = asked_of(config, groups, rows, options.sequence_length, size, cap, own)
-    path = options.output_dir / FILE
-    known = first_does(lambda: read_found(path))
-    if known is not None and known.asked == asked:
-        return known
-    found = search_schedule(
-        config,
-        groups,
-        rows=rows,
-        sequence_length=options.sequence_length,
-        microbatch_size=size,
-        memory_cap_bytes=cap,
-        ops=_ops(options.ops),
-        **own,
-    )
-    first_does(lambda: write_found(path, found))
-    return found
-
-
 def build_engine(
     options: Options, config: Any, layout: Layout, total: int, found: FoundSchedule | None = None
 ) -> Engine:
@@ -158,7 +115,7 @@ def build_engine(
         seed=options.seed,
         weights=_weights(options),
         device=options.device,
-        ops=_ops(options.ops),
+        ops=operators_of(options.ops),
     )
 
 
@@ -183,15 +140,3 @@ def _weights(options: Options) -> str | Path:
         return "unset"
     folder = options.model_folder
     return folder if folder is not None and has_weights(folder) else "initial"
-
-
-def _ops(name: str) -> Ops | None:
-    if name == "torch":
-        return None
-    try:
-        import ms_kernels
-    except ImportError as error:
-        raise ConfigError(
-            "ops='ms_kernels' needs ms-kernels; install it: pip install 'ms-parallel[kernels]'"
-        ) from error
-    return ms_kernels

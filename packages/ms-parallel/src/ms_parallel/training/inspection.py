@@ -7,8 +7,7 @@ import msgspec
 import torch
 
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.models import model_plan
-from ms_parallel.models.registry import parameter_shapes
+from ms_parallel.models.registry import model_plan, parameter_shapes
 from ms_parallel.pipeline.choice import SEARCH, Choice, Tables
 from ms_parallel.planner.found_schedule import FILE, read_found
 from ms_parallel.schedules.checks.verify import verify

@@ -1,16 +1,15 @@
 """What a run has come to: its numbers, and the trained model as a folder."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from attrs import frozen
 
 from ms_parallel.cluster.agreement import first_does
 from ms_parallel.files.durable import publish, write_synced, writing
-from ms_parallel.training.run import Run
-from ms_parallel.training.tokenizer import run_tokenizer
 
-__all__ = ["Result", "result_of", "write_model"]
+__all__ = ["Result", "write_model"]
 
 
 @frozen(kw_only=True)
@@ -39,33 +38,21 @@ class Result:
     """What the model writes after `sample_prompt`."""
 
 
-def result_of(run: Run, folder: Path | None, sample: str | None) -> Result:
-    """The numbers of a run whose model is in `folder`, or that a signal has stopped."""
-    standing = run.standing
-    return Result(
-        step=run.engine.step,
-        finished=folder is not None,
-        stopped_by=None if folder is not None else run.stop.signal_name,
-        loss=standing.loss,
-        held_out_loss=standing.held_out_loss,
-        first_held_out_loss=standing.first_held_out_loss,
-        tokens=standing.tokens,
-        seconds=standing.seconds,
-        model_folder=folder,
-        sample=sample,
-    )
+def write_model(folder: Path, mark: Callable[[], bytes], save: Callable[[Path], None]) -> Path:
+    """Write the trained model with `save`; whole or not at all.
 
-
-def write_model(run: Run, shards: Path) -> Path:
-    """Write the model as a Hugging Face folder with its tokenizer; whole or not at all."""
-    folder = run.options.output_dir / "model"
+    Args:
+        folder: where it stands when it is written; nothing is done if it is there already.
+        mark: on the first process, what says of which training it is.
+        save: writes it to a folder; every process calls it.
+    """
     made = folder / "training.json"
-    if first_does(lambda: made.is_file() and made.read_bytes() == run.mark()):
+    if first_does(lambda: made.is_file() and made.read_bytes() == mark()):
         return folder
     aside = folder.with_name("model.partial")
     first_does(lambda: shutil.rmtree(aside, ignore_errors=True))
-    run.engine.save(aside, tokenizer=run_tokenizer(shards, run.options.model_folder))
-    first_does(lambda: _publish(aside, folder, run.mark()))
+    save(aside)
+    first_does(lambda: _publish(aside, folder, mark()))
     return folder
 
 

@@ -20,7 +20,7 @@ from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.errors import CheckpointError, DamageError, ParallelError
 from ms_parallel.events import OnEvent
 from ms_parallel.files.untrusted import decoding
-from ms_parallel.pipeline.step_file import write_step
+from ms_parallel.pipeline.step_file import recorded_step, write_step
 from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.progress import RunDisplay, Throughput
 from ms_parallel.training.held_out import HeldOut
@@ -230,7 +230,9 @@ class Run:
         """One update, recorded if it is due."""
         if not _due(self.engine.step + 1, self.options.record_every):
             return self.engine.update(batch, NextTokenLoss())
-        update, recorded = self.engine.recorded_update(batch, NextTokenLoss())
+        step = self.engine.step
+        update, recorder = self.engine.recorded_update(batch, NextTokenLoss())
+        recorded = recorded_step(recorder, self.engine.groups, step)
         if recorded is not None:
             name = f"step-{self.engine.step:08}.json"
             path = self.options.output_dir / "timelines" / name
@@ -253,7 +255,7 @@ class Run:
         if self.held_out is None:
             return None
         position.activity = "held-out evaluation"
-        loss, step = self.held_out.loss(self.engine), self.engine.step
+        loss, step = self.held_out.loss(self.engine.evaluate), self.engine.step
         self.standing.held_out_loss, self.standing.held_out_step = loss, step
         if step == 0:
             self.standing.first_held_out_loss = loss

@@ -2,34 +2,40 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from attrs import asdict
 
 from ms_parallel.cluster.agreement import first_does
-from ms_parallel.cluster.connection import join
+from ms_parallel.cluster.connection import connect, join
 from ms_parallel.cluster.endings import end_scripts_plainly
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.process import is_first, rank
 from ms_parallel.cluster.slurm import adopt_scheduler
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import JsonLines
-from ms_parallel.planner.found_schedule import FoundSchedule
+from ms_parallel.pipeline.choice import SEARCH
+from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
+from ms_parallel.planner.tuning import asked_of, search_schedule
 from ms_parallel.progress import RunDisplay, duration
-from ms_parallel.training.dataset import data_package, prepare
+from ms_parallel.training.dataset import prepare
 from ms_parallel.training.fitting import (
     build_engine,
-    find_schedule,
     fit_model,
     layout_of,
     microbatch,
 )
 from ms_parallel.training.held_out import HeldOut
+from ms_parallel.training.optional import data_package, operators_of
 from ms_parallel.training.options import Length, Options
 from ms_parallel.training.ownership import held
-from ms_parallel.training.result import Result, result_of, write_model
+from ms_parallel.training.result import Result, write_model
 from ms_parallel.training.run import Run, Stream
+from ms_parallel.training.tokenizer import run_tokenizer
+
+GIB = 1 << 30
 
 __all__ = ["DistributedTrainer", "Result", "Stream"]
 
@@ -183,13 +189,20 @@ class DistributedTrainer:
                 f" {options.sequence_length} tokens do not fill one batch of"
                 f" {options.batch_size}; lower batch_size or sequence_length, or give more epochs"
             )
-        found = find_schedule(options, config, layout)
+        found = _find_schedule(options, config, layout)
         engine = build_engine(options, config, layout, total, found)
         rows = layout.readers * (microbatch(options, layout) or 1)
         return Run(
             engine=engine,
             stream=stream,
-            held_out=HeldOut.find(self._shards, options, place, rows),
+            held_out=HeldOut.find(
+                self._shards,
+                place,
+                rows,
+                sequence_length=options.sequence_length,
+                batch_size=options.batch_size,
+                batches=options.evaluate_batches,
+            ),
             total=total,
             options=options,
             found=found,
@@ -209,14 +222,32 @@ class DistributedTrainer:
         resumed = run.engine.step
         self._run = run
         finished = run.go()
-        folder = write_model(run, self._shards) if finished else None
+        folder = self._write_model(run) if finished else None
         sample, prompt = None, self.options.sample_prompt
         if finished and prompt is not None:
             sample = self.generate(prompt, max_new_tokens=self.options.sample_tokens)
             run.show.note(f"sample:\n{_printable(prompt + sample)}")
         _note_end(run, folder, resumed)
         run.emit("end", {"step": run.engine.step, "finished": int(finished)})
-        return result_of(run, folder, sample)
+        standing = run.standing
+        return Result(
+            step=run.engine.step,
+            finished=finished,
+            stopped_by=None if finished else run.stop.signal_name,
+            loss=standing.loss,
+            held_out_loss=standing.held_out_loss,
+            first_held_out_loss=standing.first_held_out_loss,
+            tokens=standing.tokens,
+            seconds=standing.seconds,
+            model_folder=folder,
+            sample=sample,
+        )
+
+    def _write_model(self, run: Run) -> Path:
+        """Write the trained model as a Hugging Face folder with its tokenizer."""
+        tokenizer = run_tokenizer(self._shards, self.options.model_folder)
+        folder = self.options.output_dir / "model"
+        return write_model(folder, run.mark, partial(run.engine.save, tokenizer=tokenizer))
 
 
 def _note_end(run: Run, folder: Path | None, resumed: int) -> None:
@@ -231,6 +262,45 @@ def _note_end(run: Run, folder: Path | None, resumed: int) -> None:
         run.show.note(f"already trained to step {resumed}; nothing left to do")
     else:
         run.show.note(f"trained {step} steps in {duration(run.standing.seconds)}: {folder}")
+
+
+def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedule | None:
+    """The schedule that was found for this run, now or when it began; None if none is to be found.
+
+    All processes call this; it connects them.
+
+    Raises:
+        ConfigError: the file that the run began with is damaged.
+        ScheduleError: schedule_memory_gib is below the least that works.
+    """
+    if options.schedule != SEARCH or layout.pipeline == 1:
+        return None
+    groups, rows = connect(layout, device=options.device), options.batch_size // layout.readers
+    cap = None
+    if options.schedule_memory_gib is not None:
+        cap = int(options.schedule_memory_gib * GIB)
+    size = microbatch(options, layout) or rows
+    own: dict[str, Any] = {
+        "mixed_precision": options.mixed_precision,
+        "recompute": options.recompute,
+    }
+    asked = asked_of(config, groups, rows, options.sequence_length, size, cap, own)
+    path = options.output_dir / FILE
+    known = first_does(lambda: read_found(path))
+    if known is not None and known.asked == asked:
+        return known
+    found = search_schedule(
+        config,
+        groups,
+        rows=rows,
+        sequence_length=options.sequence_length,
+        microbatch_size=size,
+        memory_cap_bytes=cap,
+        ops=operators_of(options.ops),
+        **own,
+    )
+    first_does(lambda: write_found(path, found))
+    return found
 
 
 def _note_schedule(run: Run, found: FoundSchedule) -> None:
