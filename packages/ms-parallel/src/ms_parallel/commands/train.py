@@ -25,13 +25,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     """Train, or resume, and print the result."""
     end_with_launcher()
-    from ms_parallel.cluster.connect import is_first
+    from ms_parallel.cluster.process import is_first
     from ms_parallel.run_file import read_run_file
+    from ms_parallel.training.trainer import DistributedTrainer
 
     run = read_run_file(options.run_file, options.set)
+    trainer = DistributedTrainer.from_options(run.options)
     stdout = sys.stderr if options.json else sys.stdout
     with contextlib.redirect_stdout(stdout):
-        result = run.trainer.train(run.dataset_path, epochs=run.epochs, steps=run.steps)
+        result = trainer.train(run.dataset_path, run.length.epochs, run.length.steps)
     if options.json and is_first():
         print_json(result)
     return INTERRUPTED if result.stopped_by == signal.SIGINT.name else 0
