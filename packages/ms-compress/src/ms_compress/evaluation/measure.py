@@ -57,7 +57,14 @@ def evaluate(evaluation: Evaluation, *, progress: Progress | None = None) -> Rep
     for _, found in named:
         _check(found, text["tokens"], evaluation)
     with _threads(evaluation.threads):
-        opened = [_open(name, found, evaluation.threads) for name, found in named]
+        opened = [
+            _Opened(
+                name=name,
+                footprint=found,
+                runtime=open_runtime(found.folder, found.target, threads=evaluation.threads),
+            )
+            for name, found in named
+        ]
         values = [
             _perplexity(one, text, _share(progress, one, i, len(opened)))
             for i, one in enumerate(opened)
@@ -108,14 +115,6 @@ def _check(found: Footprint, tokens: Tensor, evaluation: Evaluation) -> None:
                 f"{found.folder} knows {found.positions} positions, fewer than the {length} of"
                 f" {what}; ask for less"
             )
-
-
-def _open(name: str, found: Footprint, threads: int) -> _Opened:
-    return _Opened(
-        name=name,
-        footprint=found,
-        runtime=open_runtime(found.folder, found.target, threads=threads),
-    )
 
 
 def _share(
