@@ -43,7 +43,7 @@ class Reader:
     count = 1
 
 
-place: ms_data.Place = Reader()
+place: ms_data.StreamPlace = Reader()
 
 
 def on_event(kind: str, fields: Mapping[str, int | float | str]) -> None:
@@ -72,5 +72,5 @@ align_events: ms_align.events.OnEvent = ms_profile.EventLog("events")
 
 def a_stream_takes_the_place_of_the_layout(groups: Groups) -> TokenStream:
     """ms-data asks a place for `rank` and `count`; ms-parallel's processes have one."""
-    asked: ms_data.Place = groups.place
+    asked: ms_data.StreamPlace = groups.place
     return TokenStream("shards", sequence_length=1, batch_size=1, place=asked)

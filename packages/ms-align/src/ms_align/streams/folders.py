@@ -92,7 +92,7 @@ def held_out_prompts(dataset: Folders, count: int) -> tuple[list[list[int]], Any
         for at in range(min(len(samples), -(-count // len(folders)))):
             one = samples[at]
             part = one.chosen if isinstance(one, PairSample) else one
-            prompts.append(part.tokens[: int(part.learnt.argmax())].tolist())
+            prompts.append(part.tokens[: int(part.loss_mask.argmax())].tolist())
     return [prompt for prompt in prompts if prompt][:count], Tokenizer.load(folders[0])
 
 

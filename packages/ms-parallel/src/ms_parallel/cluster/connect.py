@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ms_parallel.cluster.groups import disconnect
+from ms_parallel.cluster.groups import backend_for, disconnect
 from ms_parallel.cluster.launch_line import launch_command
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.parent import end_with_launcher
@@ -73,9 +73,7 @@ def join(layout: Layout, *, timeout_s: float) -> None:
     number, size = rank(), world_size()
     layout.check_world(size)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    backend = dist.get_default_backend_for_device(accelerator or "cpu")
-    # A gloo group beside an accelerator's own lets what lies on the CPU be exchanged too.
-    backend = backend if accelerator is None else f"cpu:gloo,{accelerator.type}:{backend}"
+    backend = backend_for(accelerator or torch.device("cpu"))
     if number == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         _check_port()
     timeout = timedelta(seconds=timeout_s)

@@ -16,11 +16,10 @@ from ms_parallel.cluster.layout import Layout, Place
 from ms_parallel.cluster.slurm import adopt_scheduler
 from ms_parallel.errors import LaunchError
 
-__all__ = ["AXES", "Groups", "connect", "disconnect", "pick_device"]
+__all__ = ["AXES", "Groups", "backend_for", "connect", "disconnect", "pick_device"]
 
 AXES = ("pipeline", "data", "context", "tensor")
 SETTLE_S = 0.2
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
 @frozen(kw_only=True)
@@ -80,6 +79,13 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
     return torch.device(found.type, index)
 
 
+def backend_for(device: torch.device) -> str:
+    """What exchanges a device's tensors; beside an accelerator's own, gloo for those on the CPU."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
 def connect(
     layout: Layout, *, device: str | torch.device | None = None, timeout_s: float = 600.0
 ) -> Groups:
@@ -108,17 +114,17 @@ def connect(
 
 
 def _initialise(layout: Layout, device: torch.device, timeout: timedelta) -> None:
-    backend = BACKENDS.get(device.type, "gloo")
+    backend = backend_for(device)
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not launched and layout.world_size > 1:
         raise LaunchError(
             f"layout {layout} needs {layout.world_size} processes and this is one; "
             f"{launch_command(layout.world_size)}"
         )
-    device_id = None if device.type == "cpu" else device
+    # Not bound to its device: groups would then be split off, which not every backend can.
     try:
         if launched:
-            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+            dist.init_process_group(backend, timeout=timeout)
         else:
             dist.init_process_group(
                 backend,
@@ -126,7 +132,6 @@ def _initialise(layout: Layout, device: torch.device, timeout: timedelta) -> Non
                 rank=0,
                 world_size=1,
                 timeout=timeout,
-                device_id=device_id,
             )
     except dist.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -13,7 +13,7 @@ from ms_parallel.models import architecture
 from ms_parallel.operators import Ops
 from ms_parallel.pipeline.choice import SEARCH, Choice
 from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
-from ms_parallel.planner.tuning import asked_of, search_schedule
+from ms_parallel.planner.tuning import conditions_of, search_schedule
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.training.dataset import data_package
 from ms_parallel.training.options import Options
@@ -115,10 +115,10 @@ def find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedul
         "mixed_precision": options.mixed_precision,
         "recompute": options.recompute,
     }
-    asked = asked_of(config, groups, rows, options.sequence_length, size, cap, own)
+    conditions = conditions_of(config, groups, rows, options.sequence_length, size, cap, own)
     path = options.output_dir / FILE
     known = first_does(lambda: read_found(path))
-    if known is not None and known.asked == asked:
+    if known is not None and known.conditions == conditions:
         return known
     found = search_schedule(
         config,

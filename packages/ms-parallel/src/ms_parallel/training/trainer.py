@@ -18,7 +18,7 @@ from ms_parallel.events import JsonLines
 from ms_parallel.files.durable import publish, write_synced, writing
 from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.progress import RunDisplay, duration
-from ms_parallel.settings import MOST
+from ms_parallel.settings.validators import MOST
 from ms_parallel.training.dataset import data_package, prepare
 from ms_parallel.training.fitting import build_engine, find_schedule, fit_model, microbatch
 from ms_parallel.training.held_out import HeldOut
