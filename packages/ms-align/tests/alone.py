@@ -9,8 +9,8 @@ from torch import nn
 
 import ms_align
 from ms_align import LocalEngine, gae
+from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.losses.grpo import GRPOLoss
-from ms_align.options import OptimizerOptions
 
 
 def check(holds: bool, fact: str) -> None:

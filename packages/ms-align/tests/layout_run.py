@@ -17,8 +17,9 @@ from ms_align import (
     TaskOptions,
     add_lora,
 )
-from ms_align.local import LocalEngine
-from ms_align.options import OptimizerOptions, RunOptions
+from ms_align.engines.local import LocalEngine
+from ms_align.engines.optimizer import OptimizerOptions
+from ms_align.run.options import RunOptions
 from ms_data import InstructionStream, PreferenceStream
 
 OPTIMIZER = OptimizerOptions(learning_rate=1e-3, warmup_steps=2)

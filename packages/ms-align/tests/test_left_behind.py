@@ -23,9 +23,10 @@ from ms_align import (
     add_lora,
 )
 from ms_align.cli import main
+from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.errors import ConfigError, FolderError
-from ms_align.options import OptimizerOptions, RunOptions
-from ms_align.sampling import Sampling
+from ms_align.generation.sampling import Sampling
+from ms_align.run.options import RunOptions
 from ms_align.tokenizer import ByteTokenizer
 from ms_data import InstructionStream, PreferenceStream
 from ms_parallel import load_model
@@ -199,7 +200,7 @@ def test_ppo_takes_folders_and_stops_where_the_policy_ends_its_texts(
 
 def test_a_stop_string_that_is_a_special_token_stops_there(tmp_path: Path) -> None:
     """No decoded text ever shows it; one that only holds it is refused, and says why."""
-    from ms_align.stopping import stopping
+    from ms_align.generation.stopping import stopping
     from ms_align.tokenizer_files import files_of
 
     bytes_ = ByteTokenizer()
@@ -347,7 +348,7 @@ def test_a_run_that_kept_nothing_leaves_its_folder_free(
 
 def test_a_policy_may_not_be_written_over_by_its_own_run(tmp_path: Path) -> None:
     """The reference neither: whatever the run reads is safe from it."""
-    from ms_align.model_folder import save_model
+    from ms_align.models.folder import save_model
 
     save_model(decoder(), tmp_path / "out" / "model")
     settings: dict[str, Any] = {"reward_model": vowels, "tokenizer": ByteTokenizer(), "steps": 1}

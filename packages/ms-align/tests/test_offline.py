@@ -18,14 +18,15 @@ from safetensors.torch import load_file
 
 from ms_align import Sample
 from ms_align.cli import main
+from ms_align.engines.local import LocalEngine
+from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.errors import CheckpointError, ConfigError, DataError, ModelError, NothingToLearnError
-from ms_align.local import LocalEngine
 from ms_align.losses.sft import SFTLoss
-from ms_align.options import OptimizerOptions, RunOptions
-from ms_align.reward import ModuleReward
-from ms_align.reward_model import RewardModel
-from ms_align.task_sampler import TaskOptions
-from ms_align.trainers.preference import DPOOptions, DPOTrainer, RewardTrainer
+from ms_align.models.reward_model import RewardModel
+from ms_align.rewards.scoring import ModuleReward
+from ms_align.run.options import RunOptions
+from ms_align.streams.task_sampler import TaskOptions
+from ms_align.trainers.frame.pairs import DPOOptions, DPOTrainer, RewardTrainer
 from ms_align.trainers.sft import SFTOptions, SFTTrainer
 from ms_data import InstructionStream, PreferenceStream
 from ms_parallel import load_model

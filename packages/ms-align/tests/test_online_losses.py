@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ms_align import token_statistics
-from ms_align.engine import Loss
 from ms_align.errors import ConfigError
+from ms_align.losses import token_statistics
 from ms_align.losses.grpo import GRPOLoss
 from ms_align.losses.ppo import PPOLoss, ValueLoss, value_loss
+from ms_align.losses.protocol import Loss
 from ms_align.losses.rloo import RLOOLoss
 from ms_align.losses.surrogate import clipped, divisor
-from ms_align.token_statistics import (
+from ms_align.losses.token_statistics import (
     Scratch,
     losses_and_entropies,
     projected_losses_and_entropies,

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import FULL, SLIDING, decoder, gemma3, llama, qwen2_windowed, tokens
 
 from ms_compress import CalibrationError, CompressError, gptq, wanda
-from ms_compress.calibration import walk
-from ms_compress.layers import prepared_layers
-from ms_compress.logits import model_logits
-from ms_compress.pruning import masks
+from ms_compress.methods.calibration import walk
+from ms_compress.methods.pruning import masks
+from ms_compress.models.logits import model_logits
+from ms_compress.quantisation.layers import prepared_layers
 
 
 def by_turns() -> nn.Module:

@@ -15,8 +15,8 @@ from models import tokens
 
 from ms_compress import ConfigError, DataError
 from ms_compress.cli import main
-from ms_compress.corpus import read_tokens
-from ms_compress.evaluation import Evaluation
+from ms_compress.evaluation.options import Evaluation
+from ms_compress.training.corpus import read_tokens
 from ms_parallel import load_model
 
 

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import decoder, llama, tokens
 
 from ms_compress import ConfigError, ExportError, GradualPruning, Tuning, qat, tune
-from ms_compress.pruning import keep_zeros, sparsity
-from ms_compress.sealed_file import opened, write_sealed
+from ms_compress.methods.pruning import keep_zeros, sparsity
+from ms_compress.training.sealed_file import opened, write_sealed
 
 HOW = Tuning(steps=7, batch_size=4, sequence_length=32, learning_rate=1e-2)
 

@@ -12,19 +12,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 from folders import model, write_model
 
 from ms_compress import export, qat
-from ms_compress.distil import Divergence, distillation_loss
-from ms_compress.gptq_rounding import gptq_weight
-from ms_compress.layers import prepared_layers
-from ms_compress.pattern import NOfM
-from ms_compress.pruning import masks, prune, set_masks
-from ms_compress.rounding import quantise, round_at, scales_of
-from ms_compress.runtimes import open_runtime
-from ms_compress.schemes import Scheme, scheme
-from ms_compress.teaching import DistillationLoss, engine_teacher
-from ms_compress.two_sided import output_squares, round_by_loss
-from ms_compress.wanda_pruning import wanda
+from ms_compress.methods.gptq import gptq_weight
+from ms_compress.methods.gptq_by_loss import output_squares, round_by_loss
+from ms_compress.methods.pattern import NOfM
+from ms_compress.methods.pruning import masks, prune, set_masks
+from ms_compress.methods.wanda import wanda
+from ms_compress.quantisation.layers import prepared_layers
+from ms_compress.quantisation.rounding import quantise, round_at, scales_of
+from ms_compress.quantisation.scheme import Scheme, scheme
+from ms_compress.targets.target import open_runtime
+from ms_compress.training.distillation import Divergence, distillation_loss
+from ms_compress.training.engine_distillation import DistillationLoss, engine_teacher
 from ms_parallel import Engine
-from ms_parallel.optimizer import AdamWConfig
+from ms_parallel.engine.optimizer import AdamWConfig
 
 
 def naive_gptq(
@@ -356,7 +356,7 @@ def test_masks_are_exact_after_fifty_steps_and_in_the_runtime(
 
 def with_the_engine(folder: Path, wanted: dict[str, Tensor], batch: dict[str, Tensor]) -> nn.Module:
     """Fifty updates of ms-parallel's engine and its own AdamW."""
-    from ms_parallel.loss import NextTokenLoss
+    from ms_parallel.engine.loss import NextTokenLoss
 
     def prepare(stage: nn.Module) -> None:
         set_masks(stage, wanted)

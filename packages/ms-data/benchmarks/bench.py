@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from ms_data import TokenStream, build, inspect, train_tokenizer, verify
-from ms_data.dataset import Split
-from ms_data.order import Order
-from ms_data.writer import DatasetWriter
+from ms_data.disk.split import Split
+from ms_data.disk.writer import DatasetWriter
+from ms_data.streams.order import Order
 
 LENGTH = 1024
 

@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 
 from ms_data import TokenStream, build, train_tokenizer
-from ms_data.dataset import Split
+from ms_data.disk.split import Split
 
 # streaming imports its vision part, which needs a torchvision that matches torch to the build;
 # nothing of it is used here.

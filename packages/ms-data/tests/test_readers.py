@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ms_data import CorpusError
-from ms_data.readers import Corpus, Position, find_corpus
+from ms_data.corpus.corpus import Corpus, Position, find_corpus
 
 from .test_build import texts_of, write_lines
 

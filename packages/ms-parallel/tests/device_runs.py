@@ -3,16 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from launching import MODEL, RUN
 from own_models import PLAN, Mine
-from runs import build, global_batch, my_rows, token_losses, train
+from runs import build, global_batch, my_rows, train
 
 from ms_parallel import DistributedTrainer, Engine, Layout, NextTokenLoss
-from ms_parallel.groups import connect
-from ms_parallel.measurement import measure_layers
-from ms_parallel.schedule_search import search_schedule
+from ms_parallel.cluster.groups import connect
+from ms_parallel.planner.tuning import search_schedule
 
 SETTINGS = {"num_hidden_layers": 4, "num_key_value_heads": 4, "vocab_size": 48}
 

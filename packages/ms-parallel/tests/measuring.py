@@ -13,13 +13,13 @@ from launching import MODEL, RUN
 from runs import build, global_batch, my_rows, tiny, train
 
 from ms_parallel import DistributedTrainer
-from ms_parallel.groups import connect
-from ms_parallel.layout import Layout
-from ms_parallel.loss import NextTokenLoss
-from ms_parallel.measurement import measure_layers
-from ms_parallel.recorded_step import write_step
-from ms_parallel.recording import offset_ns
-from ms_parallel.schedule_search import search_schedule
+from ms_parallel.cluster.groups import connect
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.loss import NextTokenLoss
+from ms_parallel.pipeline.recorder import offset_ns
+from ms_parallel.pipeline.step_file import write_step
+from ms_parallel.planner.measurement import measure_layers
+from ms_parallel.planner.tuning import search_schedule
 from ms_parallel.schedules import LayerCosts
 
 SETTINGS = {"num_hidden_layers": 6, "num_key_value_heads": 4, "vocab_size": 48}

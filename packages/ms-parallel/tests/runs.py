@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from ms_parallel import checkpoint
-from ms_parallel.engine import Engine
-from ms_parallel.groups import Groups, connect
-from ms_parallel.layout import Layout
-from ms_parallel.loss import Batch, NextTokenLoss, Output
-from ms_parallel.models import DecoderConfig, ModelConfig, TransformerXLConfig, save_model
-from ms_parallel.optimizer import AdamWConfig
+from ms_parallel.cluster.groups import Groups, connect
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.engine import Engine
+from ms_parallel.engine.loss import Batch, NextTokenLoss, Output
+from ms_parallel.engine.optimizer import AdamWConfig
+from ms_parallel.models import DecoderConfig, ModelConfig, TransformerXLConfig
+from ms_parallel.weights import save_model
 
 ROWS, LENGTH, VOCABULARY = 4, 16, 48
 

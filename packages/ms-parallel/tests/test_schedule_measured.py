@@ -14,9 +14,9 @@ from processes import run_processes
 
 from ms_parallel.cli import main
 from ms_parallel.errors import ConfigError, ScheduleError
-from ms_parallel.found_schedule import read_found
-from ms_parallel.recorded_step import read_step
-from ms_parallel.schedule_search import find
+from ms_parallel.pipeline.step_file import read_step
+from ms_parallel.planner.found_schedule import read_found
+from ms_parallel.planner.tuning import find
 from ms_parallel.schedules import LayerCosts, Schedule, simulate, verify
 
 MEASURING = Path(__file__).parent / "measuring.py"

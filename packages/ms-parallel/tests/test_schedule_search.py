@@ -24,7 +24,7 @@ from ms_parallel.schedules import (
     zb1p,
     zb_v,
 )
-from ms_parallel.schedules.search import _tighter, problem_of
+from ms_parallel.schedules.solver.search import _tighter, problem_of
 
 QUICK = 0.02
 numbers = st.integers(1, 9)

@@ -15,7 +15,7 @@ from browser import open_browser
 from replicate import replicate
 
 from ms_profile import Analysis, analyse, analyse_traces, compare, diagnose, write_report
-from ms_profile.simulation import Fault, simulate_run
+from ms_profile.trace.simulation import Fault, simulate_run
 
 TRACES = Path(__file__).parents[1] / "tests" / "traces" / "ddp"
 LARGE = """

@@ -17,7 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ms_profile.comparison import CHANCE, LEAST_CHANGE, RecordedSteps, compare_runs, recorded_steps
+from ms_profile.analysis.comparison import (
+    CHANCE,
+    LEAST_CHANGE,
+    RecordedSteps,
+    compare_runs,
+    recorded_steps,
+)
 
 SCRIPT = """
 import sys

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import ms_profile
-from ms_profile.simulation import Fault, simulate_run
+from ms_profile.trace.simulation import Fault, simulate_run
 
 
 def check(holds: bool, what: str) -> None:

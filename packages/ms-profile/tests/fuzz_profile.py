@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 from attrs import frozen
 
-from ms_profile.clock import ClockPair
-from ms_profile.events import EventLog
-from ms_profile.format import (
+from ms_profile.clocks.clock_pair import ClockPair
+from ms_profile.links.fit import fit_link
+from ms_profile.links.matrix import LinkMatrix, PairLink
+from ms_profile.log.event_log import EventLog
+from ms_profile.log.manifest import (
     RankManifest,
     RunManifest,
     TraceFile,
@@ -27,8 +29,7 @@ from ms_profile.format import (
     trace_path,
     write_whole,
 )
-from ms_profile.link import LinkMatrix, PairLink, fit_link
-from ms_profile.ring import Kind, Ring
+from ms_profile.log.ring import Kind, Ring
 
 __all__ = ["FuzzCase", "cases"]
 

@@ -6,9 +6,9 @@ import pytest
 from attrs import evolve
 
 from ms_profile.advice import RULES, Finding, advise
-from ms_profile.analysis import Analysis, analyse_traces
-from ms_profile.simulation import Fault, simulate_run
+from ms_profile.analysis.whole_run import Analysis, analyse_traces
 from ms_profile.trace import Trace
+from ms_profile.trace.simulation import Fault, simulate_run
 
 Span = tuple[str, str, int | str, float, float]
 MakeTrace = Callable[..., Trace]

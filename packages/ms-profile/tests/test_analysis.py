@@ -7,17 +7,18 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from ms_profile.analysis import Analysis, analyse, analyse_traces
-from ms_profile.collectives import Meeting
+from ms_profile.analysis.collectives import Meeting
+from ms_profile.analysis.ledger import keep_ledger, name_suspect
+from ms_profile.analysis.memory import memory_peaks, memory_timeline
+from ms_profile.analysis.transfers import diagnose, fit_transfers
+from ms_profile.analysis.whole_run import Analysis, analyse, analyse_traces
 from ms_profile.errors import TraceError
-from ms_profile.ledger import keep_ledger, name_suspect
-from ms_profile.link import LinkMatrix, PairLink, fit_link
-from ms_profile.links import diagnose, fit_transfers, name_slow_link
-from ms_profile.memory import memory_peaks, memory_timeline
-from ms_profile.simulation import Fault, SimulatedRun, simulate_run
+from ms_profile.links.fit import fit_link
+from ms_profile.links.matrix import LinkMatrix, PairLink, name_slow_link
 from ms_profile.trace import Trace
 from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.records import Arguments, Record
+from ms_profile.trace.simulation import Fault, SimulatedRun, simulate_run
 
 MS = 1_000_000
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from ms_profile.analysis import analyse
+from ms_profile.analysis.whole_run import analyse
 from ms_profile.cli import main
-from ms_profile.event_reader import EventFilter, read_events
-from ms_profile.format import read_ranks, read_run
-from ms_profile.ring import Kind, read_ring
+from ms_profile.log.event_reader import EventFilter, read_events
+from ms_profile.log.manifest import read_ranks, read_run
+from ms_profile.log.ring import Kind, read_ring
 
 pytest.importorskip("torch")
 SCRIPT = Path(__file__).with_name("train_script.py")

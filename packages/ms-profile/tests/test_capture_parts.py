@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ms_profile.capture.phases import Phase, check_window, phase_of
-from ms_profile.capture.plan import Place, clear_run
 from ms_profile.errors import CaptureError, MetricError
-from ms_profile.format import Window
+from ms_profile.log.manifest import Window
 from ms_profile.metrics import METRICS, Recording, parse_metrics
+from ms_profile.recording.plan import Place, clear_run
+from ms_profile.recording.trace_schedule import Phase, check_window, phase_of
 
 WINDOWS = st.builds(
     Window,
@@ -118,13 +118,13 @@ def test_overwriting_removes_a_runs_files_and_nothing_else(tmp_path: Path) -> No
 
 IMPORTS = """
 import sys
-from ms_profile.capture.imports import when_imported
+from ms_profile.recording.import_hook import when_imported
 seen = []
 when_imported("colorsys", lambda: seen.append(sys.modules["colorsys"].ONE_THIRD * 3))
 assert seen == [] and "colorsys" not in sys.modules
 import json.scanner, colorsys
 assert seen == [1.0], seen
-assert type(colorsys.__spec__.loader).__module__ != "ms_profile.capture.imports"
+assert type(colorsys.__spec__.loader).__module__ != "ms_profile.recording.import_hook"
 assert all("ms_profile" not in type(finder).__module__ for finder in sys.meta_path)
 when_imported("colorsys", lambda: seen.append(2))
 assert seen[1] == 2
@@ -154,7 +154,7 @@ def test_a_script_runs_as_under_python_itself(tmp_path: Path, name: str) -> None
     script = tmp_path / "script.py"
     script.write_text(SCRIPTS[name])
     code = (
-        "import sys; from pathlib import Path; from ms_profile.capture.script import run_script;"
+        "import sys; from pathlib import Path; from ms_profile.recording.script import run_script;"
         "sys.exit(run_script(Path('script.py'), ['a', '-b']).exit_code)"
     )
     ours = [sys.executable, "-c", code]
@@ -169,7 +169,7 @@ def test_a_script_runs_as_under_python_itself(tmp_path: Path, name: str) -> None
 
 SAVING = """
 import os, signal, sys, time
-from ms_profile.capture.script import Termination
+from ms_profile.recording.script import Termination
 def save():
     print("saved", flush=True)
 termination = Termination(save)
@@ -204,7 +204,7 @@ BUSY = """
 import multiprocessing
 import os
 import time
-from ms_profile.capture.cpu_wait import CpuWait
+from ms_profile.recording.cpu_wait import CpuWait
 
 def spin(seconds):
     end = time.monotonic() + seconds

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from ms_profile.analysis import analyse_traces
-from ms_profile.cli import main
-from ms_profile.comparison import (
+from ms_profile.analysis.comparison import (
     CHANCE,
     LEAST_CHANGE,
     RecordedSteps,
@@ -18,10 +16,12 @@ from ms_profile.comparison import (
     recorded_steps,
     step_times,
 )
+from ms_profile.analysis.whole_run import analyse_traces
+from ms_profile.cli import main
 from ms_profile.errors import TraceError
-from ms_profile.events import EventLog
-from ms_profile.format import RunManifest, Window, encode, write_whole
-from ms_profile.simulation import simulate_run
+from ms_profile.log.event_log import EventLog
+from ms_profile.log.manifest import RunManifest, Window, encode, write_whole
+from ms_profile.trace.simulation import simulate_run
 
 
 def step_series(random: np.random.Generator, steps: int, scale: float = 1.0) -> np.ndarray:
@@ -60,7 +60,7 @@ def test_slower_runs_are_found(steps: int, slower: float) -> None:
 
 def test_a_comparison_names_the_phase_that_moved() -> None:
     """A run whose data takes 20 ms more is slower, and the change is in "data" and its operator."""
-    from ms_profile.simulation import Fault
+    from ms_profile.trace.simulation import Fault
 
     before = analyse_traces(simulate_run(ranks=2, seed=1).traces)
     fault = Fault(phase="data", rank=0, delay_ns=20_000_000)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ms_profile.analysis import analyse_traces
-from ms_profile.ledger import name_suspect
-from ms_profile.pauses import read_pauses
+from ms_profile.analysis.host_pauses import read_pauses
+from ms_profile.analysis.ledger import name_suspect
+from ms_profile.analysis.whole_run import analyse_traces
 from ms_profile.trace import read_trace
 
 pytest.importorskip("torch")

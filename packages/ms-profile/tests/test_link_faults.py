@@ -14,9 +14,9 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from ms_profile.analysis import Analysis, analyse
-from ms_profile.link import LinkMatrix
-from ms_profile.links import diagnose, fit_transfers, name_slow_link
+from ms_profile.analysis.transfers import diagnose, fit_transfers
+from ms_profile.analysis.whole_run import Analysis, analyse
+from ms_profile.links.matrix import LinkMatrix, name_slow_link
 
 pytest.importorskip("torch")
 NETWORK = Path(__file__).with_name("shaped_network.py")

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ms_profile.analysis import analyse, analyse_traces
+from ms_profile.analysis.whole_run import analyse, analyse_traces
 from ms_profile.cli import main
 from ms_profile.errors import FormatError
-from ms_profile.perfetto import export_perfetto
 from ms_profile.report import build_facts, pack_columns, unpack_columns, write_report
+from ms_profile.report.perfetto import export_perfetto
 from ms_profile.report.timeline import build_timeline
-from ms_profile.simulation import Fault, simulate_run
 from ms_profile.trace import read_trace
+from ms_profile.trace.simulation import Fault, simulate_run
 
 sys.path.insert(0, str(Path(__file__).parent))
 from browser import browse, needs_browser

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from ms_profile.advice import advise
-from ms_profile.analysis import analyse, analyse_traces
+from ms_profile.analysis.whole_run import analyse, analyse_traces
 from ms_profile.cli import main
+from ms_profile.log.ring import Kind
 from ms_profile.metrics import METRICS, Recording
-from ms_profile.recorder import Recorder
+from ms_profile.recording.recorder import Recorder
 from ms_profile.report import build_facts, write_report
 from ms_profile.report.timeline import GARBAGE, build_timeline
-from ms_profile.ring import Kind
-from ms_profile.simulation import Fault, simulate_run
 from ms_profile.trace import Trace
+from ms_profile.trace.simulation import Fault, simulate_run
 
 sys.path.insert(0, str(Path(__file__).parent))
 from browser import browse, needs_browser

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ms_profile.blocks import HEADER, MAGIC, Block, Damage, pack_block, scan_blocks
 from ms_profile.cli import main
-from ms_profile.events import EventLog
-from ms_profile.ring import Kind, Ring, read_ring
+from ms_profile.log.blocks import HEADER, MAGIC, Block, Damage, pack_block, scan_blocks
+from ms_profile.log.event_log import EventLog
+from ms_profile.log.ring import Kind, Ring, read_ring
 from ms_profile.trace import read_trace
 
 sys.path.insert(0, str(Path(__file__).parent))

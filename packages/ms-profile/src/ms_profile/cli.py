@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from ms_profile import __version__
 from ms_profile.entry import BAD_INPUT, FAILED, CommandParser, one_line, perform
 from ms_profile.errors import nearest_name
+from ms_profile.version import __version__
 
 __all__ = ["COMMANDS", "main"]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ms_align.entry import DONE, FAILED, INTERRUPTED
-from ms_align.loop import Result
+from ms_align.run.loop import Result
 
 __all__ = ["facts_of"]
 

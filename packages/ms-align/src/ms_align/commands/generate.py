@@ -7,16 +7,16 @@ import msgspec
 from attrs import Attribute, field, fields, frozen
 from attrs.converters import optional
 
-from ms_align.chance import LARGEST_SEED
 from ms_align.errors import ConfigError
 from ms_align.files.durable import write_file, writing
 from ms_align.generation import LocalGenerator, Responses
-from ms_align.model_folder import load_model
-from ms_align.prompts import Prompt, read_prompts
-from ms_align.sampling import Sampling, token_numbers
+from ms_align.generation.sampling import Sampling, token_numbers
+from ms_align.generation.stopping import beside, stopping
+from ms_align.models.folder import load_model
+from ms_align.rollouts.prompts import Prompt, read_prompts
+from ms_align.seeds import LARGEST_SEED
 from ms_align.settings import text, whole
 from ms_align.settings.run_file import build, refuse_renamed
-from ms_align.stopping import beside, stopping
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import files_of
 

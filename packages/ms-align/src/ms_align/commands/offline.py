@@ -9,21 +9,22 @@ from torch import nn
 
 from ms_align.commands.facts import facts_of
 from ms_align.commands.launch import check_launched
-from ms_align.engine import Engine
+from ms_align.engines.local import LocalEngine
+from ms_align.engines.optimizer import OptimizerOptions
+from ms_align.engines.parallel import ParallelEngine
+from ms_align.engines.protocol import Engine
 from ms_align.errors import ConfigError
-from ms_align.local import LocalEngine
-from ms_align.loop import Result
-from ms_align.lora import LoraOptions, add_lora
-from ms_align.model_folder import load_model
-from ms_align.options import OptimizerOptions, RunOptions
-from ms_align.ownership import Ownership, plain
-from ms_align.parallel import ParallelEngine
-from ms_align.sampling import Sampling
+from ms_align.generation.sampling import Sampling
+from ms_align.lora.adapters import LoraOptions, add_lora
+from ms_align.models.folder import load_model
+from ms_align.run.loop import Result
+from ms_align.run.options import RunOptions
+from ms_align.run.ownership import Ownership, plain
+from ms_align.run.samples import Showing
 from ms_align.settings import flag, nearest, numbers, one_of, text, whole
 from ms_align.settings.run_file import build, refuse_renamed
-from ms_align.trainers.preference import DPOOptions, DPOTrainer, RewardOptions, RewardTrainer
+from ms_align.trainers.frame.pairs import DPOOptions, DPOTrainer, RewardOptions, RewardTrainer
 from ms_align.trainers.sft import SFTOptions, SFTTrainer
-from ms_align.trainers.showing import Showing
 
 __all__ = ["DPORun", "OfflineRun", "RewardRun", "SFTRun", "dpo", "reward", "sft"]
 

@@ -5,8 +5,8 @@ from typing import Any
 from ms_align.commands.facts import facts_of
 from ms_align.errors import ConfigError
 from ms_align.settings.run_file import build, refuse_renamed
+from ms_align.trainers.frame.online import OnlineTrainer
 from ms_align.trainers.grpo import GRPOTrainer
-from ms_align.trainers.online import OnlineTrainer
 from ms_align.trainers.ppo import PPOTrainer
 from ms_align.trainers.rloo import RLOOTrainer
 

@@ -7,8 +7,8 @@ import torch
 
 from ms_align.errors import ModelError
 from ms_align.generation.responses import Responses
+from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode, first_stop
-from ms_align.sampling import Sampling
 
 __all__ = ["EngineGenerator", "GeneratingEngine"]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from ms_align.sampling import Sampling
+from ms_align.generation.sampling import Sampling
 
 __all__ = ["Decode", "completes", "first_stop", "reach"]
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from attrs import field, frozen
 from torch import Tensor
 
-from ms_align.engine import IGNORED, Batch, Output
 from ms_align.errors import ConfigError
+from ms_align.losses.protocol import IGNORED, Batch, Output
 from ms_align.settings import flag, number
 
 __all__ = ["DPOLoss", "dpo_loss", "pair_weights", "row_logprobs"]

@@ -8,8 +8,8 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from ms_align import kl
-from ms_align.engine import Batch, Output
+from ms_align.losses import kl
+from ms_align.losses.protocol import Batch, Output
 from ms_align.losses.surrogate import (
     Aggregation,
     clipped,

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from attrs import field, frozen
 from torch import Tensor
 
-from ms_align.engine import Batch, Output
 from ms_align.errors import DataError
 from ms_align.losses.dpo import pair_weights
+from ms_align.losses.protocol import Batch, Output
 from ms_align.settings import number
 
 __all__ = ["PairwiseLoss", "pairwise_loss", "row_scores"]

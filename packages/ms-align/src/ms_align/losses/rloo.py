@@ -9,7 +9,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from ms_align.engine import Batch, Output
+from ms_align.losses.protocol import Batch, Output
 from ms_align.losses.surrogate import clipped, clipped_share, mask_of
 from ms_align.settings import number
 

@@ -7,8 +7,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from ms_align.engine import IGNORED, Batch, Output
 from ms_align.errors import ConfigError
+from ms_align.losses.protocol import IGNORED, Batch, Output
 
 __all__ = ["SFTLoss", "token_weights"]
 

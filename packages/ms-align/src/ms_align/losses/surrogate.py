@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ms_align.engine import IGNORED, Batch
 from ms_align.errors import ConfigError
+from ms_align.losses.protocol import IGNORED, Batch
 
 __all__ = ["Aggregation", "clipped", "clipped_share", "divisor", "mask_of", "token_weights"]
 

@@ -5,15 +5,15 @@ from typing import Literal
 from attrs import field, frozen
 from torch import Tensor
 
-from ms_align.advantage import group_relative
-from ms_align.engine import Loss
 from ms_align.errors import ConfigError
+from ms_align.losses.advantage import group_relative
 from ms_align.losses.grpo import GRPOLoss
+from ms_align.losses.protocol import Loss
 from ms_align.losses.surrogate import Aggregation
+from ms_align.rollouts.experience import Experience
+from ms_align.rollouts.groups import spread_over_tokens, with_divergence
 from ms_align.settings import one_of, whole
-from ms_align.trainers.experience import Experience
-from ms_align.trainers.groups import spread_over_tokens, with_divergence
-from ms_align.trainers.online import OnlineTrainer
+from ms_align.trainers.frame.online import OnlineTrainer
 
 __all__ = ["GRPOTrainer"]
 

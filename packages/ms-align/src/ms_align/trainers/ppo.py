@@ -6,15 +6,16 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from ms_align.advantage import gae, whiten
-from ms_align.engine import Engine, Loss
+from ms_align.engines.local import LocalEngine
+from ms_align.engines.protocol import Engine
 from ms_align.errors import ConfigError
-from ms_align.language_model import copy_of
-from ms_align.local import LocalEngine
+from ms_align.losses.advantage import gae, whiten
 from ms_align.losses.ppo import PPOLoss, ValueLoss
+from ms_align.losses.protocol import Loss
+from ms_align.models.language_model import copy_of
+from ms_align.rollouts.experience import Experience, token_rewards
 from ms_align.settings import flag, number, whole
-from ms_align.trainers.experience import Experience, token_rewards
-from ms_align.trainers.online import OnlineTrainer
+from ms_align.trainers.frame.online import OnlineTrainer
 
 __all__ = ["PPOTrainer"]
 

@@ -3,13 +3,13 @@
 from attrs import field, frozen
 from torch import Tensor
 
-from ms_align.advantage import compared, leave_one_out, whiten
-from ms_align.engine import Loss
+from ms_align.losses.advantage import compared, leave_one_out, whiten
+from ms_align.losses.protocol import Loss
 from ms_align.losses.rloo import RLOOLoss
+from ms_align.rollouts.experience import Experience
+from ms_align.rollouts.groups import spread_over_tokens, with_divergence
 from ms_align.settings import flag, number, whole
-from ms_align.trainers.experience import Experience
-from ms_align.trainers.groups import spread_over_tokens, with_divergence
-from ms_align.trainers.online import OnlineTrainer
+from ms_align.trainers.frame.online import OnlineTrainer
 
 __all__ = ["RLOOTrainer"]
 

@@ -9,22 +9,24 @@ import torch
 from attrs import field, frozen
 from torch import Tensor, nn
 
-from ms_align.checkpoint import State
-from ms_align.engine import Batch, Engine, Output, Update
+from ms_align.engines.local import LocalEngine
+from ms_align.engines.optimizer import OptimizerOptions
+from ms_align.engines.protocol import Engine, Update
 from ms_align.errors import ConfigError, NothingToLearnError
-from ms_align.local import LocalEngine
-from ms_align.loop import Loop, Result, Tell
+from ms_align.losses.protocol import Batch, Output
 from ms_align.losses.sft import SFTLoss, token_weights
-from ms_align.options import OptimizerOptions, RunOptions
-from ms_align.ownership import Ownership, plain
-from ms_align.results import check_finite, result_of, write_result
+from ms_align.losses.uncertainty import Uncertainty
+from ms_align.run.checkpoint import State
+from ms_align.run.initial_weights import frozen_checksum, name_of
+from ms_align.run.loop import Loop, Result, Tell
+from ms_align.run.options import RunOptions
+from ms_align.run.ownership import Ownership, plain
+from ms_align.run.results import check_finite, result_of, write_result
+from ms_align.run.samples import Showing
 from ms_align.settings import flag, number, numbers
-from ms_align.streams import Stream, TaskStream, check_fit, endless
-from ms_align.task_sampler import TaskOptions, TaskSampler
-from ms_align.trainers.beginning import frozen_checksum, name_of
-from ms_align.trainers.endings import Endings, tokenizer_beside
-from ms_align.trainers.showing import Showing
-from ms_align.uncertainty import Uncertainty
+from ms_align.streams.protocol import Stream, TaskStream, check_fit, endless
+from ms_align.streams.task_sampler import TaskOptions, TaskSampler
+from ms_align.streams.text_ends import Endings, tokenizer_beside
 
 __all__ = ["SFTOptions", "SFTTrainer"]
 
@@ -130,7 +132,7 @@ class SFTTrainer:
         Raises:
             NothingToLearnError: a batch has no target.
             NonFiniteError: a weight is infinite or no number.
-            AlignError: see `ms_align.loop.Loop`.
+            AlignError: see `ms_align.run.loop.Loop`.
         """
         check_finite(self.engine)
         return Loop(

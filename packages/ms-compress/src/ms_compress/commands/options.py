@@ -7,11 +7,11 @@ from typing import Any
 from attrs import Attribute, field, frozen
 
 from ms_compress.errors import ConfigError
-from ms_compress.evaluation import Evaluation
-from ms_compress.pattern import Pattern, pattern
-from ms_compress.schemes import Scheme, scheme
+from ms_compress.evaluation.options import Evaluation
+from ms_compress.methods.pattern import Pattern, pattern
+from ms_compress.quantisation.scheme import Scheme, scheme
 from ms_compress.settings import flag, one_of, text, whole
-from ms_compress.tuning_options import Tuning
+from ms_compress.training.options import Tuning
 
 __all__ = [
     "DistillRun",

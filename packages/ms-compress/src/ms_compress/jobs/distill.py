@@ -6,7 +6,7 @@ from ms_compress.jobs.finish import text_of, training_of
 from ms_compress.jobs.loading import load, save
 from ms_compress.jobs.output import output
 from ms_compress.jobs.training import train
-from ms_compress.student import cut_student
+from ms_compress.methods.student import cut_student
 
 __all__ = ["run"]
 

@@ -10,7 +10,7 @@ import msgspec
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import EvaluateRun
 from ms_compress.errors import ConfigError
-from ms_compress.evaluate import evaluate
+from ms_compress.evaluation.measure import evaluate
 from ms_compress.files.durable import write_files, writing
 from ms_compress.jobs.progress import Shown
 from ms_compress.report import render, table

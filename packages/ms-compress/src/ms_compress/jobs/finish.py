@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import ModelRun, SchemeRun
-from ms_compress.corpus import read_batch, read_tokens
-from ms_compress.deploy import check_export, write_export
+from ms_compress.deployment.export import check_export, write_export
 from ms_compress.errors import ConfigError, DataError, ExportError
 from ms_compress.jobs.output import Output
+from ms_compress.training.corpus import read_batch, read_tokens
 
 __all__ = ["calibration_of", "check", "finish", "text_of", "training_of"]
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ms_compress.errors import ConfigError, DivergedError, ExportError
 from ms_compress.files.durable import write_file, writing
-from ms_compress.folder_config import read_config
-from ms_compress.kept_training import DIGEST
+from ms_compress.models.config_file import read_config
 from ms_compress.place_lock import new_folder
 from ms_compress.tokenizer_files import read_tokenizer, text_ends, without_tokenizer
+from ms_compress.training.checkpoint import DIGEST
 
 __all__ = ["check_finite", "digest", "digest_of_file", "load", "save"]
 

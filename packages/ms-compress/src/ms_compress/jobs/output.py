@@ -20,8 +20,8 @@ from ms_compress.commands.options import ModelRun
 from ms_compress.errors import ConfigError, FolderError
 from ms_compress.files.run_folder import Change, RunSeal, changes_between, owner_of, write_seal
 from ms_compress.jobs.loading import digest, digest_of_file
-from ms_compress.kept_training import DIGEST, read_header, steps_held
 from ms_compress.place_lock import alone
+from ms_compress.training.checkpoint import DIGEST, read_header, steps_held
 
 __all__ = ["Output", "output"]
 

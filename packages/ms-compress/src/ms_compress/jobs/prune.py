@@ -10,8 +10,8 @@ from ms_compress.jobs.loading import load, save
 from ms_compress.jobs.output import output
 from ms_compress.jobs.progress import Shown
 from ms_compress.jobs.training import train
-from ms_compress.pruning import GradualPruning, keep_zeros, prune, sparsity
-from ms_compress.wanda_pruning import wanda
+from ms_compress.methods.pruning import GradualPruning, keep_zeros, prune, sparsity
+from ms_compress.methods.wanda import wanda
 
 __all__ = ["run"]
 

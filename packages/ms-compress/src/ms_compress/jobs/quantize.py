@@ -5,12 +5,12 @@ from torch import nn
 
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import QuantizeRun
-from ms_compress.gptq_rounding import gptq
 from ms_compress.jobs.finish import calibration_of, check, finish
 from ms_compress.jobs.loading import load
 from ms_compress.jobs.output import output
 from ms_compress.jobs.progress import Shown
-from ms_compress.preparation import fit_scales, qat
+from ms_compress.methods.gptq import gptq
+from ms_compress.methods.qat import fit_scales, qat
 
 __all__ = ["run"]
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ms_compress.commands.options import ModelRun
 from ms_compress.jobs.output import Output
 from ms_compress.jobs.progress import Shown
-from ms_compress.tuning import tune
+from ms_compress.training.loop import tune
 
 __all__ = ["train"]
 

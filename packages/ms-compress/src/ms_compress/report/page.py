@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ms_compress.files.durable import write_file
 from ms_compress.report.chart import Bar, Point, bars, scatter
-from ms_compress.report.facts import Report, Result
+from ms_compress.report.results import Report, Result
 from ms_compress.report.table import HEADINGS, TEXTS, cells
 
 __all__ = ["render", "write_report"]

@@ -1,6 +1,6 @@
 """The report as a table of plain text."""
 
-from ms_compress.report.facts import Report, Result
+from ms_compress.report.results import Report, Result
 
 __all__ = ["HEADINGS", "cells", "megabytes", "table"]
 

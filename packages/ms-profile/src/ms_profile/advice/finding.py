@@ -6,9 +6,9 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from ms_profile.activity import Activity
-from ms_profile.analysis import Analysis, RankAnalysis
-from ms_profile.intervals import Intervals, clip
+from ms_profile.analysis.activity import Activity
+from ms_profile.analysis.whole_run import Analysis, RankAnalysis
+from ms_profile.trace.intervals import Intervals, clip
 
 __all__ = ["Evidence", "Finding", "longest_intervals", "longest_rows", "phase_ns", "wall_ns"]
 

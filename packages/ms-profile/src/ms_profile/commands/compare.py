@@ -8,9 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from ms_profile.analysis import analyse
-from ms_profile.commands.text import cell
-from ms_profile.comparison import (
+from ms_profile.analysis.comparison import (
     LEAST_CHANGE,
     LEAST_STEPS,
     Change,
@@ -19,6 +17,8 @@ from ms_profile.comparison import (
     compare,
     recorded_steps,
 )
+from ms_profile.analysis.whole_run import analyse
+from ms_profile.commands.text import cell
 from ms_profile.errors import TraceError
 
 __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]

@@ -8,13 +8,14 @@ from typing import Final
 
 import msgspec
 
-from ms_profile.analysis import analyse
+from ms_profile.analysis.whole_run import analyse
 from ms_profile.commands.text import plain
 from ms_profile.errors import TraceError
-from ms_profile.link import read_links
+from ms_profile.links.matrix import read_links
 from ms_profile.metrics import METRICS, parse_metrics
-from ms_profile.perfetto import export_perfetto
-from ms_profile.report import build_facts, write_report
+from ms_profile.report.facts import build_facts
+from ms_profile.report.page import write_report
+from ms_profile.report.perfetto import export_perfetto
 
 __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
 

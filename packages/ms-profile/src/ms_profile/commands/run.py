@@ -9,10 +9,11 @@ from typing import Final
 
 import msgspec
 
-from ms_profile.capture import METRICS, Place, Plan, launch, parse_metrics, run_here
-from ms_profile.capture.run import LAUNCHED, Outcome
 from ms_profile.commands.text import plain
-from ms_profile.format import RankManifest, Window
+from ms_profile.log.manifest import RankManifest, Window
+from ms_profile.metrics import METRICS, parse_metrics
+from ms_profile.recording.plan import Place, Plan
+from ms_profile.recording.run import LAUNCHED, Outcome, launch, run_here
 
 __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
 

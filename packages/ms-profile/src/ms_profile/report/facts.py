@@ -7,17 +7,18 @@ from typing import Any
 import numpy as np
 from attrs import asdict
 
-from ms_profile.activity import PHASES
-from ms_profile.advice import Finding, advise
-from ms_profile.analysis import Analysis, RankAnalysis
-from ms_profile.ledger import name_suspect
-from ms_profile.link import LinkMatrix
-from ms_profile.links import fit_transfers, name_slow_group, name_slow_link
-from ms_profile.memory import memory_peaks, memory_timeline
+from ms_profile.advice.finding import Finding
+from ms_profile.advice.registry import advise
+from ms_profile.analysis.activity import PHASES
+from ms_profile.analysis.ledger import name_suspect
+from ms_profile.analysis.memory import memory_peaks, memory_timeline
+from ms_profile.analysis.operators import kernel_table, operator_table
+from ms_profile.analysis.transfers import fit_transfers, name_slow_group
+from ms_profile.analysis.whole_run import Analysis, RankAnalysis
+from ms_profile.links.matrix import LinkMatrix, name_slow_link
 from ms_profile.metrics import METRICS
-from ms_profile.operators import kernel_table, operator_table
 from ms_profile.report.waits import data_facts, idle_facts
-from ms_profile.steps import STEP
+from ms_profile.trace.steps import STEP
 
 __all__ = ["build_facts"]
 

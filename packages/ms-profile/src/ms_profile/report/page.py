@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from ms_profile.analysis import Analysis
-from ms_profile.format import write_whole
-from ms_profile.link import LinkMatrix
+from ms_profile.analysis.whole_run import Analysis
+from ms_profile.links.matrix import LinkMatrix
+from ms_profile.log.manifest import write_whole
 from ms_profile.report.facts import build_facts
 from ms_profile.report.payload import pack_columns
 from ms_profile.report.timeline import build_timeline
@@ -55,7 +55,7 @@ def write_report(
 
 def render(facts: dict[str, Any], packed: str) -> str:
     """Fill the page's template."""
-    room = resources.files("ms_profile.report")
+    room = resources.files("ms_profile.report") / "assets"
     text = room.joinpath("page.html").read_text("utf-8")
     # A script element ends at "</" wherever that stands, inside of strings too.
     safe = msgspec.json.encode(facts).decode().replace("<", "\\u003c")

@@ -6,11 +6,11 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from ms_profile.activity import DATA
-from ms_profile.activity import GARBAGE as GARBAGE_SPAN
-from ms_profile.analysis import Analysis, RankAnalysis
-from ms_profile.intervals import clip
+from ms_profile.analysis.activity import DATA
+from ms_profile.analysis.activity import GARBAGE as GARBAGE_SPAN
+from ms_profile.analysis.whole_run import Analysis, RankAnalysis
 from ms_profile.trace.columns import Category, Thread
+from ms_profile.trace.intervals import clip
 
 __all__ = ["Timeline", "build_timeline"]
 

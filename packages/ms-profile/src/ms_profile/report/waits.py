@@ -5,9 +5,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_profile.activity import PHASES
-from ms_profile.analysis import Analysis, RankAnalysis
-from ms_profile.intervals import Intervals, clip, length_ns, subtract, union
+from ms_profile.analysis.activity import PHASES
+from ms_profile.analysis.whole_run import Analysis, RankAnalysis
+from ms_profile.trace.intervals import Intervals, clip, length_ns, subtract, union
 
 __all__ = ["data_facts", "idle_facts"]
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from ms_profile.trace.categories import categorise
 from ms_profile.trace.columns import EXPORT, Category, CollectiveNote, Memory, Thread, Trace
-from ms_profile.trace.groups import name_groups
 from ms_profile.trace.messages import first_message, note_of
+from ms_profile.trace.process_groups import name_groups
 from ms_profile.trace.records import MOST_NS, Record
 
 __all__ = ["TraceBuilder"]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ms_profile.errors import TraceError
 from ms_profile.trace.builder import TraceBuilder
-from ms_profile.trace.chunks import TraceText
 from ms_profile.trace.columns import Trace
+from ms_profile.trace.text import TraceText
 
 __all__ = ["read_trace"]
 

@@ -1,0 +1,1 @@
+"""Every schedule generator, one a file; the registry finds them."""

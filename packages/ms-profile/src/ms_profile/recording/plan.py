@@ -1,0 +1,90 @@
+"""What to capture and where: the plan of a run, this process's place in it, and its folder."""
+
+import os
+import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from attrs import field, frozen
+
+from ms_profile.errors import CaptureError, number_in_environment
+from ms_profile.log.manifest import Window
+from ms_profile.recording.trace_schedule import check_window
+from ms_profile.version import __version__
+
+__all__ = ["Place", "Plan", "clear_run", "versions"]
+
+PLACES = (
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+)
+
+
+@frozen(kw_only=True)
+class Place:
+    """Where this process stands among the run's."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    @classmethod
+    def here(cls) -> "Place":
+        """As the launcher's environment says: torchrun's, Open MPI's or Slurm's; else alone."""
+        for rank, local, size in PLACES:
+            if rank in os.environ and size in os.environ:
+                return cls(
+                    rank=number_in_environment(rank, 0),
+                    local_rank=number_in_environment(local, 0),
+                    world_size=number_in_environment(size, 1),
+                )
+        return cls()
+
+
+def _absolute(folder: Path) -> Path:
+    """The same folder after the script has changed the working directory."""
+    return Path(os.path.abspath(folder))
+
+
+@frozen(kw_only=True)
+class Plan:
+    """What to capture, and where to put it."""
+
+    script: Path
+    """The training script."""
+    arguments: tuple[str, ...] = ()
+    """Its arguments."""
+    output_dir: Path = field(converter=_absolute)
+    """A folder that holds no run yet."""
+    metrics: tuple[str, ...]
+    """Names of `METRICS`."""
+    window: Window = field(factory=Window, validator=lambda _, __, value: check_window(value))
+    """Which steps are traced."""
+
+
+def versions() -> dict[str, str]:
+    """The versions that a run's manifest keeps."""
+    found = {"python": sys.version.split()[0], "ms-profile": __version__}
+    with suppress(PackageNotFoundError):
+        found["torch"] = version("torch")
+    return found
+
+
+def clear_run(folder: Path, place: Place) -> None:
+    """Remove what an earlier run left: this rank's files, and for rank 0 those of no rank now.
+
+    Raises:
+        CaptureError: the folder holds files but no run; it is not ours to clear.
+    """
+    if not folder.exists():
+        return
+    if any(folder.iterdir()) and not (folder / "manifest.json").exists() and place.rank == 0:
+        raise CaptureError(f"{folder} holds no run; it is not cleared, choose another --output-dir")
+    for path in folder.glob("*/rank-*"):
+        rank = int(path.name[5:10]) if path.name[5:10].isdigit() else -1
+        if rank == place.rank or (place.rank == 0 and rank >= place.world_size):
+            path.unlink(missing_ok=True)
+    if place.rank == 0:
+        (folder / "manifest.json").unlink(missing_ok=True)
