@@ -17,13 +17,15 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.nn import functional as F
 
-from ms_parallel import exits, launch
-from ms_parallel.agreement import first_does
-from ms_parallel.gradients import local_part
-from ms_parallel.groups import connect
-from ms_parallel.layout import Layout
-from ms_parallel.loss import Batch, NextTokenLoss, Output, VocabularyParallelLoss
-from ms_parallel.watch import Heartbeat, position
+from ms_parallel.cluster import connect as launch
+from ms_parallel.cluster import endings as exits
+from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.groups import connect
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.cluster.watch import Heartbeat, position
+from ms_parallel.engine.loss import Batch, NextTokenLoss, Output
+from ms_parallel.operators.split_vocabulary import VocabularyParallelLoss
+from ms_parallel.split.part import local_part
 
 
 def digests(layout: str) -> list[str]:

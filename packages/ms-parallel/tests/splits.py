@@ -7,11 +7,11 @@ from runs import build, global_batch, my_rows
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ms_parallel.engine import Engine
-from ms_parallel.groups import connect
-from ms_parallel.layout import Layout
-from ms_parallel.loss import NextTokenLoss
-from ms_parallel.optimizer import AdamWConfig
+from ms_parallel.cluster.groups import connect
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.engine import Engine
+from ms_parallel.engine.loss import NextTokenLoss
+from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.schedules import Schedule
 
 PLAIN = AdamWConfig(learning_rate=1e-3, max_grad_norm=None)

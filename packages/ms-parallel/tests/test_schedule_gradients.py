@@ -12,14 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 from torch import nn
 
-from ms_parallel.schedules import (
-    GENERATORS,
-    Costs,
-    breadth_first,
-    interleaved_one_f_one_b,
-    search,
-)
-from ms_parallel.weight_gradients import Later, putting_off
+from ms_parallel.schedules import GENERATORS, Costs, breadth_first, interleaved_one_f_one_b, search
+from ms_parallel.split.weight_gradients import Later, putting_off
 
 SPLITS = Path(__file__).parent / "splits.py"
 # Weights add up to 13 microbatches' gradients, in another order than one process does: a few ulps

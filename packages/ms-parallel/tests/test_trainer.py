@@ -19,10 +19,10 @@ from ms_parallel import DistributedTrainer, Engine, Layout, load_model
 from ms_parallel.cli import main
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.events import JsonLines
-from ms_parallel.inspection import inspect, picture
 from ms_parallel.models import architecture
 from ms_parallel.progress import RunDisplay, Throughput, duration
 from ms_parallel.run_file import read_run_file
+from ms_parallel.training.inspection import inspect, picture
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from ms_parallel import __version__
+from ms_parallel.cluster.parent import end_with_launcher
 from ms_parallel.entry import INTERRUPTED, CommandParser, perform
-from ms_parallel.parent import end_with_launcher
 
 __all__ = ["main"]
 
@@ -33,9 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(error: BaseException) -> int | None:
     """One process speaks for all, where there are several; alone, the frame of a command does."""
-    if "WORLD_SIZE" not in os.environ and "ms_parallel.exits" not in sys.modules:
+    if "WORLD_SIZE" not in os.environ and "ms_parallel.cluster.endings" not in sys.modules:
         return None
-    from ms_parallel.exits import report
+    from ms_parallel.cluster.endings import report
 
     return report(error)
 
@@ -123,10 +123,11 @@ def _add_schedule(commands: Any) -> None:
 
 
 def _schedule(options: Namespace) -> int:
-    from ms_parallel.schedule_facts import draw_to, tell
-    from ms_parallel.schedules import draw_text, path_text
+    from ms_parallel.planner.explain import draw_to, explain
+    from ms_parallel.schedules.drawing.legend import path_text
+    from ms_parallel.schedules.drawing.text import draw_text
 
-    told = tell(
+    explained = explain(
         options.schedule,
         ranks=options.stages,
         microbatches=options.microbatches,
@@ -135,21 +136,23 @@ def _schedule(options: Namespace) -> int:
         measured=options.measured,
     )
     if options.out is not None:
-        draw_to(options.out, told)
+        draw_to(options.out, explained)
     if options.json:
-        return _print_json(told.facts)
+        return _print_json(explained.facts)
     width = shutil.get_terminal_size((100, 24)).columns
     colour = sys.stdout.isatty()
-    print(draw_text(*told.lines, titles=told.titles, width=width, colour=colour), end="")
-    print(f"critical path: {path_text(told.timeline)}")
-    if told.facts.lower_bound is not None:
-        print(f"no schedule is shorter than {told.facts.lower_bound:.4g}")
+    print(draw_text(*explained.lines, titles=explained.titles, width=width, colour=colour), end="")
+    print(f"critical path: {path_text(explained.timeline)}")
+    if pairs := explained.facts.overlapped_pairs:
+        print(f"{pairs} overlapped pairs are timed, and performed, one after the other")
+    if explained.facts.lower_bound is not None:
+        print(f"no schedule is shorter than {explained.facts.lower_bound:.4g}")
     return 0
 
 
 def _train(options: Namespace) -> int:
     end_with_launcher()
-    from ms_parallel.launch import is_first
+    from ms_parallel.cluster.connect import is_first
     from ms_parallel.run_file import read_run_file
 
     run = read_run_file(options.run_file, options.set)
@@ -177,8 +180,8 @@ def _init(options: Namespace) -> int:
 
 
 def _inspect(options: Namespace) -> int:
-    from ms_parallel.inspection import inspect
     from ms_parallel.run_file import read_run_file
+    from ms_parallel.training.inspection import inspect
 
     run = read_run_file(options.run_file, options.set)
     trainer = run.trainer
@@ -205,7 +208,7 @@ def _inspect(options: Namespace) -> int:
 
 
 def _doctor(options: Namespace) -> int:
-    from ms_parallel.doctor import examine
+    from ms_parallel.cluster.doctor import examine
 
     machine = examine()
     if options.json:

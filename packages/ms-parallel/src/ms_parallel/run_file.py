@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import fields, frozen
 
+from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
-from ms_parallel.layout import Layout
-from ms_parallel.options import Options
 from ms_parallel.settings import nearest
 from ms_parallel.settings.run_file import override, read_settings, refuse_renamed
+from ms_parallel.training.options import Options
 
 if TYPE_CHECKING:
-    from ms_parallel.trainer import DistributedTrainer
+    from ms_parallel.training.trainer import DistributedTrainer
 
 __all__ = ["RunFile", "known_keys", "read_run_file"]
 
@@ -72,7 +72,7 @@ def _run_file(settings: dict[str, Any]) -> RunFile:
     if len(length) != 1:
         both = "both" if length else "neither"
         raise ConfigError(f"{both} of epochs and steps given; give one of them")
-    from ms_parallel.trainer import DistributedTrainer
+    from ms_parallel.training.trainer import DistributedTrainer
 
     renamed = {KEYS.get(key, key): value for key, value in settings.items()}
     return RunFile(trainer=DistributedTrainer(**renamed), dataset_path=dataset, **length)
