@@ -9,12 +9,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "shared_source"
 COPIES = {
+    "events.py": ("align", "parallel"),
     "files/durable.py": ("align", "compress", "data", "parallel"),
     "entry.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
     "files/run_folder.py": ("align", "compress", "parallel"),
     "files/untrusted.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
+    "progress.py": ("align", "parallel"),
+    "settings/__init__.py": ("align", "compress", "parallel"),
+    "settings/run_file.py": ("align", "compress", "parallel"),
+    "settings/validators.py": ("align", "compress", "parallel"),
+    "tests/processes.py": ("compress", "parallel"),
 }
-"""Which packages hold a copy of each source; `files` is a room of shared_source/ and of each."""
+"""Which packages hold a copy of each source; rooms are those of shared_source/, and
+`tests` is a package's own."""
 
 HEAD = "# A copy of shared_source/{name}, made by `nox -s copies`; change it there.\n"
 
@@ -25,7 +32,10 @@ def wanted() -> dict[Path, str]:
     for name, packages in COPIES.items():
         text = HEAD.format(name=name) + (SOURCE / name).read_text()
         for package in packages:
-            copies[ROOT / f"packages/ms-{package}/src/ms_{package}/{name}"] = text
+            folder = ROOT / "packages" / f"ms-{package}"
+            if not name.startswith("tests/"):
+                folder = folder / "src" / f"ms_{package}"
+            copies[folder / name] = text
     return copies
 
 

@@ -59,7 +59,8 @@ def length(samples: Any) -> list[float]:
 def model(folder: Path, *, plain: bool = False) -> None:
     """A model with its tokenizer, prompts, and run files."""
     from ms_data import train_tokenizer
-    from ms_parallel.models import architecture, build_model, initialise, save_model
+    from ms_parallel.models import architecture, build_model
+    from ms_parallel.weights import initialise, save_model
 
     rows = [{"text": f"{n} comes after {n - 1}"} for n in range(9)]
     (folder / "corpus.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))

@@ -37,7 +37,8 @@ VOCABULARY = 288
 
 def model(folder: Path) -> None:
     """A small model, tokens, and a run file for both."""
-    from ms_parallel.models import architecture, build_model, initialise, save_model
+    from ms_parallel.models import architecture, build_model
+    from ms_parallel.weights import initialise, save_model
 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
@@ -147,6 +148,6 @@ CASES = (
         name="size of gguf",
         make=partial(exported, scheme="gguf.q4_0"),
         files=("exported/*",),
-        run=function("ms_compress.footprint", "footprint", "exported", "CompressError"),
+        run=function("ms_compress.targets.footprint", "footprint", "exported", "CompressError"),
     ),
 )

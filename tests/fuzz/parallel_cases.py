@@ -61,7 +61,8 @@ def stopped(folder: Path) -> None:
 
 def model(folder: Path) -> None:
     """A run that begins from a saved model."""
-    from ms_parallel.models import architecture, build_model, initialise, save_model
+    from ms_parallel.models import architecture, build_model
+    from ms_parallel.weights import initialise, save_model
 
     shards(folder)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 280}

@@ -19,8 +19,10 @@ import numpy as np
 import torch
 
 from ms_align import SFTOptions, SFTTrainer, TaskOptions
-from ms_align.options import OptimizerOptions, RunOptions
-from ms_parallel.models import architecture, build_model, initialise
+from ms_align.engines.optimizer import OptimizerOptions
+from ms_align.run.options import RunOptions
+from ms_parallel.models import architecture, build_model
+from ms_parallel.weights import initialise
 
 ROWS, LENGTH, WORD = 32, 16, 6
 START, ARROW, END = 10, 11, 12
@@ -119,12 +121,12 @@ def updates_to_target(mixture: str, schedule: str, seed: int) -> tuple[int, str]
             ),
         )
         step, reached = 0, MOST
-        tell = _teller(on_event)
+        run_log = _run_log(on_event)
         while step < MOST:
-            trainer.update(tell)
+            trainer.update(run_log)
             step += 1
             if step % EVERY == 0:
-                on_event("evaluate", trainer.evaluate(tell))
+                on_event("evaluate", trainer.evaluate(run_log))
                 if worst[-1] < TARGET:
                     reached = step
                     break
@@ -132,10 +134,10 @@ def updates_to_target(mixture: str, schedule: str, seed: int) -> tuple[int, str]
     return reached, shown
 
 
-def _teller(on_event: Callable[[str, Any], None]) -> Any:
-    from ms_align.loop import Tell
+def _run_log(on_event: Callable[[str, Any], None]) -> Any:
+    from ms_align.run.loop import RunLog
 
-    return Tell(event=on_event, note=lambda text: None)
+    return RunLog(event=on_event, note=lambda text: None)
 
 
 def main() -> None:

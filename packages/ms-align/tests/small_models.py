@@ -21,7 +21,8 @@ SIZES: dict[str, Any] = {
 
 def decoder(name: str = "llama", seed: int = 0, **more: Any) -> nn.Module:
     """A decoder of ms-parallel over bytes."""
-    from ms_parallel.models import architecture, build_model, initialise
+    from ms_parallel.models import architecture, build_model
+    from ms_parallel.weights import initialise
 
     sizes = {key: value for key, value in SIZES.items() if key != "tie_word_embeddings"}
     model = build_model(architecture(name, {**sizes, "tie_word_embeddings": True, **more}))

@@ -17,8 +17,8 @@ import pytest
 from ms_align.cli import main
 from ms_align.commands.command import COMMANDS, Command
 from ms_align.commands.template import keys_of, template_of
-from ms_align.run_file import NOT_IN_FILES
 from ms_align.run_keys import HIDDEN, groups_of
+from ms_align.settings.run_file import NOT_IN_FILES
 
 from .test_offline import events, run_file
 
@@ -98,7 +98,7 @@ def test_a_template_runs_once_its_paths_are_filled_in(
     assert main(["init", "sft", "--out", str(run)]) == 2
     assert "ms-align: " in capsys.readouterr().err
     text = run.read_text().replace("path/to/model", str(sets / "model"))
-    run.write_text(text.replace("shards/chat", str(sets / "copy")))
+    run.write_text(text.replace('dataset = "shards"', f'dataset = "{sets / "copy"}"'))
     out = ["--set", f"output_dir={tmp_path / 'out'}", "--set", "batch_size=32"]
     assert main(["sft", str(run), *out, "--json"]) == 0
     told = capsys.readouterr()

@@ -11,8 +11,9 @@ import torch
 from torch.nn import functional as F
 
 from ms_compress import qat
-from ms_compress.schemes import NAMES
-from ms_parallel.models import Decoder, DecoderConfig, initialise
+from ms_compress.targets.rules import NAMES
+from ms_parallel.models import Decoder, DecoderConfig
+from ms_parallel.weights import initialise
 
 ROUNDS = 9
 SIZES = DecoderConfig(

@@ -6,7 +6,8 @@ from pathlib import Path
 from models import decoder, tokens
 
 import ms_data
-from ms_parallel.models import Decoder, DecoderConfig, initialise, save_model
+from ms_parallel.models import Decoder, DecoderConfig
+from ms_parallel.weights import initialise, save_model
 
 VOCABULARY = 288
 

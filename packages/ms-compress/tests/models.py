@@ -4,7 +4,8 @@ import torch
 import transformers
 from torch import nn
 
-from ms_parallel.models import Decoder, DecoderConfig, initialise
+from ms_parallel.models import Decoder, DecoderConfig
+from ms_parallel.weights import initialise
 
 VOCABULARY = 192
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -18,7 +18,7 @@ from folders import write_run
 from ms_compress.cli import main
 from ms_compress.commands import COMMANDS
 from ms_compress.commands.keys import keys_of, template
-from ms_compress.run_file import build
+from ms_compress.settings.run_file import build
 
 NAMES = [command.name for command in COMMANDS]
 

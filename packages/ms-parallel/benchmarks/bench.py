@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ms_parallel.engine import Engine
-from ms_parallel.loss import NextTokenLoss
+from ms_parallel.engine.engine import Engine
+from ms_parallel.engine.loss import NextTokenLoss
+from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.models import DecoderConfig
-from ms_parallel.optimizer import AdamWConfig
 
 LIMIT = 1.03
 SIZES = {

@@ -39,8 +39,8 @@ from ms_parallel.schedules import (
     zb2p,
     zb_v,
 )
-from ms_parallel.schedules.breadth_first import breadth_first
-from ms_parallel.schedules.placements import one_a_rank, vee
+from ms_parallel.schedules.generators.looped.breadth_first import breadth_first
+from ms_parallel.schedules.table.placements import one_a_rank, vee
 
 HALF = Fraction(1, 2)
 COLUMNS = (

@@ -10,7 +10,7 @@ import torch
 
 import ms_parallel
 from ms_parallel import Engine, Layout, load_model, save_model
-from ms_parallel.loss import NextTokenLoss
+from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.models import architecture
 from ms_parallel.schedules import one_f_one_b, verify
 

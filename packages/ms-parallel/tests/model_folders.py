@@ -5,19 +5,14 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ModelError
-from ms_parallel.groups import Groups, connect
-from ms_parallel.layout import Layout
-from ms_parallel.models import (
-    StagedModel,
-    architecture,
-    initialise,
-    load_weights,
-    model_plan,
-    save_model,
-)
-from ms_parallel.models.part import part_of
-from ms_parallel.stages import build_stage, cut_layers
+from ms_parallel.models import StagedModel, architecture, model_plan
+from ms_parallel.split.part import part_of
+from ms_parallel.split.stages import build_stage, cut_layers
+from ms_parallel.weights import initialise, load_weights, save_model
 
 
 def stage_of(source: str, groups: Groups) -> StagedModel:

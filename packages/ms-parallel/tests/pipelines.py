@@ -7,9 +7,9 @@ import torch
 from runs import answers, build, global_batch, my_rows, train
 from torch import Tensor, nn
 
-from ms_parallel.groups import connect
-from ms_parallel.layout import Layout
-from ms_parallel.loss import NextTokenLoss
+from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.schedules import Schedule
 
 FOUR = {"num_hidden_layers": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}

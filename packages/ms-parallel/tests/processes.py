@@ -1,3 +1,4 @@
+# A copy of shared_source/tests/processes.py, made by `nox -s copies`; change it there.
 """Start real processes that form a process group, and collect what each of them returns.
 
 One process, the nursery, imports torch and the files of functions once for all tests. Each call has

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ms_parallel.groups import connect
-from ms_parallel.layout import Layout
-from ms_parallel.recording import Recorder, gather_times
-from ms_parallel.runtime import Runtime
+from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.pipeline.recorder import Recorder, gather_times
+from ms_parallel.pipeline.runtime import Runtime
 from ms_parallel.schedules import Schedule
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ms_parallel import Engine
 from ms_parallel.errors import ConfigError, ModelError, ParallelError
-from ms_parallel.models import architecture, build_model, load_model, save_model
+from ms_parallel.models import architecture, build_model
 from ms_parallel.models.registry import read_config
 from ms_parallel.models.tokenizer_files import read_tokenizer
+from ms_parallel.weights import load_model, save_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 

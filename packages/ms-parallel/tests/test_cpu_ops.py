@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ms_parallel import cpu_ops, ops
+from ms_parallel import operators as ops
+from ms_parallel.operators import cpu as cpu_ops
 
 B, S, HEADS, D = 2, 5, 3, 8
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ms_parallel import ops
+from ms_parallel import operators as ops
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models import (
     DecoderConfig,
@@ -14,10 +14,11 @@ from ms_parallel.models import (
     StagedModel,
     architecture,
     build_model,
-    initialise,
     spans,
 )
 from ms_parallel.models.decoder import Decoder
+from ms_parallel.operators import losses, plain
+from ms_parallel.weights import initialise
 
 # One float32 rounding is 6e-8 of a value; logits here reach 10 and pass some 50 roundings.
 TOLERANCE = 3e-5
@@ -217,9 +218,9 @@ def test_a_model_that_nobody_initialises_depends_on_torchs_seed_alone(kind: str)
 def test_the_mask_of_documents_is_made_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four layers, one mask; a change of the documents in place makes another."""
     made: list[object] = []
-    build = ops._DocumentMasks._build
+    build = plain._DocumentMasks._build
     monkeypatch.setattr(
-        ops._DocumentMasks, "_build", staticmethod(lambda *a: made.append(a) or build(*a))
+        plain._DocumentMasks, "_build", staticmethod(lambda *a: made.append(a) or build(*a))
     )
     model, documents = small("llama"), torch.tensor([[0, 0, 1, 1]]).int()
     before = model(tokens(1, 4), documents=documents)
@@ -272,12 +273,12 @@ def test_losses_in_chunks_equal_losses_at_once(
     targets = targets.view(3, 7)
     results = []
     for chunk_bytes in (1 << 28, 4 * 4 * 50):
-        monkeypatch.setattr(ops, "_CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(losses, "_CHUNK_BYTES", chunk_bytes)
         loss = ops.linear_cross_entropy(hidden, weight, targets, reduction=reduction)  # type: ignore[arg-type]
         results.append((loss, *torch.autograd.grad(loss.sum(), (hidden, weight))))
-    for plain, chunked in zip(*results, strict=True):
+    for expected, chunked in zip(*results, strict=True):
         # Sums of 21 terms of order 10, each rounded by 6e-8 of its size.
-        torch.testing.assert_close(chunked, plain, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(chunked, expected, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 import torch
 
+from ms_parallel.engine.generation import Sampling, pick
 from ms_parallel.errors import ConfigError
-from ms_parallel.generate import Sampling, pick
 
 PROBABILITIES = torch.tensor([0.15, 0.5, 0.05, 0.3], dtype=torch.float64)
 DRAWS = 4000

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ModelError, ParallelError
-from ms_parallel.layout import Layout
-from ms_parallel.models import architecture, initialise, load_model, load_weights, save_model
-from ms_parallel.models.huggingface_config import from_document
-from ms_parallel.models.registry import build_model
+from ms_parallel.models import architecture
+from ms_parallel.models.registry import build_model, from_document
+from ms_parallel.weights import initialise, load_model, load_weights, save_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ms_parallel.cluster.layout import Layout, ModelShape, Place
 from ms_parallel.errors import LayoutError
-from ms_parallel.layout import Layout, ModelShape, Place
 
 SIZES = st.integers(min_value=1, max_value=5)
 LAYOUTS = st.builds(Layout, data=SIZES, tensor=SIZES, pipeline=SIZES)

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 from runs import FAMILIES, VARIANTS
 
-from ms_parallel.layout import Layout
+from ms_parallel.cluster.layout import Layout
 
 RUNS = Path(__file__).parent / "runs.py"
 LAYOUTS = (

@@ -13,9 +13,17 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import MODEL, RUN, write_corpus
 
-from ms_parallel import DistributedTrainer, Engine, ModelError, NonFiniteError, exits, load_model
-from ms_parallel.models import StagedModel, architecture, build_model, initialise, save_model
-from ms_parallel.run_tokenizer import run_tokenizer, with_ends
+from ms_parallel import (
+    DistributedTrainer,
+    Engine,
+    ModelError,
+    NonFiniteError,
+    load_model,
+)
+from ms_parallel.cluster import endings as exits
+from ms_parallel.models import StagedModel, architecture, build_model
+from ms_parallel.training.tokenizer import run_tokenizer, with_ends
+from ms_parallel.weights import initialise, save_model
 
 transformers.utils.logging.set_verbosity_error()
 

@@ -1,7 +1,7 @@
 """The two namespaces that a model may be given as `ops=` mean the same by every option.
 
-`ms_parallel.ops` in plain torch, and `ms_kernels`: each operator of the Protocol on calls drawn at
-random, values and gradients. A model must not learn another function by the choice between them.
+`ms_parallel.operators` in plain torch, and `ms_kernels`: each operator of the Protocol, values and
+gradients, on calls drawn at random. A model must not learn another function by its operators.
 """
 
 import inspect
@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ms_kernels
-from ms_parallel import ops
+from ms_parallel import operators as ops
+from ms_parallel.operators import losses
 
 # Both sum in float32 and round once or twice, so results differ by two units in the last place of
 # their dtype, and by float32's own error of sums of about a hundred terms of order one. Attention
@@ -150,7 +151,7 @@ def test_losses_made_in_chunks_are_the_same(name, data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31), label="seed"))
     dtype = data.draw(st.sampled_from(DTYPES), label="dtype")
     tensors, options = CALLS["linear_cross_entropy"](data, generator, dtype)
-    whole, ops._CHUNK_BYTES = ops._CHUNK_BYTES, 512
+    whole, losses._CHUNK_BYTES = losses._CHUNK_BYTES, 512
     try:
         if name == "cross_entropy":
             hidden, weight, targets = tensors
@@ -160,7 +161,7 @@ def test_losses_made_in_chunks_are_the_same(name, data):
             options["z_loss"] = data.draw(st.sampled_from([0.0, 0.01]))
         assert_alike(name, tensors, options, dtype)
     finally:
-        ops._CHUNK_BYTES = whole
+        losses._CHUNK_BYTES = whole
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -183,7 +184,7 @@ def test_every_operator_of_the_protocol_is_held():
 @pytest.mark.parametrize("chunk_bytes", [1 << 28, 8])
 def test_a_target_that_is_no_class_is_refused(namespace, chunk_bytes, monkeypatch):
     """Neither the first class nor the last one is taken for it."""
-    monkeypatch.setattr(ops, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(losses, "_CHUNK_BYTES", chunk_bytes)
     hidden, weight = torch.randn(4, 3), torch.randn(5, 3)
     for wrong in (-1, 5):
         with pytest.raises((IndexError, RuntimeError, ValueError)):

@@ -14,7 +14,7 @@ from processes import run_processes
 from runs import VOCABULARY, global_batch
 
 from ms_parallel import AdamWConfig, ConfigError, Engine, Layout, ModelError, NextTokenLoss
-from ms_parallel.own_model import LanguageModel
+from ms_parallel.split.own_model import LanguageModel
 
 CHILD = Path(__file__).with_name("own_models.py")
 STEPS = 6
@@ -32,7 +32,7 @@ def by_hand() -> list[float]:
     adam = torch.optim.AdamW(groups, betas=config.betas, eps=config.epsilon)
     losses = []
     for step in range(STEPS):
-        from ms_parallel.optimizer import learning_rate
+        from ms_parallel.engine.optimizer import learning_rate
 
         batch = global_batch(step)
         logits = model(batch["tokens"], documents=batch["documents"])

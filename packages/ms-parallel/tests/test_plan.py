@@ -5,10 +5,10 @@ import torch
 
 from ms_parallel.errors import ModelError
 from ms_parallel.models import ModelConfig, architecture, build_model, model_plan
-from ms_parallel.models.registry import ARCHITECTURES
+from ms_parallel.models.registry import architectures
 
 BIASED = {"attention_bias": True, "mlp_bias": True}
-CONFIGS = [*(architecture(name) for name in ARCHITECTURES), architecture("llama", BIASED)]
+CONFIGS = [*(architecture(name) for name in architectures()), architecture("llama", BIASED)]
 
 
 @pytest.mark.parametrize("config", CONFIGS)

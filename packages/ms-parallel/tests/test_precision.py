@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from ms_parallel import precision
-from ms_parallel.precision import bfloat16_slowdown, warn_of_slow_bfloat16
+from ms_parallel.split import precision
+from ms_parallel.split.precision import bfloat16_slowdown, warn_of_slow_bfloat16
 
 
 def test_a_slow_bfloat16_is_told_with_its_reason(

@@ -10,9 +10,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import events, training, wait_for, write_corpus, write_run
 
-from ms_parallel import checkpoint, ownership
+from ms_parallel import checkpoint
 from ms_parallel.cli import main
 from ms_parallel.files.run_folder import hold, owner_of
+from ms_parallel.training import ownership
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,7 @@ import pytest
 from torch.distributed.pipelining import schedules as peer
 
 from ms_parallel.errors import ScheduleError
-from ms_parallel.schedules import (
-    GENERATORS,
-    Costs,
-    Schedule,
-    named_schedule,
-    simulate,
-    verify,
-)
+from ms_parallel.schedules import GENERATORS, Costs, Schedule, named_schedule, simulate, verify
 
 PEERS = {
     "interleaved": (peer.ScheduleInterleaved1F1B, False),

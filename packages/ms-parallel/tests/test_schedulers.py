@@ -10,8 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import command, environment, events, write_corpus, write_run
 
+from ms_parallel.cluster.slurm import first_node
 from ms_parallel.errors import LaunchError
-from ms_parallel.schedulers import first_node
 
 
 def start(run: Path, **variables: str) -> "subprocess.Popen[str]":

@@ -19,10 +19,10 @@ from ms_parallel import DistributedTrainer, Engine, Layout, load_model
 from ms_parallel.cli import main
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.events import JsonLines
-from ms_parallel.inspection import inspect, picture
 from ms_parallel.models import architecture
-from ms_parallel.progress import Pace, Show, duration
+from ms_parallel.progress import RunDisplay, Throughput, duration
 from ms_parallel.run_file import read_run_file
+from ms_parallel.training.inspection import inspect, picture
 
 
 @pytest.fixture(scope="module")
@@ -156,10 +156,10 @@ def test_events_are_json_lines_and_a_cut_line_is_ended(tmp_path: Path) -> None:
 
 def test_progress_is_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """Every tenth step, the first and the last: step, loss, rate, time left."""
-    show, pace = Show(total=25, every=10, active=True), Pace()
+    show, pace = RunDisplay(total=25, every=10, active=True), Throughput()
     for step in range(1, 26):
         pace.step(100)
-        show.step(step, 2.5, pace)
+        show.step(step, {"loss": 2.5}, pace)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
     assert all("loss 2.5000" in line and "tokens/s" in line and "left" in line for line in lines)
@@ -171,12 +171,12 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        show, pace = Show(total=3, every=1, active=True), Pace()
-        silent = Show(total=3, every=1, active=False)
+        show, pace = RunDisplay(total=3, every=1, active=True), Throughput()
+        silent = RunDisplay(total=3, every=1, active=False)
         monkeypatch.undo()
         pace.step(100)
-        silent.step(2, 9.5, pace)
-        show.step(3, 2.5, pace)
+        silent.step(2, {"loss": 9.5}, pace)
+        show.step(3, {"loss": 2.5}, pace)
         show.close()
         shown = b""
         while b"left" not in shown:
@@ -202,15 +202,15 @@ def test_a_run_file_takes_overrides_with_toml_values(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run.toml", Path("corpus"))
     sets = ["batch_size=6", "output_dir=elsewhere", "parallel_config.tensor=2", "steps = 7"]
     read = read_run_file(run, [*sets, "model_config.tie_word_embeddings=true"])
-    assert (read.trainer.batch_size, read.steps) == (6, 7)
-    assert read.trainer.output_dir == Path("elsewhere")
-    assert read.trainer.parallel_config == Layout(tensor=2)
-    assert read.trainer.model_config["tie_word_embeddings"] is True
+    assert (read.options.batch_size, read.length.steps) == (6, 7)
+    assert read.options.output_dir == Path("elsewhere")
+    assert read.options.parallel_config == Layout(tensor=2)
+    assert read.options.model_config["tie_word_embeddings"] is True
 
 
 def test_inspect_counts_what_is_built(tmp_path: Path) -> None:
     """Parameters are those of the model; stages and data ranks share them out."""
-    options = trainer(tmp_path, vocab_size=320, batch_size=8)
+    options = trainer(tmp_path, vocab_size=320, batch_size=8).options
     one = inspect(options, Layout())
     assert one.parameters == 320 * 32 * 2 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 64) + 32
     assert one.ranks[0].state_bytes == 16 * one.parameters

@@ -7,7 +7,8 @@ import torch
 from attrs import asdict
 from torch import Tensor
 
-from ms_parallel.models import TransformerXL, TransformerXLConfig, initialise
+from ms_parallel.models import TransformerXL, TransformerXLConfig
+from ms_parallel.weights import initialise
 
 CONFIG = TransformerXLConfig(
     vocab_size=23,

@@ -21,9 +21,9 @@ from launching import (
 )
 from processes import ProcessesFailedError, run_processes
 
-from ms_parallel.watch import position
-from ms_parallel.watch.findings import State, explain, ranks_text
-from ms_parallel.watch.record import Record
+from ms_parallel.cluster.watch import position
+from ms_parallel.cluster.watch.findings import State, explain, ranks_text
+from ms_parallel.cluster.watch.record import Record
 
 FAULTS = Path(__file__).parent / "faults.py"
 

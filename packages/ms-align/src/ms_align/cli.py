@@ -15,7 +15,7 @@ from ms_align.commands.template import help_of, template_of
 from ms_align.entry import DONE, CommandParser, perform
 from ms_align.errors import ConfigError
 from ms_align.files.durable import write_file
-from ms_align.run_file import read_settings
+from ms_align.settings.run_file import read_settings
 
 __all__ = ["main"]
 
@@ -93,7 +93,7 @@ def _init(command: Command, out: str | None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     settings = read_settings(options.run_file, options.set)
-    run = options.command.function()
+    run = options.command.perform
     if not options.json:
         return int(run(settings, options.run_file)["code"])
     with contextlib.redirect_stdout(sys.stderr):

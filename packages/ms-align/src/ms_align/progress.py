@@ -1,4 +1,5 @@
-"""How a run shows itself: a bar on a terminal, plain lines elsewhere."""
+# A copy of shared_source/progress.py, made by `nox -s copies`; change it there.
+"""Shows how far a run has come: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 from collections import deque
@@ -8,14 +9,14 @@ from time import monotonic
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-__all__ = ["Pace", "Show", "duration"]
+__all__ = ["RunDisplay", "Throughput", "duration"]
 
 WINDOW = 50
 """Steps over which the rate is measured."""
 
 
 def duration(seconds: float) -> str:
-    """A length of time for people: `45 s`, `3 min 05 s`, `2 h 10 min`."""
+    """Write a length of time for people: `45 s`, `3 min 05 s`, `2 h 10 min`."""
     whole = max(round(seconds), 0)
     if whole < 60:
         return f"{whole} s"
@@ -24,18 +25,18 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-class Pace:
-    """How fast steps go, over the last few of them."""
+class Throughput:
+    """Measures tokens a second and seconds a step over the last steps."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, int]] = deque([(monotonic(), 0)], maxlen=WINDOW)
 
     def step(self, tokens: int) -> None:
-        """A step of so many tokens has been made."""
+        """Count a step of so many tokens, made just now."""
         self._steps.append((monotonic(), tokens))
 
     def pause(self, seconds: float) -> None:
-        """So much time went into something else than steps."""
+        """Leave out time that went into something else than steps."""
         moved = [(moment + seconds, tokens) for moment, tokens in self._steps]
         self._steps = deque(moved, maxlen=WINDOW)
 
@@ -52,13 +53,13 @@ class Pace:
         return took / (len(self._steps) - 1) if len(self._steps) > 1 else 0.0
 
 
-class Show:
-    """Shows steps and notes on standard output, or nothing.
+class RunDisplay:
+    """Shows the steps and notes of a run on standard output, or nothing.
 
     Args:
         total: steps of the whole run.
         every: steps between lines where there is no terminal.
-        active: False shows nothing; ranks other than 0.
+        active: False shows nothing, as on ranks other than 0.
     """
 
     def __init__(self, *, total: int, every: int, active: bool) -> None:
@@ -69,28 +70,28 @@ class Show:
         self._bar: Progress | None = None
         self._task = TaskID(0)
 
-    def step(self, step: int, facts: Mapping[str, float], pace: Pace) -> None:
-        """Step number `step` (from 1) has been made; shows `facts`, the rate and the time left."""
+    def step(self, step: int, metrics: Mapping[str, float], throughput: Throughput) -> None:
+        """Show that step number `step` (from 1) is made: its metrics, the rate and time left."""
         if not self._active:
             return
-        left = duration((self._total - step) * pace.step_s)
-        told = "  ".join(f"{name} {value:.4g}" for name, value in facts.items())
-        line = f"{told}  {pace.rate_tokens_per_s:,.0f} tokens/s  {left} left"
+        left = duration((self._total - step) * throughput.step_s)
+        shown = "  ".join(f"{name} {_amount(value)}" for name, value in metrics.items())
+        line = f"{shown}  {throughput.rate_tokens_per_s:,.0f} tokens/s  {left} left"
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._on_bar(step, line)
         elif step % self._every == 0 or step in (1, self._total):
             self.note(f"step {step}/{self._total}  {line}")
 
-    def _on_bar(self, step: int, facts: str) -> None:
+    def _on_bar(self, step: int, line: str) -> None:
         if self._bar is None:
             columns = [MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")]
             self._bar = Progress(*columns, console=self._console)
             self._task = self._bar.add_task("", total=self._total)
             self._bar.start()
-        self._bar.update(self._task, completed=step, description=facts)
+        self._bar.update(self._task, completed=step, description=line)
 
     def note(self, text: str) -> None:
-        """A line of its own."""
+        """Show a line of its own."""
         if self._active:
             self._console.print(text, markup=False)
             self._console.file.flush()
@@ -100,3 +101,7 @@ class Show:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _amount(value: float) -> str:
+    return f"{value:.4f}" if 0.1 <= abs(value) < 1000 else f"{value:.4g}"

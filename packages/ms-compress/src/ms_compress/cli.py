@@ -1,4 +1,4 @@
-"""The command: `python -m ms_compress` and `ms-compress`, a skin over public classes."""
+"""The command: `python -m ms_compress` and `ms-compress`, a skin over public functions."""
 
 import argparse
 import sys
@@ -14,11 +14,13 @@ from ms_compress.commands.keys import help_of_keys, template
 from ms_compress.entry import CommandParser, perform
 from ms_compress.errors import ConfigError
 from ms_compress.files.durable import write_synced, writing
-from ms_compress.run_file import build, read_settings
+from ms_compress.settings.run_file import build, read_settings, refuse_renamed
 
 __all__ = ["main"]
 
 PROG = "ms-compress"
+RENAMED = {"data": "dataset", "out": "output_dir", "by_use": "act_order"}
+"""Keys that are not known any more, with their new names."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,6 +33,7 @@ def _run(options: argparse.Namespace) -> int:
     command: Command = options.command
     settings = read_settings(options.run_file, options.set)
     settings |= {flag: True for flag in command.flags if getattr(options, flag)}
+    refuse_renamed(settings, RENAMED, where=options.run_file)
     outcome = command.run(build(command.options, settings, where=options.run_file))
     if options.json:
         sys.stdout.write(msgspec.json.encode(outcome.facts).decode() + "\n")

@@ -5,8 +5,7 @@ import torch
 
 import ms_kernels
 from ms_kernels import use_backend
-from ms_parallel.models import Decoder
-from ms_parallel.models.config import DecoderConfig
+from ms_parallel.models import Decoder, DecoderConfig
 
 from . import null_runtime
 

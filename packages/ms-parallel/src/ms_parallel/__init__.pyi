@@ -1,4 +1,7 @@
-from .engine import Engine, Update
+from .cluster.layout import Layout
+from .engine.engine import Engine, Update
+from .engine.loss import NextTokenLoss
+from .engine.optimizer import AdamWConfig
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -11,13 +14,11 @@ from .errors import (
     ScheduleError,
     StageError,
 )
-from .layout import Layout
-from .loss import NextTokenLoss
-from .models import load_model, save_model
-from .optimizer import AdamWConfig
-from .plan import ModelPlan
-from .schedule_search import search_schedule
-from .trainer import DistributedTrainer, Result
+from .models.plan import ModelPlan
+from .planner.tuning import search_schedule
+from .training.result import Result
+from .training.trainer import DistributedTrainer
+from .weights import load_model, save_model
 
 __version__: str
 

@@ -1,4 +1,5 @@
-"""What happens in a run, told as it happens to any callable; JSON lines by default."""
+# A copy of shared_source/events.py, made by `nox -s copies`; change it there.
+"""Events of a run, handed to any callable as they happen; JSON lines by default."""
 
 import os
 import time
@@ -8,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from ms_parallel.files.durable import writing
+from .files.durable import writing
 
 __all__ = ["JsonLines", "OnEvent"]
 
@@ -18,7 +19,8 @@ Fields = Mapping[str, int | float | str]
 class OnEvent(Protocol):
     """Takes an event: a kind, and flat fields.
 
-    The kind `step` carries step, loss, grad_norm, learning_rate, tokens, rate_tokens_per_s.
+    The kind `step` carries step, loss, grad_norm, learning_rate, tokens, rate_tokens_per_s, and
+    the metrics of the loss, where it has any, under their own names.
     """
 
     def __call__(self, kind: str, fields: Fields, /) -> None:
@@ -35,7 +37,7 @@ class JsonLines:
         path: the file; made if missing.
 
     Raises:
-        CheckpointError: the disk is full or the place cannot be written.
+        WriteError: the disk is full or the place cannot be written.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,25 +1,23 @@
 """Run files: a TOML table of exactly the settings that `DistributedTrainer` takes."""
 
-import tomllib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import fields, frozen
 
+from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
-from ms_parallel.files.untrusted import decoding, read_toml
-from ms_parallel.layout import Layout
-from ms_parallel.options import Options
 from ms_parallel.settings import nearest
-
-if TYPE_CHECKING:
-    from ms_parallel.trainer import DistributedTrainer
+from ms_parallel.settings.run_file import override, read_settings, refuse_renamed
+from ms_parallel.training.options import Length, Options
 
 __all__ = ["RunFile", "known_keys", "read_run_file"]
 
 KEYS = {"model": "model_arch", "dataset": "dataset_path", "layout": "parallel_config"}
 """What a file calls the arguments whose names in Python are older."""
+RENAMED = {"model_arch": "model", "dataset_path": "dataset"}
 OTHER = "parallel_config"
 """What `DistributedTrainer` calls the layout is known in files too."""
 LENGTH = ("epochs", "steps")
@@ -28,12 +26,11 @@ NOT_IN_FILES = ("on_event", "model_arch", "parallel_config")
 
 @frozen(kw_only=True)
 class RunFile:
-    """A trainer, and what it is to train on for how long."""
+    """What a file says: the options of a run, its dataset and its length."""
 
-    trainer: "DistributedTrainer"
+    options: Options
     dataset_path: str
-    epochs: float | None = None
-    steps: int | None = None
+    length: Length
 
 
 def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
@@ -47,13 +44,14 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
         ConfigError: the file cannot be read, a key is unknown (the nearest known one is named),
             or a value cannot be used.
     """
-    settings = read_toml(path, error=ConfigError)
+    settings = read_settings(path)
     if OTHER in settings:
         if "layout" in settings:
             raise ConfigError(f"{path}: layout is given as {OTHER} too; give it once")
         settings["layout"] = settings.pop(OTHER)
-    for override in overrides:
-        _override(settings, override)
+    for text in overrides:
+        override(settings, re.sub(rf"^\s*{OTHER}\b", "layout", text))
+    refuse_renamed(settings, RENAMED, where=str(path))
     try:
         return _run_file(settings)
     except ConfigError as error:
@@ -66,14 +64,9 @@ def _run_file(settings: dict[str, Any]) -> RunFile:
         if not isinstance(settings.get(key), str):
             raise ConfigError(f"{key} is missing; give a text, such as {key} = {EXAMPLES[key]!r}")
     dataset = settings.pop("dataset")
-    length = {key: settings.pop(key) for key in LENGTH if key in settings}
-    if len(length) != 1:
-        both = "both" if length else "neither"
-        raise ConfigError(f"{both} of epochs and steps given; give one of them")
-    from ms_parallel.trainer import DistributedTrainer
-
+    length = Length(**{key: settings.pop(key) for key in LENGTH if key in settings})
     renamed = {KEYS.get(key, key): value for key, value in settings.items()}
-    return RunFile(trainer=DistributedTrainer(**renamed), dataset_path=dataset, **length)
+    return RunFile(options=Options(**renamed), dataset_path=dataset, length=length)
 
 
 EXAMPLES = {"model": "llama", "dataset": "corpus/"}
@@ -88,41 +81,16 @@ def known_keys() -> list[str]:
 def _check_keys(settings: dict[str, Any]) -> None:
     known = known_keys()
     for key in settings:
-        if key in ("model_arch", "dataset_path"):
-            new = next(name for name, old in KEYS.items() if old == key)
-            raise ConfigError(f"{key!r} is called {new!r} in run files; write {new} = ...")
         if key not in known:
             raise ConfigError(_unknown(key, known))
 
 
 def _unknown(key: str, known: Sequence[str]) -> str:
     """Names the nearest known key, and looks into the tables too."""
-    from ms_parallel.models import DecoderConfig
+    from ms_parallel.models.decoder_config import DecoderConfig
 
     inside = {setting.name: f"model_config.{setting.name}" for setting in fields(DecoderConfig)}
     inside |= {axis.name: f"layout.{axis.name}" for axis in fields(Layout)}
     if key in inside:
         return f"unknown key {key!r}; did you mean {inside[key]!r}?"
     return f"unknown key {key!r}; {nearest(key, known)}"
-
-
-def _override(settings: dict[str, Any], text: str) -> None:
-    key, equals, value = (part.strip() for part in text.partition("="))
-    if not equals or not key:
-        raise ConfigError(f"--set {text!r} is not key=value; write --set learning_rate=1e-3")
-    *tables, last = ["layout" if part == OTHER else part for part in key.split(".")]
-    target: Any = settings
-    for table in tables:
-        target = target.setdefault(table, {})
-        if not isinstance(target, dict):
-            raise ConfigError(f"--set {text!r}: {table!r} is not a table")
-    target[last] = _value(value)
-
-
-def _value(text: str) -> object:
-    with decoding("--set", error=ConfigError):
-        try:
-            table: Mapping[str, object] = tomllib.loads(f"value = {text}")
-        except tomllib.TOMLDecodeError:
-            return text
-    return table["value"]

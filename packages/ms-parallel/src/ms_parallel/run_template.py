@@ -8,9 +8,10 @@ from types import ModuleType
 
 from attrs import NOTHING, fields
 
-from ms_parallel import layout, options
-from ms_parallel.layout import Layout
-from ms_parallel.options import Options
+from ms_parallel.cluster import layout
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.training import options
+from ms_parallel.training.options import Options
 
 __all__ = ["GROUPS", "keys_text", "template"]
 
@@ -27,6 +28,7 @@ GROUPS = {
         "optimizer",
         "learning_rate",
         "warmup_steps",
+        "learning_rate_decay",
         "final_learning_rate_ratio",
         "weight_decay",
         "betas",

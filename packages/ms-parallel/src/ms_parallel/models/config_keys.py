@@ -34,17 +34,6 @@ _USED_BY_ALL = frozenset(
     }
 )
 
-_WINDOWS = frozenset({"sliding_window", "layer_types"})
-_QWEN = _WINDOWS | {"use_sliding_window", "max_window_layers"}
-
-_USED: Mapping[str, frozenset[str]] = {
-    "llama": frozenset({"attention_bias", "mlp_bias"}),
-    "mistral": _WINDOWS,
-    "qwen2": _QWEN,
-    "qwen3": _QWEN | {"attention_bias"},
-}
-"""What each family reads besides what all do."""
-
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
     "is_causal": (True,),
@@ -79,9 +68,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "use_sliding_window": (False,),
 }
 """Keys that could change the computation, with the values under which they do not."""
-
-_OF_FAMILY: Mapping[str, Mapping[str, tuple[object, ...]]] = {"qwen2": {"attention_bias": (True,)}}
-"""Neutral values of one family that differ from those of the others."""
 
 _BOOKKEEPING = frozenset(
     {
@@ -169,23 +155,34 @@ _OF_GENERATION = frozenset(
 """What older files said of sampling; it chooses tokens, and leaves the logits as they are."""
 
 
-def check_keys(family: str, document: Mapping[str, Any]) -> None:
+def check_keys(
+    family: str,
+    used: frozenset[str],
+    neutral: Mapping[str, tuple[object, ...]],
+    document: Mapping[str, Any],
+) -> None:
     """Check that each key is used, or changes nothing at its value.
+
+    Args:
+        family: whose config.json it is.
+        used: what the family reads besides what all do.
+        neutral: values of the family that change nothing, where they differ from the others'.
+        document: the config.json, decoded.
 
     Raises:
         ModelError: names the first key that might change what the model computes.
     """
-    known = _USED_BY_ALL | _USED[family] | _BOOKKEEPING | _OF_GENERATION
-    neutral = {**_NEUTRAL, **_OF_FAMILY.get(family, {})}
+    known = _USED_BY_ALL | used | _BOOKKEEPING | _OF_GENERATION
+    neutral = {**_NEUTRAL, **neutral}
     for name, value in document.items():
         if name in known:
             continue
-        told = repr(value)[:60]
+        shown = repr(value)[:60]
         if name not in neutral:
             raise ModelError(
-                f"{name[:60]}={told} is not supported: {family} here does not know this key, which"
+                f"{name[:60]}={shown} is not supported: {family} here does not know this key, which"
                 f" might change what the model computes; remove it if it does not"
             )
         if value not in neutral[name]:
             only = " or ".join(map(repr, neutral[name]))
-            raise ModelError(f"{name}={told} is not supported; only {only} is")
+            raise ModelError(f"{name}={shown} is not supported; only {only} is")

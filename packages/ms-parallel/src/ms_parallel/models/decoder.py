@@ -6,18 +6,19 @@ Shapes: B rows, S positions, H hidden, V vocabulary, D width of one head.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ms_parallel import ops as plain_ops
+from ms_parallel import operators
 from ms_parallel.models.cache import KeyValueCache
-from ms_parallel.models.config import DecoderConfig, RopeScaling
+from ms_parallel.models.decoder_config import DecoderConfig, RopeScaling
+from ms_parallel.models.plan import ModelPlan, Style
 from ms_parallel.models.spans import attend_in_spans, document_lengths
 from ms_parallel.models.staged import Context, StagedModel
-from ms_parallel.ops import Ops
-from ms_parallel.plan import ModelPlan, Style
+from ms_parallel.operators import Ops
 
 __all__ = ["Block", "Decoder", "plan"]
 
@@ -125,6 +126,7 @@ class Decoder(StagedModel):
     Args:
         config: The model.
         ops: Operators; plain torch by default.
+        block: Builds the block of a layer's global number.
         layers: Global numbers of the blocks to build; all by default.
         first: Build the embedding.
         last: Build the final norm and the head.
@@ -134,14 +136,15 @@ class Decoder(StagedModel):
         self,
         config: DecoderConfig,
         *,
-        ops: Ops = plain_ops,
+        ops: Ops = operators,
+        block: Callable[[DecoderConfig, int, Ops], nn.Module] = Block,
         layers: range | None = None,
         first: bool = True,
         last: bool = True,
     ) -> None:
         super().__init__(
             config,
-            block=lambda layer: Block(config, layer, ops),
+            block=lambda layer: block(config, layer, ops),
             norm=lambda: RMSNorm(config.hidden_size, config.rms_norm_eps, ops),
             layers=layers,
             first=first,

@@ -2,31 +2,28 @@
 
 import os
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from attrs import asdict, evolve, fields
 
-from ms_parallel import ops as plain_ops
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.untrusted import read_json
-from ms_parallel.models import decoder, huggingface_config, transformer_xl
-from ms_parallel.models.config import DecoderConfig, ModelConfig, RopeScaling, TokenId
-from ms_parallel.models.decoder import Decoder
-from ms_parallel.models.huggingface_config import TOKENS, token_ids
+from ms_parallel.models.config import ModelConfig, TokenId, token_ids
+from ms_parallel.models.family import families, family_of
+from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles
-from ms_parallel.models.transformer_xl import TransformerXL, TransformerXLConfig
-from ms_parallel.ops import Ops
-from ms_parallel.plan import ModelPlan
+from ms_parallel.operators.protocol import Ops
+from ms_parallel.settings import nearest
 
 __all__ = [
-    "ARCHITECTURES",
     "architecture",
+    "architectures",
     "build_model",
     "config_document",
+    "from_document",
     "model_plan",
     "parameter_shapes",
     "read_config",
@@ -35,34 +32,6 @@ __all__ = [
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
-_LAPTOP = DecoderConfig(
-    vocab_size=8192,
-    hidden_size=256,
-    intermediate_size=704,
-    num_hidden_layers=6,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=32,
-)
-
-ARCHITECTURES: Mapping[str, ModelConfig] = {
-    "llama": _LAPTOP,
-    "mistral": evolve(_LAPTOP, model_type="mistral", sliding_window=1024),
-    "qwen2": evolve(_LAPTOP, model_type="qwen2", attention_bias=True, tie_word_embeddings=True),
-    "qwen3": evolve(_LAPTOP, model_type="qwen3", query_key_norm=True, tie_word_embeddings=True),
-    "transformer-xl": TransformerXLConfig(
-        vocab_size=8192,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        head_dim=32,
-        segment_length=128,
-        memory_length=128,
-    ),
-}
-"""Small defaults that train on a laptop; every setting can be overridden."""
-
 
 def architecture(
     name_or_folder: str | Path, overrides: Mapping[str, object] | None = None
@@ -70,7 +39,7 @@ def architecture(
     """The configuration of a named architecture, or of a folder with a config.json.
 
     Args:
-        name_or_folder: A name of `ARCHITECTURES`, in any case and with or without hyphens, or a
+        name_or_folder: A family's name, in any case and with or without hyphens, or a
             folder.
         overrides: Settings to change, by name; `rope_scaling` may be a mapping. Where heads or
             hidden size change and `head_dim` is not given, it becomes their quotient.
@@ -80,13 +49,13 @@ def architecture(
             is out of range.
         ModelError: the folder's config.json is damaged or asks for what is not supported.
     """
-    known = ARCHITECTURES.get(str(name_or_folder))
+    known = _named(str(name_or_folder))
     if known is None and os.path.isdir(name_or_folder):
         known = read_config(Path(name_or_folder))
     if known is None:
-        known = ARCHITECTURES.get(_spelled(str(name_or_folder)))
+        known = _named(_spelled(str(name_or_folder)))
     if known is None:
-        remedy = _nearest(str(name_or_folder), list(ARCHITECTURES))
+        remedy = nearest(str(name_or_folder), architectures())
         raise ConfigError(
             f"unknown architecture {str(name_or_folder)[:200]!r}; {remedy}"
             f" (or give a folder with a config.json)"
@@ -94,9 +63,20 @@ def architecture(
     return _override(known, dict(overrides or {}))
 
 
+def architectures() -> list[str]:
+    """The names of all families."""
+    return [family.name for family in families()]
+
+
+def _named(name: str) -> ModelConfig | None:
+    """The small model of a family, if there is one of that name."""
+    found = next((family for family in families() if family.name == name), None)
+    return None if found is None else cast(ModelConfig, found.config(**found.default))
+
+
 def _spelled(name: str) -> str:
-    """A name as `ARCHITECTURES` has it, whichever case, hyphens and underscores it was given."""
-    plain = {key.replace("-", ""): key for key in ARCHITECTURES}
+    """A family's name, whichever case, hyphens and underscores it was given."""
+    plain = {key.replace("-", ""): key for key in architectures()}
     return plain.get(name.lower().replace("-", "").replace("_", "").replace(" ", ""), name)
 
 
@@ -105,28 +85,13 @@ def _override(config: ModelConfig, overrides: dict[str, Any]) -> ModelConfig:
     names = [setting.name for setting in fields(kind)]
     for key in overrides:
         if key not in names:
-            raise ConfigError(f"unknown model setting {key!r}; {_nearest(key, names)}")
-    scaling = overrides.get("rope_scaling")
-    if isinstance(scaling, Mapping):
-        known = [setting.name for setting in fields(RopeScaling)]
-        for key in scaling:
-            if key not in known:
-                raise ConfigError(f"unknown rope_scaling setting {key!r}; {_nearest(key, known)}")
-        missing = [each for each in ("kind", "factor") if each not in scaling]
-        if missing:
-            raise ConfigError(f"rope_scaling lacks {missing[0]!r}; give kind and factor")
-        overrides["rope_scaling"] = RopeScaling(**scaling)
+            raise ConfigError(f"unknown model setting {key!r}; {nearest(key, names)}")
     if "head_dim" not in overrides and overrides.keys() & {"hidden_size", "num_attention_heads"}:
         sizes = {**asdict(cast(Any, config)), **overrides}
         hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
         if isinstance(hidden, int) and isinstance(heads, int):  # else refused by name below
             overrides["head_dim"] = hidden // max(1, heads)
     return cast(ModelConfig, evolve(cast(Any, config), **overrides))
-
-
-def _nearest(given: str, known: list[str]) -> str:
-    near = get_close_matches(given, known, n=1, cutoff=0.4)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
 def build_model(
@@ -149,11 +114,8 @@ def build_model(
     Raises:
         ModelError: no model has this kind of configuration.
     """
-    if isinstance(config, DecoderConfig):
-        return Decoder(config, ops=ops or plain_ops, layers=layers, first=first, last=last)
-    if isinstance(config, TransformerXLConfig):
-        return TransformerXL(config, layers=layers, first=first, last=last)
-    raise _unknown(config)
+    model = family_of(config).build(config, ops=ops, layers=layers, first=first, last=last)
+    return cast(StagedModel, model)
 
 
 def model_plan(config: ModelConfig) -> ModelPlan:
@@ -162,11 +124,7 @@ def model_plan(config: ModelConfig) -> ModelPlan:
     Raises:
         ModelError: no model has this kind of configuration.
     """
-    if isinstance(config, DecoderConfig):
-        return decoder.plan(config)
-    if isinstance(config, TransformerXLConfig):
-        return transformer_xl.plan(config)
-    raise _unknown(config)
+    return family_of(config).plan(config)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
@@ -192,11 +150,7 @@ def config_document(config: ModelConfig, dtype: torch.dtype) -> dict[str, object
     Raises:
         ModelError: no model has this kind of configuration.
     """
-    if isinstance(config, DecoderConfig):
-        return huggingface_config.to_document(config, dtype)
-    if isinstance(config, TransformerXLConfig):
-        return {"torch_dtype": str(dtype).removeprefix("torch."), **asdict(config)}
-    raise _unknown(config)
+    return family_of(config).write(config, dtype)
 
 
 def with_tokens(config: ModelConfig, tokenizer: TokenizerFiles) -> ModelConfig:
@@ -235,10 +189,7 @@ def read_config(folder: Path) -> ModelConfig:
         raise ModelError(f"{str(path)[:300]} is missing; give a folder of a saved model")
     document = _read(path)
     try:
-        if document.get("model_type") == "transformer-xl":
-            config: ModelConfig = _transformer_xl(document)
-        else:
-            config = huggingface_config.from_document(document)
+        config = from_document(document)
     except (ModelError, ConfigError) as error:
         raise ModelError(f"{path}: {error}") from error
     ends = _ends_of_generation(folder / GENERATION)
@@ -264,17 +215,18 @@ def _ends_of_generation(path: Path) -> dict[str, TokenId] | None:
     return None if ids is None else {name: ids}
 
 
-def _transformer_xl(document: dict[str, Any]) -> TransformerXLConfig:
-    names = {setting.name for setting in fields(TransformerXLConfig)}
-    known = {key: value for key, value in document.items() if key != "torch_dtype"}
-    for key in sorted((names - set(TOKENS)) ^ (known.keys() - set(TOKENS))):
-        raise ModelError(f"config.json {'lacks' if key in names else 'has unknown'} {key[:60]!r}")
-    return TransformerXLConfig(
-        **{**known, **{name: token_ids(name, known.get(name)) for name in TOKENS}}
-    )
+def from_document(document: Mapping[str, Any]) -> ModelConfig:
+    """Understand a config.json, decoded.
 
-
-def _unknown(config: object) -> ModelError:
-    return ModelError(
-        f"no model is built from a {type(config).__name__}; give a configuration of `architecture`"
-    )
+    Raises:
+        ModelError: its family is not known, or a setting is not supported.
+        ConfigError: a value is out of range.
+    """
+    name: object = document.get("model_type")
+    found = next((family for family in families() if family.name == name), None)
+    if found is None:
+        raise ModelError(
+            f"model_type {repr(name)[:60]} is not supported; supported:"
+            f" {', '.join(architectures())}"
+        )
+    return found.read(document)

@@ -53,7 +53,7 @@ def attend_in_spans(
     """Causal attention of each document alone.
 
     Args:
-        attention: the operator, as `ms_parallel.ops.attention`.
+        attention: the operator, as `ms_parallel.operators.attention`.
         q: (B, S, Hq, D).
         k: (B, S, Hk, D).
         v: like `k`.

@@ -1,0 +1,109 @@
+"""Tells what a file is by its first bytes: text, packed text, or something that is no text."""
+
+import codecs
+from typing import NamedTuple
+
+__all__ = ["BINARY", "HEAD_BYTES", "Kind", "NotText", "foreign_encoding", "kind_of"]
+
+HEAD_BYTES = 512
+"""A tar archive names itself at byte 257; all others do so before."""
+
+_UNPACK = "unpack it and give the folder"
+_ROWS = "write its rows as JSON Lines (.jsonl)"
+_TEXT = "give files of text"
+
+
+class NotText(NamedTuple):
+    """Why a file cannot be read as text."""
+
+    name: str
+    """Such as `zip archive`."""
+    remedy: str = _TEXT
+
+
+Kind = NotText | str
+"""`gz`, `zst` or "" for what is read; otherwise why it is not."""
+
+_PACKED = {b"\x1f\x8b\x08": "gz", b"\x28\xb5\x2f\xfd": "zst"}
+
+_SIGNATURES: dict[tuple[int, bytes], NotText] = {
+    (257, b"ustar"): NotText("tar archive", _UNPACK),
+    (0, b"PK\x03\x04"): NotText("zip archive", _UNPACK),
+    (0, b"PK\x05\x06"): NotText("zip archive", _UNPACK),
+    (0, b"7z\xbc\xaf\x27\x1c"): NotText("7z archive", _UNPACK),
+    (0, b"Rar!\x1a\x07"): NotText("rar archive", _UNPACK),
+    (0, b"!<arch>\n"): NotText("ar archive", _UNPACK),
+    (4, b"1AY&SY"): NotText("bzip2 file", "unpack it, or pack it by gzip or zstd"),
+    (0, b"\xfd7zXZ\x00"): NotText("xz file", "unpack it, or pack it by gzip or zstd"),
+    (0, b"\x04\x22\x4d\x18"): NotText("lz4 file", "unpack it, or pack it by gzip or zstd"),
+    (0, b"PAR1"): NotText("Parquet table", _ROWS),
+    (0, b"ARROW1\x00\x00"): NotText("Arrow table", _ROWS),
+    (0, b"\xff\xff\xff\xff\x00\x00\x00"): NotText("Arrow stream", _ROWS),
+    (0, b"Obj\x01"): NotText("Avro table", _ROWS),
+    (0, b"SQLite format 3\x00"): NotText("SQLite database", _ROWS),
+    (0, b"\x89HDF\r\n\x1a\n"): NotText("HDF5 file", _ROWS),
+    (0, b"\x93NUMPY"): NotText("NumPy array", _ROWS),
+    (0, b"%PDF-"): NotText("PDF document", "extract its text"),
+    (0, b"{\\rtf1"): NotText("RTF document", "save it as plain text"),
+    (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"): NotText("Office document", "save it as plain text"),
+    (0, b"\x89PNG\r\n\x1a\n"): NotText("PNG image"),
+    (0, b"\xff\xd8\xff"): NotText("JPEG image"),
+    (0, b"GIF87a"): NotText("GIF image"),
+    (0, b"GIF89a"): NotText("GIF image"),
+    (0, b"II*\x00"): NotText("TIFF image"),
+    (0, b"MM\x00*"): NotText("TIFF image"),
+    (8, b"WEBP"): NotText("WebP image"),
+    (8, b"WAVE"): NotText("WAV sound"),
+    (0, b"fLaC"): NotText("FLAC sound"),
+    (0, b"OggS\x00"): NotText("Ogg sound"),
+    (0, b"ID3\x02\x00"): NotText("MP3 sound"),
+    (0, b"ID3\x03\x00"): NotText("MP3 sound"),
+    (0, b"ID3\x04\x00"): NotText("MP3 sound"),
+    (4, b"ftyp"): NotText("MP4 video"),
+    (0, b"\x7fELF"): NotText("ELF program"),
+    (0, b"\xca\xfe\xba\xbe"): NotText("Java class or Mach-O program"),
+    (0, b"\xcf\xfa\xed\xfe"): NotText("Mach-O program"),
+    (0, b"\x00asm"): NotText("WebAssembly program"),
+    (0, b"wOF2"): NotText("font"),
+    (0, b"wOFF"): NotText("font"),
+    (0, b"GGUF"): NotText("GGUF model"),
+    (0, b"ms-data shard "): NotText("shard of ms-data", "give the text that it was built from"),
+}
+"""By where it stands and what it is. What holds NUL bytes needs no line here, but gets a name."""
+
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+
+BINARY = NotText("file with NUL bytes")
+
+
+def foreign_encoding(head: bytes) -> str | None:
+    """Says why a text that begins with `head` cannot be read for its encoding, or None."""
+    for mark, encoding in _MARKS.items():
+        if head.startswith(mark):
+            return f"text in {encoding}; convert it, as by `iconv -f {encoding} -t UTF-8`"
+    return None
+
+
+def kind_of(head: bytes) -> Kind:
+    """Tells what a file is whose first bytes, up to `HEAD_BYTES` of them, are `head`."""
+    for (at, signature), kind in _SIGNATURES.items():
+        if head.startswith(signature, at) and _plausible(signature, head):
+            return kind
+    for signature, packing in _PACKED.items():
+        if head.startswith(signature):
+            return packing
+    return BINARY if b"\0" in head else ""
+
+
+def _plausible(signature: bytes, head: bytes) -> bool:
+    """Whether a signature of mere letters is more than how a text happens to begin."""
+    if signature in (b"WEBP", b"WAVE"):
+        return head.startswith(b"RIFF")
+    if signature == b"1AY&SY":
+        return head.startswith(b"BZh")
+    return not signature.isalnum() or signature == b"ustar" or b"\0" in head

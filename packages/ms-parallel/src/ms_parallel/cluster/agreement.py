@@ -1,0 +1,115 @@
+"""What all processes of a run do as one: one acts for all, or all agree on a number."""
+
+import pickle
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ms_parallel.cluster.watch import position
+from ms_parallel.errors import ParallelError
+
+__all__ = ["StopRequest", "first_does", "sums"]
+
+T = TypeVar("T")
+PATIENCE = timedelta(days=30)
+"""The first process may take as long as it needs; if it dies, waiting ends at once."""
+
+
+def first_does(action: Callable[[], T]) -> T:
+    """Rank 0 acts, the others wait as long as it takes, and all get its result or its error.
+
+    Args:
+        action: its result is sent to the other ranks.
+
+    Raises:
+        ParallelError: on the other ranks, with the text of what rank 0 raised.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return action()
+    group = _patient_group(dist.group.WORLD)
+    position.patient = True
+    try:
+        return _act_and_tell(action, group)
+    finally:
+        position.patient = False
+
+
+@lru_cache(maxsize=1)
+def _patient_group(world: dist.ProcessGroup) -> Any:
+    """All processes again, in a group of its own for its long timeout."""
+    # Of the same backends: one of gloo alone lacks the accelerator that `world` may be bound to.
+    return dist.new_group(timeout=PATIENCE)
+
+
+def _act_and_tell(action: Callable[[], T], group: Any) -> T:
+    outcome: list[Any] = [None, None]
+    raised: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+            pickle.dumps(outcome[0])
+        except Exception as error:  # told to the others, then raised again here
+            raised, outcome = error, [None, str(error) or type(error).__name__]
+    dist.broadcast_object_list(outcome, src=0, group=group)
+    if raised is not None:
+        raise raised
+    if outcome[1] is not None:
+        raise ParallelError(outcome[1])
+    result: T = outcome[0]
+    return result
+
+
+def sums(*values: float) -> list[float]:
+    """Each value added up over all processes, in float64."""
+    total = torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return total.tolist()
+
+
+class StopRequest:
+    """Whether somebody has asked the run to stop: SIGTERM, or Ctrl-C once.
+
+    The processes get a signal at different moments; `agreed` is the same on all of them.
+    """
+
+    def __init__(self) -> None:
+        self.signal_name = ""
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the signals instead of dying of them; a second Ctrl-C ends the run at once."""
+        try:
+            before = {
+                number: signal.signal(number, self._take)
+                for number in (signal.SIGTERM, signal.SIGINT)
+            }
+        except ValueError:  # signals can be taken in the main thread alone
+            before = {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_name and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal_name = signal.Signals(number).name
+
+    def agreed(self) -> bool:
+        """Whether any process was asked; all of them must call this at the same step.
+
+        All know by which signal afterwards: Ctrl-C counts before SIGTERM, which may follow it.
+        """
+        asked, by_hand = sums(bool(self.signal_name), self.signal_name == signal.SIGINT.name)
+        if asked:
+            self.signal_name = (signal.SIGINT if by_hand else signal.SIGTERM).name
+        return asked > 0

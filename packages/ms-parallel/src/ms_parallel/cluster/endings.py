@@ -1,0 +1,118 @@
+"""How a run that cannot go on ends: one line from one process, and an exit code that tells why.
+
+2 is for what the user can mend (a setting, a file, a full disk), 1 for the rest.
+"""
+
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from ms_parallel.cluster.failures import LOST
+from ms_parallel.cluster.process import is_first, launched, rank, world_size
+from ms_parallel.cluster.watch import Heartbeat, position
+from ms_parallel.entry import BAD_INPUT, FAILED, INTERRUPTED, one_line
+from ms_parallel.errors import LaunchError, ParallelError, StageError
+
+__all__ = ["end_scripts_plainly", "report"]
+
+GOES_ON = "the same command goes on from the last complete checkpoint"
+
+
+def report(error: BaseException) -> int | None:
+    """Say in one line, once for all processes, why a run ends.
+
+    Where a process did not come, the line says which, and where each stood.
+
+    Returns:
+        The exit code; None if this is no error to be told in a line, and wants its traceback.
+    """
+    told = _told(error)
+    if told is None:
+        return None
+    code, line = told
+    if code == INTERRUPTED:  # came to all at once
+        if is_first():
+            _say(line)
+        return code
+    # A process that met nobody speaks for itself, and has no store to ask.
+    if isinstance(error, LaunchError) or not launched():
+        _say(line)
+        return code
+    position.raised(error.__traceback__)
+    heartbeat = Heartbeat.running or Heartbeat(rank(), world_size(), 1.0)
+    with _undisturbed():
+        if heartbeat.speaks_first("mistake" if code == BAD_INPUT else "loss"):
+            missing = heartbeat.who_is_missing() if _is_lost(error) else None
+            _say(f"{missing}; {GOES_ON}" if missing else line)
+            heartbeat.has_spoken()
+        else:
+            heartbeat.wait_until_spoken()
+    return code
+
+
+def end_scripts_plainly() -> None:
+    """Let an error that nobody handles end a script as it ends the command.
+
+    A script that is started by torchrun would else print a traceback for each process, over a
+    setting that is wrong. Whoever catches the error sees it as it is, and a hook that somebody
+    else has set stays.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _hook
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    # torch's own hook around this one gathers what is said, and loses it where one exits.
+    sys.stderr = sys.__stderr__
+    code = report(error)
+    if code is None:
+        sys.__excepthook__(kind, error, trace)
+    else:
+        sys.exit(code)
+
+
+def _told(error: BaseException) -> tuple[int, str] | None:
+    """Exit code and line of an error that a line can tell."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, f"interrupted; {GOES_ON}"
+    if isinstance(error, StageError):
+        return FAILED, str(error)
+    if isinstance(error, ParallelError) or _is_of_ms_data(error):
+        return getattr(error, "exit_code", BAD_INPUT), " ".join(str(error).split())
+    if _is_lost(error):
+        reason = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split())).split(". ")[0][:160]
+        return FAILED, f"rank {rank()} lost another process ({reason}); {GOES_ON}"
+    return None
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether this is what torch raises where another process does not come."""
+    of_torch = isinstance(error, RuntimeError) and not isinstance(error, ParallelError)
+    return of_torch and launched() and bool(LOST.search(str(error)))
+
+
+def _is_of_ms_data(error: BaseException) -> bool:
+    """Without importing ms-data, which a run need not have."""
+    data = sys.modules.get("ms_data")
+    return data is not None and isinstance(error, data.DataError)
+
+
+def _say(line: str) -> None:
+    print(f"ms-parallel: {one_line(line)}", file=sys.stderr, flush=True)  # noqa: T201 - the command's last word
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let no SIGTERM of torchrun's end a process in the seconds in which one speaks for all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,54 @@
+"""The processes of a layout: one device mesh with an axis for each way of splitting."""
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ms_parallel.cluster.layout import AXES, Layout, Place, row_axes
+
+__all__ = ["Groups", "lay_mesh"]
+
+
+@frozen(kw_only=True)
+class Groups:
+    """One process's place among all, and the process groups along each axis."""
+
+    layout: Layout
+    place: Place
+    device: torch.device
+    mesh: DeviceMesh
+    """An axis for each of the layout's that has ranks, outermost first."""
+    rows: DeviceMesh
+    """The processes that read different rows of a batch, all else as here."""
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The processes that differ from this one along `axis`, or by the `rows` that they read."""
+        return self.rows.get_group() if axis == "rows" else self.mesh.get_group(axis)
+
+    def peer(self, axis: str, index: int) -> int:
+        """Global rank of the process at `index` along `axis`, all other axes as here."""
+        return dist.get_global_rank(self.group(axis), index)
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        axis: str | None = None,
+        op: dist.ReduceOp.RedOpType | None = None,
+    ) -> torch.Tensor:
+        """Sum (or `op`) `tensor` in place along an axis or `rows`, or over all processes."""
+        group = None if axis is None else self.group(axis)
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(tensor, op=op or dist.ReduceOp.SUM, group=group)
+        return tensor
+
+
+def lay_mesh(layout: Layout, device: torch.device) -> Groups:
+    """Lay the mesh of a layout over the processes that have met."""
+    shape = tuple(getattr(layout, axis) for axis in AXES)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+    split = tuple(axis for axis in row_axes() if getattr(layout, axis) > 1) or row_axes()[:1]
+    rows = mesh[split[0]] if len(split) == 1 else mesh[split]._flatten("rows")
+    return Groups(
+        layout=layout, place=layout.place(dist.get_rank()), device=device, mesh=mesh, rows=rows
+    )

@@ -1,0 +1,6 @@
+"""Says where each rank stands when one of them does not come: its step, collective and line."""
+
+from ms_parallel.cluster.watch.heartbeat import Heartbeat
+from ms_parallel.cluster.watch.record import position
+
+__all__ = ["Heartbeat", "position"]

@@ -1,0 +1,227 @@
+"""A thread in each rank that tells the others where it stands, and asks when one does not come.
+
+Each rank sets its record in the launcher's store once a second; who waits in vain reads all of
+them. Processes of this machine are looked up in /proc, so that a stopped one and a killed one are
+told apart at once; of other machines a record that no longer counts up gives no sign.
+
+The thread has a connection of its own: the process group's is held by whoever waits at it.
+"""
+
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from ms_parallel.cluster.parent import launcher_is_gone
+from ms_parallel.cluster.watch.findings import State, explain
+from ms_parallel.cluster.watch.record import Record, position
+from ms_parallel.entry import FAILED
+
+__all__ = ["Heartbeat"]
+
+RANKS_A_SECOND = 1000
+"""That the store is to bear."""
+STORE_TIMEOUT = timedelta(seconds=5)
+LOST = (dist.DistError, RuntimeError, ValueError)
+
+
+class Heartbeat:
+    """Sends this rank's position once in a while, and reads all ranks' when they are wanted.
+
+    Args:
+        rank: of this process.
+        world: number of ranks.
+        timeout_s: seconds after which a silent process counts as lost.
+    """
+
+    running: "Heartbeat | None" = None
+    """This process's."""
+
+    def __init__(self, rank: int, world: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.world = world
+        self.timeout_s = timeout_s
+        self.interval_s = max(min(1.0, timeout_s / 4), world / RANKS_A_SECOND)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.prefix = f"ms-parallel/attempt-{attempt}"
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ms-parallel watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to send."""
+        position.thread = threading.get_ident()
+        Heartbeat.running = self
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread before the interpreter ends, which a thread inside of torch can abort."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=STORE_TIMEOUT.total_seconds() + 1)
+
+    def who_is_missing(self) -> str | None:
+        """One sentence about the rank that did not come; None if the store has gone too."""
+        try:
+            store = self._connect()
+            self._send(store)
+            return explain(*self._gather(store), self.world)
+        except LOST:
+            return None
+
+    def speaks_first(self, what: str) -> bool:
+        """Whether this rank is to say why the run ends: the first that asks, for all.
+
+        Args:
+            what: `mistake` or `loss`; a mistake explains the losses that follow from it.
+        """
+        try:
+            store = self._connect()
+            if store.check([f"{self.prefix}/said-mistake"]):
+                return False
+            return int(store.add(f"{self.prefix}/said-{what}", 1)) == 1
+        except LOST:
+            return self.rank == 0
+
+    def has_spoken(self) -> None:
+        """Let the other ranks end: torchrun stops all when the first has ended."""
+        with suppress(*LOST):
+            self._connect().set(f"{self.prefix}/spoken", "1")
+
+    def wait_until_spoken(self) -> None:
+        """Give the one that speaks the time to ask all ranks."""
+        with suppress(*LOST):
+            self._connect().wait([f"{self.prefix}/spoken"], STORE_TIMEOUT + self._patience)
+
+    @property
+    def _patience(self) -> timedelta:
+        """In which every rank that lives sends a record."""
+        return timedelta(seconds=2 * self.interval_s + 0.5)
+
+    def _connect(self) -> Any:
+        return dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=STORE_TIMEOUT,
+            wait_for_workers=False,
+        )
+
+    def _run(self) -> None:
+        silence = _Silence()
+        try:
+            store = self._connect()
+            self._send(store)
+            while not self._ended.wait(self.interval_s):
+                self._send(store)
+                self._look(store, silence)
+                _end_if_orphaned()
+        except LOST:
+            # The ranks are ending, or lost the store's machine, which they find by themselves. To
+            # connect again here would keep the interpreter from ending.
+            while not self._ended.wait(self.interval_s):
+                _end_if_orphaned()
+
+    def _send(self, store: Any) -> None:
+        store.set(self._key(self.rank), msgspec.json.encode(position.record(self.rank)))
+
+    def _key(self, rank: int) -> str:
+        return f"{self.prefix}/position-{rank}"
+
+    def _look(self, store: Any, silence: "_Silence") -> None:
+        """Tell when no progress is made for half of the limit; end when rank 0 acts no more."""
+        now = time.monotonic()
+        if position.patient:
+            (first,) = self._read(store, [0]).values() or (None,)
+            if self.rank and silence.lasts(now, first and first.beat) > self.timeout_s:
+                self._end(f"rank 0 acts for all ranks and gives no sign for {self.timeout_s:g} s")
+        elif not position.step:  # to begin takes as long as it takes
+            return
+        elif silence.lasts(now, position.progress) > self.timeout_s / 2 and not silence.told:
+            silence.told = True
+            if store.add(f"{self.prefix}/slow-{position.step}", 1) == 1:
+                found = explain(*self._gather(store), self.world)
+                _say(f"warning: nothing has moved for {self.timeout_s / 2:g} s: {found}")
+
+    def _end(self, reason: str) -> None:
+        if self.speaks_first("loss"):
+            _say(f"{reason}: {self.who_is_missing()}")
+            self.has_spoken()
+        else:
+            self.wait_until_spoken()
+        os._exit(FAILED)
+
+    def _gather(self, store: Any) -> tuple[dict[int, Record], dict[int, State]]:
+        """Each rank's last record, and what its process is doing."""
+        before = self._read(store, range(self.world))
+        end = time.monotonic() + self._patience.total_seconds()
+        # A killed process closes its connections a moment before the kernel calls it gone.
+        while time.monotonic() < end:
+            states = {rank: _state(record) for rank, record in before.items()}
+            if any(_is_absent(states[rank], before[rank]) for rank in before):
+                time.sleep(self.interval_s)  # in which the others send where they stand by now
+                break
+            time.sleep(0.05)
+        records = {**before, **self._read(store, before)}
+        for rank, state in states.items():
+            if state is None:
+                moved = records[rank].beat > before[rank].beat
+                states[rank] = State.ALIVE if moved or time.monotonic() < end else State.SILENT
+        return records, {rank: state or State.SILENT for rank, state in states.items()}
+
+    def _read(self, store: Any, ranks: Any) -> dict[int, Record]:
+        there = [rank for rank in ranks if store.check([self._key(rank)])]
+        found = store.multi_get([self._key(rank) for rank in there]) if there else []
+        return {
+            rank: msgspec.json.decode(content, type=Record)
+            for rank, content in zip(there, found, strict=True)
+        }
+
+
+class _Silence:
+    """How long something has stayed the same."""
+
+    def __init__(self) -> None:
+        self.told = False
+        self.began = False
+        self._last: object = None
+        self._since = 0.0
+
+    def lasts(self, now: float, value: object) -> float:
+        """Seconds since `value` was another."""
+        if value != self._last or not self.began:
+            self._last, self._since, self.told, self.began = value, now, False, True
+        return now - self._since
+
+
+def _end_if_orphaned() -> None:
+    if launcher_is_gone():
+        os._exit(FAILED)
+
+
+def _is_absent(state: State | None, record: Record) -> bool:
+    return state in (State.STOPPED, State.GONE) and not record.lost
+
+
+def _state(record: Record) -> State | None:
+    """Of a process of this machine what the kernel says; None for another machine's."""
+    if record.machine != position.machine:
+        return None
+    try:
+        stat = Path(f"/proc/{record.pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return State.GONE
+    letter, *rest = stat[stat.rindex(")") + 2 :].split()
+    if letter in "ZX" or int(rest[18]) != record.born:
+        return State.GONE
+    return State.STOPPED if letter in "tT" else State.ALIVE
+
+
+def _say(line: str) -> None:
+    print(f"ms-parallel: {line}", file=sys.stderr, flush=True)  # noqa: T201 - nobody else can

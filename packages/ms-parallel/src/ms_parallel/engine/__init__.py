@@ -1,0 +1,1 @@
+"""The engine: a model, its optimizer and its processes behind one object."""

@@ -1,0 +1,133 @@
+"""What an engine runs: the configuration, the plan and this process's stages of a given model."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from ms_parallel import operators
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.heads import add_heads
+from ms_parallel.engine.options import EngineOptions
+from ms_parallel.errors import ConfigError
+from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.plan import ModelPlan
+from ms_parallel.models.registry import architecture, architectures, model_plan, parameter_shapes
+from ms_parallel.models.staged import StagedModel
+from ms_parallel.split.own_model import WHOLE, OwnModelConfig, build_own, check_own
+from ms_parallel.split.recompute import Recompute
+from ms_parallel.split.stages import build_stage, cut_layers
+from ms_parallel.weights.initial import initialise
+from ms_parallel.weights.load import has_weights, load_weights
+
+__all__ = ["Given", "build_stages", "describe"]
+
+GIB, STATE_BYTES = 1 << 30, 16
+"""A weight, its gradient and its two moments, in float32."""
+
+Given = str | Path | ModelConfig | nn.Module
+"""An architecture's name, a folder, a configuration, or a module of the user's own."""
+
+
+def describe(
+    model: Given, plan: ModelPlan | None, layout: Layout, recompute: Recompute
+) -> tuple[ModelConfig, ModelPlan]:
+    """The configuration and the plan of what was given, checked against the layout.
+
+    Raises:
+        ConfigError: a plan is given for a model that has one.
+        LayoutError: the layout does not fit the model.
+        ModelError: the folder's model cannot be read.
+    """
+    if isinstance(model, nn.Module):
+        plan = plan or WHOLE
+        check_own(model, plan, layout, recompute)
+        # It lacks the sizes that only our own models are cut by.
+        return cast(ModelConfig, OwnModelConfig.of(model)), plan
+    if plan is not None:
+        raise ConfigError("plan is for a module of your own; leave it out, as this model has one")
+    config = architecture(model) if isinstance(model, str | Path) else model
+    layout.check_model(config.shape)
+    return config, model_plan(config)
+
+
+def build_stages(
+    model: Given,
+    config: ModelConfig,
+    plan: ModelPlan,
+    placement: Sequence[int],
+    split: Sequence[int] | None,
+    groups: Groups,
+    options: EngineOptions,
+) -> dict[int, StagedModel]:
+    """This process's stages by number, split and sharded, with their weights.
+
+    Args:
+        model: what was given.
+        config: of the model.
+        plan: of the model.
+        placement: pipeline rank of each stage.
+        split: layers of each stage; None for as even as can be.
+        groups: the layout's processes.
+        options: the engine's.
+    """
+    prepare = _preparation(options)
+    how: Any = {"mixed_precision": options.mixed_precision, "recompute": options.recompute}
+    if isinstance(model, nn.Module):
+        return {0: cast(StagedModel, build_own(model, plan, groups, prepare=prepare, **how))}
+    if groups.device.type == "cpu":
+        _check_memory(config, groups.layout)
+    layers = cut_layers(config.num_hidden_layers, len(placement), plan.cuts, split)
+    ops = options.ops or operators
+    stages = {
+        stage: build_stage(config, layers[stage], groups, ops=ops, prepare=prepare, **how)
+        for stage, home in enumerate(placement)
+        if home == groups.place.pipeline
+    }
+    if options.weights != "unset":
+        folder = _weights_in(model) if options.weights == "initial" else Path(options.weights)
+        for stage in stages.values():
+            if folder is None:
+                initialise(stage, options.seed)
+            else:
+                load_weights(stage, folder)
+    return stages
+
+
+def _preparation(options: EngineOptions) -> Callable[[Any], object]:
+    """What is done to a stage before it is sharded: what the user asks for, then extra heads."""
+
+    def prepare(stage: Any) -> None:
+        if options.prepare is not None:
+            options.prepare(stage)
+        if options.heads:
+            add_heads(stage, options.heads)
+
+    return prepare
+
+
+def _check_memory(config: ModelConfig, layout: Layout) -> None:
+    """Refuse a model that this machine cannot hold, before it is taken to its knees.
+
+    Counts weights, gradients and two moments in float32, each on one process alone: less than what
+    is really needed, so that nothing is refused that fits.
+    """
+    here = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), layout.world_size)
+    count = sum(shape.numel() for shape in parameter_shapes(config).values())
+    needed = count * STATE_BYTES * here // layout.world_size
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise ConfigError(
+            f"a model of {count:,} parameters needs {needed / GIB:,.0f} GiB here in training, and"
+            f" this machine has {there / GIB:,.0f} GiB; make it smaller, or use more machines"
+        )
+
+
+def _weights_in(model: str | Path | ModelConfig) -> Path | None:
+    """The folder to read weights from, if `model` is one that has any."""
+    if not isinstance(model, str | Path) or str(model) in architectures():
+        return None
+    return Path(model) if has_weights(model) else None

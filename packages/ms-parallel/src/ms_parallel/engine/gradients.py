@@ -1,0 +1,92 @@
+"""What happens to gradients between the backward and the optimizer, under any layout."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.models.plan import ModelPlan
+from ms_parallel.split.part import local_gradient
+
+__all__ = ["is_counted", "reduce_gradients", "scale", "squared_norm"]
+
+
+def reduce_gradients(
+    parameters: Mapping[str, Tensor],
+    whole: Collection[str],
+    tied: Sequence[tuple[str, str]],
+    placement: Sequence[int],
+    groups: Groups,
+) -> dict[str, Tensor]:
+    """This process's part of each gradient of the global batch, by name.
+
+    The data axis was summed by the backward; what is left are parameters of which each tensor
+    rank has a share of the gradient, and tied weights of which two stages have one each.
+
+    Args:
+        parameters: of this process's stages.
+        whole: names of those that each tensor rank holds all of.
+        tied: pairs (owner, copy) of names that hold one weight.
+        placement: pipeline rank of each stage.
+        groups: the layout's processes.
+    """
+    gradients = {name: local_gradient(parameter) for name, parameter in parameters.items()}
+    sum_over_tensor([gradients[name] for name in whole], groups)
+    first, last = placement[0], placement[-1]
+    for owner, copy in tied if len(placement) > 1 else ():
+        if first == last == groups.place.pipeline:
+            gradients[owner] += gradients[copy]
+            gradients[copy].copy_(gradients[owner])
+        elif owner in gradients:
+            sum_tied(gradients[owner], last, groups)
+        elif copy in gradients:
+            sum_tied(gradients[copy], first, groups)
+    return gradients
+
+
+def is_counted(name: str, plan: ModelPlan, placement: Sequence[int], groups: Groups) -> bool:
+    """Whether this process's part of a gradient counts in the norm, being nobody else's."""
+    if groups.place.tensor > 0 and plan.split_dim(name) is None:
+        return False
+    return not (len(placement) > 1 and name in {copy for _, copy in plan.tied})
+
+
+def sum_over_tensor(gradients: Sequence[Tensor], groups: Groups) -> None:
+    """Add up, in place and in one message, gradients of which each tensor rank has a share."""
+    if groups.layout.tensor == 1 or not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    groups.all_reduce(flat, "tensor")
+    sizes = [gradient.numel() for gradient in gradients]
+    for gradient, total in zip(gradients, torch.split(flat, sizes), strict=True):
+        gradient.copy_(total.view_as(gradient))
+
+
+def sum_tied(gradient: Tensor, peer: int, groups: Groups) -> None:
+    """Add, in place, the gradient that pipeline rank `peer` has of the same weight.
+
+    Both ends add the same two numbers, so the two copies stay equal bit by bit.
+    """
+    other = torch.empty_like(gradient)
+    rank, group = groups.peer("pipeline", peer), groups.group("pipeline")
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, gradient, rank, group), dist.P2POp(dist.irecv, other, rank, group)]
+    )
+    for work in works:
+        work.wait()
+    gradient += other
+
+
+def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares of all elements, a float32 scalar."""
+    if not gradients:
+        return torch.zeros((), device=device)
+    norms = torch._foreach_norm(list(gradients))
+    return torch.stack(norms).float().square().sum()
+
+
+def scale(gradients: Sequence[Tensor], factor: float) -> None:
+    """Multiply all in place."""
+    torch._foreach_mul_(list(gradients), factor)

@@ -1,0 +1,74 @@
+"""What a loss is, what it may ask of the last stage, and the loss of next-token prediction."""
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from ms_parallel.models.batch import Batch
+
+__all__ = ["Batch", "Loss", "LossWithStatistics", "NextTokenLoss", "Output"]
+
+IGNORED = -100
+
+
+class Output(Protocol):
+    """What a loss may ask of the last stage; the same under every layout."""
+
+    def logits(self, positions: slice = ...) -> Tensor:
+        """Logits (B, S, V) of the whole vocabulary, in the model's dtype; of some positions."""
+
+    def token_losses(self, targets: Tensor, *, temperature: float = ...) -> Tensor:
+        """-log p(target), float32 (B, S), 0 where the target is -100.
+
+        p is softmax(logits / temperature). At temperature 1 no big logits are held.
+        """
+
+    def entropies(self, counted: Tensor, *, temperature: float = ...) -> Tensor:
+        """Entropy of p in nats, float32 (B, S), where `counted` (B, S) is true; 0 elsewhere."""
+
+    def head(self, name: str) -> Tensor:
+        """What an extra head makes of the final hidden states, float32 (B, S, its width)."""
+
+
+class Loss(Protocol):
+    """A sum over a batch, and what the sum over the whole global batch is divided by."""
+
+    def weight(self, batch: Batch) -> float:
+        """This batch's share of the divisor; shares are added up over ranks and microbatches."""
+
+    def __call__(self, output: Output, batch: Batch) -> Tensor:
+        """Sum over this microbatch, a float32 scalar that is not divided yet."""
+
+
+@runtime_checkable
+class LossWithStatistics(Protocol):
+    """A loss that gives other numbers to log beside itself."""
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Their names."""
+
+    def weight(self, batch: Batch) -> float:
+        """As of any loss."""
+
+    def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss's sum; and the sum of each statistic, detached float32 (len(statistics),).
+
+        Both are divided by the global weight, so a statistic is a mean weighted like the loss.
+        """
+
+
+class NextTokenLoss:
+    """Mean of -log p(target) over all target tokens of the global batch, by `weights` if given."""
+
+    def weight(self, batch: Batch) -> float:
+        """Number of targets that are not -100, or the sum of their weights."""
+        counted = batch["targets"] != IGNORED
+        weights = batch.get("weights")
+        return float(counted.sum() if weights is None else (weights * counted).sum())
+
+    def __call__(self, output: Output, batch: Batch) -> Tensor:
+        """Weighted sum of the microbatch's token losses."""
+        losses = output.token_losses(batch["targets"])
+        weights = batch.get("weights")
+        return losses.sum() if weights is None else (losses * weights).sum()

@@ -1,0 +1,14 @@
+"""Llama (Touvron et al., 2023) and what is built like it."""
+
+from ms_parallel.models.dense import DenseFamily
+
+__all__ = ["FAMILY"]
+
+FAMILY = DenseFamily(
+    name="llama",
+    transformers_class="LlamaForCausalLM",
+    fixed={"query_key_norm": False, "sliding_window": None, "sliding_layers": None},
+    silent={"max_position_embeddings": 2048},
+    null_head_dim=True,
+    whole_heads=True,
+)

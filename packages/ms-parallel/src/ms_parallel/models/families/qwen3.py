@@ -1,0 +1,19 @@
+"""Qwen 3 (Yang et al., 2025): norms over each head of queries and keys."""
+
+from ms_parallel.models.dense import DenseFamily
+
+__all__ = ["FAMILY"]
+
+FAMILY = DenseFamily(
+    name="qwen3",
+    transformers_class="Qwen3ForCausalLM",
+    fixed={"mlp_bias": False, "query_key_norm": True},
+    silent={
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "max_window_layers": 28,
+        "head_dim": 128,
+    },
+    windows="upper_layers",
+    small={"tie_word_embeddings": True},
+)

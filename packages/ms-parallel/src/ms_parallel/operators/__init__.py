@@ -1,0 +1,15 @@
+"""The operators that models are made of, in plain torch; the module itself fits `Ops`."""
+
+from ms_parallel.operators.losses import cross_entropy, linear_cross_entropy
+from ms_parallel.operators.plain import attention, rms_norm, rotary, swiglu
+from ms_parallel.operators.protocol import Ops
+
+__all__ = [
+    "Ops",
+    "attention",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rotary",
+    "swiglu",
+]

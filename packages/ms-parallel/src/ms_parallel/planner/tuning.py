@@ -1,0 +1,182 @@
+"""Measures a model on its processes, and searches for the schedule and the split of its layers."""
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.engine.engine import Engine
+from ms_parallel.engine.loss import Batch, NextTokenLoss
+from ms_parallel.engine.microbatches import cut_batch, measure
+from ms_parallel.errors import ConfigError, LayoutError
+from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.registry import model_plan
+from ms_parallel.pipeline.recorder import Recorder
+from ms_parallel.planner.found_schedule import FoundSchedule
+from ms_parallel.planner.probes import (
+    MICROBATCHES,
+    MemoryRuntime,
+    message_times,
+    random_batch,
+    segment_costs,
+    segment_layers,
+    segment_stages,
+)
+from ms_parallel.planner.shortest import shortest_schedule
+from ms_parallel.schedules.table.action import Kind
+from ms_parallel.schedules.table.segments import SegmentCosts
+
+__all__ = ["conditions_of", "measure_segments", "search_schedule"]
+
+STEPS = 3
+"""That are timed, after one that is not."""
+MAX = dist.ReduceOp.MAX
+
+
+def measure_segments(
+    config: ModelConfig, groups: Groups, *, rows: int, sequence_length: int, **options: Any
+) -> SegmentCosts:
+    """Time and memory of one microbatch in each segment; the same on every process.
+
+    Some steps pass through an engine made for it, every segment a stage of its own; weights of a
+    run, its random numbers and its place in the data are not touched. All processes call this.
+
+    Args:
+        config: the model.
+        groups: the layout's processes.
+        rows: of a microbatch.
+        sequence_length: tokens of a row.
+        options: of the engine, such as `recompute` and `mixed_precision`.
+
+    Returns:
+        Times in microseconds, memory in bytes; the slowest data and tensor rank counts.
+    """
+    layers = segment_layers(config)
+    staged = segment_stages(layers, groups.layout.pipeline)
+    engine = Engine(config, groups=groups, **{**options, "schedule": staged})
+    batch = random_batch(config.vocab_size, rows, sequence_length)
+    times = [_timed(engine, batch) for _ in range(1 + STEPS)][1:]
+    own = torch.zeros(5, len(layers))
+    for index, kind in enumerate((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)):
+        for stage in engine.stages:
+            own[index, stage] = median(t for step in times for t in step[kind, stage])
+    memory = engine.runtime = MemoryRuntime(engine.runtime)
+    _step(engine, batch)
+    for stage in engine.stages:
+        own[3, stage] = memory.kept_bytes[stage]
+        own[4, stage] = memory.retained_bytes[stage]
+    links = torch.tensor(message_times(groups, memory.message_bytes))
+    most = groups.all_reduce(torch.cat([own.flatten(), links]).to(groups.device), op=MAX).cpu()
+    return segment_costs(layers, most[:-2].view(5, -1), *most[-2:].tolist())
+
+
+def _step(engine: Engine, batch: Batch) -> None:
+    """One step without an optimizer; gradients are dropped."""
+    loss, rows = NextTokenLoss(), len(batch["tokens"]) // MICROBATCHES
+    microbatches = cut_batch(batch, rows, engine.groups.layout.tensor)
+    weight, _ = measure(microbatches, loss, engine.groups)
+    engine.backward(microbatches, loss, weight)
+    for parameter in engine.parameters.values():
+        parameter.grad = None
+
+
+def _timed(engine: Engine, batch: Batch) -> dict[tuple[Kind, int], list[float]]:
+    """Seconds of each computation, by kind and stage."""
+    recorder = engine.runtime.recorder = Recorder(engine.device)
+    _step(engine, batch)
+    engine.runtime.recorder = None
+    found: dict[tuple[Kind, int], list[float]] = {}
+    row = engine.tables.training(MICROBATCHES).computations()[engine.groups.place.pipeline]
+    for action, (begin, end) in zip(row, recorder.times_ns(), strict=True):
+        found.setdefault((action.kind, action.stage), []).append((end - begin) / 1e9)
+    return found
+
+
+def search_schedule(
+    config: ModelConfig,
+    groups: Groups,
+    *,
+    rows: int,
+    sequence_length: int,
+    microbatch_size: int | None = None,
+    memory_cap_bytes: int | None = None,
+    measure: Callable[..., SegmentCosts] = measure_segments,
+    **options: Any,
+) -> FoundSchedule:
+    """Measure this model on these processes, and search; the same result on every process.
+
+    All processes call this before they build their engine with `schedule=found.staged`. Stages one
+    a rank, in a V and in a loop of two are tried, each with the layers shared out to suit it. Pairs
+    of a forward and a backward are not tried, as the runtime does not overlap them.
+
+    Args:
+        config: the model.
+        groups: the layout's processes.
+        rows: that a data rank passes to one update.
+        sequence_length: tokens of a row.
+        microbatch_size: rows that pass at once; None for all of them.
+        memory_cap_bytes: most activation memory of a rank; None for as much as 1F1B takes.
+        measure: what gives the costs of the segments.
+        options: of the engine that will perform it, such as `recompute` and `mixed_precision`.
+
+    Raises:
+        ConfigError: the rows do not divide into microbatches; only those of one size are searched.
+        LayoutError: the model has fewer layers than the pipeline has ranks.
+        ScheduleError: the cap is below the least that works, which is named.
+    """
+    size = microbatch_size or rows
+    if rows % size:
+        raise ConfigError(
+            f"{rows} rows of a data rank do not divide into microbatches of {size}; a schedule is"
+            " searched for microbatches of one size, so choose a divisor"
+        )
+    conditions = conditions_of(
+        config, groups, rows, sequence_length, size, memory_cap_bytes, options
+    )
+    segments, ranks = len(model_plan(config).cuts), groups.layout.pipeline
+    if segments < ranks:
+        raise LayoutError(f"{segments} layers for pipeline={ranks}; use at most {segments} ranks")
+    costs = measure(config, groups, rows=size, sequence_length=sequence_length, **options)
+    # What is computed again would be kept from I to W, more than recomputation spares.
+    whole = conditions["recompute"] == "full"
+
+    def encoded() -> bytes:
+        found = shortest_schedule(
+            costs,
+            ranks,
+            rows // size,
+            memory_cap_bytes,
+            conditions=conditions,
+            split=not whole,
+        )
+        return msgspec.json.encode(found)
+
+    return msgspec.json.decode(first_does(encoded), type=FoundSchedule)
+
+
+def conditions_of(
+    config: ModelConfig,
+    groups: Groups,
+    rows: int,
+    sequence_length: int,
+    microbatch_size: int,
+    memory_cap_bytes: int | None,
+    options: dict[str, Any],
+) -> dict[str, int | str | None]:
+    """What a found schedule depends on, as it stands in its file."""
+    return {
+        "layout": str(groups.layout),
+        "architecture": config.model_type,
+        "layers": config.num_hidden_layers,
+        "rows": rows,
+        "microbatch_size": microbatch_size,
+        "sequence_length": sequence_length,
+        "memory_cap_bytes": memory_cap_bytes,
+        "recompute": str(options.get("recompute", "none")),
+        "mixed_precision": int(options.get("mixed_precision", False)),
+    }

@@ -1,0 +1,1 @@
+"""The proofs that a schedule is complete, in order, and free of deadlock."""

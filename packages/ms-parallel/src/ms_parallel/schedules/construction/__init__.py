@@ -1,0 +1,1 @@
+"""The list scheduler, and the orders and building blocks that guide it."""

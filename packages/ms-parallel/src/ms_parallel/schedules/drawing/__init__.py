@@ -1,0 +1,1 @@
+"""Pictures of timelines: SVG, HTML, and lines for a terminal."""

@@ -1,0 +1,1 @@
+"""Generators of schedules with one stage a rank."""

@@ -1,0 +1,1 @@
+"""Generators of schedules with two stages a rank, down the ranks and back up."""

@@ -1,0 +1,1 @@
+"""Splits models over processes: the only room that knows DTensor and FSDP."""

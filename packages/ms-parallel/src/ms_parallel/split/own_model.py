@@ -1,0 +1,171 @@
+"""A module of the user's own as the one stage of an engine, split as its plan allows.
+
+It is called as `module(tokens, positions=..., documents=..., cache=...)`, of which it names what it
+uses, and returns logits. Unlike our own models it is whole before it is split, so it has to fit one
+process.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.errors import ConfigError, LayoutError, ModelError
+from ms_parallel.models.plan import ModelPlan
+from ms_parallel.split.recompute import Recompute, recompute_blocks
+from ms_parallel.split.sharding import shard_model
+from ms_parallel.split.tensor_parallel import split_model
+
+__all__ = ["WHOLE", "LanguageModel", "OwnModelConfig", "build_own", "call_own", "check_own"]
+
+WHOLE = ModelPlan()
+"""The plan of a module that nothing is known of: one unit of sharding."""
+
+
+class LanguageModel(Protocol):
+    """What a module of one's own has to be."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """(B, S) int64 to logits (B, S, V)."""
+
+
+@frozen(kw_only=True)
+class OwnModelConfig:
+    """What is known of a module of the user's own: enough to tell it from another."""
+
+    model_type: str
+    """The name of its class."""
+    weights: str
+    """Digest of the names and shapes of its parameters."""
+    num_hidden_layers: int = 1
+    """All of it is one stage."""
+    bos_token_id: None = None
+    eos_token_id: None = None
+    pad_token_id: None = None
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "OwnModelConfig":
+        """The configuration of a module that is not split yet."""
+        shapes = [(name, tuple(value.shape)) for name, value in module.named_parameters()]
+        digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:32]
+        return cls(model_type=type(module).__name__, weights=digest)
+
+
+def call_own(module: nn.Module, tokens: Tensor, **context: Any) -> Tensor:
+    """Call a module with as much of positions, documents and cache as its forward names."""
+    named = inspect.signature(module.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in named.values())
+    passed = {name: value for name, value in context.items() if takes_any or name in named}
+    _check_passed(module, context, passed)
+    cache = passed.get("cache")
+    held = cache.length if cache is not None else 0
+    made: Tensor = module(tokens, **passed)
+    if cache is not None and cache.length != held + tokens.shape[1]:
+        raise ModelError(
+            f"{type(module).__name__} did not fill its cache, without which it cannot generate; see"
+            " ms_parallel.models.KeyValueCache"
+        )
+    if made.ndim != 3 or made.shape[:2] != tokens.shape:
+        raise ModelError(
+            f"{type(module).__name__} returned a tensor {tuple(made.shape)} for tokens"
+            f" {tuple(tokens.shape)}; return logits (rows, positions, vocabulary)"
+        )
+    return made
+
+
+def _check_passed(module: nn.Module, context: Mapping[str, Any], passed: Mapping[str, Any]) -> None:
+    """What a module does not take may not be left out where the result depends on it."""
+    documents, cache = context.get("documents"), context.get("cache")
+    if "cache" not in passed and cache is not None:
+        raise ModelError(
+            f"{type(module).__name__}.forward takes no cache, without which it cannot generate;"
+            " take cache=None, a KeyValueCache"
+        )
+    if (
+        "documents" not in passed
+        and documents is not None
+        and bool((documents != documents[:, :1]).any())
+    ):
+        raise ModelError(
+            f"{type(module).__name__}.forward takes no documents, so that attention would cross"
+            " them in packed rows; take documents=None, or leave them out of the batch"
+        )
+
+
+def build_own(
+    module: nn.Module,
+    plan: ModelPlan,
+    groups: Groups,
+    *,
+    mixed_precision: bool,
+    recompute: Recompute,
+    prepare: Callable[[Any], object] | None = None,
+) -> nn.Module:
+    """Take a module over, in place: every process the first one's weights, then each its part."""
+    module.to(groups.device)
+    with torch.no_grad():
+        _share(module, groups)
+    split_model(module, plan, groups, gather_logits=True)
+    if prepare is not None:
+        prepare(module)
+    recompute_blocks(module, plan, recompute)
+    shard_model(module, plan, groups, mixed_precision=mixed_precision)
+    return module
+
+
+def check_own(module: nn.Module, plan: ModelPlan, layout: Layout, recompute: Recompute) -> None:
+    """Check that a layout asks nothing of a module that its plan does not say.
+
+    Raises:
+        LayoutError: the layout splits what the plan does not.
+        ConfigError: there is nothing to train, or no block to recompute.
+    """
+    name = type(module).__name__
+    if layout.pipeline > 1:
+        raise LayoutError(
+            f"pipeline={layout.pipeline} cannot cut {name}: only models of ms_parallel.models are"
+            " built in stages; set pipeline=1 and give its processes to data"
+        )
+    parameters = dict(module.named_parameters())
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(f"{name} has no parameter that requires a gradient, so none to train")
+    if recompute == "full" and not any(plan.is_block(each) for each, _ in module.named_modules()):
+        raise ConfigError(
+            f"recompute='full' needs the blocks of {name}; name them: ModelPlan(blocks='layers.*')"
+        )
+    if layout.tensor == 1:
+        return
+    if not plan.tensor:
+        raise LayoutError(
+            f"tensor={layout.tensor} cannot split {name} without a plan; give"
+            " plan=ModelPlan(tensor={...}), or set tensor=1 and give its processes to data"
+        )
+    for each, parameter in parameters.items():
+        dim = plan.split_dim(each)
+        if dim is not None and parameter.shape[dim] % layout.tensor:
+            raise LayoutError(
+                f"tensor={layout.tensor} does not divide dim {dim} of {each!r} of {name}, which is"
+                f" {parameter.shape[dim]}"
+            )
+
+
+def _share(module: nn.Module, groups: Groups) -> None:
+    """Give all processes the weights of the first, whatever each has drawn."""
+    if groups.layout.world_size == 1:
+        return
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.detach(), src=0)

@@ -1,0 +1,96 @@
+"""Which part of a whole tensor this process holds, and tensors laid out alike."""
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "Part",
+    "drop_gathered",
+    "is_whole_here",
+    "laid_out_like",
+    "local_gradient",
+    "local_part",
+    "part_of",
+    "whole_of",
+]
+
+
+@frozen(kw_only=True, eq=False)
+class Part:
+    """A box of a whole tensor."""
+
+    local: Tensor
+    """The values, writable in place under `torch.no_grad`."""
+    offsets: tuple[int, ...]
+    """Where the box begins in the whole tensor, one number a dim."""
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The box as an index into the whole tensor."""
+        ends = zip(self.offsets, self.local.shape, strict=True)
+        return tuple(slice(start, start + size) for start, size in ends)
+
+
+def part_of(tensor: Tensor) -> Part:
+    """This process's part of a tensor; of a plain one, all of it.
+
+    Holds for any placement that keeps a process's values in one box: replicas, even and uneven
+    shards, and FSDP shards of a tensor-parallel shard. Call it under `torch.no_grad`.
+    """
+    if not isinstance(tensor, DTensor):
+        return Part(local=tensor, offsets=(0,) * tensor.ndim)
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return Part(local=tensor.to_local(), offsets=tuple(chunk.offsets))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor, detached, sharing its storage."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def is_whole_here(tensor: Tensor) -> bool:
+    """Whether this process holds all of a tensor."""
+    return not isinstance(tensor, DTensor)
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """All of a tensor, gathered from every process that holds a part; all of them call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
+    """`local` as this process's part of a tensor that is laid out like `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def local_gradient(parameter: Tensor) -> Tensor:
+    """This process's part of a parameter's gradient; zeros where nothing flowed."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(local_part(parameter))
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local_part(gradient)
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Make `model.parameters()` FSDP's own shards again, where a forward left gathered copies.
+
+    The copies are in the precision of the computation, and what is written to them is lost.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

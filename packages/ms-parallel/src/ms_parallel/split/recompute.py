@@ -1,0 +1,28 @@
+"""Trades memory for time: a block keeps its input alone and runs again in the backward."""
+
+from typing import Literal
+
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+
+from ms_parallel.errors import ConfigError
+from ms_parallel.models.plan import ModelPlan
+
+__all__ = ["Recompute", "recompute_blocks"]
+
+Recompute = Literal["none", "full"]
+
+
+def recompute_blocks(model: nn.Module, plan: ModelPlan, recompute: Recompute) -> None:
+    """Mark each block of `model`, in place; names and weights stay as they are.
+
+    Raises:
+        ConfigError: `recompute` is neither "none" nor "full".
+    """
+    if recompute not in ("none", "full"):
+        raise ConfigError(f"recompute is {recompute!r}; choose 'none' or 'full'")
+    if recompute == "none":
+        return
+    for name, module in model.named_modules():
+        if plan.is_block(name):
+            checkpoint(module, preserve_rng_state=False)

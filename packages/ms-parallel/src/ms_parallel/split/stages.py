@@ -1,0 +1,101 @@
+"""Cuts a model into pipeline stages and builds those of this process, split and sharded."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.errors import LayoutError
+from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.registry import build_model, model_plan
+from ms_parallel.models.staged import StagedModel
+from ms_parallel.operators.protocol import Ops
+from ms_parallel.split.recompute import Recompute, recompute_blocks
+from ms_parallel.split.sharding import shard_model
+from ms_parallel.split.tensor_parallel import split_model
+
+__all__ = ["build_stage", "cut_layers"]
+
+
+def cut_layers(
+    layers: int, stages: int, cuts: Sequence[int], split: Sequence[int] | None = None
+) -> list[range]:
+    """The layers of each stage: as chosen, or as even as the cuts allow, spare layers early.
+
+    The last stage also has the head, so it is never the one with more layers.
+
+    Args:
+        layers: of the model.
+        stages: to share them out over.
+        cuts: layer numbers at which a stage may begin.
+        split: how many each stage gets; None for as even as can be.
+
+    Raises:
+        LayoutError: there are fewer places to cut than stages, or the split does not fit.
+    """
+    if split is not None:
+        return _as_chosen(layers, stages, cuts, split)
+    if stages > len(cuts):
+        raise LayoutError(
+            f"{stages} stages do not fit a model that can be cut at {len(cuts)} places; "
+            f"use at most {len(cuts)} stages"
+        )
+    starts: list[int] = []
+    for stage in range(stages):
+        ideal = -(-layers * stage // stages)
+        earliest = stage if not starts else cuts.index(starts[-1]) + 1
+        latest = len(cuts) - (stages - stage)
+        starts.append(min(cuts[earliest : latest + 1], key=lambda cut: abs(cut - ideal)))
+    return [range(a, b) for a, b in zip(starts, [*starts[1:], layers], strict=True)]
+
+
+def _as_chosen(layers: int, stages: int, cuts: Sequence[int], split: Sequence[int]) -> list[range]:
+    ends = list(accumulate(split))
+    starts = [0, *ends[:-1]]
+    if len(split) != stages or ends[-1] != layers or min(split) < 1:
+        raise LayoutError(
+            f"a split of {tuple(split)} layers does not share out {layers} over {stages} stages; "
+            "give each stage at least one, and all of them"
+        )
+    for start in starts:
+        if start not in cuts:
+            raise LayoutError(
+                f"no stage may begin at layer {start}; this model can be cut at {tuple(cuts)}"
+            )
+    return [range(a, b) for a, b in zip(starts, ends, strict=True)]
+
+
+def build_stage(
+    config: ModelConfig,
+    layers: range,
+    groups: Groups,
+    *,
+    mixed_precision: bool,
+    recompute: Recompute,
+    ops: Ops | None,
+    prepare: Callable[[StagedModel], object] | None = None,
+) -> StagedModel:
+    """One stage on this process's device; its weights are allocated but not yet set.
+
+    It is built without storage, then split, prepared, marked for recomputation and sharded in that
+    order, so that no process ever holds more than its part.
+    """
+    plan = model_plan(config)
+    with torch.device("meta"):
+        stage = build_model(
+            config,
+            ops=ops,
+            layers=layers,
+            first=layers.start == 0,
+            last=layers.stop == config.num_hidden_layers,
+        )
+    split_model(stage, plan, groups)
+    if prepare is not None:
+        prepare(stage)
+    recompute_blocks(stage, plan, recompute)
+    shard_model(stage, plan, groups, mixed_precision=mixed_precision)
+    allocated: nn.Module = stage.to_empty(device=groups.device)
+    assert allocated is stage
+    return stage

@@ -1,0 +1,112 @@
+"""Splits a model over the tensor axis as its plan says, with the sequence split in between."""
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.models.plan import ModelPlan
+
+__all__ = ["gather_sequence", "gather_vocabulary", "is_whole", "local_view", "split_model"]
+
+
+def split_model(
+    model: nn.Module, plan: ModelPlan, groups: Groups, *, gather_logits: bool = False
+) -> None:
+    """Replace, in place, the parameters that the plan splits by DTensors on the tensor axis.
+
+    Between blocks each rank holds its part of the sequence. What feeds `column` modules gathers
+    it once for all of them; `row` modules and the embedding sum and scatter it again. Parameters
+    that stay whole stay plain tensors, so that any operator takes them; each rank then has only
+    its own share of their gradient, see `is_whole`.
+
+    Args:
+        model: to be split.
+        plan: how.
+        groups: the layout's processes.
+        gather_logits: a linear map over the vocabulary gives whole logits on each rank, where its
+            module is called; else who uses its weight asks for the local part.
+    """
+    if groups.layout.tensor == 1:
+        return
+    styles: dict[str, ParallelStyle] = {}
+    for name, module in model.named_modules():
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
+        match plan.style(f"{name}.weight"):
+            case "column":
+                styles[name] = ColwiseParallel()
+                styles[name.rpartition(".")[0]] = PrepareModuleInput(
+                    input_layouts=Shard(1), desired_input_layouts=Replicate()
+                )
+            case "row":
+                styles[name] = RowwiseParallel(output_layouts=Shard(1))
+            case "vocabulary" if isinstance(module, nn.Embedding):
+                styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+            case "vocabulary" if gather_logits:
+                styles[name] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+            case "vocabulary":
+                styles[name] = SplitRows()
+            case "split_heads":
+                styles[name] = SplitHeads()
+            case "sequence" | "heads":
+                pass
+    # None: every rank takes its own slice; weights are filled later, so nothing is sent.
+    parallelize_module(model, groups.mesh["tensor"], styles, src_data_rank=None)
+
+
+def is_whole(name: str, plan: ModelPlan) -> bool:
+    """Whether each tensor rank holds all of a parameter and only its share of the gradient."""
+    return plan.style(name) in ("sequence", "heads")
+
+
+def gather_sequence(hidden: Tensor, groups: Groups) -> Tensor:
+    """All of the sequence on every tensor rank; gradients, each of one vocabulary part, add up."""
+    spread = DTensor.from_local(hidden, groups.mesh["tensor"], [Shard(1)], run_check=False)
+    return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def gather_vocabulary(logits: Tensor, groups: Groups) -> Tensor:
+    """Logits (B, S, V) of the whole vocabulary on every tensor rank, from each one's part."""
+    spread = DTensor.from_local(logits, groups.mesh["tensor"], [Shard(2)], run_check=False)
+    return spread.redistribute(placements=[Replicate()]).to_local()
+
+
+def local_view(weight: Tensor) -> Tensor:
+    """This process's rows of a weight, differentiable."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+class SplitRows(ParallelStyle):
+    """Splits dim 0 of a module's parameters; who uses them asks for their local part."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            split: DTensor = distribute_tensor(
+                parameter, device_mesh, [Shard(0)], src_data_rank=None
+            )
+            module.register_parameter(
+                name, nn.Parameter(split, requires_grad=parameter.requires_grad)
+            )
+        return module
+
+
+class SplitHeads(SplitRows):
+    """Splits a parameter of one row a head, which is added to tensors (B, S, local heads, D)."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+
+        def spread(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+            return (DTensor.from_local(inputs[0], device_mesh, [Shard(2)], run_check=False),)
+
+        module.register_forward_pre_hook(spread)
+        module.register_forward_hook(lambda _, inputs, output: output.to_local())
+        return module

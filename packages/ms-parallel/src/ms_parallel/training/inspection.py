@@ -1,0 +1,178 @@
+"""What a run will be: parameters, memory of each rank, and where each rank stands."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.models.registry import model_plan, parameter_shapes
+from ms_parallel.pipeline.choice import SEARCH, Choice, Tables
+from ms_parallel.planner.found_schedule import FILE, read_found
+from ms_parallel.schedules.checks.verify import verify
+from ms_parallel.split.stages import cut_layers
+from ms_parallel.training.fitting import fit_model, microbatch
+from ms_parallel.training.options import Options
+
+__all__ = ["Facts", "RankFacts", "inspect", "picture"]
+
+FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
+STATE_FLOATS = 4
+"""A weight, its gradient and its two moments."""
+MOST_DRAWN = 4096
+"""Ranks in a picture."""
+ACTIVATION_BYTES = 34
+"""Bytes that a block keeps a position and hidden unit in bfloat16, attention scores apart:
+Korthikanti et al., "Reducing Activation Recomputation", 2022, table 2."""
+
+
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What one pipeline rank's stages put on each of its processes. All sizes are estimates."""
+
+    pipeline: int
+    layers: int
+    parameters: int
+    """That this rank holds a part of, whole."""
+    state_bytes: int
+    """Weights, gradients and moments."""
+    activation_bytes: int
+    """Kept for the backward pass by the microbatches in flight."""
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """A run in a few numbers."""
+
+    architecture: str
+    parameters: int
+    """Of the whole model; tied weights once."""
+    layout: str
+    processes: int
+    tokens_per_step: int
+    microbatches: int
+    """That pass through a data rank in one step."""
+    ranks: list[RankFacts]
+    picture: str
+
+
+def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Facts:
+    """Say what a run will be, without starting it.
+
+    Args:
+        options: the run's.
+        layout: how it is split.
+        shards: the dataset, if it is there already; its vocabulary is the model's.
+
+    Raises:
+        ConfigError: sizes do not fit one another.
+        LayoutError: the layout does not fit the model.
+    """
+    config = fit_model(options, layout, shards)
+    shapes = parameter_shapes(config)
+    rows = options.batch_size // layout.readers
+    size = microbatch(options, layout) or rows
+    plan = model_plan(config)
+    count = -(-rows // size)
+    tables = Tables(_schedule_of(options, layout, count), layout.pipeline)
+    schedule = tables.training(count)
+    stages = cut_layers(config.num_hidden_layers, schedule.stages, plan.cuts, tables.layers)
+    most = verify(schedule).peak_activations
+    ranks = [
+        _rank(
+            rank,
+            [stages[stage] for stage in schedule.stages_of(rank)],
+            shapes,
+            options=options,
+            layout=layout,
+            config=config,
+            positions=size * options.sequence_length * most[rank],
+        )
+        for rank in range(layout.pipeline)
+    ]
+    return Facts(
+        architecture=config.model_type,
+        parameters=sum(shape.numel() for shape in shapes.values()),
+        layout=str(layout),
+        processes=layout.world_size,
+        tokens_per_step=options.batch_size * options.sequence_length,
+        microbatches=count,
+        ranks=ranks,
+        picture=picture(layout),
+    )
+
+
+def _schedule_of(options: Options, layout: Layout, microbatches: int) -> Choice:
+    """The run's choice; where it is yet to be searched for, 1F1B, whose memory it may take."""
+    if options.schedule != SEARCH:
+        return options.schedule
+    found = read_found(options.output_dir / FILE)
+    if found is None:
+        return "1f1b"
+    table = found.staged.schedule
+    fits = (table.ranks, table.microbatches) == (layout.pipeline, microbatches)
+    return found.staged if fits else "1f1b"
+
+
+def _rank(
+    rank: int,
+    stages: list[range],
+    shapes: dict[str, torch.Size],
+    *,
+    options: Options,
+    layout: Layout,
+    config: Any,
+    positions: int,
+) -> RankFacts:
+    """Facts of the rank that has these stages and holds `positions` for the backward at most."""
+    plan = model_plan(config)
+    held = whole = 0
+    for name, shape in shapes.items():
+        if any(_stage_has(name, layers, config) for layers in stages):
+            whole += shape.numel()
+            split = layout.tensor if plan.split_dim(name) is not None else 1
+            held += -(-shape.numel() // (split * layout.readers))
+    width = BFLOAT16_BYTES if options.mixed_precision else FLOAT32_BYTES
+    position_bytes = config.hidden_size * ACTIVATION_BYTES * width // BFLOAT16_BYTES
+    if options.recompute == "full":
+        position_bytes = config.hidden_size * width
+    layers = sum(map(len, stages))
+    return RankFacts(
+        pipeline=rank,
+        layers=layers,
+        parameters=whole,
+        state_bytes=held * STATE_FLOATS * FLOAT32_BYTES,
+        activation_bytes=positions * position_bytes * layers // len(stages) // layout.tensor,
+    )
+
+
+def _stage_has(name: str, layers: range, config: Any) -> bool:
+    parts = name.split(".")
+    if "layers" in parts:
+        return int(parts[parts.index("layers") + 1]) in layers
+    last = bool(layers.stop == config.num_hidden_layers)
+    if "embed" not in name:
+        return last
+    return layers.start == 0 or bool(config.tie_word_embeddings and last)
+
+
+def picture(layout: Layout) -> str:
+    """The ranks of a layout: a row a pipeline stage, a column a data rank, tensor ranks in [].
+
+    >>> print(picture(Layout(pipeline=2, data=2)))
+                data 0  data 1
+    pipeline 0  [0]     [1]
+    pipeline 1  [2]     [3]
+    """
+    if layout.world_size > MOST_DRAWN:
+        return f"{layout.world_size:,} ranks, too many to draw"
+    cells: dict[tuple[int, int], list[str]] = {}
+    for rank in range(layout.world_size):
+        place = layout.place(rank)
+        cells.setdefault((place.pipeline, place.rank), []).append(str(rank))
+    rows = [["", *(f"data {reader}" for reader in range(layout.readers))]]
+    for stage in range(layout.pipeline):
+        ranks = (" ".join(cells[stage, reader]) for reader in range(layout.readers))
+        rows.append([f"pipeline {stage}", *(f"[{each}]" for each in ranks)])
+    widths = [max(len(row[column]) for row in rows) for column in range(layout.readers + 1)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)

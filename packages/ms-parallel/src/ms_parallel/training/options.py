@@ -1,0 +1,184 @@
+"""Everything that may be said about a training run, checked when it is said."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.optimizer import betas, decay
+from ms_parallel.errors import ConfigError
+from ms_parallel.events import OnEvent
+from ms_parallel.pipeline.choice import SEARCH
+from ms_parallel.schedules.generators.registry import GENERATORS
+from ms_parallel.schedules.table.schedule import Schedule
+from ms_parallel.settings import a_path, flag, nearest, number, one_of, text, whole
+
+__all__ = ["Length", "Options"]
+
+MOST_EPOCHS = 10**6
+
+
+def _model_config(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"model_config is {value!r}; give a table of model settings")
+    return dict(value)
+
+
+def _path(value: Any) -> Path | None:
+    return None if value is None else _folder(value)
+
+
+def _folder(value: Any) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"a path is {value!r}; give a text")
+    return Path(value)
+
+
+def _layout(value: Any) -> Layout | None:
+    if value is None or isinstance(value, Layout):
+        return value
+    if isinstance(value, str):
+        return Layout.parse(value)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"parallel_config is {value!r}; give a table such as tensor = 2")
+    return Layout.from_config(value)
+
+
+def _schedule(instance: object, attribute: Any, value: Any) -> None:
+    if isinstance(value, Schedule | Path):
+        return
+    if not isinstance(value, str):
+        raise ConfigError(f"schedule is {value!r}; give a name, a CSV file or a Schedule")
+    names = [*GENERATORS, SEARCH]
+    if not value.lower().endswith(".csv") and value not in names:
+        raise ConfigError(f"schedule is {value!r}; {nearest(value, names)} Or name a CSV file")
+
+
+@frozen(kw_only=True, eq=False)
+class Options:
+    """All that a training run is made of but its dataset and length; the keys of a run file.
+
+    Raises:
+        ConfigError: a value is of the wrong kind or out of range.
+        LayoutError: the layout is not one.
+    """
+
+    model_arch: str = field(converter=str, validator=a_path)
+    """`llama`, `mistral`, `qwen2`, `qwen3`, or a folder with a Hugging Face config.json."""
+    parallel_config: Layout | None = field(default=None, converter=_layout)
+    """Axes such as `{"tensor_parallel": 2}`; None puts all processes on `data`."""
+    optimizer: str = field(default="AdamW", validator=one_of("AdamW"))
+    """The optimizer's name."""
+    mixed_precision: bool = field(default=False, validator=flag)
+    """Compute in bfloat16; weights, moments and sums stay float32."""
+    output_dir: Path = field(default=Path("runs/train"), converter=_folder, validator=a_path)
+    """Where shards, checkpoints, events and the trained model go. The same folder resumes."""
+    model_config: dict[str, Any] = field(factory=dict, converter=_model_config)
+    """Settings of the model to change, by the names of Hugging Face's config.json."""
+    sequence_length: int = field(default=512, validator=whole(least=2))
+    """Tokens in a sample."""
+    batch_size: int = field(default=8, validator=whole())
+    """Samples in one update, over all processes."""
+    microbatch_size: int | None = field(default=None, validator=whole(optional=True))
+    """Samples of one data rank that pass at once; None for all (or one each with a pipeline)."""
+    learning_rate: float = field(default=3e-4, validator=number())
+    """The highest rate, after the warm-up."""
+    warmup_steps: int | None = field(default=None, validator=whole(least=0, optional=True))
+    """Updates over which the rate rises; None for a twentieth of all."""
+    learning_rate_decay: str = field(default="cosine", validator=decay)
+    """How the rate falls to its end at the last update: `cosine` or `linear`."""
+    final_learning_rate_ratio: float = field(default=0.1, validator=number(most=1.0))
+    """Where the decay ends, as a share of learning_rate."""
+    weight_decay: float = field(default=0.1, validator=number())
+    """Decay of matrices; norms and biases are never decayed."""
+    betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas)
+    """AdamW's decay of the first and second moment."""
+    epsilon: float = field(default=1e-8, validator=number(least=1e-30))
+    """AdamW's guard against division by zero."""
+    max_grad_norm: float | None = field(default=1.0, validator=number(least=1e-30, optional=True))
+    """Gradients of a greater norm are scaled down to it; None never scales."""
+    schedule: str | Path | Schedule = field(default="1f1b", validator=_schedule)
+    """How microbatches pass through pipeline stages: a generator's name, a CSV file, a Schedule,
+    or `search`, which measures this model on these processes and finds the best."""
+    schedule_memory_gib: float | None = field(
+        default=None, validator=number(least=0, optional=True)
+    )
+    """Most memory of activations on a rank for `search`; None for as much as 1F1B takes."""
+    record_every: int | None = field(default=None, validator=whole(optional=True))
+    """Steps between recordings of what each pipeline rank computed when; None records nothing."""
+    recompute: str = field(default="none", validator=one_of("none", "full"))
+    """`full` keeps only each block's input and runs the block again in the backward pass."""
+    ops: str = field(default="torch", validator=one_of("torch", "ms_kernels"))
+    """Whose operators the model uses; `ms_kernels` needs the extra `kernels`."""
+    device: str | None = field(default=None, validator=text(optional=True))
+    """`cpu` or an accelerator; None for the machine's best."""
+    seed: int = field(default=0, validator=whole(least=0, most=2**63 - 1))
+    """Of the fresh weights and of the order of samples."""
+    evaluate_every: int | None = field(default=None, validator=whole(optional=True))
+    """Steps between evaluations on held-out text; None for the first and last step alone."""
+    evaluate_batches: int = field(default=8, validator=whole())
+    """Batches of held-out text in one evaluation, at most."""
+    checkpoint_every: int | None = field(default=100, validator=whole(optional=True))
+    """Steps between checkpoints; None for the last step alone."""
+    keep_checkpoints: int = field(default=3, validator=whole())
+    """Checkpoints that are kept; more than one lets a damaged one be passed over."""
+    resume: bool = field(default=True, validator=flag)
+    """Go on from the last complete checkpoint of output_dir; False refuses if there is one."""
+    hold_out: float = field(default=0.02, validator=number(below=1.0))
+    """Share of documents kept for evaluation, when raw text is built into shards."""
+    vocab_size: int = field(default=8192, validator=whole(least=257))
+    """Tokens of the tokenizer that is trained, when raw text is built without one."""
+    tokenizer: Path | None = field(default=None, converter=_path, validator=a_path)
+    """A `tokenizer.json` for raw text; None trains one."""
+    text_key: str = field(default="text", validator=text())
+    """The member of a JSON line that holds the text."""
+    sample_prompt: str | None = field(default=None, validator=text(optional=True))
+    """Text that the trained model goes on writing at the end; None writes none."""
+    sample_tokens: int = field(default=96, validator=whole())
+    """Tokens of that sample, at most."""
+    log_every: int = field(default=10, validator=whole())
+    """Steps between lines of progress where there is no terminal."""
+    progress: bool = field(default=True, validator=flag)
+    """Show progress on standard output, on rank 0."""
+    timeout_s: float = field(default=600.0, validator=number(least=1.0, most=1e7))
+    """Seconds after which a silent process counts as lost."""
+    on_event: OnEvent | None = field(default=None)
+    """Called on rank 0 with each event; None writes JSON lines to output_dir/events.jsonl."""
+
+    @property
+    def model_folder(self) -> Path | None:
+        """The Hugging Face folder that `model_arch` names, if it is one."""
+        folder = Path(self.model_arch)
+        return folder if os.path.isfile(folder / "config.json") else None
+
+    @property
+    def raw_text_tokenizer(self) -> Path | None:
+        """What encodes raw text: as asked for, or the model folder's; None trains one."""
+        if self.tokenizer is not None or self.model_folder is None:
+            return self.tokenizer
+        own = self.model_folder / "tokenizer.json"
+        return own if os.path.isfile(own) else None
+
+
+@frozen(kw_only=True)
+class Length:
+    """How long a run trains: epochs or steps.
+
+    Raises:
+        ConfigError: not exactly one of them is given, or it is out of range.
+    """
+
+    epochs: float | None = field(
+        default=None, validator=number(least=1e-9, most=MOST_EPOCHS, optional=True)
+    )
+    """Passes over the training text; batches straddle epochs without a seam."""
+    steps: int | None = field(default=None, validator=whole(optional=True))
+    """Updates."""
+
+    def __attrs_post_init__(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            both = "both" if self.steps is not None else "neither"
+            raise ConfigError(f"{both} of epochs and steps given; give one of them")

@@ -1,0 +1,120 @@
+"""The folder of a run, held by rank 0 for all ranks, and what changed since it was last begun."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from attrs import fields
+
+from ms_parallel import checkpoint
+from ms_parallel.cluster.agreement import first_does
+from ms_parallel.errors import ConfigError
+from ms_parallel.files.run_folder import SEAL, hold, inside, owner_of
+from ms_parallel.files.untrusted import read_bytes
+from ms_parallel.progress import RunDisplay
+from ms_parallel.settings import check_path
+from ms_parallel.training.options import Options
+
+__all__ = ["KIND", "held"]
+
+KIND = "ms-parallel train"
+WAIT_S = 20.0
+"""For a run that is just ending, such as one whose launcher was killed."""
+WORK = ("checkpoints", "model", "shards")
+"""What a run makes in its folder; until one of them is there, it has done nothing."""
+FIXED = ("seed", "sequence_length")
+"""Another value would go on from a place that another run has come to."""
+MODEL = "model_config."
+TABLES = ("model_arch", "model_config", "parallel_config")
+UNTOLD = ("log_every", "on_event", "output_dir", "progress", "resume", "timeout_s")
+"""Settings that change nothing in what is trained."""
+
+
+@contextmanager
+def held(
+    options: Options, dataset: str | Path, *, epochs: float | None, steps: int | None
+) -> Iterator[list[str]]:
+    """Hold `output_dir` for this run alone; every rank enters it.
+
+    A run that fails before it has made anything leaves the folder to whoever comes next.
+
+    Yields:
+        Each setting that changed since the run was last begun, in words.
+
+    Raises:
+        ConfigError: the model lies in the folder that is written.
+        FolderError: another process holds the folder, it belongs to another run, or a setting
+            changed that cannot.
+    """
+    folder = options.output_dir
+    check_path("dataset", dataset)
+    if options.model_folder is not None and inside(options.model_folder, folder):
+        raise ConfigError(
+            f"the model {options.model_folder} lies in output_dir {folder}, which this run writes;"
+            " choose another output_dir"
+        )
+    show = RunDisplay(total=1, every=1, active=options.progress)
+    with ExitStack() as stack:
+
+        def take() -> list[str]:
+            settings = _settings(options) | {"epochs": epochs, "steps": steps}
+            changes = stack.enter_context(
+                hold(
+                    folder,
+                    kind=KIND,
+                    identity={"model": _model(options), "dataset": _dataset(dataset)},
+                    settings=settings,
+                    fixed=_fixed(folder, settings),
+                    writes=WORK,
+                    wait_s=WAIT_S,
+                    note=show.note,
+                )
+            )
+            stack.callback(_leave_nothing, folder)
+            return [str(change) for change in changes]
+
+        yield first_does(take)
+
+
+def _leave_nothing(folder: Path) -> None:
+    if not any((folder / name).exists() for name in WORK):
+        (folder / SEAL).unlink(missing_ok=True)
+
+
+def _fixed(folder: Path, settings: dict[str, Any]) -> list[str]:
+    """Names of the settings that a run which has come somewhere cannot change."""
+    if not checkpoint.was_begun(folder / "checkpoints"):
+        return []
+    seal = owner_of(folder)
+    names = [*settings, *(seal.settings if seal is not None else ())]
+    return [*FIXED, *(name for name in names if name.startswith(MODEL))]
+
+
+def _settings(options: Options) -> dict[str, Any]:
+    """All that decides what is trained, as JSON holds it."""
+    names = [f.name for f in fields(type(options)) if f.init and f.name not in UNTOLD]
+    plain = {name: _plain(getattr(options, name)) for name in names if name not in TABLES}
+    model = {f"{MODEL}{name}": value for name, value in options.model_config.items()}
+    return {**plain, **model, "layout": str(options.parallel_config or "all on data")}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str | dict):
+        return value
+    return list(value) if isinstance(value, tuple) else str(value)
+
+
+def _model(options: Options) -> str:
+    folder = options.model_folder
+    return options.model_arch if folder is None else str(folder.resolve())
+
+
+def _dataset(dataset: str | Path) -> str:
+    """Shards by what is in them, so that they may be moved; raw text by its place."""
+    path = Path(dataset)
+    index = path / "index.json"
+    if index.is_file():
+        return f"shards {blake2b(read_bytes(index, error=ConfigError), digest_size=8).hexdigest()}"
+    return str(path.resolve()) if path.exists() else str(dataset)

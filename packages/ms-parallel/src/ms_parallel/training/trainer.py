@@ -1,0 +1,327 @@
+"""The face that users type: a model, a layout, a dataset, and one call that trains."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict
+
+from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.connection import connect, join
+from ms_parallel.cluster.endings import end_scripts_plainly
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.cluster.process import is_first, rank
+from ms_parallel.cluster.slurm import adopt_scheduler
+from ms_parallel.errors import ConfigError
+from ms_parallel.events import JsonLines
+from ms_parallel.pipeline.choice import SEARCH
+from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
+from ms_parallel.planner.tuning import conditions_of, search_schedule
+from ms_parallel.progress import RunDisplay, duration
+from ms_parallel.training.dataset import prepare
+from ms_parallel.training.fitting import (
+    build_engine,
+    fit_model,
+    layout_of,
+    microbatch,
+)
+from ms_parallel.training.held_out import HeldOut
+from ms_parallel.training.optional import data_package, operators_of
+from ms_parallel.training.options import Length, Options
+from ms_parallel.training.ownership import held
+from ms_parallel.training.result import Result, write_model
+from ms_parallel.training.run import Run, Stream
+from ms_parallel.training.tokenizer import run_tokenizer
+
+GIB = 1 << 30
+
+__all__ = ["DistributedTrainer", "Result", "Stream"]
+
+
+class DistributedTrainer:
+    """Pre-trains a decoder on a dataset under any layout, and goes on where it was interrupted.
+
+    Nothing starts before `train`.
+
+    Args:
+        model_arch: `llama`, `mistral`, `qwen2`, `qwen3`, or a folder with a Hugging Face
+            config.json; if it has weights too, training starts from them.
+        parallel_config: axes such as `{"tensor_parallel": 2}`, or a Layout; None puts all
+            processes on `data`.
+        optimizer: `AdamW`.
+        mixed_precision: compute in bfloat16; weights, moments and sums stay float32.
+        settings: all other fields of `Options`.
+
+    Raises:
+        ConfigError: a setting is of the wrong kind or out of range.
+        LayoutError: the layout is not one.
+    """
+
+    def __init__(
+        self,
+        model_arch: str | Path,
+        parallel_config: Layout | Mapping[str, int] | str | None = None,
+        optimizer: str = "AdamW",
+        mixed_precision: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.options = Options(
+            model_arch=model_arch,
+            parallel_config=parallel_config,
+            optimizer=optimizer,
+            mixed_precision=mixed_precision,
+            **settings,
+        )
+        self._run: Run | None = None
+        self._shards = Path()
+
+    @classmethod
+    def from_options(cls, options: Options) -> "DistributedTrainer":
+        """The trainer of a run that is described already."""
+        return cls(**asdict(options, recurse=False))
+
+    def train(
+        self, dataset_path: str | Path, epochs: float | None = None, steps: int | None = None
+    ) -> Result:
+        """Train to the end, or to SIGTERM, from the last complete checkpoint of `output_dir`.
+
+        Args:
+            dataset_path: a folder of shards; or raw text, which is built into shards first.
+            epochs: passes over the training text; batches straddle epochs without a seam.
+            steps: updates, instead of epochs.
+
+        Returns:
+            What the run came to.
+
+        Raises:
+            ConfigError: not exactly one of epochs and steps; or sizes that do not fit.
+            LaunchError: the layout needs processes that were not started.
+            LayoutError: the layout does not fit the processes or the model.
+            CheckpointError: the checkpoints are of another model, or cannot be written.
+            FolderError: another process works in output_dir, or it belongs to another run.
+            ms_data.DataError: the dataset cannot be used.
+        """
+        length, options = Length(epochs=epochs, steps=steps), self.options
+        end_scripts_plainly()
+        adopt_scheduler()
+        layout = layout_of(options)
+        join(layout, device=options.device, timeout_s=options.timeout_s)
+        fit_model(options, layout, None)  # what can be said now should not wait for the shards
+        with (
+            held(options, dataset_path, epochs=epochs, steps=steps) as changes,
+            self._events() as emit,
+        ):
+            self._shards = first_does(lambda: prepare(dataset_path, options))
+            run = self._assemble(layout, length, emit)
+            try:
+                run.note_changes(changes)
+                return self._perform(run)
+            finally:
+                run.show.close()
+
+    def evaluate(self) -> float | None:
+        """The held-out loss of the model as it is; None without held-out text.
+
+        Raises:
+            ConfigError: nothing has been trained yet.
+        """
+        return self._trained().evaluate()
+
+    def generate(
+        self, prompt: str, *, max_new_tokens: int = 96, temperature: float = 0.8, top_k: int = 50
+    ) -> str:
+        """What the model writes after a text; every process must call it.
+
+        Raises:
+            ConfigError: nothing has been trained yet.
+        """
+        run = self._trained()
+        tokenizer = data_package().Tokenizer.load(self._shards / "tokenizer.json")
+        tokens = tokenizer.encode(prompt) or [tokenizer.end_of_text]
+        (written,) = run.engine.generate(
+            [tokens],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=self.options.seed,
+            stop_token=tokenizer.end_of_text,
+        )
+        text: str = tokenizer.decode([t for t in written if t < tokenizer.vocabulary_size])
+        return text
+
+    def _trained(self) -> Run:
+        if self._run is None:
+            raise ConfigError("nothing has been trained yet; call train first")
+        return self._run
+
+    @contextmanager
+    def _events(self) -> Iterator[Any]:
+        """Rank 0's callable, and one that does nothing elsewhere."""
+        if not is_first():
+            yield lambda kind, fields: None
+        elif self.options.on_event is not None:
+            yield self.options.on_event
+        else:
+            lines = JsonLines(self.options.output_dir / "events.jsonl")
+            try:
+                yield lines
+            finally:
+                lines.close()
+
+    def _assemble(self, layout: Layout, length: Length, emit: Any) -> Run:
+        options, data = self.options, data_package()
+        config = fit_model(options, layout, self._shards)
+        place = layout.place(rank())
+        stream = data.TokenStream(
+            self._shards,
+            sequence_length=options.sequence_length,
+            batch_size=options.batch_size,
+            seed=options.seed,
+            place=place,
+        )
+        samples = round((length.epochs or 0) * stream.samples_per_epoch)
+        total = length.steps or samples // options.batch_size
+        if not total:
+            raise ConfigError(
+                f"{length.epochs} epochs of {stream.samples_per_epoch} samples of"
+                f" {options.sequence_length} tokens do not fill one batch of"
+                f" {options.batch_size}; lower batch_size or sequence_length, or give more epochs"
+            )
+        found = _find_schedule(options, config, layout)
+        engine = build_engine(options, config, layout, total, found)
+        rows = layout.readers * (microbatch(options, layout) or 1)
+        return Run(
+            engine=engine,
+            stream=stream,
+            held_out=HeldOut.find(
+                self._shards,
+                place,
+                rows,
+                sequence_length=options.sequence_length,
+                batch_size=options.batch_size,
+                batches=options.evaluate_batches,
+            ),
+            total=total,
+            options=options,
+            found=found,
+            show=RunDisplay(
+                total=total, every=options.log_every, active=options.progress and is_first()
+            ),
+            emit=emit,
+        )
+
+    def _perform(self, run: Run) -> Result:
+        count = sum(parameter.numel() for parameter in run.engine.parameters.values())
+        layout = str(run.engine.groups.layout)
+        run.emit("begin", {"steps": run.total, "layout": layout, "local_parameters": count})
+        if run.found is not None:
+            _note_schedule(run, run.found)
+        run.resume()
+        resumed = run.engine.step
+        self._run = run
+        finished = run.go()
+        folder = self._write_model(run) if finished else None
+        sample, prompt = None, self.options.sample_prompt
+        if finished and prompt is not None:
+            sample = self.generate(prompt, max_new_tokens=self.options.sample_tokens)
+            run.show.note(f"sample:\n{_printable(prompt + sample)}")
+        _note_end(run, folder, resumed)
+        run.emit("end", {"step": run.engine.step, "finished": int(finished)})
+        standing = run.standing
+        return Result(
+            step=run.engine.step,
+            finished=finished,
+            stopped_by=None if finished else run.stop.signal_name,
+            loss=standing.loss,
+            held_out_loss=standing.held_out_loss,
+            first_held_out_loss=standing.first_held_out_loss,
+            tokens=standing.tokens,
+            seconds=standing.seconds,
+            model_folder=folder,
+            sample=sample,
+        )
+
+    def _write_model(self, run: Run) -> Path:
+        """Write the trained model as a Hugging Face folder with its tokenizer."""
+        tokenizer = run_tokenizer(self._shards, self.options.model_folder)
+        folder = self.options.output_dir / "model"
+        return write_model(folder, run.mark, partial(run.engine.save, tokenizer=tokenizer))
+
+
+def _note_end(run: Run, folder: Path | None, resumed: int) -> None:
+    """Say how a run has ended that began, or went on, at step `resumed`."""
+    step = run.engine.step
+    if folder is None:
+        run.show.note(
+            f"stopped by {run.stop.signal_name} at step {step} of {run.total}; a checkpoint is"
+            " saved, the same command goes on"
+        )
+    elif resumed == step:
+        run.show.note(f"already trained to step {resumed}; nothing left to do")
+    else:
+        run.show.note(f"trained {step} steps in {duration(run.standing.seconds)}: {folder}")
+
+
+def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedule | None:
+    """The schedule that was found for this run, now or when it began; None if none is to be found.
+
+    All processes call this; it connects them.
+
+    Raises:
+        ConfigError: the file that the run began with is damaged.
+        ScheduleError: schedule_memory_gib is below the least that works.
+    """
+    if options.schedule != SEARCH or layout.pipeline == 1:
+        return None
+    groups, rows = connect(layout, device=options.device), options.batch_size // layout.readers
+    cap = None
+    if options.schedule_memory_gib is not None:
+        cap = int(options.schedule_memory_gib * GIB)
+    size = microbatch(options, layout) or rows
+    own: dict[str, Any] = {
+        "mixed_precision": options.mixed_precision,
+        "recompute": options.recompute,
+    }
+    conditions = conditions_of(config, groups, rows, options.sequence_length, size, cap, own)
+    path = options.output_dir / FILE
+    known = first_does(lambda: read_found(path))
+    if known is not None and known.conditions == conditions:
+        return known
+    found = search_schedule(
+        config,
+        groups,
+        rows=rows,
+        sequence_length=options.sequence_length,
+        microbatch_size=size,
+        memory_cap_bytes=cap,
+        ops=operators_of(options.ops),
+        **own,
+    )
+    first_does(lambda: write_found(path, found))
+    return found
+
+
+def _note_schedule(run: Run, found: FoundSchedule) -> None:
+    run.emit(
+        "schedule",
+        {
+            "makespan_ms": found.makespan_ms,
+            "lower_bound_ms": found.lower_bound_ms,
+            "one_f_one_b_ms": found.one_f_one_b_ms,
+            "placement": str(found.staged.schedule.placement),
+            "layers": str(found.layers),
+        },
+    )
+    run.show.note(
+        f"schedule found: a step of {found.makespan_ms:.3g} ms by measured costs, 1F1B"
+        f" {found.one_f_one_b_ms:.3g} ms; layers of the stages {found.layers}"
+    )
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )

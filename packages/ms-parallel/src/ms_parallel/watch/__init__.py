@@ -1,6 +1,0 @@
-"""Says where each rank stands when one of them does not come: its step, collective and line."""
-
-from ms_parallel.watch.heartbeat import Heartbeat
-from ms_parallel.watch.record import position
-
-__all__ = ["Heartbeat", "position"]

@@ -1,0 +1,67 @@
+"""Fresh weights as a pure function of seed, parameter name and whole shape.
+
+Every layout therefore starts from the same model. Values are drawn in chunks of whole rows with a
+generator each, so that a rank draws only the chunks that its part touches.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ms_parallel.split.part import part_of
+
+__all__ = ["initialise", "is_added"]
+
+_CHUNK_ELEMENTS = 1 << 20
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int) -> None:
+    """Fill every parameter, plain or DTensor, in place.
+
+    Matrices are normal with the config's `initializer_range`, biases zero, norms one. A copy of a
+    tied weight draws under its owner's name, and so equals it. What the architecture does not have,
+    and a preparation has added, is zero.
+
+    Args:
+        model: Any stage under any layout, with a `config`; parameters must not be on `meta`.
+        seed: Of the run.
+    """
+    std: float = model.config.initializer_range  # type: ignore[union-attr,assignment]
+    tied = bool(model.config.tie_word_embeddings)  # type: ignore[union-attr]
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or is_added(name):
+            parameter.zero_()
+        elif parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            drawn_as = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
+            _fill_normal(parameter, drawn_as, seed, std)
+
+
+def is_added(name: str) -> bool:
+    """Whether a parameter is not of the architecture: a preparation of the engine added it."""
+    return name.rpartition(".")[2] not in ("weight", "bias")
+
+
+def _fill_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:
+    shape, part = parameter.shape, part_of(parameter)
+    if part.local.numel() == 0:
+        return
+    rows_box, *inner = part.box
+    per_chunk = max(1, _CHUNK_ELEMENTS // math.prod(shape[1:]))
+    first, end = rows_box.start, rows_box.stop
+    for chunk in range(first // per_chunk, -(-end // per_chunk)):
+        start = chunk * per_chunk
+        rows = min(per_chunk, shape[0] - start)
+        drawn = torch.empty(rows, *shape[1:])
+        drawn.normal_(0.0, std, generator=_generator(seed, name, chunk))
+        low, high = max(first, start), min(end, start + rows)
+        part.local[low - first : high - first] = drawn[(slice(low - start, high - start), *inner)]
+
+
+def _generator(seed: int, name: str, chunk: int) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}/{chunk}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

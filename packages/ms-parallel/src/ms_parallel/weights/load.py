@@ -1,0 +1,167 @@
+"""Models from Hugging Face folders; under any layout each process reads only its part.
+
+Names are the same on both sides, so nothing is converted.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ms_parallel.errors import ModelError
+from ms_parallel.models.registry import build_model, model_plan, parameter_shapes, read_config
+from ms_parallel.models.staged import StagedModel
+from ms_parallel.operators.protocol import Ops
+from ms_parallel.split.part import Part, drop_gathered, part_of
+from ms_parallel.weights.finite import is_finite
+from ms_parallel.weights.folder import INDEX, WeightFolder
+from ms_parallel.weights.initial import is_added
+
+__all__ = ["has_weights", "load_model", "load_weights"]
+
+_PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth")
+
+_BUFFERS_OF_OLD = (".rotary_emb.inv_freq",)
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    ops: Ops | None = None,
+    layers: range | None = None,
+    first: bool = True,
+    last: bool = True,
+) -> StagedModel:
+    """Build the model of a folder, or one stage of it, and read its weights.
+
+    Args:
+        folder: With a config.json and safetensors.
+        dtype: Of the parameters; files of another dtype are converted.
+        device: Of the parameters.
+        ops: Operators; plain torch by default.
+        layers: Global numbers of the blocks to build; all by default.
+        first: Build the embedding.
+        last: Build the final norm and the head.
+
+    Raises:
+        ModelError: the architecture or a setting is not supported, or a tensor is missing,
+            unknown, of another shape or not finite, or a tied weight is there twice and differs.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    weights = WeightFolder(folder)
+    # Before a config.json that claims a billion layers makes us build them.
+    last_layer = f"model.layers.{config.num_hidden_layers - 1}."
+    if not any(name.startswith(last_layer) for name in weights.names):
+        raise ModelError(
+            f"{folder} holds no tensor of layer {config.num_hidden_layers - 1}, but its"
+            f" config.json says num_hidden_layers={config.num_hidden_layers}; copy it again"
+        )
+    with torch.device("meta"):
+        model = build_model(config, ops=ops, layers=layers, first=first, last=last).to(dtype)
+    _check(model, weights)
+    model.to_empty(device=device)
+    _fill(model, weights)
+    return model
+
+
+def has_weights(folder: str | Path) -> bool:
+    """Whether a folder holds weights to start from; False where config.json stands alone.
+
+    Raises:
+        ModelError: they are in files that are not read here, as they could hold code.
+    """
+    folder = Path(folder)
+    if not os.path.isdir(folder):
+        return False
+    if any(folder.glob("*.safetensors")) or os.path.isfile(folder / INDEX):
+        return True
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if pickled:
+        raise ModelError(
+            f"{folder / pickled[0]} is a pickle, which is not read; convert it to safetensors, or"
+            " leave config.json alone in its folder to start from fresh weights"
+        )
+    return False
+
+
+def load_weights(model: StagedModel, folder: str | Path) -> None:
+    """Fill a model, any stage under any layout, with the weights of a folder, in place.
+
+    Every process reads only its part. Parameters must not be on `meta`. Those that a preparation of
+    the engine added become zero.
+
+    Args:
+        model: Plain, tensor-parallel or sharded.
+        folder: With safetensors of the same model.
+
+    Raises:
+        ModelError: a tensor is missing, unknown, of another shape or not finite, or a tied weight
+            is there twice and differs.
+    """
+    weights = WeightFolder(Path(folder))
+    drop_gathered(model)
+    _check(model, weights)
+    _fill(model, weights)
+
+
+def _check(model: StagedModel, weights: WeightFolder) -> None:
+    """Names of the whole model, and shapes of this stage, before any value is read."""
+    whole = parameter_shapes(model.config).keys()
+    copies = {copy: owner for owner, copy in model_plan(model.config).tied}
+    missing = sorted(whole - weights.names)
+    if missing:
+        raise ModelError(
+            f"{weights.folder} lacks {len(missing)} of {len(whole)} tensors, first {missing[0]!r};"
+            f" is it complete, and of this architecture?"
+        )
+    known = whole | copies.keys()
+    unknown = sorted(n for n in weights.names - known if not n.endswith(_BUFFERS_OF_OLD))
+    if unknown:
+        raise ModelError(
+            f"{weights.folder} holds {unknown[0]!r}, which the model of its config.json does not"
+            f" have; this architecture is not supported"
+        )
+    for name, parameter in model.named_parameters():
+        if is_added(name):
+            continue
+        shape = weights.shape(copies.get(name, name))
+        if shape != tuple(parameter.shape):
+            raise ModelError(
+                f"{weights.folder} holds {name!r} with shape {shape}, but its config.json asks"
+                f" for {tuple(parameter.shape)}; mend config.json"
+            )
+
+
+@torch.no_grad()
+def _fill(model: StagedModel, weights: WeightFolder) -> None:
+    tied = model_plan(model.config).tied
+    copies = {copy: owner for owner, copy in tied}
+    for name, parameter in model.named_parameters():
+        part = part_of(parameter)
+        if is_added(name):
+            part.local.zero_()
+        elif part.local.numel():
+            values = weights.read(copies.get(name, name), part.box)
+            if not is_finite(values):
+                raise ModelError(
+                    f"{weights.folder} holds {name!r} with a NaN or an infinity; give a model that"
+                    " was saved before it went wrong"
+                )
+            for pair in tied:
+                if name in pair:
+                    _check_tied(pair, values, part, weights)
+            part.local.copy_(values)
+
+
+def _check_tied(pair: tuple[str, str], values: Tensor, part: Part, weights: WeightFolder) -> None:
+    """Refuse a folder whose two files of one weight differ: readers would take one or the other."""
+    owner, copy = pair
+    if copy in weights.names and not torch.equal(values, weights.read(copy, part.box).to(values)):
+        raise ModelError(
+            f"{weights.folder} holds a {copy!r} that differs from {owner!r}, but its config.json"
+            " says that they are one (tie_word_embeddings); set it to false to keep both"
+        )

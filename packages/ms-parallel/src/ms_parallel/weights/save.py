@@ -1,0 +1,251 @@
+"""Models to Hugging Face folders; under any layout, gathering one tensor at a time."""
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor
+
+from ms_parallel.errors import ModelError, NonFiniteError
+from ms_parallel.files.durable import sync_folder, write_synced
+from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.registry import (
+    CONFIG,
+    GENERATION,
+    config_document,
+    model_plan,
+    with_tokens,
+)
+from ms_parallel.models.staged import StagedModel
+from ms_parallel.models.tokenizer_files import TokenizerFiles, read_tokenizer
+from ms_parallel.split.part import drop_gathered, part_of, whole_of
+from ms_parallel.weights.file import TensorEntry, WeightFile
+from ms_parallel.weights.finite import is_finite
+from ms_parallel.weights.folder import INDEX, SINGLE
+from ms_parallel.weights.initial import is_added
+
+__all__ = ["save_model"]
+
+T = TypeVar("T")
+
+_ASIDE = ".saving"
+
+
+@frozen(kw_only=True)
+class _File:
+    """A file to be written, and by whom."""
+
+    writer: int
+    entries: list[TensorEntry]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(entry.size_bytes for entry in self.entries)
+
+
+def save_model(
+    model: StagedModel | Sequence[StagedModel],
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    file_size_bytes: int = 4 << 30,
+    tokenizer: str | Path | TokenizerFiles | None = None,
+) -> None:
+    """Write a folder that transformers and `load_model` read. Every process must call it.
+
+    Tensors are gathered one at a time; each stage's first process writes. Files are written
+    aside and renamed after fsync, the index last: an interrupted save leaves no loadable mixture.
+
+    Args:
+        model: Whole, or this process's stage or stages; plain, tensor-parallel or sharded.
+        folder: On a disk that all processes see. Made if missing; a model in it is replaced.
+        dtype: Of the files; the parameters' by default.
+        file_size_bytes: A file takes no further tensor beyond this size.
+        tokenizer: Whose files go beside the model: a folder of shards or of a model, a
+            `tokenizer.json`, or what `read_tokenizer` gives. Its ids of the begin, the end and the
+            padding of a text go to config.json where the model has none of its own.
+
+    Raises:
+        ModelError: the disk is full or the folder cannot be written, on any process; or the
+            tokenizer cannot be read, or has more tokens than the model.
+        NonFiniteError: a weight is NaN or infinite, as it is or in `dtype`; nothing is written.
+    """
+    folder, rank = Path(folder), _rank()
+    stages = [model] if isinstance(model, StagedModel) else list(model)
+    for stage in stages:
+        drop_gathered(stage)
+    if tokenizer is not None and not isinstance(tokenizer, TokenizerFiles):
+        tokenizer = read_tokenizer(tokenizer)
+    config = stages[0].config if tokenizer is None else with_tokens(stages[0].config, tokenizer)
+    copies = {copy for _, copy in model_plan(config).tied}
+    mine = {
+        name: parameter
+        for stage in stages
+        for name, parameter in stage.named_parameters()
+        if name not in copies and not is_added(name)
+    }
+    entries = [
+        TensorEntry(name=name, shape=tuple(parameter.shape), dtype=dtype or parameter.dtype)
+        for name, parameter in mine.items()
+    ]
+    files = _share_out(_exchange(entries), file_size_bytes)
+    _check_finite(mine, dtype, folder)
+    document = config_document(config, dtype or next(stages[0].parameters()).dtype)
+    small = {CONFIG: document, GENERATION: _generation(config)}
+    texts = {name: _json(content) for name, content in small.items()}
+    texts |= tokenizer.files if tokenizer is not None else {}
+    own = {name: file for name, file in files.items() if file.writer == rank}
+    aside = folder / _ASIDE
+    try:
+        _together(lambda: _clear(aside), folder, rank == 0)
+        _together(lambda: _write(mine, own, aside), folder)
+        _together(lambda: _publish(folder, files, texts), folder, rank == 0)
+    except ModelError:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+@torch.no_grad()
+def _check_finite(mine: Mapping[str, Tensor], dtype: torch.dtype | None, folder: Path) -> None:
+    """Every process looks at its own parts; all of them hear of the first that is not finite."""
+    parts = ((name, part_of(parameter).local) for name, parameter in mine.items())
+    first = next((name for name, part in parts if not is_finite(part, dtype)), None)
+    found = [name for name in _exchange(first) if name is not None]
+    if found:
+        raise NonFiniteError(
+            f"{found[0]!r} holds a NaN or an infinity, so the model is not saved to {folder}; go on"
+            " from an earlier checkpoint"
+        )
+
+
+def _share_out(offers: list[list[TensorEntry]], file_size_bytes: int) -> dict[str, _File]:
+    """Files by name. A tensor that several processes hold is written by the first of them."""
+    files: list[_File] = []
+    taken: set[str] = set()
+    for writer, entries in enumerate(offers):
+        open_file: _File | None = None
+        for entry in entries:
+            if entry.name in taken:
+                continue
+            taken.add(entry.name)
+            if open_file is None or open_file.size_bytes + entry.size_bytes > file_size_bytes:
+                open_file = _File(writer=writer, entries=[])
+                files.append(open_file)
+            open_file.entries.append(entry)
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    count = len(files)
+    return {f"model-{i:05}-of-{count:05}.safetensors": file for i, file in enumerate(files, 1)}
+
+
+def _clear(aside: Path) -> None:
+    """Make the folder for unfinished files, without what an interrupted save left there."""
+    if aside.exists():
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
+
+
+@torch.no_grad()
+def _write(mine: Mapping[str, Tensor], own: Mapping[str, _File], aside: Path) -> None:
+    """Gather every tensor and write those of this process's files."""
+    file_of = {entry.name: name for name, file in own.items() for entry in file.entries}
+    writing: tuple[str, WeightFile] | None = None
+    failure: OSError | None = None
+    with _without_advice(), ExitStack() as stack:
+        for name, parameter in mine.items():
+            # Others wait for this process in the gathering, so it goes on even after a failure.
+            whole = whole_of(parameter)
+            file = file_of.get(name)
+            if file is None or failure is not None:
+                continue
+            try:
+                if writing is None or writing[0] != file:
+                    stack.close()
+                    weight_file = WeightFile(aside / file, own[file].entries)
+                    writing = file, stack.enter_context(weight_file)
+                writing[1].write(name, whole)
+            except OSError as error:
+                failure = error
+                stack.pop_all().__exit__(type(error), error, error.__traceback__)
+    if failure is not None:
+        raise failure
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Every rank would repeat torch's advice on the order of axes, which a save cannot follow."""
+    adviser = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = adviser.level
+    adviser.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        adviser.setLevel(level)
+
+
+def _publish(folder: Path, files: Mapping[str, _File], texts: Mapping[str, bytes]) -> None:
+    """Take the old model away, then bring the new one in, what makes it loadable last."""
+    aside = folder / _ASIDE
+    for name, content in texts.items():
+        write_synced(aside / name, content)
+    names = [*texts, *files]
+    if len(files) > 1:
+        weight_map = {entry.name: name for name, file in files.items() for entry in file.entries}
+        total = sum(file.size_bytes for file in files.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_synced(aside / INDEX, _json(index))
+        names.append(INDEX)
+    for old in (folder / INDEX, *folder.glob("model*.safetensors")):
+        old.unlink(missing_ok=True)
+    sync_folder(folder)
+    for name in names:
+        (aside / name).replace(folder / name)
+    sync_folder(folder)
+    aside.rmdir()
+
+
+def _generation(config: ModelConfig) -> dict[str, object]:
+    """The generation_config.json: where a text ends, by the word of config.json."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {name: getattr(config, name) for name in names}
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+def _json(document: Mapping[str, object]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+
+
+def _together(action: Callable[[], None], folder: Path, here: bool = True) -> None:
+    """Act where `here`, wait for all, and fail on every process if one did."""
+    failure = None
+    try:
+        if here:
+            action()
+    except OSError as error:
+        failure = str(error)
+    failures = [text for text in _exchange(failure) if text is not None]
+    if failures:
+        raise ModelError(
+            f"cannot save a model to {folder} ({failures[0]}); free space, or give another folder"
+        )
+
+
+def _exchange(value: T) -> list[T]:
+    """Every process's value, by rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

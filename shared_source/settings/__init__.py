@@ -1,0 +1,29 @@
+"""Settings: the validators of their values, and the run files that hold them."""
+
+from .validators import (
+    MOST,
+    a_path,
+    check_path,
+    flag,
+    nearest,
+    number,
+    numbers,
+    one_of,
+    shown,
+    text,
+    whole,
+)
+
+__all__ = [
+    "MOST",
+    "a_path",
+    "check_path",
+    "flag",
+    "nearest",
+    "number",
+    "numbers",
+    "one_of",
+    "shown",
+    "text",
+    "whole",
+]
