@@ -1,4 +1,4 @@
-"""The command `ms-kernels`: which operators and backends there are, why one is taken, proofs."""
+"""The command `ms-kernels`: its subcommands and their arguments."""
 
 import argparse
 from collections.abc import Callable, Sequence

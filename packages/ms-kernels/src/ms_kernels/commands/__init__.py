@@ -1,4 +1,4 @@
-"""What each command of `ms-kernels` does: a skin over one function, printed as text or as JSON."""
+"""The commands of `ms-kernels`: each calls one function and prints its answer as text or JSON."""
 
 from ms_kernels.commands.bench import bench
 from ms_kernels.commands.build import build

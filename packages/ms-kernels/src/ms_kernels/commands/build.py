@@ -1,4 +1,4 @@
-"""The library of a chip: `build`."""
+"""`build`: makes the operator library of a chip."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The proof that implementations agree with the truth: `check`."""
+"""`check`: compares implementations with the reference in float64."""
 
 import argparse
 import json

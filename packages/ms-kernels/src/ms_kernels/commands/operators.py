@@ -1,4 +1,4 @@
-"""What operators there are, and which implementation a call gets: `list` and `explain`."""
+"""`list` and `explain`: what operators there are, and which implementation a call gets."""
 
 import argparse
 import json

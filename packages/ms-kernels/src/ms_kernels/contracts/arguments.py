@@ -1,4 +1,4 @@
-"""The parts of a contract: its tensors, its options, what it costs, where it is measured."""
+"""The parts of a contract: tensor arguments, options, costs, and sizes to measure at."""
 
 from collections.abc import Callable, Mapping
 from math import prod

@@ -1,4 +1,4 @@
-"""How a backend that torch cannot look into becomes an operator that torch works with.
+"""Makes torch operators of backends that torch cannot look into.
 
 A Triton kernel or a vendor's call is opaque: torch.compile cannot trace it, FakeTensor cannot run
 it, autograd and DTensor do not know it. `opaque` wraps a forward and a backward function into two

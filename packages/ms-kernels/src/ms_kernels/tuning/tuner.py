@@ -1,4 +1,4 @@
-"""Makes a tuning table by measuring: from which size a backend pays, and how its kernels run best.
+"""Makes a tuning table: measures from which size a backend pays, and how its kernels run best.
 
 For each operator there is a ladder of sizes, small to large, narrow and wide. An implementation
 pays from the smallest size from which on it is slower at no size that was tried than what would be

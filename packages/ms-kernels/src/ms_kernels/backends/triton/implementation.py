@@ -1,4 +1,4 @@
-"""When a call gets one of our Triton kernels.
+"""Decides when a call gets one of our Triton kernels.
 
 Triton is imported by the first launch, so that importing the package stays fast and needs
 nothing. What is chosen depends on whether it is installed, never on what was timed.

@@ -1,4 +1,4 @@
-"""Linear cross-entropy and log-probabilities of tokens, whose logits are never all there.
+"""Linear cross-entropy and log-probabilities of tokens, without holding all logits.
 
 Three operators of torch_npu, made for vocabularies that are split over devices, here on one device
 that holds all classes: npu_fused_linear_online_max_sum multiplies and keeps each row's maximum and
@@ -36,7 +36,7 @@ __all__ = ["IMPLEMENTATION", "MERIT", "chosen_classes", "gradients", "large_enou
 MERIT = "npu_fused_linear_online_max_sum: product and softmax in one kernel, without logits"
 
 LEAST_CLASSES = 128
-"""Of the gradient's operator."""
+"""Classes that the gradient's operator needs at least."""
 
 MOST_FEATURES = 65_534
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of ``hidden @ weight.T``, whose logits are never held all at once.
+"""Cross-entropy of ``hidden @ weight.T``, in chunks of logits.
 
 Rows are taken in chunks. A chunk's logits turn
 into their own gradient in place, which is spent on the gradients of hidden and weight at once;

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens under ``hidden @ weight.T``, whose logits are never all there.
+"""Log-probabilities of chosen tokens under ``hidden @ weight.T``, in chunks of logits.
 
 Forward and backward each make the logits in chunks; between them one number a row is held, two
 with entropies. The weight's gradient is summed in float32.

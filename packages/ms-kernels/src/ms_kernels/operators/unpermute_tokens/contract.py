@@ -1,4 +1,4 @@
-"""The way back from rows in order of expert to tokens, weighted sums of their choices."""
+"""Weighted sums of each token's rows, which lead from the order of experts back to tokens."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
