@@ -5,17 +5,17 @@ The consumer owns the Protocol; a line here is one producer handed to one consum
 
 from collections.abc import Mapping
 
-import ms_align.engine
+import ms_align.engines.protocol
 import ms_align.events
-import ms_align.streams
+import ms_align.streams.protocol
 import ms_data
 import ms_kernels
 import ms_parallel.operators
 import ms_profile
+from ms_align.engines.generator import EngineGenerator
+from ms_align.engines.local import LocalEngine
+from ms_align.engines.parallel import ParallelEngine
 from ms_align.generation import Generator
-from ms_align.generation.engine_generator import EngineGenerator, GeneratingEngine
-from ms_align.local import LocalEngine
-from ms_align.parallel import ParallelEngine
 from ms_data import InstructionStream, PreferenceStream, TokenStream
 from ms_parallel import Engine, Layout
 from ms_parallel.cluster.groups import Groups
@@ -27,11 +27,13 @@ default_operators: Ops = ms_parallel.operators
 fused_operators: Ops = ms_kernels
 stream: Stream = TokenStream("shards", sequence_length=1, batch_size=1)
 events: OnEvent = ms_profile.EventLog("events")
-tuning_data: ms_align.streams.TaskStream = InstructionStream(
+tuning_data: ms_align.streams.protocol.TaskStream = InstructionStream(
     "shards", sequence_length=1, batch_size=1
 )
-instructions: ms_align.streams.Stream = InstructionStream("shards", sequence_length=1, batch_size=1)
-pairs: ms_align.streams.Stream = PreferenceStream("pairs", sequence_length=2, batch_size=1)
+instructions: ms_align.streams.protocol.Stream = InstructionStream(
+    "shards", sequence_length=1, batch_size=1
+)
+pairs: ms_align.streams.protocol.Stream = PreferenceStream("pairs", sequence_length=2, batch_size=1)
 
 
 class Reader:
@@ -41,7 +43,7 @@ class Reader:
     count = 1
 
 
-place: ms_data.Place = Reader()
+place: ms_data.StreamPlace = Reader()
 
 
 def on_event(kind: str, fields: Mapping[str, int | float | str]) -> None:
@@ -55,15 +57,14 @@ def engine_takes_either_operators() -> tuple[Engine, Engine]:
 
 def align_takes_either_engine(
     local: LocalEngine, parallel: ParallelEngine
-) -> tuple[ms_align.engine.Engine, ms_align.engine.Engine]:
+) -> tuple[ms_align.engines.protocol.Engine, ms_align.engines.protocol.Engine]:
     """Its own of one process, and ms-parallel's under any layout."""
     return local, parallel
 
 
-def align_draws_from_an_engine(engine: Engine) -> Generator:
-    """What ms-parallel's engine offers of generation is enough."""
-    generating: GeneratingEngine = engine
-    return EngineGenerator(generating)
+def align_draws_from_an_engine(engine: ParallelEngine) -> Generator:
+    """What an engine under a layout offers of generation is enough."""
+    return EngineGenerator(engine)
 
 
 align_events: ms_align.events.OnEvent = ms_profile.EventLog("events")
@@ -71,5 +72,5 @@ align_events: ms_align.events.OnEvent = ms_profile.EventLog("events")
 
 def a_stream_takes_the_place_of_the_layout(groups: Groups) -> TokenStream:
     """ms-data asks a place for `rank` and `count`; ms-parallel's processes have one."""
-    asked: ms_data.Place = groups.place
+    asked: ms_data.StreamPlace = groups.place
     return TokenStream("shards", sequence_length=1, batch_size=1, place=asked)

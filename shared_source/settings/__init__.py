@@ -1,6 +1,7 @@
 """Settings: the validators of their values, and the run files that hold them."""
 
 from .validators import (
+    MOST,
     a_path,
     check_path,
     flag,
@@ -14,6 +15,7 @@ from .validators import (
 )
 
 __all__ = [
+    "MOST",
     "a_path",
     "check_path",
     "flag",

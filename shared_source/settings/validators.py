@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..files.untrusted import decoding
 
 __all__ = [
+    "MOST",
     "a_path",
     "check_path",
     "flag",

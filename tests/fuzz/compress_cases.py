@@ -148,6 +148,6 @@ CASES = (
         name="size of gguf",
         make=partial(exported, scheme="gguf.q4_0"),
         files=("exported/*",),
-        run=function("ms_compress.footprint", "footprint", "exported", "CompressError"),
+        run=function("ms_compress.targets.footprint", "footprint", "exported", "CompressError"),
     ),
 )

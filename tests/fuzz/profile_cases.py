@@ -54,7 +54,8 @@ def links(folder: Path) -> None:
     """Traces and measured links."""
     import msgspec
 
-    from ms_profile.link import LinkMatrix, PairLink, fit_link
+    from ms_profile.links.fit import fit_link
+    from ms_profile.links.matrix import LinkMatrix, PairLink
 
     traces(folder)
     sizes, times = (1024, 65536, 1 << 20), (2e-5, 3e-5, 1e-4)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ms_align import LocalEngine, Sample
-from ms_align.engine import IGNORED, Batch, Output
-from ms_align.options import OptimizerOptions
+from ms_align.engines.optimizer import OptimizerOptions
+from ms_align.losses.protocol import IGNORED, Batch, Output
 from ms_parallel.models import architecture, build_model
 from ms_parallel.weights import initialise
 

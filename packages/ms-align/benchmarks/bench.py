@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from ms_align import LocalEngine, LocalGenerator, Sampling, gae
+from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.losses.ppo import PPOLoss, ValueLoss
 from ms_align.losses.sft import SFTLoss
-from ms_align.options import OptimizerOptions
-from ms_align.rollout import logprobs_of, sequences, values_of
-from ms_align.sandbox import judge
-from ms_align.token_statistics import Scratch, projected_losses_and_entropies
+from ms_align.losses.token_statistics import Scratch, projected_losses_and_entropies
+from ms_align.rewards.sandbox import judge
+from ms_align.rollouts.rows import logprobs_of, sequences, values_of
 from ms_parallel.models import architecture, build_model
 from ms_parallel.weights import initialise
 

@@ -19,7 +19,7 @@ import torch
 from addition import END, Characters, Shuffled, exact, imitate, model, problems
 
 from ms_align import PPOTrainer, Reward
-from ms_align.language_model import copy_of
+from ms_align.models.language_model import copy_of
 
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Two-sided 95% points of Student's t, by number of seeds."""

@@ -82,7 +82,7 @@ def trl(place: Path, steps: int, *, packing: bool) -> float:
     from transformers import LlamaForCausalLM, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from ms_data.samples import Samples
+    from ms_data import Samples
 
     marks: list[float] = []
     seen: list[int] = []
@@ -139,7 +139,8 @@ def _tokenizer(place: Path) -> Any:
 
 def ours(place: Path, steps: int, *, transformers: bool) -> float:
     """Ours, packed, from the same samples, on our decoder or on transformers' model."""
-    from ms_align.options import OptimizerOptions, RunOptions
+    from ms_align.engines.optimizer import OptimizerOptions
+    from ms_align.run.options import RunOptions
     from ms_align.trainers.sft import SFTTrainer
     from ms_data import InstructionStream
 
@@ -171,7 +172,7 @@ def _model(place: Path, *, transformers: bool) -> Any:
         from transformers import LlamaForCausalLM
 
         return LlamaForCausalLM.from_pretrained(place / "model")
-    from ms_align.model_folder import load_model
+    from ms_align.models.folder import load_model
 
     return load_model(place / "model")
 

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from ms_align import PPOTrainer, RewardModel, RewardTrainer, Sample, SFTTrainer
-from ms_align.options import OptimizerOptions, RunOptions
+from ms_align.engines.optimizer import OptimizerOptions
+from ms_align.run.options import RunOptions
 from ms_parallel.models import architecture, build_model
 from ms_parallel.weights import initialise
 
@@ -128,7 +129,7 @@ def learn_reward(folder: Path) -> tuple[RewardModel, dict[str, float]]:
 
 def optimise(folder: Path, policy: Path, reward: RewardModel, kl_coeff: float) -> list[Any]:
     """A point each rollout: KL of a response, what the reward model says, the lexicon's score."""
-    from ms_align.model_folder import load_model
+    from ms_align.models.folder import load_model
 
     points: list[Any] = []
     scores: list[float] = []
@@ -220,7 +221,7 @@ def main() -> None:
             optimizer=OptimizerOptions(learning_rate=2e-3),
             options=run_options(folder, "sft"),
         ).train(200)
-        from ms_align.model_folder import save_model
+        from ms_align.models.folder import save_model
 
         save_model(policy, folder / "policy")
         curves = {}

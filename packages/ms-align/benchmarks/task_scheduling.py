@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from ms_align import SFTOptions, SFTTrainer, TaskOptions
-from ms_align.options import OptimizerOptions, RunOptions
+from ms_align.engines.optimizer import OptimizerOptions
+from ms_align.run.options import RunOptions
 from ms_parallel.models import architecture, build_model
 from ms_parallel.weights import initialise
 
@@ -134,7 +135,7 @@ def updates_to_target(mixture: str, schedule: str, seed: int) -> tuple[int, str]
 
 
 def _teller(on_event: Callable[[str, Any], None]) -> Any:
-    from ms_align.loop import Tell
+    from ms_align.run.loop import Tell
 
     return Tell(event=on_event, note=lambda text: None)
 

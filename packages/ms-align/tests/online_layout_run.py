@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_models import vowels
 
 from ms_align import GRPOTrainer, PPOTrainer, Sample
+from ms_align.engines.optimizer import OptimizerOptions
+from ms_align.engines.parallel import ParallelEngine
 from ms_align.events import JsonLines
-from ms_align.options import OptimizerOptions
-from ms_align.parallel import ParallelEngine
 from ms_align.tokenizer import ByteTokenizer
 
 moments = 0

@@ -19,10 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ms_align.sandbox.client import ZygoteClient
-from ms_align.sandbox.inside.zygote import WALLS
-from ms_align.sandbox.limits import Limits, Outcome
-from ms_align.sandbox.run import run_in
+from ms_align.rewards.sandbox.client import ZygoteClient
+from ms_align.rewards.sandbox.inside.zygote import WALLS
+from ms_align.rewards.sandbox.limits import Limits, Outcome
+from ms_align.rewards.sandbox.run import run_in
 
 LIMITS = Limits(wall_s=20.0, cpu_s=5, memory_mib=256)
 SECRET = "a secret of the trainer"

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ms_align import gae
-from ms_align.advantage import compared, group_relative, leave_one_out, whiten
+from ms_align.losses.advantage import compared, group_relative, leave_one_out, whiten
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 """float64: a few dozen roundings of 1e-16 each."""

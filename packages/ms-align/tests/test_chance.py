@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_models import decoder, vowels
 
 from ms_align import ConfigError, PPOTrainer
-from ms_align.chance import LARGEST_SEED, seed_of
-from ms_align.options import RunOptions
+from ms_align.run.options import RunOptions
+from ms_align.seeds import LARGEST_SEED, seed_of
 from ms_align.tokenizer import ByteTokenizer
 
 RUNS = (0, 1, 7, (1 << 24) - 1, 1 << 24, 1 << 32, LARGEST_SEED)

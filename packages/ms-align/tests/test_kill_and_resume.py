@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ms_align.checkpoint import complete_steps
+from ms_align.run.checkpoint import complete_steps
 
 SCRIPT = Path(__file__).with_name("killed_run.py")
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from ms_align.engines.local import LocalEngine
+from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.errors import ConfigError, ModelError
-from ms_align.local import LocalEngine
-from ms_align.lora import LoraLinear, LoraOptions, add_lora
-from ms_align.lora_load import load_lora
+from ms_align.lora.adapters import LoraLinear, LoraOptions, add_lora
+from ms_align.lora.loading import load_lora
 from ms_align.losses.sft import SFTLoss
-from ms_align.options import OptimizerOptions
 from ms_parallel import save_model
 
 from .small_models import decoder, gpt2, llama

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ms_align import ModelError
-from ms_align.model_folder import load_model, save_model
+from ms_align.models.folder import load_model, save_model
 
 from .small_models import decoder, gpt2, llama
 

@@ -32,7 +32,7 @@ from ms_align import (
 )
 from ms_align.cli import main
 from ms_align.errors import CheckpointError
-from ms_align.language_model import copy_of
+from ms_align.models.language_model import copy_of
 from ms_align.tokenizer import ByteTokenizer
 
 PROMPTS = ["hello", "a", "what is", "xyz"]
@@ -118,6 +118,9 @@ class Adapted(nn.Module):
             yield
         finally:
             self.on = True
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Only the model is written."""
 
     def forward(self, tokens: torch.Tensor, **named: Any) -> torch.Tensor:
         """Hidden states, moved."""
@@ -280,7 +283,7 @@ def test_a_copy_shares_no_weight_and_gives_the_same() -> None:
 
 def run_file(folder: Path, reward: str) -> Path:
     """A run of two updates from a small decoder."""
-    ms_align.model_folder.save_model(decoder(), folder / "start")  # type: ignore[attr-defined]
+    ms_align.models.folder.save_model(decoder(), folder / "start")  # type: ignore[attr-defined]
     (folder / "prompts.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "a"}\n')
     run = folder / "RUN.toml"
     run.write_text(
@@ -306,7 +309,7 @@ def run_file(folder: Path, reward: str) -> Path:
         ("prompt_dataset='{0}/latin.jsonl'", "latin.jsonl line 1: not UTF-8 text"),
         ("tokenizer=5", "tokenizer is 5; give"),
         ("tokenizer='{0}/tokenizer'", "tokenizer cannot be read"),
-        ("generator=x", "generator is 'x'; give"),
+        ("generator=x", "generator is 'x'; known: policy"),
         ("reward_failure_penalty=x", "reward_failure_penalty is 'x'; give a number"),
         ("stop_tokens=1.5", "stop_tokens is 1.5; give token numbers"),
         ("stop_strings=5", "stop_strings is 5; give texts"),
@@ -361,7 +364,7 @@ def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:
 
 def test_the_command_trains_goes_on_and_generates(tmp_path: Path, capsys: Any) -> None:
     """From a folder and a JSON Lines file to a model and responses; mistakes end with 2."""
-    ms_align.model_folder.save_model(decoder(), tmp_path / "start")  # type: ignore[attr-defined]
+    ms_align.models.folder.save_model(decoder(), tmp_path / "start")  # type: ignore[attr-defined]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "hello", "answer": "x"}\n{"prompt": "a", "answer": "y"}\n')
     run = tmp_path / "RUN.toml"

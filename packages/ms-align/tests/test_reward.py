@@ -10,7 +10,7 @@ from attrs import evolve
 from torch import Tensor, nn
 
 from ms_align import ConfigError, RewardError, Sample
-from ms_align.reward import ModuleReward, rewards_of, score
+from ms_align.rewards.scoring import ModuleReward, rewards_of, score
 
 SAMPLES = [
     Sample(

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from ms_align.errors import ConfigError
-from ms_align.sandbox import Limits, judge, run_python
-from ms_align.sandbox.client import ZygoteClient, zygote
-from ms_align.sandbox.inside.seccomp import filter_program
-from ms_align.sandbox.inside.syscalls import ALLOWED, ANSWERED_AS_MISSING
-from ms_align.sandbox.run import run_in
+from ms_align.rewards.sandbox import Limits, judge, run_python
+from ms_align.rewards.sandbox.client import ZygoteClient, zygote
+from ms_align.rewards.sandbox.inside.seccomp import filter_program
+from ms_align.rewards.sandbox.inside.syscalls import ALLOWED, ANSWERED_AS_MISSING
+from ms_align.rewards.sandbox.run import run_in
 
 from .sandbox_attacks import ATTACKS, Attack
 
@@ -308,7 +308,7 @@ def test_too_little_kernel_is_refused_by_name_unless_asked_for(
     """One line names what is missing; `unconfined` runs with what there is and says so."""
     client = ZygoteClient(("landlock",))
     client.missing.append("seccomp filters (Operation not permitted)")
-    monkeypatch.setattr("ms_align.sandbox.run.zygote", lambda: client)
+    monkeypatch.setattr("ms_align.rewards.sandbox.run.zygote", lambda: client)
     with pytest.raises(ConfigError, match=r"lacks seccomp filters .* set unconfined") as refusal:
         run_python("pass")
     assert "\n" not in str(refusal.value)

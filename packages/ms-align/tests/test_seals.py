@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ms_align import checkpoint
-from ms_align.checkpoint import State
 from ms_align.errors import AlignError, DamageError, FolderError
-from ms_align.ownership import Ownership
+from ms_align.run import checkpoint
+from ms_align.run.checkpoint import State
+from ms_align.run.ownership import Ownership
 
 from .small_models import decoder
 from .test_online import PROMPTS, PPOTrainer, events, settings

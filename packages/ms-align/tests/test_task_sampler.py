@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ms_align.errors import CheckpointError, ConfigError
+from ms_align.losses.learnt_weights import Uncertainty
 from ms_align.losses.sft import SFTLoss
-from ms_align.task_sampler import TaskOptions, TaskSampler, systematic
-from ms_align.uncertainty import Uncertainty
+from ms_align.streams.task_sampler import TaskOptions, TaskSampler, systematic
 
 CHANCES = st.lists(st.floats(0.01, 1), min_size=1, max_size=6).map(
     lambda one: [value / sum(one) for value in one]

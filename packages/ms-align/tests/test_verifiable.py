@@ -9,8 +9,8 @@ import pytest
 
 from ms_align import Sample
 from ms_align.errors import RewardError
-from ms_align.sandbox import Limits, judge, run_python
-from ms_align.verifiable import ExactMatch, Numeric, PythonParses, PythonTests, last_number
+from ms_align.rewards.sandbox import Limits, judge, run_python
+from ms_align.rewards.verifiable import ExactMatch, Numeric, PythonParses, PythonTests, last_number
 
 QUICK = Limits(wall_s=10.0, cpu_s=1, memory_mib=256)
 

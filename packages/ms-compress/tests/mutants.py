@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ms_compress.targets.gguf import permuted
+from ms_compress.targets.gguf.write import permuted
 
 __all__ = ["GGUF", "mutate_gguf", "mutate_onnx", "mutate_safetensors"]
 

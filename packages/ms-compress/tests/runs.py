@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ms_compress import CompressError, export, fit_scales, qat
-from ms_compress.pattern import pattern
-from ms_compress.pruning import keep_zeros, mask_zeros, masks, prune, set_masks
+from ms_compress.methods.pattern import pattern
+from ms_compress.methods.pruning import keep_zeros, mask_zeros, masks, prune, set_masks
 from ms_parallel import AdamWConfig, Engine, Layout, NextTokenLoss
 from ms_parallel.cluster.connection import connect
 from ms_parallel.models import DecoderConfig, StagedModel

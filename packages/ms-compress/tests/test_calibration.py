@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import FULL, SLIDING, decoder, gemma3, llama, qwen2_windowed, tokens
 
 from ms_compress import CalibrationError, CompressError, gptq, wanda
-from ms_compress.calibration import walk
-from ms_compress.layers import prepared_layers
-from ms_compress.logits import model_logits
-from ms_compress.pruning import masks
+from ms_compress.methods.calibration import walk
+from ms_compress.methods.pruning import masks
+from ms_compress.models.logits import model_logits
+from ms_compress.quantisation.layers import prepared_layers
 
 
 def by_turns() -> nn.Module:
@@ -181,7 +181,7 @@ def test_every_module_is_left_in_the_mode_it_was_in(look: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no accelerator here")
-@pytest.mark.parametrize("how", [{}, {"by_use": True, "fit_scales": True}, {"by_loss": True}])
+@pytest.mark.parametrize("how", [{}, {"act_order": True, "fit_scales": True}, {"by_loss": True}])
 def test_on_an_accelerator_a_pruned_model_is_rounded_where_it_lies(how: dict[str, bool]) -> None:
     """Tokens come from the CPU; weights are finite, on the accelerator, and zero where masked."""
     device = torch.accelerator.current_accelerator()

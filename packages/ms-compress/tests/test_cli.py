@@ -15,8 +15,8 @@ from models import tokens
 
 from ms_compress import ConfigError, DataError
 from ms_compress.cli import main
-from ms_compress.corpus import read_tokens
-from ms_compress.evaluation import Evaluation
+from ms_compress.evaluation.options import Evaluation
+from ms_compress.training.corpus import read_tokens
 from ms_parallel import load_model
 
 
@@ -45,7 +45,7 @@ def test_qat_trains_exports_and_verifies(
 def test_quantize_exports(method: str, fitted: str, run_file: Path) -> None:
     """Without training."""
     arguments = ["--set", "scheme=ct.int4_g32", "--set", f"method={method}"]
-    arguments += ["--set", f"fit_scales={fitted}", "--set", f"by_use={fitted}"]
+    arguments += ["--set", f"fit_scales={fitted}", "--set", f"act_order={fitted}"]
     arguments += ["--set", f"by_loss={fitted}"]
     assert main(["quantize", str(run_file), *arguments]) == 0
     assert (run_file.parent / "out" / "model.safetensors").is_file()

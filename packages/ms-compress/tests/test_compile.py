@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ms_compress import prune, qat
-from ms_compress.rounding import round_activations, round_weight
-from ms_compress.schemes import NAMES, scheme
+from ms_compress.quantisation.rounding import round_activations, round_weight
+from ms_compress.targets.rules import NAMES, scheme
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -19,7 +19,7 @@ from folders import VOCABULARY, model, write_model, write_shards
 
 from ms_compress import ExportError, export, qat
 from ms_compress.cli import main
-from ms_compress.runtimes import open_runtime
+from ms_compress.targets.target import open_runtime
 from ms_parallel.models import Decoder
 from ms_parallel.weights import initialise, save_model
 

@@ -18,13 +18,13 @@ from folders import VOCABULARY, model, write_model, write_shards
 
 from ms_compress import ConfigError, DataError, ExportError, export, qat
 from ms_compress.cli import main
-from ms_compress.corpus import rows
-from ms_compress.evaluate import Evaluation, evaluate
+from ms_compress.evaluation.measure import Evaluation, evaluate
+from ms_compress.evaluation.perplexity import perplexity
 from ms_compress.files.durable import write_files
-from ms_compress.footprint import footprint
 from ms_compress.report import Report, Result, render, table
-from ms_compress.runtimes import open_runtime
-from ms_compress.text_loss import perplexity
+from ms_compress.targets.footprint import footprint
+from ms_compress.targets.target import open_runtime
+from ms_compress.training.corpus import rows
 
 
 @pytest.fixture(scope="module")

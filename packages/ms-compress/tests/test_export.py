@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ms_compress import ExportError, LayerError, SchemeError, export, prune, qat, verify
-from ms_compress.decoder_config import decoder_config
-from ms_compress.layers import FACTOR
-from ms_compress.logits import model_logits
-from ms_compress.rounding import quantise
-from ms_compress.runtimes import open_runtime
-from ms_compress.schemes import scheme
-from ms_compress.targets.compressed_tensors import pack
-from ms_compress.verification import compare
+from ms_compress.deployment.verification import compare
+from ms_compress.models.decoder_config import decoder_config
+from ms_compress.models.logits import model_logits
+from ms_compress.quantisation.layers import FACTOR
+from ms_compress.quantisation.rounding import quantise
+from ms_compress.targets.ct.write import pack
+from ms_compress.targets.rules import scheme
+from ms_compress.targets.target import open_runtime
 from ms_parallel import AdamWConfig, Engine, NextTokenLoss, load_model, save_model
 from ms_parallel.models import TransformerXL, TransformerXLConfig
 from ms_parallel.weights import initialise

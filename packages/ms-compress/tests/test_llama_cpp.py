@@ -23,11 +23,11 @@ from readme_blocks import printed
 
 from ms_compress import Tuning, VerifyError, export, qat, tune, verify
 from ms_compress.cli import main
-from ms_compress.logits import model_logits
-from ms_compress.runtimes import open_runtime
-from ms_compress.runtimes.encoder import encoder
-from ms_compress.targets.gguf_tokenizer import LLAMA_3
-from ms_compress.verification import TEXTS, compare
+from ms_compress.deployment.verification import TEXTS, compare
+from ms_compress.models.logits import model_logits
+from ms_compress.targets.gguf.tokenizer import LLAMA_3
+from ms_compress.targets.target import open_runtime
+from ms_compress.targets.tokenizer_json import encoder
 from ms_parallel import load_model, save_model
 
 SCHEMES = ["gguf.q8_0", "gguf.q4_0"]

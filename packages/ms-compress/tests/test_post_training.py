@@ -11,16 +11,24 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import decoder, llama, tokens
 
 from ms_compress import CalibrationError, ConfigError, LayerError, export, fit_scales, qat
-from ms_compress.distil import distillation_loss
-from ms_compress.gptq_rounding import gptq, gptq_weight
-from ms_compress.layers import prepared_layers
-from ms_compress.logits import model_logits
-from ms_compress.pattern import NOfM
-from ms_compress.pruning import GradualPruning, keep_zeros, mask_zeros, masks, prune, sparsity
-from ms_compress.rounding import fitted_factor, quantise, round_weight
-from ms_compress.runtimes import open_runtime
-from ms_compress.schemes import NAMES, Scheme, scheme
-from ms_compress.wanda_pruning import wanda
+from ms_compress.methods.gptq import gptq, gptq_weight
+from ms_compress.methods.pattern import NOfM
+from ms_compress.methods.pruning import (
+    GradualPruning,
+    keep_zeros,
+    mask_zeros,
+    masks,
+    prune,
+    sparsity,
+)
+from ms_compress.methods.wanda import wanda
+from ms_compress.models.logits import model_logits
+from ms_compress.quantisation.layers import prepared_layers
+from ms_compress.quantisation.rounding import fitted_factor, quantise, round_weight
+from ms_compress.quantisation.scheme import Scheme
+from ms_compress.targets.rules import NAMES, scheme
+from ms_compress.targets.target import open_runtime
+from ms_compress.training.distillation import distillation_loss
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -149,7 +157,7 @@ def test_counted_by_the_loss_rounding_leaves_predictions_nearer(build: type[nn.M
         gptq(model, "ct.int3_g32", [tokens(8, seed=seed) for seed in range(16)], **how)
         return float(distillation_loss(model_logits(model, unseen), truth))
 
-    assert apart(by_loss=True) < 0.95 * min(apart(), apart(by_use=True))
+    assert apart(by_loss=True) < 0.95 * min(apart(), apart(act_order=True))
 
 
 def test_rounding_by_loss_says_after_which_layer_a_model_has_gone_bad() -> None:

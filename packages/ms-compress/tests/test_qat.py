@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import decoder, llama, tokens
 
 from ms_compress import FloatThenQuantised, LayerError, Tuning, prune, qat, tune
-from ms_compress.layers import FACTOR, PreparedLinear
-from ms_compress.rounding import quantise, round_weight
-from ms_compress.schemes import NAMES, scheme
+from ms_compress.quantisation.layers import FACTOR, PreparedLinear
+from ms_compress.quantisation.rounding import quantise, round_weight
+from ms_compress.targets.rules import NAMES, scheme
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,7 @@ from readme_blocks import printed
 
 from ms_compress import ExportError, VerifyError, export, qat, verify
 from ms_compress.cli import main
-from ms_compress.runtimes import open_runtime
+from ms_compress.targets.target import open_runtime
 from ms_compress.tokenizer_files import read_tokenizer, text_ends
 from ms_parallel import load_model
 
@@ -212,7 +212,7 @@ def test_verify_refuses_a_runtime_that_writes_another_text(
     taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though each tensor, and the logits of the probe, are the model's."""
-    from ms_compress.runtimes.onnxruntime import OnnxRuntime
+    from ms_compress.targets.ort.runtime import OnnxRuntime
 
     model = qat(load_model(taught), "ort.matmulnbits")
     folder = export(model, tmp_path / "out", tokenizer=taught)

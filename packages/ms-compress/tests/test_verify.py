@@ -16,8 +16,8 @@ from models import VOCABULARY, decoder, enlarged, llama, qwen3
 from mutants import GGUF, mutate_gguf, mutate_onnx, mutate_safetensors
 
 from ms_compress import ExportError, VerifyError, export, qat, verify
-from ms_compress.runtimes import open_runtime
-from ms_compress.verification import check_weights, probe
+from ms_compress.deployment.verification import check_weights, probe
+from ms_compress.targets.target import open_runtime
 from ms_parallel.models import Decoder, RopeScaling
 from ms_parallel.weights import initialise
 
@@ -164,7 +164,7 @@ def test_an_export_that_fails_its_check_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer packs wrongly; the folder never appears."""
-    from ms_compress.targets import compressed_tensors
+    from ms_compress.targets.ct import write as compressed_tensors
 
     good = compressed_tensors.pack
     monkeypatch.setattr(compressed_tensors, "pack", lambda codes, bits: good(-codes - 1, bits))

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from ms_data import TokenStream, build, inspect, train_tokenizer, verify
-from ms_data.dataset import Split
-from ms_data.order import Order
-from ms_data.writer import DatasetWriter
+from ms_data.disk.split import Split
+from ms_data.disk.writer import DatasetWriter
+from ms_data.streams.order import Order
 
 LENGTH = 1024
 
@@ -68,8 +68,7 @@ def resuming(folder: Path) -> float:
 def writing(folder: Path, scratch: Path) -> float:
     """Tokens a CPU second from memory to a closed, synced shard."""
     split = Split(folder, "train")
-    passage = split.read(0, split.tokens)
-    documents = np.split(passage.tokens, passage.ends[:-1])
+    documents = np.split(split.read(0, split.tokens), split.all_ends()[:-1])
 
     def write() -> None:
         writer = DatasetWriter(

@@ -12,8 +12,7 @@ import xxhash
 import zstandard
 
 from ms_data import DamageError, TokenStream, verify
-from ms_data.dataset import read_index
-from ms_data.format import (
+from ms_data.disk.format import (
     FRAME,
     MAGIC,
     TRAILER,
@@ -24,6 +23,7 @@ from ms_data.format import (
     checksum,
     encode_index,
 )
+from ms_data.disk.split import read_index
 
 from .truth import random_documents, write_dataset
 

@@ -21,9 +21,9 @@ from ms_data import (
     verify,
 )
 from ms_data.cli import main
-from ms_data.format import decode_index, encode_index
-from ms_data.readers import find_corpus
-from ms_data.writer import ShardState
+from ms_data.corpus.find import find_corpus
+from ms_data.disk.format import decode_index, encode_index
+from ms_data.disk.writer import ShardState
 
 from .chats import CHATML, write_tokenizer
 from .test_build import texts_of, write_lines

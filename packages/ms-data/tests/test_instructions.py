@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 
 from ms_data import InstructionStream, PreferenceStream, TokenStream, build, inspect, verify
-from ms_data.chat import ChatTemplate
+from ms_data.building.encoders import ChatEncoder
+from ms_data.chat.template import ChatTemplate
 from ms_data.cli import main
+from ms_data.disk.samples import Samples
 from ms_data.errors import CorpusError, DataError, SettingError, StateError, TokenizerError
-from ms_data.instructions import ChatEncoder
-from ms_data.samples import Samples
-from ms_data.tokenizer import Tokenizer
+from ms_data.tokenization.tokenizer import Tokenizer
 
 from .chats import BRACKETS, DATED, MARKED, ROWS, write_rows, write_tokenizer
 
 SMALL_STEPS = """
 import importlib
-building = importlib.import_module("ms_data.build")
+building = importlib.import_module("ms_data.building.job")
 building.SAVE_EVERY_S, building.BATCH_CHARACTERS = 0.0, 20_000
 raise SystemExit(importlib.import_module("ms_data.cli").main())
 """
@@ -108,7 +108,9 @@ def test_the_answer_is_what_is_learnt(place: Path) -> None:
     """Decoded targets are the assistant's words and its end."""
     tokenizer = Tokenizer.load(place / "rows")
     sample = Samples(place / "rows").conversation(7)
-    said = tokenizer._model.decode(sample.tokens[sample.learnt].tolist(), skip_special_tokens=False)
+    said = tokenizer._model.decode(
+        sample.tokens[sample.loss_mask].tolist(), skip_special_tokens=False
+    )
     assert said == ROWS[7]["messages"][1]["content"] + "<|im_end|>"
 
 
@@ -304,7 +306,7 @@ def test_weighting_by_sample_counts_a_long_sample_once(place: Path, long: Any) -
     total = sum(float(batch["weights"].sum(dtype=np.float64)) for batch in stream)
     counts = stream.counts["rows"]
     assert counts["split" if long == "split" else "truncated"] > 50
-    without = counts["unlearnt"] if long == "truncate" else 0
+    without = counts["without_targets"] if long == "truncate" else 0
     assert total == pytest.approx(len(ROWS) - without, rel=1e-6)
 
 

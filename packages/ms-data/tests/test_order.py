@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ms_data.order import ROUNDS, Order, permute
+from ms_data.streams.order import ROUNDS, Order, permute
 
 
 def epoch_of(order: Order, epoch: int) -> list[int]:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ms_data import Batch, SettingError, StateError, TokenStream
-from ms_data.order import Order
-from ms_data.shard import Frame, Shard
+from ms_data.disk.shard import Frame, Shard
+from ms_data.streams.order import Order
 
 from .truth import END, random_documents, true_sample, write_dataset
 

@@ -18,7 +18,7 @@ from ms_data import (
     build,
     train_tokenizer,
 )
-from ms_data.tokenizer import END_OF_TEXT
+from ms_data.tokenization.tokenizer import END_OF_TEXT
 
 from .test_build import texts_of, write_lines
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_data.format import Index, encode_index, token_type_for
-from ms_data.writer import ShardWriter
+from ms_data.disk.format import Index, encode_index, token_type_for
+from ms_data.disk.writer import ShardWriter
 
 VOCABULARY = 500
 END = 499

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from ms_profile import EventLog, Recorder, align_clocks, read_ring
-from ms_profile.capture.scopes import SHARE, STRETCH
-from ms_profile.ring import Kind, Ring
+from ms_profile.log.ring import Kind, Ring
+from ms_profile.recording.scopes import SHARE, STRETCH
 
 
 def per_call_us(function: Callable[[], object], calls: int = 5000, rounds: int = 30) -> float:
@@ -166,7 +166,7 @@ def recorder_alone_us(folder: Path) -> dict[str, float]:
 
 def drain_us(folder: Path) -> float:
     """CPU time of collecting 100 scopes from Kineto and starting again."""
-    from ms_profile.capture.scopes import ScopeRecorder
+    from ms_profile.recording.scopes import ScopeRecorder
 
     ring = Ring(folder / "drain.ring")
     scopes = ScopeRecorder(ring)

@@ -27,9 +27,9 @@ try:
     from torch.profiler import profile, record_function
 
     from ms_profile import analyse, kernel_table, operator_table
-    from ms_profile.intervals import length_ns, union
-    from ms_profile.memory import memory_timeline
-    from ms_profile.recorder import Recorder
+    from ms_profile.analysis.memory import memory_timeline
+    from ms_profile.recording.recorder import Recorder
+    from ms_profile.trace.intervals import length_ns, union
 except ImportError as error:
     sys.exit(f"gpu.py cannot begin: {error}; pip install torch attrs msgspec numpy rich zstandard")
 

@@ -33,7 +33,7 @@ print(json.dumps({{"cpu_s": used, "wall_s": wall, "extra_bytes": (peak - before)
                    "rows": rows}}))
 """
 OURS = (
-    "from ms_profile.operators import operator_table\nfrom ms_profile.trace import read_trace",
+    "from ms_profile import operator_table, read_trace",
     "rows = len(operator_table(read_trace(path), by_shape=True))",
 )
 RECORD = """

@@ -14,21 +14,22 @@ from typing import Any
 import msgspec
 from attrs import frozen
 
-from ms_profile.clock import ClockPair
-from ms_profile.events import EventLog
-from ms_profile.format import (
+from ms_profile.clocks.clock_pair import ClockPair
+from ms_profile.links.fit import fit_link
+from ms_profile.links.matrix import LinkMatrix, PairLink
+from ms_profile.log.event_log import EventLog
+from ms_profile.log.manifest import (
     RankManifest,
     RunManifest,
     TraceFile,
-    Window,
+    TraceSchedule,
     encode,
     rank_path,
     ring_path,
     trace_path,
     write_whole,
 )
-from ms_profile.link import LinkMatrix, PairLink, fit_link
-from ms_profile.ring import Kind, Ring
+from ms_profile.log.ring import Kind, Ring
 
 __all__ = ["FuzzCase", "cases"]
 
@@ -172,7 +173,7 @@ def _run(damaged: str) -> Callable[[Path], Path]:
         clock = ClockPair(1_000_000_000, 1_760_000_000_000_000_000, 90)
         manifest = RunManifest(
             world_size=2, metrics=("communication_time", "memory"), script="train.py",
-            started_wall_ns=clock.wall_ns, window=Window(), versions={"python": "3.11"},
+            started_wall_ns=clock.wall_ns, schedule=TraceSchedule(), versions={"python": "3.11"},
         )  # fmt: skip
         write_whole(folder / "manifest.json", encode(manifest))
         for rank in (0, 1):

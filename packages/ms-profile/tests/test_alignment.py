@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ms_profile.alignment import ClockFit, align_clocks
+from ms_profile.clocks.alignment import ClockFit, align_clocks
 from ms_profile.errors import ClockError
 
 EPOCH = 1_800_000_000_000_000_000

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from ms_profile.analysis import analyse
+from ms_profile.analysis.whole_run import analyse
 from ms_profile.cli import main
-from ms_profile.event_reader import EventFilter, read_events
-from ms_profile.format import read_ranks, read_run
-from ms_profile.ring import Kind, read_ring
+from ms_profile.log.event_reader import EventFilter, read_events
+from ms_profile.log.manifest import read_ranks, read_run
+from ms_profile.log.ring import Kind, read_ring
 
 pytest.importorskip("torch")
 SCRIPT = Path(__file__).with_name("train_script.py")
@@ -382,7 +382,7 @@ def test_collectives_are_put_to_their_groups_though_gloo_names_none(tmp_path: Pa
     own = ("--nproc-per-node", "3", "--train-script", str(script))
     run(tmp_path / "out", own=own)
     found = analyse(tmp_path / "out")
-    met = Counter(tuple(sorted(one.starts_ns)) for one in found.meetings)
+    met = Counter(tuple(sorted(one.starts_ns)) for one in found.matched)
     assert met == {(0, 1, 2): 4, (0, 1): 4, (0, 2): 4}
-    order = [tuple(sorted(one.starts_ns)) for one in found.meetings[:3]]
+    order = [tuple(sorted(one.starts_ns)) for one in found.matched[:3]]
     assert order == [(0, 1, 2), (0, 1), (0, 2)]

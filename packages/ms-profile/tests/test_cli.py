@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ms_profile.cli import main
-from ms_profile.events import EventLog
+from ms_profile.log.event_log import EventLog
 
 
 @pytest.fixture

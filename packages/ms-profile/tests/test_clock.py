@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ms_profile.clock import ClockPair, read_clocks
+from ms_profile.clocks.clock_pair import ClockPair, read_clocks
 
 
 def from_list(values: list[int]) -> Callable[[], int]:

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ms_profile.blocks import Block, Damage, pack_block, scan_blocks
 from ms_profile.errors import EventError, FormatError
-from ms_profile.event_reader import EventFilter, follow_events, read_events, read_segment
-from ms_profile.events import Event, EventLog, StepMetrics
-from ms_profile.tensorboard import export_tensorboard
+from ms_profile.log.blocks import Block, Damage, pack_block, scan_blocks
+from ms_profile.log.event_log import Event, EventLog, StepMetrics
+from ms_profile.log.event_reader import EventFilter, follow_events, read_events, read_segment
+from ms_profile.log.tensorboard import export_tensorboard
 
 VALUES = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(max_size=20)
 
@@ -74,7 +74,7 @@ def test_step_metrics_are_typed() -> None:
 
 WRITER = """
 import sys, time
-from ms_profile.events import EventLog
+from ms_profile.log.event_log import EventLog
 log = EventLog(sys.argv[1], flush_interval_s=0.05)
 for number in range(10**9):
     log("step", {"step": number, "loss": number / 7})
@@ -214,7 +214,7 @@ def test_a_folder_without_events_is_named(tmp_path: Path) -> None:
 
 FULL = """
 import logging, resource, signal, sys
-from ms_profile.events import EventLog
+from ms_profile.log.event_log import EventLog
 logging.basicConfig()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
@@ -258,7 +258,7 @@ def test_a_forked_child_may_not_write_its_parents_log(tmp_path: Path) -> None:
 
 INTERRUPTED = """
 import os, signal, sys
-from ms_profile.events import EventLog
+from ms_profile.log.event_log import EventLog
 log = EventLog(sys.argv[1])
 signal.signal(signal.SIGALRM, lambda *_: (log("alarm", {}), log.flush()))
 signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ms_profile.analysis import analyse
-from ms_profile.operators import kernel_table, operator_table
+from ms_profile.analysis.operators import kernel_table, operator_table
+from ms_profile.analysis.whole_run import analyse
 
 torch = pytest.importorskip("torch")
 pytestmark = [

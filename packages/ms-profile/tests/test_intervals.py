@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ms_profile.intervals import intersect, length_ns, subtract, union, within
+from ms_profile.trace.intervals import intersect, length_ns, subtract, union, within
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15)), max_size=12)
 

@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ms_profile.errors import LinkError
-from ms_profile.link import SIZES, LinkMatrix, fit_link, measure_links
+from ms_profile.links.fit import fit_link
+from ms_profile.links.matrix import LinkMatrix
+from ms_profile.links.measure import SIZES, measure_links
 
 
 @given(

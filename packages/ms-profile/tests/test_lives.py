@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ms_profile.event_reader import EventFilter, read_events
-from ms_profile.events import EventLog
-from ms_profile.format import read_ranks
-from ms_profile.ring import Kind, Ring, read_ring
+from ms_profile.log.event_log import EventLog
+from ms_profile.log.event_reader import EventFilter, read_events
+from ms_profile.log.manifest import read_ranks
+from ms_profile.log.ring import Kind, Ring, read_ring
 
 pytest.importorskip("torch")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}

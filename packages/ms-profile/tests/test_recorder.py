@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ms_profile.recorder import Recorder, mark_step
-from ms_profile.ring import Kind, Ring, RingRecording, read_ring
+from ms_profile.log.ring import Kind, Ring, RingRecording, read_ring
+from ms_profile.recording.recorder import Recorder, mark_step
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402 - torch may be missing
@@ -245,7 +245,7 @@ def test_a_collection_that_takes_long_comes_less_often(
 
     The first start, which sets Kineto up and takes long everywhere, does not count.
     """
-    from ms_profile.capture import scopes
+    from ms_profile.recording import scopes
 
     now, busy = [0], [0]
 
@@ -283,7 +283,7 @@ def test_a_torch_without_scopes_costs_the_collectives_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where Kineto cannot be restricted, the rest is recorded and the reason kept."""
-    from ms_profile.capture.scopes import ScopeRecorder
+    from ms_profile.recording.scopes import ScopeRecorder
 
     def refuse(self: ScopeRecorder) -> None:
         raise TypeError("no such argument")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ms_profile.errors import FormatError, RecordError
-from ms_profile.ring import Kind, Ring, read_ring
+from ms_profile.log.ring import Kind, Ring, read_ring
 
 
 @settings(max_examples=40, deadline=None)
@@ -79,7 +79,7 @@ def test_a_full_table_of_names_costs_names_and_no_spans(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-from ms_profile.ring import Kind, Ring
+from ms_profile.log.ring import Kind, Ring
 ring = Ring(sys.argv[1], capacity=512)
 name = ring.name("span")
 print("ready", flush=True)
@@ -139,7 +139,7 @@ def test_foreign_and_cut_files_are_refused(tmp_path: Path) -> None:
 def test_a_ring_that_finds_no_room_says_so(tmp_path: Path) -> None:
     """The space is reserved at the start; a full disk shows then and not as a crash later."""
     code = (
-        "import resource, signal, sys; from ms_profile.ring import Ring; "
+        "import resource, signal, sys; from ms_profile.log.ring import Ring; "
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000)); Ring(sys.argv[1])"
     )

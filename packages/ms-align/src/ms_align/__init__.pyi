@@ -1,6 +1,7 @@
 """The public names; `__init__.py` imports each when it is first asked for."""
 
-from .advantage import gae
+from .engines.local import LocalEngine
+from .engines.parallel import ParallelEngine
 from .errors import (
     AlignError,
     CheckpointError,
@@ -15,21 +16,21 @@ from .errors import (
     WriteError,
 )
 from .generation import Generator, LocalGenerator, Responses
-from .local import LocalEngine
-from .lora import AdaptedModel, LoraOptions, add_lora
-from .lora_load import load_lora
-from .parallel import ParallelEngine
-from .reward import Reward, Sample
-from .reward_model import RewardModel
-from .sampling import Sampling
-from .sandbox import Limits
-from .task_sampler import TaskOptions
+from .generation.sampling import Sampling
+from .lora.adapters import AdaptedModel, LoraOptions, add_lora
+from .lora.loading import load_lora
+from .losses.advantage import gae
+from .models.reward_model import RewardModel
+from .rewards.sandbox import Limits
+from .rewards.scoring import Reward, Sample
+from .rewards.verifiable import ExactMatch, Numeric, PythonParses, PythonTests
+from .streams.task_sampler import TaskOptions
+from .trainers.dpo import DPOOptions, DPOTrainer
 from .trainers.grpo import GRPOTrainer
 from .trainers.ppo import PPOTrainer
-from .trainers.preference import DPOOptions, DPOTrainer, RewardOptions, RewardTrainer
+from .trainers.reward import RewardOptions, RewardTrainer
 from .trainers.rloo import RLOOTrainer
 from .trainers.sft import SFTOptions, SFTTrainer
-from .verifiable import ExactMatch, Numeric, PythonParses, PythonTests
 
 __version__: str
 

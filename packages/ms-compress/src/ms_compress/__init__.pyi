@@ -1,5 +1,5 @@
-from .deploy import export
-from .distil import distillation_loss
+from .deployment.export import export
+from .deployment.verification import Agreement, verify
 from .errors import (
     CalibrationError,
     CompressError,
@@ -11,9 +11,9 @@ from .errors import (
     SchemeError,
     VerifyError,
 )
-from .gptq_rounding import gptq
-from .preparation import FloatThenQuantised, fit_scales, qat
-from .pruning import (
+from .evaluation.perplexity import perplexity
+from .methods.gptq import gptq
+from .methods.pruning import (
     GradualPruning,
     keep_zeros,
     mask_zeros,
@@ -22,13 +22,14 @@ from .pruning import (
     set_masks,
     sparsity,
 )
-from .schemes import Scheme, scheme
-from .student import cut_student
-from .text_loss import perplexity
-from .tuning import tune
-from .tuning_options import Tuning
-from .verification import Agreement, verify
-from .wanda_pruning import wanda
+from .methods.qat import FloatThenQuantised, fit_scales, qat
+from .methods.student import cut_student
+from .methods.wanda import wanda
+from .quantisation.scheme import Scheme
+from .targets.rules import scheme
+from .training.distillation import distillation_loss
+from .training.loop import tune
+from .training.options import Tuning
 
 __version__: str
 

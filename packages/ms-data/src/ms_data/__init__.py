@@ -1,7 +1,13 @@
 """From raw corpus to token batches: tokenize, shard, shuffle, stream and resume, exactly."""
 
-from ms_data.build import Summary, build
-from ms_data.chat import ChatTemplate
+from ms_data.building.build import build
+from ms_data.building.record import Summary
+from ms_data.chat.messages import Conversation, read_conversation
+from ms_data.chat.pairs import Pair, read_pair
+from ms_data.chat.template import ChatTemplate
+from ms_data.disk.inspection import Facts, inspect
+from ms_data.disk.samples import PairSample, Sample, Samples
+from ms_data.disk.verification import Fault, Report, verify
 from ms_data.errors import (
     CorpusError,
     DamageError,
@@ -11,23 +17,22 @@ from ms_data.errors import (
     StateError,
     TokenizerError,
 )
-from ms_data.inspection import Facts, inspect
-from ms_data.instruction_stream import InstructionBatch, InstructionStream
-from ms_data.messages import Conversation, read_conversation
-from ms_data.mixture import Mixture, Phase
-from ms_data.packing import Packer, Piece
-from ms_data.preference import Pair, read_pair
-from ms_data.preference_stream import PreferenceBatch, PreferenceStream
-from ms_data.samples import PairSample, Sample, Samples
-from ms_data.stream import Place, TokenStream
-from ms_data.tokenizer import Tokenizer, train_tokenizer
-from ms_data.verify import Fault, Report, verify
-from ms_data.window import Batch
+from ms_data.streams.batch import Batch
+from ms_data.streams.instructions import InstructionBatch, InstructionStream
+from ms_data.streams.mixture import Mixture, Phase
+from ms_data.streams.packer import Packer, Segment
+from ms_data.streams.packing_rules.best_fit import BestFitPacker
+from ms_data.streams.preferences import PreferenceBatch, PreferenceStream
+from ms_data.streams.share import StreamPlace
+from ms_data.streams.tokens import TokenStream
+from ms_data.tokenization.tokenizer import Tokenizer
+from ms_data.tokenization.training import train_tokenizer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Batch",
+    "BestFitPacker",
     "ChatTemplate",
     "Conversation",
     "CorpusError",
@@ -43,15 +48,15 @@ __all__ = [
     "Pair",
     "PairSample",
     "Phase",
-    "Piece",
-    "Place",
     "PreferenceBatch",
     "PreferenceStream",
     "Report",
     "Sample",
     "Samples",
+    "Segment",
     "SettingError",
     "StateError",
+    "StreamPlace",
     "Summary",
     "TokenStream",
     "Tokenizer",

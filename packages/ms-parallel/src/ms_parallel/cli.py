@@ -123,10 +123,11 @@ def _add_schedule(commands: Any) -> None:
 
 
 def _schedule(options: Namespace) -> int:
-    from ms_parallel.planner.explain import draw_to, tell
-    from ms_parallel.schedules.drawing.draw import draw_text, path_text
+    from ms_parallel.planner.explain import draw_to, explain
+    from ms_parallel.schedules.drawing.legend import path_text
+    from ms_parallel.schedules.drawing.text import draw_text
 
-    told = tell(
+    explained = explain(
         options.schedule,
         ranks=options.stages,
         microbatches=options.microbatches,
@@ -135,15 +136,17 @@ def _schedule(options: Namespace) -> int:
         measured=options.measured,
     )
     if options.out is not None:
-        draw_to(options.out, told)
+        draw_to(options.out, explained)
     if options.json:
-        return _print_json(told.facts)
+        return _print_json(explained.facts)
     width = shutil.get_terminal_size((100, 24)).columns
     colour = sys.stdout.isatty()
-    print(draw_text(*told.lines, titles=told.titles, width=width, colour=colour), end="")
-    print(f"critical path: {path_text(told.timeline)}")
-    if told.facts.lower_bound is not None:
-        print(f"no schedule is shorter than {told.facts.lower_bound:.4g}")
+    print(draw_text(*explained.lines, titles=explained.titles, width=width, colour=colour), end="")
+    print(f"critical path: {path_text(explained.timeline)}")
+    if pairs := explained.facts.overlapped_pairs:
+        print(f"{pairs} overlapped pairs are timed, and performed, one after the other")
+    if explained.facts.lower_bound is not None:
+        print(f"no schedule is shorter than {explained.facts.lower_bound:.4g}")
     return 0
 
 

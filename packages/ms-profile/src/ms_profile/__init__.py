@@ -1,25 +1,28 @@
 """Distributed event log, low-overhead timing, trace analysis, and one report on the time."""
 
-from ms_profile.advice import Finding, advise
-from ms_profile.alignment import ClockFit, align_clocks
-from ms_profile.analysis import Analysis, RankAnalysis, analyse, analyse_traces
-from ms_profile.clock import ClockPair, read_clocks
-from ms_profile.comparison import Comparison, compare
+from ms_profile.advice.finding import Finding
+from ms_profile.advice.rules import advise
+from ms_profile.analysis.comparison import Comparison, compare
+from ms_profile.analysis.ledger import Ledger
+from ms_profile.analysis.operators import Kernel, Operator, kernel_table, operator_table
+from ms_profile.analysis.transfers import Verdict, diagnose
+from ms_profile.analysis.whole_run import Analysis, RankAnalysis, analyse, analyse_traces
+from ms_profile.clocks.alignment import ClockFit, align_clocks
+from ms_profile.clocks.clock_pair import ClockPair, read_clocks
 from ms_profile.errors import ProfileError
-from ms_profile.event_reader import EventFilter, follow_events, read_events
-from ms_profile.events import Event, EventLog, StepMetrics
-from ms_profile.ledger import Ledger
-from ms_profile.link import LinkFit, LinkMatrix, fit_link, measure_links
-from ms_profile.links import Verdict, diagnose
-from ms_profile.operators import Kernel, Operator, kernel_table, operator_table
-from ms_profile.perfetto import export_perfetto
-from ms_profile.recorder import Recorder, mark_step
-from ms_profile.report import write_report
-from ms_profile.ring import Kind, RingRecording, read_ring
-from ms_profile.tensorboard import export_tensorboard
-from ms_profile.trace import Trace, read_trace
-
-__version__ = "0.1.0"
+from ms_profile.links.fit import LinkFit, fit_link
+from ms_profile.links.matrix import LinkMatrix
+from ms_profile.links.measure import measure_links
+from ms_profile.log.event_log import Event, EventLog, StepMetrics
+from ms_profile.log.event_reader import EventFilter, follow_events, read_events
+from ms_profile.log.ring import Kind, RingRecording, read_ring
+from ms_profile.log.tensorboard import export_tensorboard
+from ms_profile.recording.recorder import Recorder, mark_step
+from ms_profile.report.page import write_report
+from ms_profile.report.perfetto import export_perfetto
+from ms_profile.trace.columns import Trace
+from ms_profile.trace.reader import read_trace
+from ms_profile.version import __version__
 
 __all__ = [
     "Analysis",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ms_align.generation.columns import Columns
 from ms_align.generation.reader import ModelReader
-from ms_align.language_model import HuggingFaceModel, LanguageModel, SeamModel
+from ms_align.models.language_model import HuggingFaceModel, LanguageModel, SeamModel
 
 __all__ = ["FusedReader", "fused_reader"]
 

@@ -16,9 +16,9 @@ from ms_align.generation.columns import Columns
 from ms_align.generation.fused import fused_reader
 from ms_align.generation.reader import Reader, reader_of
 from ms_align.generation.responses import Responses
+from ms_align.generation.sampling import Drawn, Sampling, draw
 from ms_align.generation.stops import Decode, completes, reach
-from ms_align.language_model import LanguageModel, language_model
-from ms_align.sampling import Drawn, Sampling, draw
+from ms_align.models.language_model import LanguageModel, language_model
 
 __all__ = ["LocalGenerator"]
 

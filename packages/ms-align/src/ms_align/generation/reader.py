@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ms_align.errors import ModelError
 from ms_align.generation.columns import Columns
-from ms_align.language_model import HuggingFaceModel, LanguageModel, PlainModel
+from ms_align.models.language_model import HuggingFaceModel, LanguageModel, PlainModel
 
 __all__ = ["ModelReader", "Reader", "reader_of"]
 

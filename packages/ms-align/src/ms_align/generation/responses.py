@@ -9,7 +9,7 @@ from typing import Protocol
 from attrs import frozen
 from torch import Tensor
 
-from ms_align.sampling import Sampling
+from ms_align.generation.sampling import Sampling
 
 __all__ = ["Generator", "Responses"]
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from attrs import field, frozen
 from torch import Tensor
 
-from ms_align.engine import IGNORED, Batch, Output
 from ms_align.errors import ConfigError
+from ms_align.losses.protocol import IGNORED, Batch, Output
 from ms_align.settings import flag, number
 
 __all__ = ["DPOLoss", "dpo_loss", "pair_weights", "row_logprobs"]
@@ -85,7 +85,7 @@ class DPOLoss:
         return float(pair_weights(batch).sum())
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Weighted sum over pairs, and the figures' sums."""
+        """Weighted sum over pairs, and the statistics' sums."""
         weights = pair_weights(batch)
         own = row_logprobs(output, batch)
         reference = torch.zeros_like(own) if self.reference_free else batch["reference_logprobs"]
@@ -101,5 +101,5 @@ class DPOLoss:
         with torch.no_grad():
             rewards = self.beta * (own - reference).view(-1, 2)
             gap = rewards[:, 0] - rewards[:, 1]
-            told = torch.stack(((gap > 0).float(), gap, rewards[:, 0], rewards[:, 1]))
-        return (losses * weights).sum(), (told * weights).sum(1)
+            statistics = torch.stack(((gap > 0).float(), gap, rewards[:, 0], rewards[:, 1]))
+        return (losses * weights).sum(), (statistics * weights).sum(1)

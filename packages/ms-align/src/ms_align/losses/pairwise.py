@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from attrs import field, frozen
 from torch import Tensor
 
-from ms_align.engine import Batch, Output
 from ms_align.errors import DataError
 from ms_align.losses.dpo import pair_weights
+from ms_align.losses.protocol import Batch, Output
 from ms_align.settings import number
 
 __all__ = ["PairwiseLoss", "pairwise_loss", "row_scores"]
@@ -77,12 +77,12 @@ class PairwiseLoss:
         return float(pair_weights(batch).sum())
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Weighted sum over pairs, and the figures' sums."""
+        """Weighted sum over pairs, and the statistics' sums."""
         weights = pair_weights(batch)
         chosen, rejected = row_scores(output, batch, self.head).view(-1, 2).T
         margin = batch["margin"].view(-1, 2)[:, 0] if "margin" in batch else 0.0
         losses = pairwise_loss(chosen, rejected, self.margin_scale * margin, centring=self.centring)
         with torch.no_grad():
             gap = chosen - rejected
-            told = torch.stack(((gap > 0).float(), gap, (chosen + rejected) / 2))
-        return (losses * weights).sum(), (told * weights).sum(1)
+            statistics = torch.stack(((gap > 0).float(), gap, (chosen + rejected) / 2))
+        return (losses * weights).sum(), (statistics * weights).sum(1)

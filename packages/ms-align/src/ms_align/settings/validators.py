@@ -14,6 +14,7 @@ from ..errors import ConfigError
 from ..files.untrusted import decoding
 
 __all__ = [
+    "MOST",
     "a_path",
     "check_path",
     "flag",

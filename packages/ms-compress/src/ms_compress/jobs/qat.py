@@ -6,14 +6,14 @@ from torch import nn
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import QatRun
 from ms_compress.errors import ConfigError
-from ms_compress.gptq_rounding import gptq
 from ms_compress.jobs.finish import calibration_of, check, finish, text_of
 from ms_compress.jobs.loading import check_finite, load
-from ms_compress.jobs.output import output
+from ms_compress.jobs.output import run_output
 from ms_compress.jobs.progress import Shown
 from ms_compress.jobs.training import train
-from ms_compress.preparation import FloatThenQuantised, qat
-from ms_compress.pruning import keep_zeros, mask_zeros, masks
+from ms_compress.methods.gptq import gptq
+from ms_compress.methods.pruning import keep_zeros, mask_zeros, masks
+from ms_compress.methods.qat import FloatThenQuantised, qat
 
 __all__ = ["run"]
 
@@ -23,7 +23,7 @@ CALIBRATION = 256
 
 def run(options: QatRun) -> Outcome:
     """Prepare, train, export."""
-    with output("qat", options) as place:
+    with run_output("qat", options) as place:
         if place.finished:
             return place.already()
         model = load(options.model)

@@ -13,8 +13,8 @@ from ms_parallel.pipeline.recorder import Recorder, gather_times
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.schedules.table.costs import Costs
 from ms_parallel.schedules.table.schedule import Schedule
-from ms_parallel.schedules.timeline.measured import observed, observed_costs
-from ms_parallel.schedules.timeline.simulate import Timeline
+from ms_parallel.schedules.timeline.measured import measured, measured_costs
+from ms_parallel.schedules.timeline.timeline import Timeline
 
 __all__ = ["RecordedStep", "is_recording", "read_step", "recorded_step", "write_step"]
 
@@ -44,11 +44,11 @@ class RecordedStep(
 
     def timeline(self) -> Timeline:
         """When everything ran, in milliseconds."""
-        return observed(self.schedule, self._times_ms())
+        return measured(self.schedule, self._times_ms())
 
     def costs(self) -> Costs:
-        """Mean times of each stage, in milliseconds; see `observed_costs`."""
-        return observed_costs(self.schedule, self._times_ms())
+        """Mean times of each stage, in milliseconds; see `measured_costs`."""
+        return measured_costs(self.schedule, self._times_ms())
 
     def _times_ms(self) -> list[list[tuple[Fraction, Fraction]]]:
         return [

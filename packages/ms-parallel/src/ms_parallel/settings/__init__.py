@@ -2,6 +2,7 @@
 """Settings: the validators of their values, and the run files that hold them."""
 
 from .validators import (
+    MOST,
     a_path,
     check_path,
     flag,
@@ -15,6 +16,7 @@ from .validators import (
 )
 
 __all__ = [
+    "MOST",
     "a_path",
     "check_path",
     "flag",

@@ -18,7 +18,7 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.events import JsonLines
 from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
-from ms_parallel.planner.tuning import asked_of, search_schedule
+from ms_parallel.planner.tuning import conditions_of, search_schedule
 from ms_parallel.progress import RunDisplay, duration
 from ms_parallel.training.dataset import prepare
 from ms_parallel.training.fitting import (
@@ -284,10 +284,10 @@ def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedu
         "mixed_precision": options.mixed_precision,
         "recompute": options.recompute,
     }
-    asked = asked_of(config, groups, rows, options.sequence_length, size, cap, own)
+    conditions = conditions_of(config, groups, rows, options.sequence_length, size, cap, own)
     path = options.output_dir / FILE
     known = first_does(lambda: read_found(path))
-    if known is not None and known.asked == asked:
+    if known is not None and known.conditions == conditions:
         return known
     found = search_schedule(
         config,

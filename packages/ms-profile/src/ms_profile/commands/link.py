@@ -13,8 +13,9 @@ from rich.table import Table
 
 from ms_profile.commands.text import cell
 from ms_profile.errors import LinkError, number_in_environment
-from ms_profile.format import encode, write_whole
-from ms_profile.link import LinkMatrix, measure_links
+from ms_profile.links.matrix import LinkMatrix
+from ms_profile.links.measure import measure_links
+from ms_profile.log.manifest import encode, write_whole
 
 __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
 

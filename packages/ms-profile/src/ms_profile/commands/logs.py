@@ -12,9 +12,9 @@ from msgspec.json import encode
 
 from ms_profile.commands.text import plain
 from ms_profile.errors import EventError
-from ms_profile.event_reader import EventFilter, event_files_so_far, follow_events, read_events
-from ms_profile.events import Event
-from ms_profile.tensorboard import export_tensorboard
+from ms_profile.log.event_log import Event
+from ms_profile.log.event_reader import EventFilter, event_files_so_far, follow_events, read_events
+from ms_profile.log.tensorboard import export_tensorboard
 
 __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
 

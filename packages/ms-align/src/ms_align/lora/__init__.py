@@ -1,0 +1,1 @@
+"""Low-rank adapters, in memory and in peft's file format."""

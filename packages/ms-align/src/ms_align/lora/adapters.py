@@ -1,0 +1,370 @@
+"""Low-rank adapters: any nn.Linear of any model, in peft's file format, in and out.
+
+Hu et al., 2021: y = W·x + s·B·(A·x), s = alpha / rank, or alpha / √rank (Kalajdzievski, 2023). B
+begins at 0, so an adapted model begins as the model it adapts. Only A and B take a gradient.
+Shapes: r rank, I inputs, O outputs of a linear layer.
+"""
+
+import copy
+import math
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from attrs import field, frozen
+from torch import Tensor, nn
+
+from ms_align.errors import ConfigError, ModelError
+from ms_align.lora.adapter_file import AdapterConfig, write_adapter
+from ms_align.settings import flag, number, whole
+
+__all__ = [
+    "AdaptedModel",
+    "LoraLinear",
+    "LoraOptions",
+    "adapt",
+    "add_lora",
+    "ends_with",
+    "linear_layers",
+    "plain_model",
+    "save_adapters",
+]
+
+ALL_LINEAR = "all-linear"
+DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _targets(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ConfigError(
+                f"targets is {value!r}, which is no regular expression ({error}); mend it, or give "
+                "a list of names"
+            ) from error
+        return value
+    if not isinstance(value, Iterable) or not all(isinstance(one, str) for one in value):
+        raise ConfigError(f"targets is {value!r}; give names of layers, or a regular expression")
+    return tuple(value)
+
+
+@frozen(kw_only=True)
+class LoraOptions:
+    """Which layers are adapted, and how."""
+
+    rank: int = field(default=8, validator=whole())
+    """Rows of A, and columns of B."""
+    alpha: float = field(default=16.0, validator=number(least=1e-6))
+    """What an adapter adds is multiplied by alpha / rank."""
+    targets: str | tuple[str, ...] = field(default=DEFAULT_TARGETS, converter=_targets)
+    """Last parts of layers' names; a text is a regular expression for whole names, or
+    `all-linear` for every linear layer but the head."""
+    rslora: bool = field(default=False, validator=flag)
+    """Divide alpha by the root of the rank instead."""
+
+    @property
+    def scale(self) -> float:
+        """What B·A·x is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class LoraLinear(nn.Module):
+    """A linear layer and its adapter.
+
+    Args:
+        base: the layer, which is frozen.
+        rank: r.
+        scale: what B·A·x is multiplied by.
+    """
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        made: dict[str, Any] = {"device": base.weight.device, "dtype": base.weight.dtype}
+        self.lora_A = nn.Parameter(torch.empty((rank, base.in_features), **made))
+        self.lora_B = nn.Parameter(torch.empty((base.out_features, rank), **made))
+        self.initialise(0)
+        self.scale = scale
+        self.enabled = True
+        self._before: Tensor | None = None
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """A from the uniform distribution within ±1/√I, as peft does; B at 0."""
+        chance = torch.Generator().manual_seed(seed)
+        bound = 1.0 / math.sqrt(self.in_features)
+        self.lora_A.copy_(torch.rand(self.lora_A.shape, generator=chance) * 2 * bound - bound)
+        self.lora_B.zero_()
+
+    @property
+    def in_features(self) -> int:
+        """I."""
+        return self.base_layer.in_features
+
+    @property
+    def out_features(self) -> int:
+        """O."""
+        return self.base_layer.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """W + s·B·A, (O, I), as whoever reads a linear layer's weight should see it."""
+        if not self.enabled or self.merged:
+            return self.base_layer.weight
+        return self.base_layer.weight + self.delta()
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Of the layer."""
+        return cast("Tensor | None", self.base_layer.bias)
+
+    @property
+    def merged(self) -> bool:
+        """Whether the layer's weight holds the adapter."""
+        return self._before is not None
+
+    def delta(self) -> Tensor:
+        """s·B·A, (O, I)."""
+        return self.scale * (self.lora_B @ self.lora_A)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) to (..., O)."""
+        y: Tensor = self.base_layer(x)
+        if not self.enabled or self.merged:
+            return y
+        return y + F.linear(F.linear(x, self.lora_A), self.scale * self.lora_B)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Put the adapter into the layer's weight; the weight as it was is kept."""
+        if not self.merged:
+            before = self.base_layer.weight.clone()
+            self.base_layer.weight += self.delta()
+            self._before = before
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Take it out again, bit for bit."""
+        if self._before is not None:
+            self.base_layer.weight.copy_(self._before)
+            self._before = None
+
+
+class AdaptedModel(nn.Module):
+    """A model some of whose linear layers have adapters; all else is the model's own.
+
+    Whatever is asked of it that it hasn't is asked of the model.
+    """
+
+    def __init__(self, model: nn.Module, options: LoraOptions, base_name: str = "") -> None:
+        super().__init__()
+        self.base = model
+        self.options = options
+        self.base_name = base_name
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """As the model."""
+        return self.base(*arguments, **named)
+
+    def get_base_model(self) -> nn.Module:
+        """The model, adapters in place."""
+        return self.base
+
+    def adapters(self) -> dict[str, LoraLinear]:
+        """Adapted layers by their names in the model."""
+        return {n: m for n, m in self.base.named_modules() if isinstance(m, LoraLinear)}
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """The model as it was before, while the block runs.
+
+        Raises:
+            ModelError: the adapters are merged.
+        """
+        layers = list(self.adapters().values())
+        if any(layer.merged for layer in layers):
+            raise ModelError("merged adapters cannot be switched off; call unmerge() before")
+        before = [layer.enabled for layer in layers]
+        for layer in layers:
+            layer.enabled = False
+        try:
+            yield
+        finally:
+            for layer, enabled in zip(layers, before, strict=True):
+                layer.enabled = enabled
+
+    def merge(self) -> None:
+        """Put all adapters into the weights."""
+        for layer in self.adapters().values():
+            layer.merge()
+
+    def unmerge(self) -> None:
+        """Take them out again, bit for bit."""
+        for layer in self.adapters().values():
+            layer.unmerge()
+
+    @contextmanager
+    def as_merged(self) -> Iterator[nn.Module]:
+        """The plain model with its adapters in its weights, while the block runs."""
+        layers = self.adapters()
+        merged_before = {name for name, layer in layers.items() if layer.merged}
+        self.merge()
+        for name, layer in layers.items():
+            _replace(self.base, name, layer.base_layer)
+        try:
+            yield self.base
+        finally:
+            for name, layer in layers.items():
+                _replace(self.base, name, layer)
+                if name not in merged_before:
+                    layer.unmerge()
+
+    def merged_model(self) -> nn.Module:
+        """The model with its adapters in its weights and without them beside; this one is spent."""
+        self.merge()
+        for name, layer in self.adapters().items():
+            _replace(self.base, name, layer.base_layer)
+        return self.base.requires_grad_(True)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `adapter_config.json` and `adapter_model.safetensors`, as peft reads them.
+
+        Raises:
+            CheckpointError: the place cannot be written.
+        """
+        weights = {name: (layer.lora_A, layer.lora_B) for name, layer in self.adapters().items()}
+        save_adapters(Path(folder), self.options, weights, self.base_name)
+
+
+@contextmanager
+def plain_model(module: nn.Module) -> Iterator[nn.Module]:
+    """A model with its adapters, ours or peft's, in its weights, while the block runs."""
+    if isinstance(module, AdaptedModel):
+        with module.as_merged() as plain:
+            yield plain
+    elif hasattr(module, "merge_and_unload") and hasattr(module, "peft_config"):
+        yield cast(Any, copy.deepcopy(module)).merge_and_unload()
+    else:
+        yield module
+
+
+def save_adapters(
+    folder: Path,
+    options: LoraOptions,
+    weights: Mapping[str, tuple[Tensor, Tensor]],
+    base_name: str = "",
+) -> None:
+    """Write peft's two files.
+
+    Args:
+        folder: made if missing.
+        options: that the adapters were made with.
+        weights: A (r, I) and B (O, r) by the layer's name in the model.
+        base_name: the model's name or folder.
+
+    Raises:
+        CheckpointError: the place cannot be written.
+    """
+    targets = options.targets
+    config = AdapterConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        target_modules=targets if isinstance(targets, str) else sorted(targets),
+        use_rslora=options.rslora,
+        base_model_name_or_path=base_name or None,
+    )
+    write_adapter(folder, config, weights)
+
+
+def add_lora(
+    model: nn.Module, options: LoraOptions | None = None, *, seed: int = 0, base_name: str = ""
+) -> AdaptedModel:
+    """Freeze a model and put adapters beside its linear layers, in place.
+
+    Args:
+        model: any; a decoder of ms-parallel or a model of transformers, for example.
+        options: which layers, and how.
+        seed: of A's first values.
+        base_name: the model's name or folder, for `adapter_config.json`.
+
+    Raises:
+        ConfigError: no layer bears a name that is asked for, or the rank is beyond every layer.
+    """
+    options = options or LoraOptions()
+    names = _matching(model, options.targets)
+    _check_rank(model, names, options.rank)
+    adapted = adapt(model, names, options, base_name)
+    for name, layer in adapted.adapters().items():
+        # By its name: the same whether the model is whole or a stage of it.
+        layer.initialise(zlib.crc32(f"{seed} {name}".encode()))
+    return adapted
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of a model without adapters, by name, in its order."""
+    if any(isinstance(module, LoraLinear) for module in model.modules()):
+        raise ConfigError("the model has adapters already; merge them, or go on with them")
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+
+
+def ends_with(name: str, targets: Iterable[str]) -> bool:
+    """Whether a layer's name is one of the targets, or ends with one."""
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def adapt(model: nn.Module, names: list[str], options: LoraOptions, base: str) -> AdaptedModel:
+    """Freeze a model and put adapters beside the named layers, in place."""
+    model.requires_grad_(False)
+    for name in names:
+        layer = LoraLinear(cast(nn.Linear, model.get_submodule(name)), options.rank, options.scale)
+        _replace(model, name, layer)
+    return AdaptedModel(model, options, base)
+
+
+def _matching(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
+    """Names of the linear layers that are asked for, in the model's order."""
+    linear = list(linear_layers(model))
+    if targets == ALL_LINEAR:
+        head = _head_name(model)
+        found = [name for name in linear if name != head]
+    elif isinstance(targets, str):
+        found = [name for name in linear if re.fullmatch(targets, name)]
+    else:
+        found = [name for name in linear if ends_with(name, targets)]
+    if not found:
+        have = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
+        raise ConfigError(f"no linear layer matches targets {targets!r}; the model has: {have}")
+    return found
+
+
+def _check_rank(model: nn.Module, names: list[str], rank: int) -> None:
+    """Refuse a rank that no adapted matrix has, before memory is taken for it."""
+    most = max(min(cast(nn.Linear, model.get_submodule(name)).weight.shape) for name in names)
+    if rank > most:
+        raise ConfigError(
+            f"rank is {rank} and no layer that is adapted has more than {most} rows or columns; "
+            f"give at most {most}"
+        )
+
+
+def _head_name(model: nn.Module) -> str | None:
+    """The layer that makes logits, which `all-linear` leaves out."""
+    head = getattr(model, "get_output_embeddings", lambda: getattr(model, "lm_head", None))()
+    return next((name for name, module in model.named_modules() if module is head), None)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)

@@ -1,0 +1,1 @@
+"""Causal language models, reward models and tokenizers, from disk and in memory."""

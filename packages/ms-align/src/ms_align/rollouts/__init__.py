@@ -1,0 +1,1 @@
+"""Responses to prompts, scored and turned into the rows that an update reads."""

@@ -1,0 +1,160 @@
+"""Prompts to learn from: read, checked, and handed out in an order that can be gone back to."""
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import field, frozen
+
+from ms_align.errors import DataError
+from ms_align.files.untrusted import decode_json, decoding, read_bytes
+from ms_align.seeds import seed_of
+from ms_align.tokenizer import Tokenizer
+
+__all__ = ["Prompt", "PromptOrder", "prompts_checksum", "read_prompts"]
+
+LARGEST_FILE_BYTES = 1 << 36
+MOST_TOKENS = 2**31
+"""More than any vocabulary has; tokenizers take no greater number."""
+
+
+@frozen(kw_only=True)
+class Prompt:
+    """One prompt, and what a reward may want to know of it."""
+
+    tokens: tuple[int, ...]
+    text: str
+    """As it was given; decoded where tokens were given."""
+    answer: str | None = None
+    """Of the response dataset."""
+    extra: Mapping[str, Any] = field(factory=dict)
+    """All other columns."""
+
+
+def read_prompts(
+    dataset: str | Path | Iterable[Any],
+    tokenizer: Tokenizer | None,
+    responses: str | Path | Iterable[Any] | None = None,
+    *,
+    what: str = "prompt_dataset",
+) -> list[Prompt]:
+    """Prompts of a dataset.
+
+    Args:
+        dataset: texts, lists of tokens, lists of chat messages, or mappings with a key `prompt`
+            that holds one of these; or the path of a JSON Lines file of them.
+        tokenizer: needed for texts and messages.
+        responses: the known answer to each prompt, texts in the same order; by default the key
+            `answer` of each mapping, if it has one.
+        what: its name, for messages.
+
+    Raises:
+        DataError: it is empty, an entry cannot be understood, or there are more or fewer answers.
+    """
+    entries = _entries(dataset, what)
+    if not entries:
+        raise DataError(f"{what} is empty; give at least one prompt")
+    answers: list[Any] | None = None
+    if responses is not None:
+        answers = _entries(responses, "response_dataset")
+        if len(answers) != len(entries):
+            raise DataError(
+                f"response_dataset has {len(answers)} entries and {what} {len(entries)}; give "
+                "one answer a prompt, in the same order"
+            )
+    prompts = []
+    for index, entry in enumerate(entries):
+        answer = answers[index] if answers else None
+        if isinstance(answer, Mapping):
+            answer = answer.get("answer", answer.get("response"))
+        prompts.append(_prompt(entry, answer, tokenizer, f"{what} entry {index}"))
+    return prompts
+
+
+def _entries(dataset: str | Path | Iterable[Any], what: str) -> list[Any]:
+    if not isinstance(dataset, str | Path):
+        if not isinstance(dataset, Iterable):
+            raise DataError(f"{what} is {dataset!r}; give a JSON Lines file or a list")
+        return list(dataset)
+    path = Path(dataset)
+    lines = read_bytes(path, error=DataError, limit_bytes=LARGEST_FILE_BYTES).splitlines()
+    entries = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            where = f"{path} line {number}"
+            entries.append(decode_json(line, Any, where=where, error=DataError))
+    return entries
+
+
+def _prompt(entry: Any, answer: Any, tokenizer: Tokenizer | None, where: str) -> Prompt:
+    extra: dict[str, Any] = {}
+    if isinstance(entry, Mapping):
+        extra = {key: value for key, value in entry.items() if key not in ("prompt", "answer")}
+        answer = entry.get("answer") if answer is None else answer
+        if "prompt" not in entry:
+            raise DataError(f"{where} has keys {sorted(entry)} and no 'prompt'; add it")
+        entry = entry["prompt"]
+    tokens, text = _tokens(entry, tokenizer, where)
+    return Prompt(
+        tokens=tuple(tokens), text=text, answer=None if answer is None else str(answer), extra=extra
+    )
+
+
+def _tokens(entry: Any, tokenizer: Tokenizer | None, where: str) -> tuple[list[int], str]:
+    if isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry):
+        if all(isinstance(token, int) and not isinstance(token, bool) for token in entry):
+            for token in entry:
+                if not 0 <= token < MOST_TOKENS:
+                    raise DataError(
+                        f"{where} holds the token {token}; give numbers of at least 0, of the "
+                        "tokenizer's vocabulary"
+                    )
+            return list(entry), tokenizer.decode(list(entry)) if tokenizer else ""
+        template = getattr(tokenizer, "encode_messages", None)
+        if all(isinstance(message, Mapping) for message in entry):
+            if template is None:
+                raise DataError(
+                    f"{where} is a chat and the tokenizer has no template; give a Hugging Face one"
+                )
+            with decoding(where, error=DataError):
+                return template(entry), str(entry[-1].get("content", ""))
+    if not isinstance(entry, str):
+        raise DataError(
+            f"{where} is {str(entry)[:40]!r}; give a text, a list of tokens or of messages"
+        )
+    if tokenizer is None:
+        raise DataError(f"{where} is a text and there is no tokenizer; give tokenizer=")
+    with decoding(where, error=DataError):
+        tokens = tokenizer.encode(entry)
+    if not tokens:
+        raise DataError(f"{where} has no token; give each prompt at least one")
+    return tokens, entry
+
+
+@frozen(kw_only=True)
+class PromptOrder:
+    """Which prompt comes when: each pass over all in an order of its own, without a seam."""
+
+    count: int
+    """Prompts that there are."""
+    seed: int
+
+    def take(self, position: int, count: int) -> list[int]:
+        """Numbers of the `count` prompts from `position` on, counted over all passes."""
+        taken: list[int] = []
+        while len(taken) < count:
+            turn, at = divmod(position + len(taken), self.count)
+            generator = torch.Generator().manual_seed(seed_of(self.seed, turn, apart=1_000_003))
+            order = torch.randperm(self.count, generator=generator).tolist()
+            taken += order[at : at + count - len(taken)]
+        return taken
+
+
+def prompts_checksum(prompts: Sequence[Prompt]) -> str:
+    """Checksum of the tokens of some prompts."""
+    found = 0
+    for prompt in prompts:
+        found = zlib.crc32(repr(prompt.tokens).encode(), found)
+    return f"{found:08x}"

@@ -1,0 +1,47 @@
+"""Settings that every trainer shares: how long, where to, what is told and kept."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+from ms_align.errors import ConfigError
+from ms_align.events import OnEvent
+from ms_align.seeds import LARGEST_SEED
+from ms_align.settings import flag, whole
+
+__all__ = ["RunOptions"]
+
+
+def _folder(value: Any) -> Path | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"output_dir is {value!r}; give a folder")
+    return Path(value)
+
+
+@frozen(kw_only=True, slots=False)  # trainers inherit from more than one
+class RunOptions:
+    """How a run goes on, shows itself and is kept."""
+
+    output_dir: Path | None = field(default=None, converter=_folder)
+    """Checkpoints, events and the trained model lie here, and nothing of another run; by default
+    `runs/sft`, `runs/ppo` and so on."""
+    seed: int = field(default=0, validator=whole(least=0, most=LARGEST_SEED))
+    """Of all chance in the run."""
+    evaluate_every: int | None = field(default=None, validator=whole(optional=True))
+    """Updates between held-out evaluations; always at the first and last, None for only those."""
+    checkpoint_every: int = field(default=50, validator=whole())
+    """Updates between checkpoints; always at the end."""
+    keep_checkpoints: int = field(default=2, validator=whole())
+    """How many of the last ones are kept."""
+    resume: bool = field(default=True, validator=flag)
+    """Go on from the last complete checkpoint; False refuses where there is one."""
+    log_every: int = field(default=10, validator=whole())
+    """Updates between lines where there is no terminal."""
+    progress: bool = field(default=True, validator=flag)
+    """Show steps and figures."""
+    on_event: OnEvent | None = None
+    """Takes every event; by default they go to `output_dir/events.jsonl`."""

@@ -1,0 +1,1 @@
+"""Training data as trainers read it."""

@@ -1,0 +1,229 @@
+"""What trainers share that learn from their own responses: models, data, and the rollouts' start.
+
+A rollout draws responses to some prompts, scores them, and is then used for several updates; all
+of it is in a checkpoint, so a run that was killed between any two updates goes on bit for bit.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from attrs import evolve, field, frozen
+from attrs.converters import optional
+from torch import Tensor
+
+from ms_align.engines.protocol import Engine
+from ms_align.engines.reference import ADAPTER_OFF, Reference, reference_of
+from ms_align.errors import ConfigError, ModelError
+from ms_align.generation import Generator
+from ms_align.generation.sampling import token_numbers
+from ms_align.generation.stops import beside, with_stops
+from ms_align.losses.protocol import Loss
+from ms_align.rewards.named import named_rewards
+from ms_align.rewards.scoring import rewards_of
+from ms_align.rollouts.experience import Experience, Scoring
+from ms_align.rollouts.generators import build_generator
+from ms_align.rollouts.learner import RolloutLearner
+from ms_align.rollouts.options import RolloutOptions
+from ms_align.rollouts.prompts import Prompt, prompts_checksum, read_prompts
+from ms_align.run.initial_weights import name_of, weights_checksum
+from ms_align.run.loop import Result
+from ms_align.settings import whole
+from ms_align.tokenizer import Tokenizer, load_tokenizer
+from ms_align.tokenizer_files import TokenizerFiles, files_of
+from ms_align.trainers.frame.trainer import Trainer
+
+__all__ = ["OnlineTrainer"]
+
+
+@frozen(kw_only=True, slots=False)
+class OnlineTrainer(RolloutOptions, Trainer):
+    """Models, and how long is trained."""
+
+    learns_from_groups = False
+
+    policy_model: Any
+    """What learns: the folder of a model, and in Python a torch.nn.Module or an Engine."""
+    reward_model: Any
+    """Any callable on samples, any torch.nn.Module, the folder of a reward model, several of
+    them, or names with weights."""
+    reference_model: Any = None
+    """What the KL holds the policy near: a folder, a module, an Engine, `"adapter_off"` for the
+    policy without its adapters, or None for the policy as it begins."""
+    tokenizer: Any = None
+    """Has `encode` and `decode`; or a name for `load_tokenizer`. By default the one that lies in
+    the policy's folder. Needed for texts alone; it is put beside the trained model."""
+    stop_tokens: Any = field(default=None, converter=optional(token_numbers))
+    """Each ends a response, and is its last token; None for those that end a text of the model."""
+    generator: Any = "policy"
+    """Draws the responses: `policy` for the policy's own engine, another module of
+    `ms_align.rollouts.generators`, and in Python any `Generator`."""
+    slots: int = field(default=64, validator=whole())
+    """Responses that are written at once."""
+    steps: int = field(default=100, validator=whole())
+    """Updates of the whole run."""
+    held_out: Any = None
+    """Prompts, as `prompt_dataset`, that are never learned from."""
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Settings that cannot change while a run goes on."""
+        sizes = ("batch_size", "minibatch_size", "group_size", "epochs")
+        return ("seed", "lora", *sizes, "value_model")
+
+    def optimize(
+        self,
+        prompt_dataset: str | Path | Iterable[Any],
+        response_dataset: str | Path | Iterable[Any] | None = None,
+    ) -> Result:
+        """Learn from responses to prompts, to the end or to SIGTERM, going on where it stopped.
+
+        Args:
+            prompt_dataset: texts, lists of tokens, chats, mappings with a key `prompt`, or the
+                path of a JSON Lines file of them.
+            response_dataset: by choice the known answer to each prompt, in the same order. The
+                policy is never trained on it: each reward finds it in `sample.answer`.
+
+        Returns:
+            What the run came to. The trained model lies in `output_dir/model`, its tokenizer
+            beside it; adapters lie in `output_dir/adapter`.
+
+        Raises:
+            ConfigError: a setting does not fit another.
+            FolderError: `output_dir` is another run's.
+            DataError: the dataset is empty, or a prompt or the tokenizer does not fit the model.
+            RewardError: a reward failed and `on_reward_failure="stop"`.
+            NonFiniteError: a weight is infinite or no number.
+            NothingToLearnError: too many rollouts in a row gave no difference to learn from.
+        """
+        tokenizer = self._tokenizer()
+        files = files_of(beside(self.tokenizer, self.policy_model), tokenizer)
+        sampling = with_stops(self.sampling, self.stop_tokens, tokenizer, files)
+        ready = evolve(self, stop_tokens=sampling.stop_tokens, stop_strings=sampling.stop_strings)
+        prompts = read_prompts(prompt_dataset, tokenizer, response_dataset)
+        return ready._optimize(prompts, name_of_prompts(prompt_dataset, prompts), tokenizer, files)
+
+    def _optimize(
+        self,
+        prompts: list[Prompt],
+        dataset: str,
+        tokenizer: Tokenizer | None,
+        files: TokenizerFiles | None,
+    ) -> Result:
+        torch.manual_seed(self.seed)
+        policy = self.start_engine(self.policy_model, heads=self.heads(), adapted=True)
+        learner = self._learner(policy, prompts, tokenizer)
+        identity = {
+            "model": name_of(self.policy_model),
+            "weights": weights_checksum(policy),
+            "dataset": dataset,
+            "prompts": prompts_checksum(prompts),
+        }
+        return self.run(
+            learner, policy, steps=self.steps, identity=identity, tokenizer=lambda: files
+        )
+
+    @abstractmethod
+    def loss(self, kl_coeff: float) -> Loss:
+        """The policy's loss; the coefficient is 0 where the KL is not in the loss."""
+
+    @abstractmethod
+    def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
+        """What the loss reads beside the tokens, (N, S) each, from a scored rollout."""
+
+    def value_loss(self) -> Loss | None:
+        """The loss of a value model of its own, if there is one."""
+        return None
+
+    def heads(self) -> dict[str, int]:
+        """Extra heads of the policy."""
+        return {}
+
+    def value_engine(self, policy: Engine) -> Engine | None:
+        """What estimates values; None where nothing does."""
+        return None
+
+    def surrogate(self, kl_coeff: float) -> dict[str, Any]:
+        """The settings of `PolicyLoss` that all algorithms take from here."""
+        return {
+            "clip_low": self.clip_low,
+            "clip_high": self.clip_high,
+            "temperature": self.sampling.policy_temperature,
+            "entropy_coeff": self.entropy_coeff,
+            "kl_coeff": kl_coeff,
+            "kl_estimator": self.kl_estimator,
+        }
+
+    def _learner(
+        self, policy: Engine, prompts: list[Prompt], tokenizer: Tokenizer | None
+    ) -> RolloutLearner:
+        _check_tokenizer(tokenizer, policy)
+        rows = self.batch_size // self.group_size
+        if rows % policy.data_ranks:
+            raise ConfigError(
+                f"{rows} prompts a rollout do not divide over {policy.data_ranks} data ranks; "
+                "choose a batch_size that does"
+            )
+        held_out: list[Prompt] = []
+        if self.held_out is not None:
+            held_out = read_prompts(self.held_out, tokenizer, what="held_out")
+        return RolloutLearner(
+            algorithm=self,
+            options=self,
+            seed=self.seed,
+            policy=policy,
+            value=self.value_engine(policy),
+            reference=self._reference(policy),
+            generator=self._generator(policy, tokenizer),
+            scoring=Scoring(
+                rewards=rewards_of(named_rewards(self.reward_model)),
+                tokenizer=tokenizer,
+                on_failure=self.on_reward_failure,
+                penalty=self.reward_failure_penalty,
+            ),
+            prompts=prompts,
+            held_out=held_out,
+        )
+
+    def _reference(self, policy: Engine) -> Reference | None:
+        if not self.kl_coeff:
+            return None
+        given = self.reference_model
+        if given is None and self.lora is not None:
+            given = ADAPTER_OFF
+        if given is None and self.layout is not None:
+            given = self.policy_model  # a split model is not copied but read once more
+        return reference_of(given, policy, self.start_engine)
+
+    def _generator(self, policy: Engine, tokenizer: Tokenizer | None) -> Generator:
+        decode = tokenizer.decode if tokenizer else None
+        if isinstance(self.generator, str):
+            return build_generator(self.generator)(policy, slots=self.slots, decode=decode)
+        if not callable(self.generator):
+            raise ConfigError(f"generator is {self.generator!r}; give a name or a callable")
+        return cast(Generator, self.generator)
+
+    def _tokenizer(self) -> Tokenizer | None:
+        given = beside(self.tokenizer, self.policy_model)
+        if isinstance(given, str | Path):
+            return load_tokenizer(given)
+        if given is not None and not (hasattr(given, "encode") and hasattr(given, "decode")):
+            raise ConfigError(f"tokenizer is {given!r}; give a folder, a file, or a tokenizer")
+        return cast("Tokenizer | None", given)
+
+
+def name_of_prompts(dataset: Any, prompts: list[Prompt]) -> str:
+    """What a run's folder calls a dataset of prompts."""
+    return str(dataset) if isinstance(dataset, str | Path) else f"{len(prompts)} prompts"
+
+
+def _check_tokenizer(tokenizer: Tokenizer | None, policy: Engine) -> None:
+    """Refuse a tokenizer that has tokens which the model has not."""
+    has, takes = getattr(tokenizer, "vocabulary_size", None), policy.vocabulary_size
+    if has and takes and has > takes:
+        raise ModelError(
+            f"the tokenizer has {has} tokens and the model {takes}; give the tokenizer that the "
+            "model was trained with"
+        )

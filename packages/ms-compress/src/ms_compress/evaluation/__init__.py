@@ -1,0 +1,1 @@
+"""Evaluation: perplexity, size and speed of exported folders in their own runtimes."""

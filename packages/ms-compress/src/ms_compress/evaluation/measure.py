@@ -1,0 +1,183 @@
+"""Measurement of exported folders in the runtimes that people deploy on.
+
+Perplexity is that of the runtime's own logits. Speeds are wall time of one row, in rounds that
+alternate over all runtimes; a ratio is taken within a round, so a slow moment of the host slows
+both of its sides.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import torch
+from attrs import Factory, frozen
+from torch import Tensor
+
+from ms_compress.errors import ConfigError, DataError
+from ms_compress.evaluation.options import Evaluation
+from ms_compress.evaluation.perplexity import perplexity
+from ms_compress.report import Report, Result
+from ms_compress.targets.footprint import Footprint, footprint
+from ms_compress.targets.target import Runtime, open_runtime
+from ms_compress.training.corpus import held_out
+
+__all__ = ["Evaluation", "evaluate"]
+
+Progress = Callable[[int, int, str], object]
+
+
+@frozen(kw_only=True)
+class _Opened:
+    name: str
+    facts: Footprint
+    runtime: Runtime
+    times: list[tuple[float, float]] = Factory(list)
+
+
+def evaluate(evaluation: Evaluation, *, progress: Progress | None = None) -> Report:
+    """Measure every folder in its runtime, the baseline first.
+
+    Args:
+        evaluation: what is measured.
+        progress: called with how many rows are read, in how many all folders come to, and with
+            the folder's name and runtime.
+
+    Raises:
+        ExportError: a folder cannot be read, or its runtime is not installed.
+        DataError: the text cannot be used.
+    """
+    text = held_out(
+        evaluation.dataset,
+        sequence_length=evaluation.sequence_length,
+        count=evaluation.sequences,
+        chat=evaluation.baseline,
+    )
+    named = _folders(evaluation)
+    for _, facts in named:
+        _check(facts, text["tokens"], evaluation)
+    with _threads(evaluation.threads):
+        opened = [_open(name, facts, evaluation.threads) for name, facts in named]
+        values = [
+            _perplexity(one, text, _share(progress, one, i, len(opened)))
+            for i, one in enumerate(opened)
+        ]
+        _time(opened, text["tokens"], evaluation)
+    return Report(
+        title=evaluation.title,
+        held_out_tokens=int((text["targets"] >= 0).sum()),
+        sequence_length=evaluation.sequence_length,
+        prefill_tokens=evaluation.prefill_tokens,
+        decode_tokens=evaluation.decode_tokens,
+        rounds=evaluation.rounds,
+        threads=evaluation.threads,
+        results=tuple(
+            _result(one, opened[0], value, evaluation)
+            for one, value in zip(opened, values, strict=True)
+        ),
+    )
+
+
+def _folders(evaluation: Evaluation) -> list[tuple[str, Footprint]]:
+    """Return each folder's name and footprint, the baseline first."""
+    named = [("float", footprint(evaluation.baseline))]
+    for name, folders in evaluation.models.items():
+        many = [folders] if isinstance(folders, str | Path) else folders
+        named += [(name, footprint(folder)) for folder in many]
+    if named[0][1].target != "float":
+        raise ConfigError(
+            f"baseline: {evaluation.baseline} is a {named[0][1].target} model; give a plain one"
+        )
+    return named
+
+
+def _check(facts: Footprint, tokens: Tensor, evaluation: Evaluation) -> None:
+    """Refuse a text that the model of a folder cannot read."""
+    if facts.vocabulary is not None and int(tokens.max()) >= facts.vocabulary:
+        raise DataError(
+            f"{evaluation.dataset}: the text has token {int(tokens.max())}, and {facts.folder} a"
+            f" vocabulary of {facts.vocabulary}; give text of the model's own tokenizer"
+        )
+    lengths = {
+        "sequence_length": evaluation.sequence_length,
+        "prefill_tokens and decode_tokens": evaluation.prefill_tokens + evaluation.decode_tokens,
+    }
+    for what, length in lengths.items():
+        if facts.positions is not None and length > facts.positions:
+            raise ConfigError(
+                f"{facts.folder} knows {facts.positions} positions, fewer than the {length} of"
+                f" {what}; ask for less"
+            )
+
+
+def _open(name: str, facts: Footprint, threads: int) -> _Opened:
+    return _Opened(
+        name=name,
+        facts=facts,
+        runtime=open_runtime(facts.folder, facts.target, threads=threads),
+    )
+
+
+def _share(
+    progress: Progress | None, one: _Opened, number: int, folders: int
+) -> Callable[[int, int], object] | None:
+    """Turn one folder's progress into a share of all folders' progress."""
+    if progress is None:
+        return None
+    what = f"{one.name} in {one.runtime.name}"
+    return lambda done, rows: progress(number * rows + done, folders * rows, what)
+
+
+def _perplexity(
+    one: _Opened,
+    text: Mapping[str, Tensor],
+    progress: Callable[[int, int], object] | None,
+) -> float:
+    try:
+        return perplexity(one.runtime, text, progress=progress)
+    except DataError as error:
+        raise DataError(f"{one.facts.folder}: {error}") from error
+
+
+def _time(opened: Sequence[_Opened], tokens: Tensor, evaluation: Evaluation) -> None:
+    """Time all folders in turn, after one round that does not count."""
+    prompt = tokens.flatten()[: evaluation.prefill_tokens].tolist()
+    if len(prompt) < evaluation.prefill_tokens:
+        raise DataError(f"a prefill of {evaluation.prefill_tokens} tokens needs as many held out")
+    for one in opened:
+        one.runtime.decode(prompt, 2)
+    for _ in range(evaluation.rounds):
+        for one in opened:
+            one.times.append(one.runtime.decode(prompt, evaluation.decode_tokens))
+
+
+def _result(one: _Opened, base: _Opened, value: float, evaluation: Evaluation) -> Result:
+    def speed(part: int, tokens: int) -> float:
+        return tokens / median(times[part] for times in one.times)
+
+    def ratio(part: int) -> float:
+        return median(b[part] / a[part] for a, b in zip(one.times, base.times, strict=True))
+
+    return Result(
+        model=one.name,
+        runtime=one.runtime.name,
+        folder=str(one.facts.folder),
+        scheme=one.facts.scheme,
+        perplexity=value,
+        size_bytes=one.facts.size_bytes,
+        bits_a_weight=one.facts.bits_a_weight,
+        prefill_tokens_per_s=speed(0, evaluation.prefill_tokens),
+        decode_tokens_per_s=speed(1, evaluation.decode_tokens),
+        prefill_ratio=ratio(0),
+        decode_ratio=ratio(1),
+    )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,1 @@
+"""Methods that change a model in place: quantisation-aware preparation, GPTQ, pruning, students."""

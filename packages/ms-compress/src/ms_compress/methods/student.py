@@ -1,0 +1,116 @@
+"""A student cut from its teacher: fewer layers, and a narrower feed-forward.
+
+Depth: layers at even distances, first and last always (DistilBERT, arXiv:1910.01108). Width: the
+neurons of each feed-forward whose products are largest stay (as Minitron scores them,
+arXiv:2407.14679, but by weights: no data is needed). The student is a whole model of the same kind.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ms_compress.errors import ConfigError, LayerError
+from ms_compress.models.selection import blocks_of
+from ms_compress.quantisation.layers import FACTOR
+
+__all__ = ["cut_student", "kept_layers"]
+
+BY_LAYER = ("layer_types", "no_rope_layers")
+"""Lists in a configuration of transformers that say something of each layer."""
+
+
+def kept_layers(layers: int, keep: int) -> list[int]:
+    """Return which of `layers` stay: `keep` at even distances, the first and the last included."""
+    if not 1 <= keep <= layers:
+        raise ConfigError(f"{keep} layers of {layers} cannot be kept; give 1 to {layers}")
+    if keep == 1:
+        return [0]
+    return [round(i * (layers - 1) / (keep - 1)) for i in range(keep)]
+
+
+@torch.no_grad()
+def cut_student(
+    teacher: nn.Module, *, layers: int | None = None, inner: int | None = None
+) -> nn.Module:
+    """Build a model of some of a teacher's layers, and some neurons of each feed-forward.
+
+    Args:
+        teacher: a decoder of ms-parallel or transformers, whole; left as it is. Of a prepared one
+            the weights are taken, not the scales that it has learned for its own.
+        layers: how many stay; all by default.
+        inner: neurons of each feed-forward that stay; all by default.
+
+    Raises:
+        ConfigError: more is to stay than there is.
+        LayerError: the model's layers are not those of a Llama-like decoder.
+    """
+    blocks = [block for _, block in blocks_of(teacher)]
+    depth = kept_layers(len(blocks), len(blocks) if layers is None else layers)
+    width = _width(blocks[0])
+    inner = width if inner is None else inner
+    if not 1 <= inner <= width:
+        raise ConfigError(f"{inner} neurons of {width} cannot be kept; give 1 to {width}")
+    student = _fresh(teacher, depth, inner)
+    rest = {
+        name: value
+        for name, value in teacher.state_dict().items()
+        if not name.startswith("model.layers.") and not name.endswith(FACTOR)
+    }
+    unknown = student.load_state_dict(rest, strict=False).unexpected_keys
+    if unknown:
+        raise LayerError(f"{unknown[0]} of the teacher has no place in a student of its kind")
+    for (_, target), number in zip(blocks_of(student), depth, strict=True):
+        _copy_block(blocks[number], target, inner)
+    return student
+
+
+def _width(block: nn.Module) -> int:
+    mlp: Any = getattr(block, "mlp", None)
+    if not all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")):
+        raise LayerError("a layer has no mlp of gate_proj, up_proj and down_proj to cut")
+    return int(mlp.down_proj.weight.shape[1])
+
+
+def _fresh(teacher: nn.Module, depth: list[int], inner: int) -> nn.Module:
+    """Build a model of the teacher's kind with other sizes; each layer keeps its own kind."""
+    config: Any = teacher.config
+    if hasattr(config, "to_dict"):
+        sizes = copy.deepcopy(config)
+        sizes.num_hidden_layers, sizes.intermediate_size = len(depth), inner
+        for name in BY_LAYER:
+            if values := getattr(config, name, None):
+                setattr(sizes, name, [values[number] for number in depth])
+        if (first := getattr(config, "max_window_layers", None)) is not None:
+            sizes.max_window_layers = sum(number < first for number in depth)
+    else:
+        import attrs
+
+        changed: dict[str, Any] = {"num_hidden_layers": len(depth), "intermediate_size": inner}
+        if (sliding := getattr(config, "sliding_layers", None)) is not None:
+            kept = (at for at, number in enumerate(depth) if number in sliding)
+            changed["sliding_layers"] = tuple(kept)
+        sizes = attrs.evolve(config, **changed)
+    weight = next(teacher.parameters())
+    student: nn.Module = type(teacher)(sizes)
+    return student.to(device=weight.device, dtype=weight.dtype)
+
+
+def _copy_block(source: nn.Module, target: nn.Module, inner: int) -> None:
+    values = {
+        name: value for name, value in source.state_dict().items() if not name.endswith(FACTOR)
+    }
+    gate, up, down = (values[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    size = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+    kept = size.topk(inner).indices.sort().values
+    for name in list(values):
+        module = name.rpartition(".")[0]
+        if module in ("mlp.gate_proj", "mlp.up_proj"):
+            values[name] = _rows(values[name], kept)
+    values["mlp.down_proj.weight"] = down[:, kept]
+    target.load_state_dict(values)
+
+
+def _rows(tensor: Tensor, kept: Tensor) -> Tensor:
+    return tensor[kept]

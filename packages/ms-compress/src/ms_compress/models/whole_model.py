@@ -1,0 +1,177 @@
+"""A whole model, read one tensor at a time from however many processes hold shards of it.
+
+No process ever holds more than its shards; the first one also holds the tensor that is being
+written. Weights are rounded where they lie, so what travels is codes.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ms_compress.errors import ExportError
+from ms_compress.models.collective import CollectiveWork
+from ms_compress.models.head import HEAD, find_head
+from ms_compress.models.shards import WholeTensor, held_tensors, merge, rank
+from ms_compress.models.wrappers import architecture, check_merged, unwrapped
+from ms_compress.quantisation.layers import Prepared, drop_gathered
+from ms_compress.quantisation.rounding import Quantised, quantise
+
+__all__ = ["WholeModel"]
+
+
+class WholeModel:
+    """A whole model to be read tensor by tensor; every process builds it and reads alike.
+
+    Args:
+        model: whole, or this process's stage or stages of it; plain, split or sharded.
+
+    Raises:
+        ExportError: the processes do not hold all of a tensor between them, a value is NaN or
+            infinite, or an adapter is not merged.
+    """
+
+    def __init__(self, model: nn.Module | Sequence[nn.Module]) -> None:
+        given = [model] if isinstance(model, nn.Module) else list(model)
+        stages = [unwrapped(stage) for stage in given]
+        for stage in stages:
+            check_merged(stage)
+            drop_gathered(stage)
+        self.config = _config(stages[0])
+        self._device = next(stages[0].parameters()).device
+        self.collective = CollectiveWork(self._device)
+        self._layers: dict[str, nn.Module] = {}
+        self._own: dict[str, Tensor] = {}
+        held: dict[str, WholeTensor] = {}
+        for stage in stages:
+            left_out = {f"{HEAD}.weight"} if find_head(stage).is_tied else set()
+            for entry, layer, tensor in held_tensors(stage):
+                if entry.name not in left_out:
+                    held[entry.name] = entry
+                    self._layers[entry.name] = layer
+                    self._own[entry.name] = tensor
+        self.tensors: Mapping[str, WholeTensor] = merge(_exchange(held))
+        """In an order that does not depend on the layout."""
+        if self.config.get("tie_word_embeddings"):
+            self.config["tie_word_embeddings"] = self.is_tied
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process gets what is read."""
+        return rank() == 0
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output head is the embedding's weight, and has none of its own."""
+        return f"{HEAD}.weight" not in self.tensors
+
+    @torch.no_grad()
+    def read(self, name: str) -> Quantised | Tensor | None:
+        """Return a whole tensor on the first process, None on others, which must call it alike.
+
+        Returns:
+            Codes and scales of a prepared layer's weight, else a plain tensor on the CPU.
+
+        Raises:
+            ExportError: a scale is NaN or infinite, or another process failed.
+        """
+        entry = self.tensors[name]
+        local = self._local(entry)
+        self.collective.synchronise()
+        if entry.scheme is None:
+            return self._assemble(entry, local, entry.shape, entry.dtype)
+        group = entry.scheme.group_of(entry.shape[1])
+        codes = self._assemble(
+            entry, None if local is None else local.codes, entry.shape, torch.int8
+        )
+        shape = (entry.shape[0], entry.shape[1] // group)
+        scales = self._assemble(
+            entry, None if local is None else local.scales, shape, entry.scheme.dtype, group=group
+        )
+        if codes is None or scales is None:
+            return None
+        if nonfinite := int((~scales.isfinite()).sum()):
+            raise ExportError(
+                f"{name}: {nonfinite} of its scales are NaN or infinite as {entry.scheme} has them;"
+                " make its weights or learned scales smaller, or name the layer as an exception"
+            )
+        return Quantised(codes=codes, scales=scales)
+
+    def _local(self, entry: WholeTensor) -> Any:
+        """Return this process's shard, rounded if its layer is; None if it holds none."""
+        if not any(shard.rank == rank() for shard in entry.shards):
+            return None
+        parameter = self._own[entry.name].detach()
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        layer = self._layers[entry.name]
+        if not isinstance(layer, Prepared) or entry.name.rpartition(".")[2] != "weight":
+            return local
+        mask = layer.stored_mask
+        if mask is not None:
+            local = local * mask
+        if entry.scheme is None:
+            return local
+        factor = layer.factor
+        if isinstance(factor, DTensor):
+            factor = factor.to_local()
+        if factor is not None:
+            factor = layer.as_computed(factor)
+        return quantise(layer.as_computed(local), entry.scheme, factor)
+
+    def _assemble(
+        self,
+        entry: WholeTensor,
+        local: Tensor | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        group: int = 1,
+    ) -> Tensor | None:
+        """Put shards together on the first process; `group` features are one of `shape`."""
+        whole = torch.empty(shape, dtype=dtype) if self.is_first else None
+        for shard in entry.shards:
+            ratios = (1, group) if len(shape) == 2 else (1,) * len(shape)
+            box = tuple(
+                slice(start // ratio, (start + size) // ratio)
+                for start, size, ratio in zip(shard.offsets, shard.sizes, ratios, strict=True)
+            )
+            if shard.rank == rank():
+                assert local is not None
+                if whole is not None:
+                    whole[box] = local.cpu()
+                else:
+                    dist.send(local.contiguous().flatten().view(torch.uint8), 0)
+            elif whole is not None:
+                got = torch.empty(whole[box].shape, dtype=dtype, device=self._device)
+                dist.recv(got.flatten().view(torch.uint8), shard.rank)
+                whole[box] = got.cpu()
+        return whole
+
+
+def _config(model: nn.Module) -> dict[str, Any]:
+    """Return the model's config.json."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        document: dict[str, Any] = config.to_dict()
+        document["architectures"] = [architecture(model)]
+        return document
+    if type(config).__module__.startswith("ms_parallel"):
+        from ms_parallel.models.registry import config_document
+
+        return dict(config_document(config, next(model.parameters()).dtype))
+    raise ExportError(
+        f"{type(model).__name__} has no configuration that says how it is built; export a model of"
+        " transformers or of ms_parallel"
+    )
+
+
+def _exchange(held: dict[str, WholeTensor]) -> list[dict[str, WholeTensor]]:
+    """Return what each process holds, by rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [held]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, held)
+    return every

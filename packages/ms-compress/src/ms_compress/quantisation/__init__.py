@@ -1,0 +1,1 @@
+"""Quantisation: schemes, the arithmetic of rounding, and layers that compute as a target will."""

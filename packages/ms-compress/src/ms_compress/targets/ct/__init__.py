@@ -1,0 +1,1 @@
+"""Folders of compressed-tensors, for transformers and vLLM."""

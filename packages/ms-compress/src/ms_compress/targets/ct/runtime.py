@@ -1,0 +1,117 @@
+"""transformers as the runtime of compressed-tensors."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ms_compress.errors import ExportError
+from ms_compress.models.config_file import quantization, read_config
+from ms_compress.targets.libraries import import_library, library_errors
+
+__all__ = ["TransformersRuntime"]
+
+PURPOSE = "reading compressed-tensors needs transformers and compressed-tensors"
+
+
+class TransformersRuntime:
+    """A folder as transformers computes it, in its own dtype."""
+
+    name = "transformers"
+
+    def __init__(self, folder: Path, *, strict: bool = True) -> None:
+        self._library = import_library("transformers", extra="ct", purpose=PURPOSE)
+        import_library("compressed_tensors", extra="ct", purpose=PURPOSE)
+        self._folder = folder
+        quantization(folder)
+        dtype = _dtype(folder)
+        with library_errors(folder, "transformers"), _quiet():
+            self.model, found = self._library.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # they are told of, not printed
+                output_loading_info=True,
+            )
+            _check_loaded(folder, found, strict)
+            self.model.train(False)
+            self.logits(torch.zeros(1, 1, dtype=torch.int64))  # unpacks the weights
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return logits (B, S, V) float32 of tokens (B, S) int64."""
+        logits: Tensor = self.model(tokens, use_cache=False).logits
+        return logits.float()
+
+    @torch.no_grad()
+    def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
+        """Measure the seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
+        began = perf_counter()
+        out = self.model(torch.tensor([tokens]), use_cache=True, logits_to_keep=1)
+        prefilled = perf_counter()
+        for _ in range(steps):
+            token = out.logits[:, -1:].argmax(-1)
+            out = self.model(token, past_key_values=out.past_key_values, use_cache=True)
+        return prefilled - began, perf_counter() - prefilled
+
+    def encode(self, text: str) -> list[int]:
+        """Return tokens of a text; special tokens in it are recognised, and none is added."""
+        with library_errors(self._folder, "transformers", "read its tokenizer"), _quiet():
+            known = self._library.AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+        return list(known(text, add_special_tokens=False)["input_ids"])
+
+    def ends(self) -> frozenset[int]:
+        """Return the tokens at which the runtime ends a text by itself."""
+        said = self.model.generation_config.eos_token_id
+        return frozenset(said if isinstance(said, list) else [] if said is None else [said])
+
+    @torch.no_grad()
+    def generate(self, tokens: list[int], most: int) -> list[int]:
+        """Return the likeliest next tokens until one ends the text, `most` of them at most."""
+        given = torch.tensor([tokens])
+        with _quiet():
+            out = self.model.generate(
+                given,
+                attention_mask=torch.ones_like(given),
+                do_sample=False,
+                num_beams=1,
+                max_new_tokens=most,
+            )
+        return [int(token) for token in out[0, len(tokens) :]]
+
+
+def _check_loaded(folder: Path, found: Mapping[str, Any], strict: bool) -> None:
+    """Refuse missing tensors, which transformers draws at random, and ones that it leaves out."""
+    for kind in ("mismatched", "missing", *(("unexpected",) if strict else ())):
+        names = sorted(key if isinstance(key, str) else key[0] for key in found[f"{kind}_keys"])
+        if names:
+            more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+            raise ExportError(f"{folder}: {names[0]}{more} {kind}; export it again")
+
+
+def _dtype(folder: Path) -> torch.dtype:
+    config = read_config(folder)
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ExportError(f"{folder}/config.json: dtype is {name!r}; float32 was exported")
+    return dtype
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' advice on loading and its progress bars."""
+    log = logging.getLogger("transformers")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        log.setLevel(level)

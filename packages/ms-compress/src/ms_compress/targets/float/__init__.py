@@ -1,0 +1,1 @@
+"""Plain folders, which torch runs in float32."""

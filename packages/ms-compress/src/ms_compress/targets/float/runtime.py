@@ -1,0 +1,53 @@
+"""PyTorch in float32, through ms-parallel's models: the baseline of what compression gives."""
+
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ms_compress.errors import ExportError
+
+__all__ = ["TorchRuntime"]
+
+
+class TorchRuntime:
+    """A plain folder as torch computes it in float32, with a cache of keys and values."""
+
+    name = "torch"
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from ms_parallel.models import KeyValueCache
+            from ms_parallel.weights import load_model
+        except ImportError as error:
+            raise ExportError(
+                "running a plain model needs ms-parallel: pip install 'ms-compress[parallel]'"
+            ) from error
+        self.cache: Any = KeyValueCache
+        self.model: Any = load_model(folder)
+        self.model.train(False)
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return logits (B, S, V) float32 of tokens (B, S) int64."""
+        logits: Tensor = self.model(tokens)
+        return logits
+
+    @torch.no_grad()
+    def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
+        """Measure the seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
+        cache = self.cache()
+        began = perf_counter()
+        token = self._next(torch.tensor([tokens]), cache)
+        prefilled = perf_counter()
+        for _ in range(steps):
+            token = self._next(token, cache)
+        return prefilled - began, perf_counter() - prefilled
+
+    def _next(self, tokens: Tensor, cache: Any) -> Tensor:
+        """Return the likeliest token after the last one, (1, 1); the head sees that one alone."""
+        hidden = self.model.blocks(self.model.embed(tokens), cache=cache)
+        out: Tensor = self.model.head(self.model.finish(hidden[:, -1:])).argmax(-1)
+        return out

@@ -1,0 +1,194 @@
+"""Writing GGUF files for llama.cpp, by the `gguf` library.
+
+llama.cpp rotates neighbouring pairs where Hugging Face's Llama rotates halves, so the rows of q
+and k change places, with their scales and biases. Source: convert_hf_to_gguf.py, `permute`.
+"""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ms_compress.errors import ExportError
+from ms_compress.models.decoder_config import DecoderConfig, check_names, decoder_config
+from ms_compress.models.shards import WholeTensor
+from ms_compress.models.whole_model import WholeModel
+from ms_compress.quantisation.rounding import Quantised
+from ms_compress.targets.gguf.tokenizer import add_placeholders, add_tokenizer, check_tokenizer
+from ms_compress.targets.libraries import import_library
+from ms_compress.targets.target import Assets
+
+__all__ = ["FILE", "check", "library", "pack", "permuted", "write"]
+
+FILE = "model.gguf"
+ENDS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+PERMUTED = ("llama", "mistral")
+"""Families whose graph in llama.cpp rotates neighbours."""
+Bytes = npt.NDArray[np.uint8]
+
+
+def library() -> Any:
+    """Import the `gguf` library, or raise ExportError."""
+    return import_library("gguf", extra="gguf", purpose="GGUF files need the gguf library")
+
+
+def check(model: WholeModel, assets: Assets) -> None:
+    """Refuse what llama.cpp does not compute.
+
+    Raises:
+        ExportError: the model as a whole, or its tokenizer.
+        LayerError: one of its tensors.
+    """
+    library()
+    config = decoder_config(model.config, "GGUF")
+    window = next((each for each in config.windows if each is not None), None)
+    if window is not None:
+        raise ExportError(
+            f"GGUF: sliding_window is {window}, which llama.cpp does not apply to"
+            f" {config.family}; set it to None if the model is used within it"
+        )
+    check_names(model.tensors, "GGUF")
+    if assets.tokenizer is not None:
+        check_tokenizer(assets.tokenizer, assets.ends, config.vocabulary)
+
+
+def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) -> None:
+    """Write `model.gguf` in a folder that exists; all processes call it, the first one writes."""
+    config = decoder_config(model.config, "GGUF")
+    if not model.is_first:
+        for name in model.tensors:
+            model.read(name)
+        return
+    gguf = library()
+    architecture = "llama" if config.family in PERMUTED else config.family
+    with closing(gguf.GGUFWriter(None, architecture)) as writer:
+        _add_metadata(writer, gguf, config, model)
+        if assets.tokenizer is None:
+            add_placeholders(writer, gguf, assets.ends, config.vocabulary)
+        else:
+            add_tokenizer(writer, gguf, assets.tokenizer, assets.ends, config.vocabulary)
+        divisors = config.frequency_divisors
+        if divisors is not None:
+            _add_info(writer, gguf, "rope_freqs.weight", (len(divisors),), None)
+        for entry in model.tensors.values():
+            _add_info(writer, gguf, tensor_name(entry.name), entry.shape, entry)
+        writer.write_header_to_file(path=folder / FILE)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        if divisors is not None:
+            writer.write_tensor_data(np.array(divisors, dtype=np.float32))
+        for entry in model.tensors.values():
+            value = model.read(entry.name)
+            assert value is not None
+            writer.write_tensor_data(_bytes(entry, value, config))
+
+
+def tensor_name(name: str) -> str:
+    """Return llama.cpp's name of a Hugging Face parameter."""
+    module, _, kind = name.rpartition(".")
+    if module in ENDS:
+        return f"{ENDS[module]}.{kind}"
+    _, _, layer, part = module.split(".", 3)
+    return f"blk.{layer}.{LAYER[part]}.{kind}"
+
+
+def permuted(rows: Tensor, heads: int) -> Tensor:
+    """Put rows (heads · D, ...) of q or k in llama.cpp's order: 0, D/2, 1, D/2 + 1, ... a head."""
+    split = rows.reshape(heads, 2, -1, *rows.shape[1:])
+    return split.transpose(1, 2).reshape(rows.shape)
+
+
+def pack(value: Quantised, bits: int) -> Bytes:
+    """Pack blocks of 32 codes with their scale into (N, G · 18) or (N, G · 34) bytes.
+
+    Of 4 bits, byte j of a block holds code j in its low half and code j + 16 in its high half.
+    """
+    rows, groups = value.scales.shape
+    scales = value.scales.numpy().view(np.uint8).reshape(rows, groups, 2)
+    codes = value.codes.view(rows, groups, 32)
+    if bits == 8:
+        packed = codes.numpy().view(np.uint8)
+    else:
+        raised = (codes + 8).to(torch.uint8)
+        packed = (raised[..., :16] | (raised[..., 16:] << 4)).numpy()
+    return np.concatenate([scales, packed], axis=-1).reshape(rows, -1)
+
+
+def _bytes(entry: WholeTensor, value: Quantised | Tensor, config: DecoderConfig) -> Any:
+    heads = None
+    if config.family in PERMUTED:
+        part = entry.module.rpartition(".")[2]
+        heads = {"q_proj": config.heads, "k_proj": config.key_heads}.get(part)
+    if isinstance(value, Tensor):
+        plain = value.float() if heads is None else permuted(value.float(), heads)
+        return plain.contiguous().numpy()
+    assert entry.scheme is not None
+    if heads is not None:
+        value = Quantised(codes=permuted(value.codes, heads), scales=permuted(value.scales, heads))
+    return pack(value, entry.scheme.bits)
+
+
+def _add_info(
+    writer: Any, gguf: Any, name: str, shape: tuple[int, ...], entry: WholeTensor | None
+) -> None:
+    count = int(np.prod(shape))
+    if entry is None or entry.scheme is None:
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * count)
+        return
+    kind = _type(gguf, entry.scheme.bits)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    rows, features = shape
+    stored = (rows, features // block * size)
+    writer.add_tensor_info(name, stored, np.dtype(np.uint8), rows * stored[1], raw_dtype=kind)
+
+
+def _type(gguf: Any, bits: int) -> Any:
+    return gguf.GGMLQuantizationType.Q8_0 if bits == 8 else gguf.GGMLQuantizationType.Q4_0
+
+
+def _add_metadata(writer: Any, gguf: Any, config: DecoderConfig, model: WholeModel) -> None:
+    """Add what llama.cpp must know of the model beside its tensors."""
+    writer.add_type("model")
+    writer.add_block_count(config.layers)
+    writer.add_context_length(config.positions)
+    writer.add_embedding_length(config.hidden)
+    writer.add_feed_forward_length(config.inner)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.key_heads)
+    writer.add_key_length(config.head_width)
+    writer.add_value_length(config.head_width)
+    writer.add_rope_dimension_count(config.head_width)
+    writer.add_rope_freq_base(config.theta)
+    writer.add_layer_norm_rms_eps(config.eps)
+    writer.add_vocab_size(config.vocabulary)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    schemes = [e.scheme for e in model.tensors.values() if e.scheme is not None]
+    files = gguf.LlamaFileType
+    kind = files.ALL_F32
+    if schemes:
+        kind = files.MOSTLY_Q8_0 if schemes[0].bits == 8 else files.MOSTLY_Q4_0
+    writer.add_file_type(kind)
+    if config.linear_factor is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.linear_factor)

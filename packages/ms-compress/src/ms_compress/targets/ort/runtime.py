@@ -1,0 +1,100 @@
+"""onnxruntime on the CPU as the runtime of ONNX files."""
+
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ms_compress.errors import ExportError
+from ms_compress.files.untrusted import read_json
+from ms_compress.targets.libraries import import_library, library_errors
+from ms_compress.targets.tokenizer_json import encoder
+
+__all__ = ["OnnxRuntime"]
+
+
+class OnnxRuntime:
+    """A folder as onnxruntime computes it."""
+
+    name = "onnxruntime"
+
+    def __init__(self, folder: Path, *, threads: int = 1) -> None:
+        onnxruntime = import_library(
+            "onnxruntime", extra="ort", purpose="running ONNX needs onnxruntime"
+        )
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 4  # what is fatal alone: its errors are raised too
+        # Standard output is where it tells of its second try.
+        with library_errors(folder, "onnxruntime"), redirect_stdout(StringIO()):
+            self.session = onnxruntime.InferenceSession(
+                folder / "model.onnx", options, providers=["CPUExecutionProvider"]
+            )
+        self.folder = folder
+        shapes = {each.name: each.shape for each in self.session.get_inputs()}
+        self.layers = sum(name.endswith(".key") for name in shapes)
+        sizes = shapes.get("past_key_values.0.key", [])
+        if len(sizes) != 4 or not all(isinstance(each, int) for each in (sizes[1], sizes[3])):
+            raise ExportError(f"{folder}: its graph has no past_key_values; export it again")
+        self.key_heads, self.width = sizes[1], sizes[3]
+
+    def encode(self, text: str) -> list[int]:
+        """Return tokens of a text; special tokens in it are recognised, and none is added."""
+        return encoder(self.folder)(text)
+
+    def ends(self) -> frozenset[int]:
+        """Return the ends that generation_config.json names: onnxruntime knows nothing of texts."""
+        path = self.folder / "generation_config.json"
+        found = read_json(path, dict[str, Any], error=ExportError) if path.is_file() else {}
+        said = found.get("eos_token_id")
+        return frozenset(said if isinstance(said, list) else [] if said is None else [said])
+
+    def generate(self, tokens: list[int], most: int) -> list[int]:
+        """Return the likeliest next tokens until one ends the text, `most` of them at most."""
+        ends, made = self.ends(), list[int]()
+        logits, *past = self._run(np.array([tokens], dtype=np.int64), self._empty(1))
+        while len(made) < most:
+            made.append(int(logits[0, -1].argmax()))
+            if made[-1] in ends or len(made) == most:
+                break
+            logits, *past = self._run(np.array([made[-1:]], dtype=np.int64), past)
+        return made
+
+    def _run(self, tokens: Any, past: list[Any]) -> list[Any]:
+        """Return logits, and the keys and values of all positions so far."""
+        total = past[0].shape[2] + tokens.shape[1]
+        names = [
+            f"past_key_values.{layer}.{each}"
+            for layer in range(self.layers)
+            for each in ("key", "value")
+        ]
+        feed = dict(zip(names, past, strict=True))
+        feed["input_ids"] = tokens
+        feed["attention_mask"] = np.ones((len(tokens), total), dtype=np.int64)
+        with library_errors(self.folder, "onnxruntime", "run it"):
+            outs: list[Any] = self.session.run(None, feed)
+        return outs
+
+    def _empty(self, rows: int) -> list[Any]:
+        shape = (rows, self.key_heads, 0, self.width)
+        return [np.zeros(shape, dtype=np.float32) for _ in range(2 * self.layers)]
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return logits (B, S, V) float32 of tokens (B, S) int64."""
+        out = self._run(tokens.numpy(), self._empty(len(tokens)))
+        return torch.from_numpy(out[0])
+
+    def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
+        """Measure the seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
+        began = perf_counter()
+        logits, *past = self._run(np.array([tokens], dtype=np.int64), self._empty(1))
+        prefilled = perf_counter()
+        for _ in range(steps):
+            token = logits[:, -1:].argmax(-1).astype(np.int64)
+            logits, *past = self._run(token, past)
+        return prefilled - began, perf_counter() - prefilled

@@ -1,0 +1,25 @@
+"""Reading a folder's tokenizer.json by the library that defines it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ms_compress.targets.libraries import import_library, library_errors
+
+__all__ = ["encoder"]
+
+
+def encoder(folder: Path) -> Callable[[str], list[int]]:
+    """Return what gives the tokens of a text, in which special tokens are what they spell.
+
+    Raises:
+        ExportError: the library is not installed, or cannot read the file.
+    """
+    tokenizers = import_library(
+        "tokenizers", extra="ort", purpose="reading a tokenizer.json needs tokenizers"
+    )
+    path = folder / "tokenizer.json"
+    with library_errors(path, "the tokenizers library"):
+        model = tokenizers.Tokenizer.from_file(str(path))
+    model.no_truncation()
+    model.no_padding()
+    return lambda text: list(model.encode(text, add_special_tokens=False).ids)

@@ -1,0 +1,1 @@
+"""Training after compression: the loop, its checkpoint, distillation and the text it reads."""

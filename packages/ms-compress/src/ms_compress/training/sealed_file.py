@@ -1,0 +1,126 @@
+"""Files whose every byte is covered by a digest, which is checked before any of it is used.
+
+The first line is the BLAKE2b of all that follows; the second a header, one line of JSON; the rest
+is the payload. Whatever bit is changed, cut off or added, the file is known to be damaged.
+"""
+
+import hashlib
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ms_compress.errors import ConfigError
+from ms_compress.files.durable import replace
+
+__all__ = ["Payload", "opened", "write_sealed"]
+
+DIGEST_CHARACTERS = 128
+CHUNK_BYTES = 2**20
+HEADER_BYTES = 2**26
+"""What a header is never longer than."""
+
+
+def write_sealed(path: Path, header: bytes, write: Callable[[BinaryIO], object]) -> None:
+    """Let `write` write the payload of a sealed file, which appears whole or not at all.
+
+    Args:
+        path: of the file; what is there is replaced.
+        header: one line, without its end.
+        write: is given the file, and writes without going back.
+
+    Raises:
+        ExportError: the disk refuses.
+    """
+
+    def write_all(file: BinaryIO) -> None:
+        file.write(b"0" * DIGEST_CHARACTERS + b"\n")
+        hashing = _Hashing(file)
+        hashing.write(header + b"\n")
+        write(hashing)  # type: ignore[arg-type]  # it only writes
+        file.seek(0)
+        file.write(hashing.hash.hexdigest().encode())
+
+    replace(path, write_all)
+
+
+@contextmanager
+def opened(path: Path) -> "Iterator[tuple[bytes, Payload]]":
+    """Open a sealed file whose digest is right; gives its header and its payload.
+
+    Raises:
+        ConfigError: it is damaged, or cannot be read.
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    with file:
+        said = file.read(DIGEST_CHARACTERS + 1)
+        if said != _digest(file) + b"\n":
+            raise ConfigError(
+                f"{path} is damaged: its bytes are not those that were written; remove it to begin"
+                " anew"
+            )
+        file.seek(len(said))
+        header = file.readline(HEADER_BYTES)
+        yield header.removesuffix(b"\n"), Payload(file, len(said) + len(header))
+
+
+class Payload(io.RawIOBase):
+    """A file from some byte on, read as a file of its own.
+
+    Args:
+        file: is read.
+        start: where its first byte lies.
+    """
+
+    def __init__(self, file: BinaryIO, start: int) -> None:
+        self._file, self._start = file, start
+        file.seek(start)
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a place of the payload."""
+        there = offset + self._start if whence == os.SEEK_SET else offset
+        return self._file.seek(there, whence) - self._start
+
+    def tell(self) -> int:
+        """Return the place in the payload."""
+        return self._file.tell() - self._start
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer as far as there are bytes."""
+        return self._file.readinto(buffer)  # type: ignore[attr-defined,no-any-return]
+
+
+class _Hashing:
+    """A writer that hashes what it passes on."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.hash = hashlib.blake2b()
+
+    def write(self, content: bytes | bytearray | memoryview) -> int:
+        self.hash.update(content)
+        return self._file.write(content)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _digest(file: BinaryIO) -> bytes:
+    """Return the digest of the rest of a file, in hexadecimal."""
+    whole = hashlib.blake2b()
+    while chunk := file.read(CHUNK_BYTES):
+        whole.update(chunk)
+    return whole.hexdigest().encode()

@@ -1,0 +1,120 @@
+"""Builds a folder of shards from a corpus.
+
+A build works in a folder beside the one asked for, `OUT.partial`, and renames it at the end, so
+that OUT is whole or not there. Every few seconds it syncs its shards and notes how far it is;
+the same command after a crash goes on from that note and ends in the same bytes.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import tokenizers
+import zstandard
+
+from ms_data.building.encoders import TextEncoder, encoder_for
+from ms_data.building.folder import build_folder, free_place, refuse_inside
+from ms_data.building.job import Job
+from ms_data.building.journal import JOURNAL, Recipe
+from ms_data.building.record import Summary, save_record, summary_of
+from ms_data.chat.template import ChatTemplate
+from ms_data.corpus.corpus import Corpus
+from ms_data.corpus.find import find_corpus
+from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
+from ms_data.errors import SettingError
+from ms_data.files.durable import publish, sync_folder, writing
+from ms_data.tokenization.tokenizer import Tokenizer
+
+__all__ = ["build"]
+
+
+def build(
+    corpus: str | Path,
+    *,
+    tokenizer: str | Path | Tokenizer,
+    out: str | Path,
+    hold_out: float = 0.0,
+    shard_size_mib: int = 64,
+    text_key: str = "text",
+    skip_invalid: bool = False,
+    chat: str | Path | ChatTemplate | None = None,
+    pairs: bool = False,
+    allow_special: bool = False,
+    document_limit_mib: int = DOCUMENT_LIMIT_MIB,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Summary:
+    """Tokenizes a corpus into a folder of checked, compressed shards.
+
+    Documents keep the order of the corpus and each ends in the tokenizer's end of text. A build
+    that was interrupted goes on; one that is finished has nothing to do.
+
+    Args:
+        corpus: text or JSON Lines, plain or packed, or `stdlib`; see `find_corpus`.
+        tokenizer: a `tokenizer.json`, a tokenizer's folder or a loaded one.
+        out: the folder to make; it must not hold anything but the same build.
+        hold_out: share of documents, 0 ≤ share < 1, that goes to the split `held_out`. A
+            document's text alone decides, so the same text is never in both splits.
+        shard_size_mib: a shard is closed at the first document end past this size.
+        text_key: the member of a JSON line that holds the text.
+        skip_invalid: leave out what is not valid text instead of stopping.
+        chat: the chat template of an instruction set in JSON Lines, a Jinja file or the
+            tokenizer's folder that holds it; see `read_conversation` for the rows.
+        pairs: with `chat`, the rows are preference pairs; see `read_pair`.
+        allow_special: with `chat`, messages may spell special tokens.
+        document_limit_mib: a longer document, once unpacked, stops the build; it is tokenized in
+            one piece, which takes some 130 times its size.
+        on_progress: called with the bytes of the corpus that are done, and all, after each batch.
+
+    Raises:
+        SettingError: an argument is out of range.
+        CorpusError: the corpus is missing, empty, damaged or not text.
+        TokenizerError: the tokenizer cannot be read.
+        OutputError: `out` cannot be written, or holds something else.
+    """
+    encoder = encoder_for(tokenizer, chat, pairs=pairs, allow_special=allow_special)
+    source = find_corpus(
+        corpus,
+        text_key=text_key,
+        skip_invalid=skip_invalid,
+        parse=encoder.parser,
+        document_limit_mib=document_limit_mib,
+    )
+    recipe = _recipe(encoder, source, hold_out, shard_size_mib)
+    with writing(Path(out)):
+        folder = Path(os.path.realpath(out))
+        if (done := summary_of(folder, recipe, source, out)) is not None:
+            return done
+    return _publish(Job(source, encoder, recipe, on_progress), corpus, out)
+
+
+def _recipe(encoder: TextEncoder, source: Corpus, hold_out: float, shard_size_mib: int) -> Recipe:
+    if not 0.0 <= hold_out < 1.0:
+        raise SettingError(f"hold_out is {hold_out}; it must be a share from 0 to below 1")
+    if shard_size_mib < 1:
+        raise SettingError(f"shard_size_mib is {shard_size_mib}; it must be 1 or more")
+    return Recipe(
+        tokenizer=encoder.tokenizer.digest,
+        end_of_text=encoder.tokenizer.end_of_text,
+        hold_out=hold_out,
+        shard_size_bytes=shard_size_mib << 20,
+        text_key=source.options.text_key,
+        libraries=f"tokenizers {tokenizers.__version__}, zstandard {zstandard.__version__}",
+        chat=encoder.digest,
+        skip_invalid=source.options.skip_invalid,
+        document_limit_mib=source.options.document_limit_mib,
+    )
+
+
+def _publish(job: Job, corpus: str | Path, out: str | Path) -> Summary:
+    """Does a job in a folder beside `out`, which then takes its name."""
+    folder = free_place(out)
+    refuse_inside(folder, corpus)
+    aside = folder.with_name(folder.name + ".partial")
+    with build_folder(aside):
+        summary = job.run(aside)
+        save_record(aside, job.recipe, job.source, summary)
+        (aside / JOURNAL).unlink(missing_ok=True)
+        sync_folder(aside)
+        publish(aside, folder)
+    return msgspec.structs.replace(summary, folder=str(out))

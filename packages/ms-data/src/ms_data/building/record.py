@@ -1,0 +1,145 @@
+"""What a build notes beside its shards, so that the same command again has nothing to do."""
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ms_data.building.journal import Progress, Recipe
+from ms_data.corpus.corpus import Corpus
+from ms_data.disk.format import ShardEntry, sealed
+from ms_data.disk.split import read_index
+from ms_data.errors import DataError, OutputError, shown
+from ms_data.files.durable import write_file
+from ms_data.files.untrusted import decode_json, read_bytes
+
+__all__ = ["BuildRecord", "Summary", "omissions", "save_record", "summary_of"]
+
+BUILD_FILE = "build.json"
+LIMIT_BYTES = 1 << 20
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a build wrote."""
+
+    folder: str
+    documents: int
+    tokens: int
+    shards: int
+    size_bytes: int
+    """All shards together."""
+    text_bytes: int
+    """The documents as UTF-8."""
+    skipped: int
+    """Documents left out because they are not valid text."""
+    left_out: dict[str, int]
+    """Files of a folder left out because they are no text, by what they are."""
+    splits: dict[str, int]
+    """Tokens in each split."""
+    built_before: bool = False
+    """Whether all of it was there already, so that nothing was done."""
+
+    @classmethod
+    def of(cls, shards: Sequence[ShardEntry], progress: Progress) -> "Summary":
+        """The summary of these shards."""
+        splits: Counter[str] = Counter()
+        for shard in shards:
+            splits[shard.split] += shard.tokens
+        return cls(
+            folder="",
+            documents=sum(shard.documents for shard in shards),
+            tokens=splits.total(),
+            shards=len(shards),
+            size_bytes=sum(shard.size_bytes for shard in shards),
+            text_bytes=progress.text_bytes,
+            skipped=progress.skipped,
+            left_out=progress.left_out,
+            splits=dict(splits),
+        )
+
+    @property
+    def omissions(self) -> str:
+        """What was left out, as a part of a line; empty where nothing was."""
+        return omissions(self.left_out, self.skipped)
+
+
+def omissions(left_out: Mapping[str, int], skipped: int = 0) -> str:
+    """What was left out, as a part of a line; empty where nothing was."""
+    count = sum(left_out.values())
+    kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(left_out.items()))
+    files = "file" if count == 1 else "files"
+    invalid = f", {skipped:,} invalid ones left out" if skipped else ""
+    return invalid + (f", {count:,} {files} left out as no text ({kinds})" if count else "")
+
+
+class BuildRecord(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ms-data.build.2"
+):
+    """What a dataset was built from, and with which settings."""
+
+    recipe: Recipe
+    listing: str
+    """Names and sizes of the files of the corpus, as a checksum."""
+    content: str
+    """Their bytes, as a checksum."""
+    summary: Summary
+    checksum: str = ""
+    """Hexadecimal xxh3-128 of this record with an empty checksum."""
+
+
+def save_record(folder: Path, recipe: Recipe, source: Corpus, summary: Summary) -> None:
+    """Writes what a build that is finished was built from; reads all of the corpus.
+
+    Raises:
+        OutputError: the disk is full or the place cannot be written.
+    """
+    record = BuildRecord(
+        recipe=recipe, listing=source.listing, content=source.content(), summary=summary
+    )
+    write_file(folder / BUILD_FILE, sealed(record, "checksum"))
+
+
+def summary_of(folder: Path, recipe: Recipe, source: Corpus, out: str | Path) -> Summary | None:
+    """The summary of the build that stands whole in `folder`, if it is the one that is wanted.
+
+    Raises:
+        OutputError: it is another one, and which setting differs; or its shards are damaged.
+    """
+    path = folder / BUILD_FILE
+    if not os.path.exists(path) or not os.path.exists(folder / "index.json"):
+        return None
+    content = read_bytes(path, error=OutputError, limit_bytes=LIMIT_BYTES)
+    before = decode_json(content, BuildRecord, where=path, error=OutputError)
+    if sealed(before, "checksum") != content:
+        raise OutputError(f"{shown(path)}: damaged; remove {shown(out)} to build anew")
+    # A larger limit alone, under which all documents were valid, gives the same bytes.
+    differing = before.recipe.differences(recipe, besides=["document_limit_mib"])
+    if before.listing != source.listing:
+        differing.append("the corpus has other files, or other content")
+    changed = source.changed_since(path.stat().st_mtime_ns)
+    if changed and not differing and source.content() != before.content:
+        differing.append(f"the corpus has other content, as {shown(changed)} may")
+    if differing:
+        raise OutputError(
+            f"{shown(out)} is not empty: it holds another build: "
+            f"{'; '.join(differing)}; choose another folder, or remove it"
+        )
+    _check_sizes(folder, out)
+    return msgspec.structs.replace(before.summary, folder=str(out), built_before=True)
+
+
+def _check_sizes(folder: Path, out: str | Path) -> None:
+    try:
+        shards = read_index(folder).shards
+    except DataError as error:
+        raise OutputError(f"{error}; or remove {shown(out)} to build anew") from error
+    for shard in shards:
+        path = folder / shard.name
+        size = path.stat().st_size if path.exists() else 0
+        if size != shard.size_bytes:
+            raise OutputError(
+                f"{shown(path)}: damaged: {size} bytes where {shard.size_bytes} were written; "
+                f"remove {shown(out)} to build anew"
+            )

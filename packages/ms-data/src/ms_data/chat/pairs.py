@@ -1,0 +1,116 @@
+"""Reads preference pairs as they are published: a prompt, a chosen and a rejected answer.
+
+| keys | what they hold |
+|---|---|
+| `prompt`, `chosen`, `rejected` | text each; or messages each; or a prompt of text and messages |
+| `chosen`, `rejected` | whole message lists that begin alike: what they share is the prompt |
+| `conversations` or `messages`, `chosen`, `rejected` | a history, and one answer each |
+| `instruction`, `input`, `chosen`, `rejected` | Alpaca's prompt, and one text each |
+
+`system` comes first in the prompt of every form. `margin` says by how much the chosen one is
+better, `weight` how much the pair counts.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ms_data.chat.messages import (
+    Message,
+    alpaca_messages,
+    read_messages,
+    read_number,
+    read_sharegpt,
+    read_system,
+    read_tools,
+)
+
+__all__ = ["Pair", "read_pair"]
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
+    """Two answers to one prompt."""
+
+    prompt: list[Message]
+    chosen: list[Message]
+    """The answer that was liked better, seldom more than one message."""
+    rejected: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    weight: float = 1.0
+    margin: float = 0.0
+
+
+def read_pair(row: Mapping[str, Any]) -> Pair:
+    """Reads the pair in one row of a preference set.
+
+    Raises:
+        ValueError: the row fits none of the forms; names the place in it.
+    """
+    if not {"chosen", "rejected"} <= set(row):
+        keys = ", ".join(map(repr, row)) or "none"
+        raise ValueError(f"its keys are {keys}; a preference pair has `chosen` and `rejected`")
+    prompts = [key for key in ("prompt", "messages", "conversations", "instruction") if key in row]
+    if len(prompts) > 1:
+        raise ValueError(f"two prompts, {prompts[0]!r} and {prompts[1]!r}; keep one of them")
+    chosen, rejected = _answer(row["chosen"], "chosen"), _answer(row["rejected"], "rejected")
+    prompt = _prompt(row, prompts[0]) if prompts else []
+    if len(prompts) == 0 or (chosen[: len(prompt)] == prompt == rejected[: len(prompt)]):
+        shared = _shared(chosen, rejected)
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    if not prompt:
+        raise ValueError("no prompt: give `prompt`, or message lists that begin alike")
+    if prompts != ["instruction"]:
+        prompt = _with_system(read_system(row), prompt)
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        if not answer or answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
+            raise ValueError(f"{name} must begin and end with a message of the assistant")
+    if chosen == rejected:
+        raise ValueError("chosen and rejected are the same answer, so neither is preferred")
+    return Pair(
+        prompt=prompt,
+        chosen=chosen,
+        rejected=rejected,
+        tools=read_tools(row),
+        weight=read_number(row, "weight"),
+        margin=read_number(row, "margin", 0.0),
+    )
+
+
+def _prompt(row: Mapping[str, Any], key: str) -> list[Message]:
+    value = row[key]
+    if key == "instruction":
+        return alpaca_messages(row)
+    if key == "conversations":
+        return read_sharegpt(value, key)
+    if isinstance(value, str) and value:
+        return [{"role": "user", "content": value}]
+    return read_messages(value, key)
+
+
+def _with_system(system: list[Message], prompt: list[Message]) -> list[Message]:
+    """The prompt after the row's system message, with which it may begin already."""
+    if system and prompt[0]["role"] == "system":
+        if prompt[:1] != system:
+            raise ValueError("`system` is not the system message of the prompt; keep one of them")
+        return prompt
+    return [*system, *prompt]
+
+
+def _answer(value: object, name: str) -> list[Message]:
+    if isinstance(value, str) and value:
+        return [{"role": "assistant", "content": value}]
+    turns = [value] if isinstance(value, dict) else value
+    if isinstance(turns, list) and turns and isinstance(turns[0], dict) and "from" in turns[0]:
+        return read_sharegpt(turns, name)
+    return read_messages(turns, name)
+
+
+def _shared(chosen: list[Message], rejected: list[Message]) -> int:
+    """How many messages both begin with, the last message of either never among them."""
+    shared = 0
+    for one, other in zip(chosen[:-1], rejected[:-1], strict=False):
+        if one != other:
+            break
+        shared += 1
+    return shared

@@ -1,0 +1,124 @@
+"""The process that renders chat templates, begun when it is first needed and whenever it ended.
+
+All templates of this process share one. It ends when this process does, of whatever cause: its
+pipe closes then.
+"""
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from ms_data.errors import SettingError
+
+__all__ = ["ask"]
+
+_WORKER = Path(__file__).with_name("worker.py")
+_PREFIX_BYTES = 8
+_TIMED_OUT = "takes more processor time than any sound template"
+
+
+class _TemplateProcess:
+    """The other process, and the one lock on the way to it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, request: bytes) -> dict[str, Any]:
+        """The answer to a request, or `limit` with the reason why there is none."""
+        with self._lock:
+            process = self._process = self._process or _start()
+            try:
+                answer = _exchange(process, request)
+                if "limit" in answer:  # what it did may have left little memory to the next
+                    self.close()
+                return answer
+            except EOFError:
+                self._process = None
+                return {"limit": _reason(process)}
+            except BaseException:  # Ctrl-C: its answer would be taken for that of the next request
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Ends it."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            _reason(process)
+
+    def forget(self) -> None:
+        """In a forked process: the one that renders is the parent's."""
+        self.__init__()  # type: ignore[misc]
+
+
+def ask(request: Mapping[str, Any]) -> dict[str, Any]:
+    """What the other process answers; see `worker`.
+
+    Raises:
+        SettingError: jinja2 is not installed, or no process can be begun.
+        TypeError: the request is no JSON.
+    """
+    return _PROCESS.ask(json.dumps(request).encode())
+
+
+def _start() -> subprocess.Popen[bytes]:
+    if importlib.util.find_spec("jinja2") is None:
+        raise SettingError(
+            "chat templates need jinja2; install it with `pip install 'ms-data[chat]'`"
+        )
+    # -I and -S: nothing from the environment or the current folder is run before the limits hold.
+    command = [sys.executable, "-I", "-S", str(_WORKER), json.dumps(sys.path)]
+    try:
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+    except OSError as error:
+        raise SettingError(
+            f"cannot begin the process that renders chat templates: {error}; it is {command[0]}"
+        ) from error
+
+
+def _exchange(process: subprocess.Popen[bytes], request: bytes) -> dict[str, Any]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):  # it is found out when there is no answer
+        process.stdin.write(len(request).to_bytes(_PREFIX_BYTES, "little") + request)
+        process.stdin.flush()
+    size = int.from_bytes(_read(process.stdout, _PREFIX_BYTES), "little")
+    answer: dict[str, Any] = json.loads(_read(process.stdout, size))
+    return answer
+
+
+def _read(file: IO[bytes], size: int) -> bytes:
+    content = file.read(size)
+    if len(content) < size:
+        raise EOFError
+    return content
+
+
+def _reason(process: subprocess.Popen[bytes]) -> str:
+    """Why it ended; its pipes are given back."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    process.stdout.close()
+    status = process.wait()
+    if status == -signal.SIGPROF:
+        return _TIMED_OUT
+    return f"ended the process that rendered it (status {status})"
+
+
+_PROCESS = _TemplateProcess()
+atexit.register(_PROCESS.close)
+os.register_at_fork(after_in_child=_PROCESS.forget)

@@ -1,0 +1,86 @@
+"""The content of a plain or packed file, in blocks and lines of bounded size."""
+
+import gzip
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import zstandard
+
+__all__ = ["PACKINGS", "READ_BYTES", "lines_of", "unpacked", "whole"]
+
+PACKINGS = ("gz", "zst")
+
+READ_BYTES = 1 << 20
+"""No block is longer, however well it was packed."""
+
+_FED_BYTES = 1 << 8
+"""zstd packs 128 KiB in four bytes at best, so that this unpacks to 8 MiB at most."""
+
+_LARGEST_WINDOW = 1 << 27
+"""What zstd itself unpacks without being asked; more is memory that a file chooses."""
+
+
+def unpacked(raw: io.BufferedReader, packing: str) -> Iterator[bytes]:
+    """The content of an open file that is packed by `gz`, `zst` or not at all."""
+    if packing == "zst":
+        yield from _unpacked_zstd(raw)
+        return
+    file: Any = gzip.GzipFile(fileobj=raw) if packing == "gz" else raw
+    while block := file.read(READ_BYTES):
+        yield block
+
+
+def _unpacked_zstd(raw: io.BufferedReader) -> Iterator[bytes]:
+    """Like zstandard's own reader, but a file that ends inside a frame is an error."""
+    unpacker = _zstd()
+    fresh = True
+    while block := raw.read(_FED_BYTES):
+        while block:
+            fresh = False
+            found = unpacker.decompress(block)
+            for start in range(0, len(found), READ_BYTES):
+                yield found[start : start + READ_BYTES]
+            block = unpacker.unused_data if unpacker.eof else b""
+            if unpacker.eof:
+                unpacker = _zstd()
+                fresh = True
+    if not fresh:
+        raise EOFError("it ends inside a zstd frame")
+
+
+def _zstd() -> Any:
+    return zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
+
+
+def lines_of(blocks: Iterator[bytes], limit: int) -> Iterator[bytes | None]:
+    """Each line without its end, or None for one of more than `limit` bytes."""
+    rest: list[bytes] = []
+    size = 0
+    for block in blocks:
+        *whole, last = block.split(b"\n")
+        if whole:
+            yield b"".join((*rest, whole[0])) if size + len(whole[0]) <= limit else None
+            for line in whole[1:]:
+                yield line if len(line) <= limit else None
+            rest, size = [], 0
+        size += len(last)
+        if size <= limit:
+            rest.append(last)
+        else:
+            rest = []
+    if size > limit:
+        yield None
+    elif tail := b"".join(rest):
+        yield tail
+
+
+def whole(blocks: Iterator[bytes], limit: int) -> bytes | None:
+    """All blocks as one, or None where they are more than `limit` bytes."""
+    parts: list[bytes] = []
+    for block in blocks:
+        parts.append(block)
+        limit -= len(block)
+        if limit < 0:
+            return None
+    return b"".join(parts)

@@ -1,0 +1,70 @@
+"""What a dataset holds, from its index alone."""
+
+from pathlib import Path
+
+import msgspec
+
+from ms_data.disk.split import read_index
+
+__all__ = ["Facts", "SplitFacts", "TokenizerFacts", "inspect"]
+
+
+class TokenizerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A tokenizer that was trained."""
+
+    path: str
+    vocabulary_size: int
+    end_of_text: int
+    """The token that ends a document."""
+    end_of_text_name: str
+    left_out: dict[str, int]
+    """Files of the corpus left out because they are no text, by what they are."""
+
+
+class SplitFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One split of a dataset."""
+
+    shards: int
+    documents: int
+    tokens: int
+    size_bytes: int
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """A dataset in a few numbers."""
+
+    folder: str
+    fingerprint: str
+    vocabulary_size: int
+    token_type: str
+    end_of_text: int
+    tokenizer: str
+    splits: dict[str, SplitFacts]
+
+
+def inspect(folder: str | Path) -> Facts:
+    """Says what the dataset in `folder` holds.
+
+    Raises:
+        SettingError: the folder holds no dataset.
+        DamageError: its index is not what was written.
+    """
+    index = read_index(Path(folder))
+    splits = {}
+    for name in index.splits:
+        shards = [shard for shard in index.shards if shard.split == name]
+        splits[name] = SplitFacts(
+            shards=len(shards),
+            documents=sum(shard.documents for shard in shards),
+            tokens=sum(shard.tokens for shard in shards),
+            size_bytes=sum(shard.size_bytes for shard in shards),
+        )
+    return Facts(
+        folder=str(folder),
+        fingerprint=index.fingerprint,
+        vocabulary_size=index.vocabulary_size,
+        token_type=index.token_type,
+        end_of_text=index.end_of_text,
+        tokenizer=index.tokenizer,
+        splits=splits,
+    )

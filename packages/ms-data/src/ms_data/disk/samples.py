@@ -1,0 +1,155 @@
+"""Conversations and preference pairs as documents of a shard, and reading them back by number.
+
+A sample is one document of 32-bit words: a header, then tokens whose highest bit says whether
+they are trained on.
+
+    conversations   weight (float32), tokens
+    preferences     weight, margin (float32), tokens of the chosen part, chosen, rejected
+
+The chosen and the rejected part of a pair hold the prompt each, as they are trained on.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ms_data.disk.format import LEARNT, Kind, header_words
+from ms_data.disk.split import Split
+from ms_data.errors import DamageError, SettingError
+
+__all__ = ["PairSample", "Sample", "Samples", "pack_pair", "pack_sample"]
+
+CACHED_FRAMES = 512
+"""Decoded frames that are kept: 32 MiB."""
+
+_Words = NDArray[np.uint32]
+
+
+class Sample(NamedTuple):
+    """One conversation."""
+
+    tokens: NDArray[np.int64]
+    """Shape (n,)."""
+    loss_mask: NDArray[np.bool_]
+    """Shape (n,): whether the token is one of the assistant's, which are trained on."""
+    weight: float = 1.0
+
+
+class PairSample(NamedTuple):
+    """Two answers to one prompt, each with the prompt before it."""
+
+    chosen: Sample
+    rejected: Sample
+    weight: float = 1.0
+    margin: float = 0.0
+
+
+def pack_sample(sample: Sample) -> _Words:
+    """The words of a conversation, shape (n + 1,)."""
+    return np.concatenate((_floats(sample.weight), _marked(sample)))
+
+
+def pack_pair(pair: PairSample) -> _Words:
+    """The words of a pair."""
+    size = np.array([len(pair.chosen.tokens)], np.uint32)
+    header = (_floats(pair.weight, pair.margin), size)
+    return np.concatenate((*header, _marked(pair.chosen), _marked(pair.rejected)))
+
+
+class Samples(Sequence[Sample | PairSample]):
+    """The samples of one split, by number, in the order of the corpus.
+
+    Args:
+        folder: what `build` wrote from an instruction or preference set.
+        split: `train` or `held_out`.
+        kind: `conversations` or `preferences`, if it must be one of them.
+
+    Raises:
+        SettingError: the folder holds no samples of this kind, or no such split.
+        DamageError: bytes are not those that were written.
+    """
+
+    def __init__(
+        self, folder: str | Path, split: str = "train", *, kind: Kind | None = None
+    ) -> None:
+        self.folder, self.split = Path(folder), split
+        kinds: tuple[Kind, ...] = (kind,) if kind else ("conversations", "preferences")
+        self._split = Split(folder, split, kinds=kinds, cached_frames=CACHED_FRAMES)
+        self.kind: Kind = self._split.kind
+        self._header = header_words(self.kind)
+        ends = self._split.all_ends()
+        self._starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
+        self.sizes: NDArray[np.int64] = np.diff(ends, prepend=0) - self._header
+        """Tokens of each sample, shape (count,); of a pair, both parts together."""
+        if not len(self.sizes) or int(self.sizes.min()) < 1:
+            raise DamageError(Path(folder, "index.json"), "index", "a sample has no tokens")
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Every token is below it."""
+        return self._split.index.vocabulary_size
+
+    @property
+    def end_of_text(self) -> int:
+        """The token that stands where a row is not filled."""
+        return self._split.index.end_of_text
+
+    @property
+    def tokenizer(self) -> tuple[str, int]:
+        """What the tokens mean: the tokenizer's checksum and its end of text."""
+        return self._split.index.tokenizer, self._split.index.end_of_text
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the dataset by its content."""
+        return self._split.index.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, number: int) -> Sample | PairSample:  # type: ignore[override]
+        words = self._words(number)
+        floats = words[:2].view(np.float32)
+        if self.kind == "conversations":
+            return _read(words[1:], float(floats[0]))
+        size, body = int(words[2]), words[self._header :]
+        if not 0 < size < len(body):
+            raise DamageError(self._split.folder, f"sample {number}", "its parts have no tokens")
+        chosen, rejected = _read(body[:size], 1.0), _read(body[size:], 1.0)
+        return PairSample(chosen, rejected, float(floats[0]), float(floats[1]))
+
+    def conversation(self, number: int) -> Sample:
+        """Sample `number` of a dataset of conversations."""
+        found = self[number]
+        if not isinstance(found, Sample):
+            raise SettingError("preference pairs where conversations are asked for")
+        return found
+
+    def pair(self, number: int) -> PairSample:
+        """Sample `number` of a dataset of preference pairs."""
+        found = self[number]
+        if not isinstance(found, PairSample):
+            raise SettingError("conversations where preference pairs are asked for")
+        return found
+
+    def _words(self, number: int) -> _Words:
+        start = int(self._starts[number])
+        stop = start + int(self.sizes[number]) + self._header
+        return self._split.read(start, stop).view(np.uint32)
+
+
+def _floats(*values: float) -> _Words:
+    return np.array(values, "<f4").view(np.uint32)
+
+
+def _marked(sample: Sample) -> _Words:
+    words = sample.tokens.astype(np.uint32)
+    words[sample.loss_mask] |= LEARNT
+    return words
+
+
+def _read(words: _Words, weight: float) -> Sample:
+    return Sample((words & ~LEARNT).astype(np.int64), (words & LEARNT) != 0, weight)

@@ -1,0 +1,180 @@
+"""A folder of shards read as one long row of tokens a split."""
+
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ms_data.disk.format import Index, Kind, decode_index
+from ms_data.disk.shard import Frame, Shard
+from ms_data.errors import DamageError, SettingError, shown
+
+__all__ = ["Split", "read_index"]
+
+OPEN_SHARDS = 128
+"""Shards that a reader keeps open: one descriptor and a table of some 100 kB each."""
+
+_KINDS: dict[Kind, tuple[str, str]] = {
+    "text": ("text", "TokenStream"),
+    "conversations": ("conversations", "InstructionStream"),
+    "preferences": ("preference pairs", "PreferenceStream"),
+}
+"""What each kind of document is called, and what reads it."""
+
+
+def read_index(folder: Path) -> Index:
+    """Reads and checks `folder/index.json`.
+
+    Raises:
+        SettingError: there is no dataset in the folder.
+        DamageError: the index is not exactly what was written.
+    """
+    path = folder / "index.json"
+    if not os.path.lexists(str(path).replace("\0", "\ufffd")):
+        raise SettingError(
+            f"{shown(folder)} holds no dataset (no index.json); build one with `ms-data build`"
+        )
+    try:
+        size = path.stat().st_size
+        if size > INDEX_LIMIT_BYTES:
+            raise DamageError(path, "file", f"has {size} bytes, more than any index")
+        content = path.read_bytes()
+    except OSError as error:
+        raise DamageError(path, "file", f"cannot be read: {error.strerror}") from error
+    try:
+        return decode_index(content)
+    except RecursionError as error:
+        raise DamageError(path, "index", "is nested too deeply") from error
+    except (ValueError, OverflowError) as error:
+        raise DamageError(path, "index", shown(error)) from error
+
+
+INDEX_LIMIT_BYTES = 1 << 28
+"""More than a million shards."""
+
+
+class Split:
+    """The documents of one split, end to end, addressed by token.
+
+    Args:
+        folder: the dataset.
+        name: the split.
+        kinds: what its documents may be.
+        cached_frames: decoded frames that are kept, the last used ones, of 64 KiB each.
+
+    Raises:
+        SettingError: the dataset has no such split, or documents of another kind.
+        DamageError: the index or, when read, a shard is damaged.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        name: str,
+        *,
+        kinds: tuple[Kind, ...] = ("text",),
+        cached_frames: int = 1,
+    ) -> None:
+        self.folder = Path(folder)
+        self.index = read_index(self.folder)
+        self.kind: Kind = "text" if self.index.kind is msgspec.UNSET else self.index.kind
+        if self.kind not in kinds:
+            held, reader = _KINDS[self.kind]
+            wanted = _KINDS[kinds[0]][0]
+            raise SettingError(f"{folder} holds {held}, read by {reader}; give {wanted}")
+        self._entries = [shard for shard in self.index.shards if shard.split == name]
+        if not self._entries:
+            have = ", ".join(self.index.splits)
+            raise SettingError(f"{folder} has no split {name!r}; it has: {have}")
+        self._starts = [0, *accumulate(entry.tokens for entry in self._entries)]
+        self._shards: OrderedDict[int, Shard] = OrderedDict()
+        self._frames: OrderedDict[tuple[int, int], Frame] = OrderedDict()
+        self._cached_frames = cached_frames
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the split."""
+        return self._starts[-1]
+
+    @property
+    def documents(self) -> int:
+        """Documents in the split."""
+        return sum(entry.documents for entry in self._entries)
+
+    def all_ends(self) -> NDArray[np.int64]:
+        """One past the last token of each document, shape (documents,); decodes every frame.
+
+        Raises:
+            DamageError: a frame is damaged.
+        """
+        ends: list[NDArray[np.int64]] = []
+        for number, start in enumerate(self._starts[:-1]):
+            shard = self._open(number)
+            starts = range(start, self._starts[number + 1], self.index.frame_tokens)
+            ends += [shard.read(frame).ends + first for frame, first in enumerate(starts)]
+        return np.concatenate(ends)
+
+    def read(self, start: int, stop: int) -> NDArray[np.unsignedinteger]:
+        """The tokens from `start` to `stop`, which must lie inside the split.
+
+        Raises:
+            DamageError: a frame that holds some is damaged.
+        """
+        parts = self._parts(start, stop)
+        return np.concatenate([frame.tokens[low:high] for frame, low, high in parts])
+
+    def read_into(self, out: NDArray[np.unsignedinteger], start: int) -> NDArray[np.int64]:
+        """Fills `out`, shape (n,), with the tokens from `start`.
+
+        Returns:
+            Shape (e,), increasing: one past the last token of each document that ends inside.
+
+        Raises:
+            DamageError: a frame that holds some is damaged.
+        """
+        ends: list[NDArray[np.int64]] = []
+        done = 0
+        for frame, low, high in self._parts(start, start + len(out)):
+            out[done : done + high - low] = frame.tokens[low:high]
+            first, last = np.searchsorted(frame.ends, (low, high), side="right")
+            ends.append(frame.ends[first:last] + (done - low))
+            done += high - low
+        return np.concatenate(ends)
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[Frame, int, int]]:
+        """Each frame under the tokens from `start` to `stop`, and which of its tokens they are."""
+        while start < stop:
+            shard = bisect_right(self._starts, start) - 1
+            number, low = divmod(start - self._starts[shard], self.index.frame_tokens)
+            frame = self._frame(shard, number)
+            high = min(len(frame.tokens), low + stop - start)
+            yield frame, low, high
+            start += high - low
+
+    def _frame(self, shard: int, number: int) -> Frame:
+        """A decoded frame; the last used ones are kept, because passages often share one."""
+        key = (shard, number)
+        frame = self._frames.get(key)
+        if frame is None:
+            frame = self._frames[key] = self._open(shard).read(number)
+            if len(self._frames) > self._cached_frames:
+                self._frames.popitem(last=False)
+        else:
+            self._frames.move_to_end(key)
+        return frame
+
+    def _open(self, number: int) -> Shard:
+        shard = self._shards.get(number)
+        if shard is None:
+            shard = Shard(self.folder, self._entries[number], self.index.frame_tokens)
+            self._shards[number] = shard
+            if len(self._shards) > OPEN_SHARDS:
+                self._shards.popitem(last=False)[1].close()
+        self._shards.move_to_end(number)
+        return shard

@@ -1,0 +1,190 @@
+"""Checks every byte of a dataset."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import xxhash
+import zstandard
+
+from ms_data.disk.format import LEARNT, MAGIC, Index, ShardEntry, header_words
+from ms_data.disk.shard import Frame, Shard
+from ms_data.disk.split import read_index
+from ms_data.errors import DamageError
+
+__all__ = ["Fault", "Report", "verify"]
+
+_PIECE_BYTES = 1 << 17
+"""About what a frame takes on disk at most."""
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """One thing that is not as it was written."""
+
+    file: str
+    part: str
+    """Such as `frame 12`, `frame table` or `footer`."""
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.part}: {self.problem}"
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What `verify` found."""
+
+    faults: tuple[Fault, ...]
+    shards: int
+    frames: int
+    """Frames that were decoded."""
+    size_bytes: int
+    """Bytes of all shards."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all bytes are as they were written."""
+        return not self.faults
+
+
+def verify(
+    folder: str | Path, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> Report:
+    """Reads and decodes the whole dataset in `folder` and reports all damage, by file and part.
+
+    Args:
+        folder: a folder that `build` wrote.
+        on_progress: hears how many of how many bytes are checked, after each shard.
+
+    Raises:
+        SettingError: the folder holds no dataset.
+    """
+    folder = Path(folder)
+    try:
+        index = read_index(folder)
+    except DamageError as error:
+        return Report(faults=(_fault(error),), shards=0, frames=0, size_bytes=0)
+    total = sum(entry.size_bytes for entry in index.shards)
+    faults = _check_tokenizer(folder, index)
+    frames = done = 0
+    # Reading, checksums and zstd let go of the interpreter, so threads use all cores.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = pool.map(lambda entry: _check_shard(folder, entry, index), index.shards)
+        for entry, (found, checked) in zip(index.shards, results, strict=True):
+            faults += found
+            frames += checked
+            done += entry.size_bytes
+            on_progress(done, total)
+    return Report(faults=tuple(faults), shards=len(index.shards), frames=frames, size_bytes=total)
+
+
+def _check_tokenizer(folder: Path, index: Index) -> list[Fault]:
+    name = "tokenizer.json"
+    try:
+        content = (folder / name).read_bytes()
+    except OSError as error:
+        return [Fault(name, "file", f"cannot be read: {error.strerror}")]
+    if xxhash.xxh3_128_hexdigest(content) != index.tokenizer:
+        return [Fault(name, "file", "its checksum is not the one in the index")]
+    return [] if index.chat is msgspec.UNSET else _check_template(folder, index)
+
+
+def _check_template(folder: Path, index: Index) -> list[Fault]:
+    content = b""
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        try:
+            content += (folder / name).read_bytes()
+        except OSError as error:
+            return [Fault(name, "file", f"cannot be read: {error.strerror}")]
+    if xxhash.xxh3_128_hexdigest(content) != index.chat:
+        return [Fault(name, "file", "with chat_template.jinja, its checksum is not the index's")]
+    return []
+
+
+def _check_shard(folder: Path, entry: ShardEntry, index: Index) -> tuple[list[Fault], int]:
+    """The faults of one shard, and how many of its frames were decoded."""
+    try:
+        shard = Shard(folder, entry, index.frame_tokens)
+    except DamageError as error:
+        cut = _frame_cut_off(folder / entry.name, entry)
+        return [Fault(error.file, cut or error.part, error.problem)], 0
+    faults: list[Fault] = []
+    decoded = 0
+    position: int | None = 0
+    for number in range(shard.frames):
+        try:
+            frame = shard.read(number)
+        except DamageError as error:
+            faults.append(_fault(error))
+            position = None
+            continue
+        decoded += 1
+        if problem := _inconsistency(frame, position, index):
+            faults.append(Fault(entry.name, f"frame {number}", problem))
+        position = _position_after(frame)
+    if position:
+        faults.append(Fault(entry.name, "footer", "the last document has no end"))
+    shard.close()
+    return faults, decoded
+
+
+def _inconsistency(frame: Frame, position: int | None, index: Index) -> str | None:
+    """What a frame says that cannot be, although its bytes are those that were written."""
+    if index.kind is not msgspec.UNSET:
+        return _inconsistent_samples(frame, position, index)
+    if int(frame.tokens.max()) >= index.vocabulary_size:
+        return "a token is outside the vocabulary"
+    if (frame.tokens[frame.ends - 1] != index.end_of_text).any():
+        return "a document does not end in the end of text"
+    if position is not None and frame.position != position:
+        return "it does not go on where the frame before it stops"
+    return None
+
+
+def _inconsistent_samples(frame: Frame, position: int | None, index: Index) -> str | None:
+    """The same for a frame of conversations or pairs, whose documents have a header each."""
+    assert index.kind is not msgspec.UNSET
+    starts = np.concatenate(([-frame.position], frame.ends[frame.ends < len(frame.tokens)]))
+    place = np.arange(len(frame.tokens))
+    place -= np.repeat(starts, np.diff(np.maximum(starts, 0), append=len(frame.tokens)))
+    tokens = frame.tokens[place >= header_words(index.kind)] & ~LEARNT
+    if tokens.size and int(tokens.max()) >= index.vocabulary_size:
+        return "a token is outside the vocabulary"
+    if position is not None and frame.position != position:
+        return "it does not go on where the frame before it stops"
+    return None
+
+
+def _position_after(frame: Frame) -> int:
+    if frame.ends.size:
+        return int(frame.tokens.size - frame.ends[-1])
+    return frame.position + int(frame.tokens.size)
+
+
+def _frame_cut_off(path: Path, entry: ShardEntry) -> str | None:
+    """Names the frame in which a shortened file ends, by unpacking what is there."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    if not len(MAGIC) <= len(content) < entry.size_bytes:
+        return None
+    number, at = 0, len(MAGIC)
+    while True:
+        unpacker = zstandard.ZstdDecompressor().decompressobj()
+        while not unpacker.eof:
+            piece = content[at : at + _PIECE_BYTES]
+            if not piece:
+                return f"frame {number}"
+            try:
+                unpacker.decompress(piece)
+            except zstandard.ZstdError:
+                return None  # all frames are there: it is the table that is cut
+            at += len(piece)
+        number, at = number + 1, at - len(unpacker.unused_data)
+
+
+def _fault(error: DamageError) -> Fault:
+    return Fault(error.file, error.part, error.problem)

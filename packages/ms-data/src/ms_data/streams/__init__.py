@@ -1,0 +1,1 @@
+"""Batches for training, from a dataset on disk."""

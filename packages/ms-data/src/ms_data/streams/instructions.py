@@ -1,0 +1,288 @@
+"""Batches of conversations for training: mixed, packed, split over processes, resumable exactly."""
+
+import operator
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ms_data.disk.samples import Samples
+from ms_data.errors import SettingError, StateError
+from ms_data.streams.batch import WeightedBatch, fill_rows
+from ms_data.streams.draws import Draws
+from ms_data.streams.mixture import Mixture, Phase
+from ms_data.streams.packed_source import Long, PackedSource, Weighting
+from ms_data.streams.packer import Row
+from ms_data.streams.packing_rules import PACKING_RULES
+from ms_data.streams.share import (
+    Share,
+    StreamPlace,
+    at_least_one,
+    check_state,
+    count,
+    reading_state,
+)
+
+__all__ = ["InstructionBatch", "InstructionStream"]
+
+STATE_VERSION = 1
+_CHOICES = {
+    "long": get_args(Long),
+    "packing": tuple(PACKING_RULES),
+    "weighting": get_args(Weighting),
+}
+
+
+class InstructionBatch(WeightedBatch):
+    """A batch of packed conversations; b rows of S tokens."""
+
+    task: NDArray[np.int64]
+    """Shape (b,): the number of the source; the documents of a row are of one source."""
+
+
+class InstructionStream(Iterator[InstructionBatch]):
+    """Global batches of packed rows, of which each process receives its own.
+
+    Samples are drawn from the sources as a `Mixture` says and packed source by source. Which
+    samples lie in which row depends on the data, the seed and the settings alone: not on the
+    number of processes, nor on the batch size.
+
+    Args:
+        sources: a folder that `build(..., chat=...)` wrote, or several, by name.
+        sequence_length: tokens in a row, S.
+        batch_size: rows in a global batch.
+        seed: any integer; another seed is another order.
+        place: has `rank` and `count`; see `TokenStream`.
+        split: which part of the data, `train` or `held_out`.
+        weights: how often samples of each source are drawn, by name or in their order, or
+            `Phase`s; by default as many as each holds.
+        long: a sample longer than a row is cut off (`truncate`) or cut in parts (`split`).
+        packing: which rule places samples in rows; a module of `packing_rules`.
+        open_rows: rows packed at a time for each source; 0 gives each sample a row of its own.
+        weighting: `token` counts each target alike, `sample` each sample.
+        shuffle: False draws in the order of the corpus.
+        epochs: stop after this many times the samples of all sources, rows that are not full
+            then included; None never stops.
+
+    Raises:
+        SettingError: an argument is out of range, a source has nothing to learn, or two were
+            built with different tokenizers.
+        DamageError: bytes are not those that were written.
+    """
+
+    def __init__(
+        self,
+        sources: str | Path | Mapping[str, str | Path],
+        *,
+        sequence_length: int,
+        batch_size: int,
+        seed: int = 0,
+        place: StreamPlace | None = None,
+        split: str = "train",
+        weights: Mapping[str, float] | Sequence[float] | Sequence[Phase] | None = None,
+        long: Long = "truncate",
+        packing: str = "best_fit",
+        open_rows: int = 512,
+        weighting: Weighting = "token",
+        shuffle: bool = True,
+        epochs: int | None = None,
+    ) -> None:
+        at_least_one(sequence_length=sequence_length, epochs=epochs)
+        _check(open_rows, {"long": long, "packing": packing, "weighting": weighting})
+        self._share = Share.at(place, batch_size)
+        self.sequence_length = operator.index(sequence_length)
+        self.batch_size = operator.index(batch_size)
+        self._weighting: Weighting = weighting
+        self._settings: dict[str, Any] = {
+            "sources": {},
+            "split": split,
+            "sequence_length": self.sequence_length,
+            "seed": operator.index(seed),
+            "shuffle": bool(shuffle),
+            "long": long,
+            "packing": packing,
+            "open_rows": operator.index(open_rows),
+        }
+        folders = sources if isinstance(sources, Mapping) else {Path(sources).name: sources}
+        self.folders = tuple(Path(folder) for folder in folders.values())
+        """Where the sources lie, with the tokenizer that made them."""
+        self.names = tuple(folders)
+        """The sources; `task` counts them from 0."""
+        self._sources = [self._open(number) for number in range(len(self.names))]
+        self._check_tokenizers()
+        self._settings["sources"] = {
+            name: source.samples.fingerprint
+            for name, source in zip(self.names, self._sources, strict=True)
+        }
+        sizes = [float(len(source.samples)) for source in self._sources]
+        self._mixture = Mixture(self.names, sizes if weights is None else weights)
+        self._last = None if epochs is None else epochs * self.samples_per_epoch
+        self._ready: deque[tuple[int, Row]] = deque()
+        self._rows = self._tokens = 0
+        self._flushed = False
+
+    def _open(self, number: int) -> PackedSource:
+        settings, length = self._settings, self.sequence_length
+        samples = Samples(self.folders[number], settings["split"], kind="conversations")
+        # Far apart, so that a source's order is not that of its neighbour under the next seed.
+        seed = settings["seed"] * 1_000_003 + number
+        draws = Draws(len(samples), seed=seed, shuffle=settings["shuffle"])
+        packer = PACKING_RULES[settings["packing"]](length, window=settings["open_rows"])
+        return PackedSource(samples, draws, packer, length=length, long=settings["long"])
+
+    def _check_tokenizers(self) -> None:
+        first = self._sources[0].samples.tokenizer
+        for name, source in zip(self.names, self._sources, strict=True):
+            if source.samples.tokenizer != first:
+                raise SettingError(
+                    f"sources {self.names[0]!r} and {name!r} were built with different tokenizers "
+                    "or ends of text, so their tokens mean different things; build both with one"
+                )
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of all sources together."""
+        return sum(len(source.samples) for source in self._sources)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Every token is below it."""
+        return max(source.samples.vocabulary_size for source in self._sources)
+
+    @property
+    def mixture(self) -> Mixture:
+        """The ledger of what was drawn from where."""
+        return self._mixture
+
+    @property
+    def delivered_rows(self) -> int:
+        """Rows that all processes together have received, those without samples left out."""
+        return self._rows
+
+    @property
+    def fill(self) -> float:
+        """Share of the delivered rows' places that hold tokens of samples."""
+        return self._tokens / max(1, self._rows * self.sequence_length)
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Of each source: samples `drawn`, `truncated` and `split`, segments `without_targets`."""
+        return {
+            name: dict(source.counters)
+            for name, source in zip(self.names, self._sources, strict=True)
+        }
+
+    def change_weights(self, weights: Mapping[str, float] | Sequence[float]) -> int:
+        """Changes the weights from now on; see `Mixture.change`."""
+        return self._mixture.change(weights)
+
+    def __iter__(self) -> "InstructionStream":
+        return self
+
+    def __next__(self) -> InstructionBatch:
+        while len(self._ready) < self.batch_size and not self._flushed:
+            if self._last is not None and self._mixture.position >= self._last:
+                for number, source in enumerate(self._sources):
+                    self._ready.extend((number, row) for row in source.flush())
+                self._flushed = True
+            else:
+                self._draw(self._mixture.draw())
+        if not self._ready:
+            raise StopIteration
+        rows = [self._ready.popleft() for _ in range(min(self.batch_size, len(self._ready)))]
+        return self._deliver(rows)
+
+    def of_tasks(self, tasks: Sequence[int]) -> InstructionBatch:
+        """A global batch whose rows are of these sources, drawn apart from the mixture.
+
+        Args:
+            tasks: the number of a source for each row of the global batch.
+
+        Raises:
+            SettingError: not one a row, or there is no such source.
+        """
+        if len(tasks) != self.batch_size or not all(0 <= one < len(self.names) for one in tasks):
+            raise SettingError(
+                f"tasks {list(tasks)}: give {self.batch_size} numbers below {len(self.names)}"
+            )
+        return self._deliver([self._next_of(task) for task in tasks])
+
+    def _next_of(self, task: int) -> tuple[int, Row]:
+        while True:
+            for at, (source, row) in enumerate(self._ready):
+                if source == task:
+                    del self._ready[at]
+                    return task, row
+            self._draw(task)
+
+    def _draw(self, source: int) -> None:
+        self._ready.extend((source, row) for row in self._sources[source].draw())
+
+    def _deliver(self, rows: list[tuple[int, Row]]) -> InstructionBatch:
+        self._rows += len(rows)
+        self._tokens += sum(stop - start for _, row in rows for _, start, stop in row)
+        own = self._share.of(rows)
+        task = np.zeros(self._share.rows, np.int64)
+        task[: len(own)] = [source for source, _ in own]
+        batch = fill_rows(
+            [[self._sources[at].read(one, self._weighting) for one in row] for at, row in own],
+            count=self._share.rows,
+            width=self.sequence_length,
+            end_of_text=self._sources[0].samples.end_of_text,
+        )
+        return {**batch, "task": task}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands: JSON values, the same in every process."""
+        return {
+            "version": STATE_VERSION,
+            "settings": self._settings,
+            "mixture": self._mixture.state_dict(),
+            "sources": [source.state() for source in self._sources],
+            "ready": [[task, [list(one) for one in row]] for task, row in self._ready],
+            "rows": self._rows,
+            "tokens": self._tokens,
+            "flushed": self._flushed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to where `state` was taken; batch size and number of processes may differ.
+
+        Raises:
+            StateError: the state is of other data or other settings; names what differs.
+        """
+        given = state.get("settings")
+        settings = given if isinstance(given, Mapping) else {}
+        check_state({**settings, "version": state.get("version")}, STATE_VERSION, self._settings)
+        before = self.state_dict()
+        try:
+            with reading_state():
+                self._restore(state)
+        except StateError:
+            self._restore(before)
+            raise
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        for source, one in zip(self._sources, state["sources"], strict=True):
+            source.restore(one)
+        self._ready = deque(
+            (count(task), tuple(self._sources[task].segment(one) for one in row))
+            for task, row in state["ready"]
+        )
+        self._rows, self._tokens = count(state["rows"]), count(state["tokens"])
+        self._mixture.load_state_dict(state["mixture"])
+        # A run that ended goes on where this stream has more epochs.
+        reached = self._last is not None and self._mixture.position >= self._last
+        self._flushed = bool(state["flushed"]) and reached
+
+
+def _check(open_rows: int, choices: Mapping[str, str]) -> None:
+    if open_rows < 0:
+        raise SettingError(f"open_rows is {open_rows}; it must be 0 (no packing) or more")
+    for name, value in choices.items():
+        if value not in _CHOICES[name]:
+            known = " or ".join(map(repr, _CHOICES[name]))
+            raise SettingError(f"{name} is {value!r}; it must be {known}")

@@ -1,0 +1,273 @@
+"""Which source the next sample comes from, with an exact ledger.
+
+After t samples a source has been drawn within one sample of its due, the sum of its weights over
+those t, at every t: Tijdeman's rule ("The chairman assignment problem", 1980). Among the sources
+that are due enough, it takes the one that would first fall too far behind; it must know the
+weights to come, so phases are given beforehand where they are known. Weights that change
+unforeseen are led in by at most n - 1 samples, one of each source that is behind, after which
+every source has exactly its due and the rule begins anew; within them no source is off by more
+than one either. All arithmetic is in whole numbers: a ledger saved and loaded is the same ledger.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from attrs import field, frozen
+
+from ms_data.errors import SettingError, StateError
+from ms_data.streams.share import reading_state
+
+__all__ = ["Mixture", "Phase"]
+
+SCALE = 1 << 32
+"""Weights are whole multiples of 1 / SCALE that sum to 1."""
+
+NEVER = 1 << 62
+T = TypeVar("T")
+_Counts = tuple[int, ...]
+
+
+def _floats(given: Iterable[float]) -> tuple[float, ...]:
+    return tuple(float(one) for one in given)
+
+
+@frozen
+class Phase:
+    """The weights from one sample on."""
+
+    start: int
+    """Samples drawn, over all sources, before this phase."""
+    weights: tuple[float, ...] = field(converter=_floats)
+    """One a source; their ratios count."""
+
+
+@frozen(kw_only=True)
+class _Segment:
+    """Dues that grow evenly from `start` on."""
+
+    start: int
+    shares: tuple[int, ...]
+    """Growth a sample, in units of 1 / SCALE."""
+    dues: tuple[int, ...]
+    """Dues at `start`, in the same units."""
+    led_in: int | None = None
+    """Where the samples begin that lead in this segment, whose dues are then whole."""
+
+
+class Mixture:
+    """Draws from sources in exact proportion.
+
+    Args:
+        names: the sources.
+        weights: one a source, by name or in their order, whose ratios count; or `Phase`s in the
+            order of their starts, the first at 0; by default all alike.
+
+    Raises:
+        SettingError: weights are not finite, negative or all 0, or phases are out of order.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        weights: Mapping[str, float] | Sequence[float] | Sequence[Phase] | None = None,
+    ) -> None:
+        if not names or len(set(names)) != len(names):
+            raise SettingError(f"sources {list(names)!r}: give one or more names, each once")
+        self.names = tuple(names)
+        self._slack = SCALE // (2 * (len(names) - 1)) if len(names) > 1 else 0
+        self._position, self._counts = 0, [0] * len(names)
+        given: Sequence[Any] = self._in_order([1.0] * len(names) if weights is None else weights)
+        phases = [one for one in given if isinstance(one, Phase)]
+        plain = [one for one in given if not isinstance(one, Phase)]
+        if plain or not phases:
+            phases = [Phase(0, plain)]
+        self._set([(phase, None) for phase in phases])
+
+    @property
+    def position(self) -> int:
+        """Samples drawn so far."""
+        return self._position
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Samples drawn so far from each source."""
+        return dict(zip(self.names, self._counts, strict=True))
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The weights over the run, those included that came unforeseen."""
+        return tuple(phase for phase, _ in self._plan)
+
+    def due(self, position: int) -> dict[str, float]:
+        """How many of the first `position` samples each source should give."""
+        dues = (self._due(source, position) / SCALE for source in range(len(self.names)))
+        return dict(zip(self.names, dues, strict=True))
+
+    def draw(self) -> int:
+        """The number of the source that gives the next sample."""
+        source = self._lead_in.pop() if self._lead_in else self._most_urgent()
+        self._counts[source] += 1
+        self._position += 1
+        self._windows[source] = self._window(source)
+        return source
+
+    def _most_urgent(self) -> int:
+        best, best_deadline = -1, NEVER + 1
+        for source, (release, deadline) in enumerate(self._windows):
+            if release <= self._position + 1 and deadline < best_deadline:
+                best, best_deadline = source, deadline
+        assert best >= 0, "dues sum to the position, so some source is due"
+        return best
+
+    def change(self, weights: Mapping[str, float] | Sequence[float]) -> int:
+        """Other weights from now on, in place of all later phases.
+
+        Returns:
+            The samples drawn before they take effect: at most one a source, but one, from now.
+
+        Raises:
+            SettingError: weights are not finite, negative or all 0, or not one a source.
+        """
+        ordered = self._in_order(weights)
+        _shares(ordered, self.names)
+        now = self._position
+        segment = self._segments[-1]
+        if segment.led_in is not None and segment.led_in <= now <= segment.start:
+            # These samples lead in the new weights as well as those that never came.
+            start, whole = segment.start, [due // SCALE for due in segment.dues]
+            lead: tuple[int, _Counts] | None = (segment.led_in, tuple(whole))
+        else:
+            behind = [self._due(at, now) > count * SCALE for at, count in enumerate(self._counts)]
+            start = now + sum(behind)
+            lead = (now, tuple(map(sum, zip(self._counts, behind, strict=True)))) if now else None
+        kept = [one for one in self._plan if one[0].start < start and one[0].start <= now]
+        self._set([*kept, (Phase(start, ordered), lead)])
+        return start
+
+    def _in_order(self, weights: Mapping[str, T] | Sequence[T]) -> Sequence[T]:
+        if not isinstance(weights, Mapping):
+            return weights
+        if set(weights) != set(self.names):
+            raise SettingError(
+                f"weights are for {sorted(weights)}; give one for each of {sorted(self.names)}"
+            )
+        return [weights[name] for name in self.names]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ledger: a few JSON values."""
+        return {
+            "names": list(self.names),
+            "counts": list(self._counts),
+            "phases": [
+                [phase.start, list(phase.weights), lead and [lead[0], list(lead[1])]]
+                for phase, lead in self._plan
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over a ledger, its phases included.
+
+        Raises:
+            StateError: it is of other sources, or not a ledger.
+        """
+        if list(state.get("names", ())) != list(self.names):
+            raise StateError(
+                f"the ledger is of the sources {state.get('names')!r}, this mixture has "
+                f"{list(self.names)!r}; name the same ones in the same order"
+            )
+        with reading_state("the ledger"):
+            counts = [int(count) for count in state["counts"]]
+            if len(counts) != len(self.names) or min(counts) < 0:
+                raise ValueError("counts do not fit the sources")
+            plan = [
+                (Phase(int(start), weights), lead and (int(lead[0]), tuple(map(int, lead[1]))))
+                for start, weights, lead in state["phases"]
+            ]
+            self._position, self._counts = sum(counts), counts
+            self._set(plan)
+
+    def _set(self, plan: list[tuple[Phase, tuple[int, _Counts] | None]]) -> None:
+        """Takes a plan: phases, and for those that were led in, from where to which counts."""
+        starts = [phase.start for phase, _ in plan]
+        if not starts or starts[0] != 0 or starts != sorted(set(starts)):
+            raise SettingError(
+                f"phases start at {starts}; the first starts at 0, the others each later"
+            )
+        self._segments: list[_Segment] = []
+        for phase, lead in plan:
+            if lead is not None:
+                dues = tuple(count * SCALE for count in lead[1])
+            elif self._segments:
+                dues = tuple(self._due(at, phase.start) for at in range(len(self.names)))
+            else:
+                dues = (0,) * len(self.names)
+            shares = tuple(_shares(phase.weights, self.names))
+            begun = lead[0] if lead else None
+            self._segments.append(
+                _Segment(start=phase.start, shares=shares, dues=dues, led_in=begun)
+            )
+        self._plan = plan
+        self._lead_in = self._leading()
+        self._windows = [self._window(source) for source in range(len(self.names))]
+
+    def _leading(self) -> list[int]:
+        """Sources that are still to be drawn before the segment that is led in, last one first."""
+        segment, begun = self._segments[-1], self._segments[-1].led_in
+        if begun is None or not begun <= self._position < segment.start:
+            return []
+        owed = [due - count * SCALE for due, count in zip(segment.dues, self._counts, strict=True)]
+        missing = [source for source, one in enumerate(owed) if one > 0]
+        # Who was furthest behind comes first.
+        return sorted(missing, key=lambda at: (self._due(at, begun) - segment.dues[at], -at))
+
+    def _segment(self, position: int) -> _Segment:
+        """The segment that `position` lies in, or is led in to."""
+        found = self._segments[0]
+        for segment in self._segments:
+            begins = segment.start if segment.led_in is None else segment.led_in + 1
+            if begins <= position:
+                found = segment
+        return found
+
+    def _due(self, source: int, position: int) -> int:
+        segment = self._segment(position)
+        if position >= segment.start:
+            return segment.dues[source] + (position - segment.start) * segment.shares[source]
+        assert segment.led_in is not None
+        begun = self._due(source, segment.led_in)
+        way = (segment.dues[source] - begun) * (position - segment.led_in)
+        return begun + way // (segment.start - segment.led_in)
+
+    def _window(self, source: int) -> tuple[int, int]:
+        """From which draw on the source's next sample may come, and by which it must."""
+        owed = self._counts[source] * SCALE
+        deadline = self._first(source, owed + SCALE - self._slack)
+        return self._first(source, owed + self._slack), deadline
+
+    def _first(self, source: int, due: int) -> int:
+        """The smallest position, at or after the current segment, with this due or more."""
+        ends = [one.start if one.led_in is None else one.led_in for one in self._segments[1:]]
+        for segment, end in zip(self._segments, [*ends, NEVER], strict=True):
+            missing = due - segment.dues[source]
+            if missing <= 0:
+                return segment.start
+            if segment.shares[source]:
+                at = segment.start - (-missing // segment.shares[source])
+                if at <= end:
+                    return at
+        return NEVER
+
+
+def _shares(weights: Sequence[float], names: Sequence[str]) -> list[int]:
+    """Whole numbers in the ratio of the weights that sum to SCALE; 0 stays 0."""
+    if len(weights) != len(names) or not all(0 <= one < float("inf") for one in weights):
+        raise SettingError(
+            f"weights {list(weights)} for {list(names)}: give a number of 0 or more for each"
+        )
+    total = sum(weights)
+    if not 0 < total < float("inf"):
+        raise SettingError(f"weights {list(weights)}: at least one must be above 0")
+    shares = [int(one / total * SCALE) for one in weights]
+    largest = max(range(len(shares)), key=shares.__getitem__)
+    shares[largest] += SCALE - sum(shares)
+    return shares

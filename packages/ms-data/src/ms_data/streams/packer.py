@@ -1,0 +1,71 @@
+"""What packs samples: it places segments of them in rows, one segment at a time.
+
+The folder `packing_rules` holds the rules, a module each.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+__all__ = ["OpenRow", "Packer", "Row", "Segment", "cut_sample"]
+
+
+class Segment(NamedTuple):
+    """Tokens `start` to `stop` of one sample."""
+
+    sample: int
+    """Number of the sample, counted by whoever packs."""
+    start: int
+    stop: int
+
+
+Row = tuple[Segment, ...]
+"""The segments of one row of a batch."""
+
+
+class OpenRow(NamedTuple):
+    """A row that has room left."""
+
+    number: int
+    """Rows opened before it."""
+    segments: Row
+
+
+class Packer(Protocol):
+    """Places segments in rows; the same segments always give the same rows."""
+
+    opened: int
+    """Rows opened so far."""
+
+    def __init__(self, capacity: int, *, window: int) -> None:
+        """Packs rows of `capacity` tokens, of which at most `window` are open at a time."""
+
+    def add(self, segment: Segment) -> list[Row]:
+        """Places one segment of 1 to `capacity` tokens; returns the rows that this closes."""
+        ...
+
+    def flush(self) -> list[Row]:
+        """Closes all rows, in the order in which they were opened."""
+        ...
+
+    @property
+    def open_rows(self) -> tuple[OpenRow, ...]:
+        """The whole state, but for `opened`: rows that have room left."""
+        ...
+
+    def restore(self, rows: Iterable[OpenRow], opened: int) -> None:
+        """Goes on from the `open_rows` and `opened` of another packer of this capacity.
+
+        Raises:
+            ValueError: the rows cannot be a packer's.
+        """
+        ...
+
+
+def cut_sample(sample: int, size: int, capacity: int, *, split: bool) -> list[Segment]:
+    """The segments of a sample: itself where it fits, else its beginning, or all its parts."""
+    if size <= capacity:
+        return [Segment(sample, 0, size)]
+    stop = size if split else capacity
+    return [
+        Segment(sample, start, min(stop, start + capacity)) for start in range(0, stop, capacity)
+    ]

@@ -1,0 +1,112 @@
+"""What all streams share: the rows of one process, and the checks of settings and states."""
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from attrs import frozen
+
+from ms_data.errors import SettingError, StateError
+
+__all__ = ["Share", "StreamPlace", "at_least_one", "check_state", "count", "reading_state"]
+
+T = TypeVar("T")
+
+
+class StreamPlace(Protocol):
+    """Where a process stands among those that share each global batch."""
+
+    @property
+    def rank(self) -> int:
+        """This process, from 0."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """How many processes there are."""
+        ...
+
+
+@frozen
+class Share:
+    """The part of each global batch that one process receives."""
+
+    rank: int
+    count: int
+    rows: int
+    """Rows, or pairs, of a global batch that are its own."""
+
+    @classmethod
+    def at(cls, place: StreamPlace | None, batch_size: int) -> "Share":
+        """The share of the process at `place`; None takes whole batches.
+
+        Raises:
+            SettingError: the rank is not one of the processes, or they cannot share evenly.
+        """
+        at_least_one(batch_size=batch_size)
+        rank, count = (place.rank, place.count) if place else (0, 1)
+        if not 0 <= rank < count:
+            raise SettingError(f"rank {rank} is not one of {count}")
+        if batch_size % count:
+            raise SettingError(
+                f"batch_size {batch_size} cannot be shared by {count} ranks; "
+                f"take a multiple of {count}"
+            )
+        return cls(rank, count, operator.index(batch_size) // count)
+
+    def of(self, rows: Sequence[T]) -> Sequence[T]:
+        """The rows of a global batch that are this process's own."""
+        return rows[self.rank * self.rows : (self.rank + 1) * self.rows]
+
+
+def at_least_one(**settings: int | None) -> None:
+    """Checks settings that count something; None stands for no limit.
+
+    Raises:
+        SettingError: one is below 1.
+    """
+    for name, value in settings.items():
+        if value is not None and value < 1:
+            raise SettingError(f"{name} is {value!r}; it must be 1 or more")
+
+
+def check_state(state: Mapping[str, Any], version: int, settings: Mapping[str, Any]) -> None:
+    """Checks that a saved state has this version and these settings.
+
+    Raises:
+        StateError: one differs; names it.
+    """
+    if state.get("version") != version:
+        raise StateError(
+            f"stream state has version {state.get('version')!r}, this ms-data reads {version}; "
+            "resume with the ms-data that wrote it"
+        )
+    for name, value in settings.items():
+        if state.get(name) != value:
+            raise StateError(
+                f"stream state has {name} {state.get(name)!r} where this stream has {value!r}; "
+                "make the stream as it was, or start it anew"
+            )
+
+
+@contextmanager
+def reading_state(what: str = "stream state") -> Iterator[None]:
+    """Turns whatever a damaged state makes its reader raise into a StateError."""
+    try:
+        yield
+    except StateError:
+        raise
+    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise StateError(f"{what} is damaged: {error}") from error
+
+
+def count(value: Any) -> int:
+    """A whole number of 0 or more from its JSON value.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} stands where a count must")
+    return value

@@ -1,0 +1,233 @@
+"""Text to tokens and back: a thin face over a `tokenizers` file."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import xxhash
+from numpy.typing import NDArray
+
+from ms_data.chat.template import Rendered
+from ms_data.disk.split import read_index
+from ms_data.errors import DamageError, TokenizerError, shown
+from ms_data.files.durable import write_files, writing
+from ms_data.files.untrusted import read_bytes
+
+__all__ = ["END_OF_TEXT", "LARGEST_VOCABULARY", "Tokenizer"]
+
+END_OF_TEXT = "<|endoftext|>"
+LARGEST_VOCABULARY = (1 << 31) - 1
+"""What the 31 bits of a token on disk can tell apart."""
+
+# The end of a document goes by these names in published tokenizers, most telling first.
+_KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
+
+
+class Tokenizer:
+    """A tokenizer read from the JSON of a `tokenizers` file.
+
+    Text is always plain text: a special token that is spelt out in a document is encoded as the
+    characters it is written with, so no document can end another.
+
+    Args:
+        content: the bytes of a `tokenizer.json`.
+        end_of_text: the token that ends a document, by name or number; None looks for the
+            usual names.
+
+    Raises:
+        TokenizerError: the bytes are not a tokenizer, or it has no such token.
+    """
+
+    def __init__(self, content: bytes, *, end_of_text: str | int | None = None) -> None:
+        with _calling("not a tokenizer.json of the `tokenizers` library"):
+            self._model = _plain(content)
+        self._model.encode_special_tokens = True
+        self.content = content
+        self.folder: Path | None = None
+        """Where it was loaded from, if that was a folder."""
+        self._chat: tokenizers.Tokenizer | None = None
+        self.vocabulary_size = 1 + max(self._model.get_vocab().values(), default=-1)
+        if not 0 < self.vocabulary_size <= LARGEST_VOCABULARY:
+            raise TokenizerError(
+                f"has {self.vocabulary_size} tokens; a tokenizer has 1 to {LARGEST_VOCABULARY}"
+            )
+        self.end_of_text = self._find_end(end_of_text)
+
+    @classmethod
+    def load(cls, path: str | Path, *, end_of_text: str | int | None = None) -> "Tokenizer":
+        """Reads a `tokenizer.json`, or the one in the folder of a model or of shards.
+
+        Raises:
+            TokenizerError: the file cannot be read or is not a tokenizer.
+            DamageError: it is not the one that the shards were built with.
+        """
+        path, wanted = Path(path), None
+        folder = path if os.path.isdir(path) else None
+        if folder and not os.path.exists(path / "index.json"):
+            path = path / "tokenizer.json"  # a tokenizer's own folder
+        elif folder:
+            index = read_index(path)
+            path, wanted, end_of_text = path / "tokenizer.json", index.tokenizer, index.end_of_text
+        try:
+            content = read_bytes(path, error=TokenizerError)
+        except TokenizerError as error:
+            raise TokenizerError(f"{error}; give a tokenizer.json, or its folder") from error
+        if wanted not in (None, xxhash.xxh3_128_hexdigest(content)):
+            raise DamageError(path, "file", "its checksum is not the one in the index")
+        try:
+            tokenizer = cls(content, end_of_text=end_of_text)
+        except TokenizerError as error:
+            raise TokenizerError(f"{shown(path)}: {error}") from error
+        tokenizer.folder = folder
+        return tokenizer
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal xxh3-128 of the file."""
+        return xxhash.xxh3_128_hexdigest(self.content)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of one text, without an end."""
+        return _ids(self._model, text)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """The tokens of each text, each followed by the end of text; uses all cores.
+
+        Raises:
+            TokenizerError: a text becomes the end of text itself, which would end a document in
+                its midst; or the tokenizer fails.
+        """
+        with _calling("cannot encode a text"):
+            encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        found = [np.array([*one.ids, self.end_of_text], np.int64) for one in encoded]
+        for text, ids in zip(texts, found, strict=True):
+            if (ids[:-1] == self.end_of_text).any():
+                raise TokenizerError(
+                    f"makes a text its end of text, token {self.end_of_text} "
+                    f"({self.end_of_text_name!r}), as in {shown(text)!r}; name a special token, "
+                    "which no text can spell, with --end-of-text"
+                )
+        return found
+
+    @property
+    def end_of_text_name(self) -> str:
+        """The token that ends a document, by its name."""
+        name: str | None = self._model.id_to_token(self.end_of_text)
+        return name or ""
+
+    def files(self, special_tokens: Mapping[str, str] | None = None) -> dict[str, bytes]:
+        """The files, by name, of a folder that `transformers.AutoTokenizer` opens.
+
+        Args:
+            special_tokens: such as `bos_token`, by name; the end of text is `eos_token` and
+                `pad_token` where they are not among them.
+        """
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "eos_token": self.end_of_text_name,
+            "pad_token": self.end_of_text_name,
+            **(special_tokens or {}),
+        }
+        encoded = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+        return {"tokenizer.json": self.content, "tokenizer_config.json": encoded}
+
+    def save(self, folder: str | Path) -> None:
+        """Writes a folder that `Tokenizer.load` and `transformers.AutoTokenizer` open.
+
+        Raises:
+            OutputError: the folder cannot be written.
+        """
+        folder = Path(folder)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_files({folder / name: content for name, content in self.files().items()})
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Tokens that stand for no text, by name."""
+        added = self._model.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special)
+
+    def encode_chat(self, text: str) -> list[int]:
+        """The tokens of a rendered conversation, in which special tokens are what they spell."""
+        return _ids(self._chat_model(), text)
+
+    def encode_chats(
+        self, chats: Sequence[Rendered]
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+        """Tokens (n,) of each rendered conversation, and which of them its spans touch, (n,)."""
+        texts = [chat.text for chat in chats]
+        with _calling("cannot encode a conversation"):
+            encoded = self._chat_model().encode_batch(texts, add_special_tokens=False)
+        found = []
+        for chat, one in zip(chats, encoded, strict=True):
+            offsets = np.array(one.offsets, np.int64).reshape(-1, 2)
+            mask = np.zeros(len(offsets), np.bool_)
+            for start, stop in chat.spans:
+                first = np.searchsorted(offsets[:, 1], start, side="right")
+                mask[first : np.searchsorted(offsets[:, 0], stop, side="left")] = True
+            found.append((np.array(one.ids, np.int64), mask))
+        return found
+
+    def _chat_model(self) -> tokenizers.Tokenizer:
+        if self._chat is None:
+            self._chat = _plain(self.content)
+            self._chat.encode_special_tokens = False
+        return self._chat
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some tokens; ends of text are left out."""
+        text: str = self._model.decode([int(one) for one in ids], skip_special_tokens=True)
+        return text
+
+    def _find_end(self, wanted: str | int | None) -> int:
+        if isinstance(wanted, int):
+            if not 0 <= wanted < self.vocabulary_size:
+                raise TokenizerError(
+                    f"has no token {wanted} to end a text; name one below {self.vocabulary_size}"
+                )
+            return wanted
+        for candidate in (wanted,) if wanted is not None else _KNOWN_ENDS:
+            found: int | None = self._model.token_to_id(candidate)
+            if found is not None:
+                return found
+        name = repr(wanted) if wanted is not None else "such as " + ", ".join(_KNOWN_ENDS[:3])
+        raise TokenizerError(
+            f"has no end-of-text token {name}; name one of its tokens with --end-of-text"
+        )
+
+
+def _ids(model: tokenizers.Tokenizer, text: str) -> list[int]:
+    with _calling("cannot encode a text"):
+        ids: list[int] = model.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+@contextmanager
+def _calling(what: str) -> Iterator[None]:
+    """Turns whatever the binding raises, its Rust's panics too, into one line."""
+    try:
+        yield
+    except BaseException as error:  # nothing narrower than Exception, and a panic is not even that
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(
+            f"{what} ({shown(' '.join(str(error).split()))}); train one with `ms-data tokenizer`, "
+            "or fetch it again"
+        ) from error
+
+
+def _plain(content: bytes) -> tokenizers.Tokenizer:
+    """A model that gives the same text the same tokens every time, and all of them."""
+    model = tokenizers.Tokenizer.from_str(content.decode())
+    model.no_truncation()
+    model.no_padding()
+    if isinstance(model.model, tokenizers.models.BPE):
+        model.model.dropout = None
+    return model

@@ -1,0 +1,17 @@
+"""The device idles because the host launches its work too slowly."""
+
+from typing import Final
+
+from ms_profile.advice.rule import phase_rule
+
+__all__ = ["RULE"]
+
+RULE: Final = phase_rule(
+    "host_bound",
+    "launch",
+    evidence="device idle, host launching",
+    least_share=0.10,
+    title="The device of rank {rank} idles {share:.0%} of the time while the host prepares work",
+    advice="Launch less, or less often: torch.compile, CUDA graphs, larger batches, fused "
+    "optimizers; take logging out of the step.",
+)

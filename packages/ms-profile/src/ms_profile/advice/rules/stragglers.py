@@ -1,0 +1,52 @@
+"""One rank makes the others wait."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Final
+
+from ms_profile.advice.finding import Evidence
+from ms_profile.advice.rule import Case, Rule
+from ms_profile.analysis.whole_run import Analysis
+
+__all__ = ["RULE"]
+
+LEAST_CONFIDENCE = 0.9
+MOST_EVIDENCE = 5
+
+
+def look(analysis: Analysis) -> Iterator[Case]:
+    """The rank that waits longest for the one that is charged, with confidence, with most."""
+    ledger, suspect = analysis.ledger, analysis.ledger.suspect
+    if suspect is None or suspect.confidence < LEAST_CONFIDENCE:
+        return
+    own = [c for c in ledger.charges if (c.cause, c.phase) == (suspect.rank, suspect.phase)]
+    waited: dict[int, float] = defaultdict(float)
+    for charge in own:
+        waited[charge.waiting] += charge.wait_ns
+    waiting = max(waited, key=lambda rank: waited[rank])
+    yield Case(
+        one=analysis.ranks[waiting],
+        gain_ns=waited[waiting],
+        numbers={
+            "rank": suspect.rank, "phase": suspect.phase, "confidence": suspect.confidence,
+        },
+        evidence=tuple(
+            Evidence(
+                rank=charge.waiting,
+                name=f"wait in {ledger.matched[charge.collective].kind}",
+                start_ns=ledger.matched[charge.collective].starts_ns[charge.waiting],
+                duration_ns=round(charge.wait_ns),
+            )
+            for charge in sorted(own, key=lambda charge: -charge.wait_ns)[:MOST_EVIDENCE]
+        ),
+    )  # fmt: skip
+
+
+RULE: Final = Rule(
+    name="stragglers",
+    look=look,
+    least_share=0.03,
+    title="Rank {rank} keeps the others waiting in its {phase} phase (confidence {confidence:.0%})",
+    advice="Look at what rank {rank} does there that others don't: its host, its data, its share "
+    "of the model, its clock speed.",
+)

@@ -1,0 +1,1 @@
+"""Latency and bandwidth between every pair of ranks."""

@@ -1,0 +1,221 @@
+"""Event files read back: merged over ranks, filtered, or followed while they grow."""
+
+import heapq
+import logging
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+from attrs import field, frozen
+
+from ms_profile.clocks.alignment import ClockFit
+from ms_profile.errors import FormatError
+from ms_profile.files.untrusted import decoding, read_bytes
+from ms_profile.log.blocks import Block, Damage, scan_blocks
+from ms_profile.log.event_log import ARRAY, SUFFIX, Event, Segment
+
+__all__ = ["EventFilter", "follow_events", "read_events", "read_segment"]
+
+logger = logging.getLogger(__name__)
+LARGEST_FILE_BYTES: Final = 1 << 30
+LARGEST_READ_BYTES: Final = 1 << 26
+DAMAGE: Final = (ValueError, RecursionError)
+"""What decoding raises over what is no record, no UTF-8, or nested too deeply."""
+decode_events: Final = msgspec.msgpack.Decoder(list[Event]).decode
+Problem = Callable[[str], None]
+
+
+@frozen(kw_only=True)
+class EventFilter:
+    """Which events to keep; an empty filter keeps all."""
+
+    kinds: Collection[str] | None = field(default=None)
+    """Kinds to keep."""
+    ranks: Collection[int] | None = field(default=None)
+    """Ranks to keep."""
+    first_step: int | None = field(default=None)
+    """Events of earlier steps, and without a step, are dropped."""
+    last_step: int | None = field(default=None)
+    """Events of later steps, and without a step, are dropped."""
+    since_ns: int | None = field(default=None)
+    """Wall time (ns since 1970) before which events are dropped."""
+
+    def keeps(self, event: Event) -> bool:
+        """Whether an event passes."""
+        if self.kinds is not None and event.kind not in self.kinds:
+            return False
+        if self.since_ns is not None and event.wall_ns < self.since_ns:
+            return False
+        if self.first_step is None and self.last_step is None:
+            return True
+        if event.step is None or (self.first_step is not None and event.step < self.first_step):
+            return False
+        return self.last_step is None or event.step <= self.last_step
+
+
+def read_events(
+    folder: Path | str,
+    wanted: EventFilter | None = None,
+    *,
+    clocks: Mapping[int, ClockFit] | None = None,
+    on_problem: Problem = logger.warning,
+) -> Iterator[Event]:
+    """Yield the events of all ranks by wall time.
+
+    Args:
+        folder: an `EventLog`'s folder, or an `ms-profile run`'s output folder.
+        wanted: which events to keep.
+        clocks: fits by `align_clocks` of the ranks' wall clocks; events are ordered, and their
+            `wall_ns` given, on the reference's clock.
+        on_problem: called with a sentence on each damaged file; what can be read is yielded.
+
+    Raises:
+        FormatError: there are no event files.
+    """
+    kept = wanted or EventFilter()
+    by_rank: dict[int, list[Path]] = {}
+    for path in event_files(folder):
+        found = EVENT_FILE.fullmatch(path.name)
+        by_rank.setdefault(int(found[1]) if found else 0, []).append(path)
+    streams = [
+        _rank_events(paths, kept, (clocks or {}).get(rank), on_problem)
+        for rank, paths in by_rank.items()
+        if kept.ranks is None or rank in kept.ranks
+    ]
+    return heapq.merge(*streams, key=lambda event: event.wall_ns)
+
+
+EVENT_FILE: Final = re.compile(r"rank-([0-9]{1,9})\..*" + re.escape(SUFFIX))
+
+
+def event_files(folder: Path | str) -> list[Path]:
+    """Find the event files of a folder, or of its subfolder `events`, by rank and age.
+
+    Raises:
+        FormatError: there are none.
+    """
+    root = Path(folder)
+    name = f"rank-[0-9]*{SUFFIX}"
+    with decoding(root, error=FormatError):
+        found = sorted(root.glob(name)) or sorted(root.glob(f"events/{name}"))
+        found = [path for path in found if EVENT_FILE.fullmatch(path.name) and path.is_file()]
+    if not found:
+        raise FormatError(f"{folder} holds no event files (rank-*{SUFFIX}); give a log's folder")
+    return found
+
+
+def read_segment(path: Path) -> Segment:
+    """Read the first block of an event file: whose it is.
+
+    Raises:
+        FormatError: the file does not start with one.
+    """
+    for block in scan_blocks(read_bytes(path, error=FormatError, limit_bytes=LARGEST_FILE_BYTES)):
+        if isinstance(block, Damage):
+            break
+        with suppress(*DAMAGE):
+            return msgspec.msgpack.decode(block.content, type=Segment)
+        break
+    raise FormatError(f"{path} does not start as an event file; it is damaged or foreign")
+
+
+def follow_events(
+    folder: Path | str,
+    wanted: EventFilter | None = None,
+    *,
+    poll_s: float = 0.2,
+    until: Callable[[], bool] = lambda: False,
+) -> Iterator[Event]:
+    """Yield events as they are flushed, those already there first; ends once `until()` is true."""
+    kept = wanted or EventFilter()
+    offsets: dict[Path, int] = {}
+    while True:
+        ending = until()
+        fresh: list[Event] = []
+        for path in event_files_so_far(folder):
+            events, offsets[path] = _new_events(path, offsets.get(path, 0))
+            fresh += [event for event in events if kept.keeps(event)]
+        if kept.ranks is not None:
+            fresh = [event for event in fresh if event.rank in kept.ranks]
+        yield from sorted(fresh, key=lambda event: event.wall_ns)
+        if ending:
+            return
+        time.sleep(poll_s)
+
+
+def event_files_so_far(folder: Path | str) -> list[Path]:
+    """The event files of a folder that may not be there yet."""
+    try:
+        return event_files(folder)
+    except FormatError:
+        return []
+
+
+def _new_events(path: Path, start: int) -> tuple[list[Event], int]:
+    """Events of the whole blocks from `start`, and where to go on; a torn tail waits."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read(LARGEST_READ_BYTES)
+    except FileNotFoundError:
+        return [], start
+    events: list[Event] = []
+    position = 0
+    for found in scan_blocks(data):
+        if isinstance(found, Damage):
+            if found.torn:
+                break
+            position = found.end
+            continue
+        events += _decode(found) or ()
+        position = found.end
+    return events, start + position
+
+
+def _rank_events(
+    paths: list[Path], wanted: EventFilter, clock: ClockFit | None, on_problem: Problem
+) -> Iterator[Event]:
+    for path in paths:
+        if not path.exists():  # rotated away since it was listed
+            continue
+        try:
+            data = read_bytes(path, error=FormatError, limit_bytes=LARGEST_FILE_BYTES)
+        except FormatError as error:
+            on_problem(str(error))
+            continue
+        for found in scan_blocks(data):
+            if isinstance(found, Damage):
+                what = "ends inside a block" if found.torn else "is damaged"
+                size = found.end - found.start
+                on_problem(f"{path.name} {what} at byte {found.start}; {size} bytes are left out")
+                continue
+            events = _decode(found)
+            if events is None:
+                on_problem(
+                    f"{path.name} holds a block that is none of events, up to byte {found.end}; it "
+                    "is damaged, or written by a newer version"
+                )
+            for event in events or ():
+                placed = event if clock is None else _placed(event, clock)
+                if wanted.keeps(placed):
+                    yield placed
+
+
+def _placed(event: Event, clock: ClockFit) -> Event:
+    wall_ns = int(clock.correct(np.array([event.wall_ns], dtype=np.int64))[0])
+    return msgspec.structs.replace(event, wall_ns=wall_ns)
+
+
+def _decode(block: Block) -> list[Event] | None:
+    """The events of a block; none of a file's first, which holds a `Segment`; None if damaged."""
+    if not block.content.startswith(ARRAY):
+        return []
+    try:
+        return decode_events(block.content)
+    except DAMAGE:
+        return None

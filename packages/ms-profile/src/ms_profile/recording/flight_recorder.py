@@ -1,0 +1,49 @@
+"""Which process group each collective belongs to, where the backend's scopes don't name it.
+
+torch's flight recorder keeps the last collectives with their groups, at 1.5 µs each, but without
+durations on gloo; Kineto has the durations, but not the groups. What the flight recorder saw in a
+window goes into the window's trace, as `ms_profile_groups`. Needs torch.
+"""
+
+import json
+from math import prod
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["KEY", "recorded_groups"]
+
+KEY: Final = "ms_profile_groups"
+
+
+def recorded_groups(since_ns: int) -> str | None:
+    """The collectives created since an instant of the wall clock, as JSON for a trace's header.
+
+    `names` and `groups` are tables, `entries` rows of (name, group, elements, created in ns). None
+    where nothing is distributed, or this torch keeps none.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return None
+    names: dict[str, int] = {}
+    groups: dict[str, int] = {}
+    rows = [
+        (
+            names.setdefault(entry["profiling_name"], len(names)),
+            groups.setdefault(entry["process_group"][0], len(groups)),
+            _elements(entry),
+            entry["time_created_ns"],
+        )
+        for entry in json.loads(dump()).get("entries", ())
+        if entry["time_created_ns"] >= since_ns and not entry["is_p2p"]
+    ]
+    if not rows:
+        return None
+    return json.dumps({"names": list(names), "groups": list(groups), "entries": rows})
+
+
+def _elements(entry: dict[str, Any]) -> int:
+    return sum(prod(sides) for sides in entry["input_sizes"])

@@ -1,0 +1,54 @@
+"""Call a function once a module has been imported, by any code."""
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+__all__ = ["when_imported"]
+
+
+def when_imported(name: str, act: Callable[[], None]) -> None:
+    """Call `act` right after module `name` is first imported, or now if it is already.
+
+    The script thus decides when torch is imported, and with which environment.
+    """
+    if name in sys.modules:
+        act()
+    else:
+        sys.meta_path.insert(0, _Finder(name, act))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, act: Callable[[], None]) -> None:
+        self.name, self.act = name, act
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self.act)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """A loader that acts once the module it loads has been executed."""
+
+    def __init__(self, loader: importlib.abc.Loader, act: Callable[[], None]) -> None:
+        self.loader, self.act = loader, act
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        self.act()

@@ -1,0 +1,274 @@
+"""One process of a run: record while its script runs, and save however it ends."""
+
+import os
+import resource
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from ms_profile.clocks.clock_pair import read_clocks
+from ms_profile.errors import CaptureError, RecordError, number_in_environment
+from ms_profile.log.event_log import EventLog, Value
+from ms_profile.log.manifest import (
+    RankManifest,
+    RunManifest,
+    TraceFile,
+    encode,
+    rank_path,
+    ring_path,
+    write_whole,
+)
+from ms_profile.metrics import Collect, collected_for
+from ms_profile.recording.cpu_wait import CpuWait
+from ms_profile.recording.import_hook import when_imported
+from ms_profile.recording.plan import Plan, ProcessRank, versions
+from ms_profile.recording.recorder import Recorder
+
+if TYPE_CHECKING:
+    from ms_profile.recording.tracer import Tracer
+
+__all__ = ["Session"]
+
+MOST_COLLECTIVES: Final = "4096"
+SLOW_METRICS_NS: Final = 1_000_000_000
+
+
+OPEN: Final[list["Session"]] = []
+"""The session of this process, while it is open."""
+
+
+def _abandon_in_child() -> None:
+    for session in tuple(OPEN):
+        session.abandon()
+
+
+def _count_fork() -> None:
+    for session in OPEN:
+        session.forks += 1
+
+
+os.register_at_fork(after_in_parent=_count_fork, after_in_child=_abandon_in_child)
+
+
+class Session:
+    """Capture this process from now until `finish`; those that it forks are not captured.
+
+    Raises:
+        CaptureError: the output folder holds another run.
+        RecordError: the output folder cannot be written.
+    """
+
+    def __init__(self, plan: Plan, own: ProcessRank) -> None:
+        self._plan, self._own = plan, own
+        self._collect = collected_for(plan.metrics)
+        restarted = number_in_environment("TORCHELASTIC_RESTART_COUNT", 0) > 0
+        if rank_path(plan.output_dir, own.rank).exists() and not restarted:
+            raise CaptureError(
+                f"{plan.output_dir} already holds a run; choose another --output-dir, "
+                "or pass --overwrite"
+            )
+        self.complete = True
+        """Whether all that was to be recorded was."""
+        self._warnings: list[str] = []
+        self._traces: list[TraceFile] = []
+        self._tracer: Tracer | None = None
+        self._finished = False
+        self.forks = 0
+        """How often the script forked this process."""
+        try:
+            self._open_files()
+        except OSError as error:
+            raise RecordError(f"{plan.output_dir} cannot be written: {error}") from error
+        self._since_ns = self._metrics_ns = time.monotonic_ns()
+        self._data_wait_s = 0.0
+        self._cpu_wait = CpuWait()
+        host = self.manifest.host
+        self.events("run_start", {"script": str(plan.script), "host": host, "pid": os.getpid()})
+        if own.world_size > 1 and Collect.GROUPS in self._collect:
+            # torch reads it when imported: it is to keep the collectives' groups; see `groups`.
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", MOST_COLLECTIVES)
+        OPEN.append(self)
+        when_imported("torch", self._on_torch)
+
+    def finish(self, exit_code: int, error: str | None) -> None:
+        """Save everything and stop; further calls do nothing."""
+        if self._finished:
+            return
+        self._finished = True
+        OPEN.remove(self)
+        self._finish_recording()
+        self._cpu_wait.close()
+        self.events("run_end", {"exit_code": exit_code, "error": error or ""})
+        self.events.close()
+        if self.events.lost:
+            self._loss(f"{self.events.lost} events could not be written; is the disk full?")
+        self._check_files()
+        self._write_manifest(
+            status="failed" if exit_code else "done",
+            exit_code=exit_code,
+            error=error,
+            end=read_clocks(),
+        )
+
+    def _check_files(self) -> None:
+        """Note which of the run's files were removed while it was being recorded."""
+        folder, rank = self._plan.output_dir, self._own.rank
+        wanted = [rank_path(folder, rank), ring_path(folder, rank), self.events.path]
+        wanted += [folder / trace.path for trace in self._traces]
+        wanted += [folder / "manifest.json"] if rank == 0 else []
+        gone = [path.relative_to(folder).as_posix() for path in wanted if not path.is_file()]
+        if gone:
+            self._loss(
+                f"{', '.join(gone)} of {folder} were removed while the script ran; what they held "
+                "is lost: choose an --output-dir that nothing clears"
+            )
+
+    def abandon(self) -> None:
+        """Stop silently in a forked child; the parent goes on."""
+        self._finished = True
+        OPEN.remove(self)
+        self._cpu_wait.close()
+        if self._tracer is not None:
+            self._tracer.abandon()
+
+    def _open_files(self) -> None:
+        folder, own = self._plan.output_dir, self._own
+        self.manifest = RankManifest(
+            rank=own.rank,
+            local_rank=own.local_rank,
+            world_size=own.world_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            device="cpu",
+            status="running",
+            start=read_clocks(),
+        )
+        """What was recorded, as last written."""
+        if own.rank == 0:
+            write_whole(folder / "manifest.json", encode(self._run_manifest()))
+        path = ring_path(folder, own.rank)
+        self._recorder = Recorder(path, rank=own.rank, on_step=self._on_step)
+        self.events = EventLog(folder / "events", rank=own.rank, world_size=own.world_size)
+        write_whole(rank_path(folder, own.rank), encode(self.manifest))
+
+    def _run_manifest(self) -> RunManifest:
+        return RunManifest(
+            world_size=self._own.world_size,
+            metrics=self._plan.metrics,
+            script=str(self._plan.script.resolve()),
+            arguments=self._plan.arguments,
+            started_wall_ns=time.time_ns(),
+            schedule=self._plan.schedule,
+            versions=versions(),
+        )
+
+    def _on_torch(self) -> None:
+        """Attach to torch, which the script has just imported."""
+        if self._finished:  # in a child that was forked before
+            return
+        from ms_profile.recording.tracer import Tracer
+
+        self._tracer = Tracer(
+            self._plan.output_dir,
+            self._own.rank,
+            self._plan.schedule,
+            self._collect,
+            on_saving=self.events.flush,
+            on_saved=self._on_trace,
+            on_problem=self._loss,
+        )
+        self._recorder.attach()
+        if self._tracer.busy(0):
+            self._tracer.begin_step(0)
+
+    def _on_step(self, step: int) -> None:
+        """Act at the boundary before a step: report the last one, and switch the tracer."""
+        self._report_step(step - 1)
+        if self._tracer is not None:
+            # Two sessions of Kineto keep a step's distance; see `capture.scopes`.
+            ahead = self._tracer.busy(step) or self._tracer.busy(step + 1)
+            if ahead:
+                self._recorder.release_kineto()
+            self._tracer.begin_step(step)
+            self._recorder.kineto_free = not ahead
+        # What the recorders took at the boundary is part of no step.
+        self._since_ns = time.monotonic_ns()
+
+    def _report_step(self, step: int) -> None:
+        now = time.monotonic_ns()
+        fields: dict[str, Value] = {"step": step, "step_time_s": (now - self._since_ns) / 1e9}
+        if (waited_ns := self._cpu_wait.since_last_ns()) is not None:
+            fields["cpu_wait_s"] = waited_ns / 1e9
+        if self._tracer is not None and self._tracer.tracing:
+            fields["traced"] = 1
+        if now - self._metrics_ns >= SLOW_METRICS_NS:
+            self._metrics_ns = now
+            fields |= self._slow_metrics()
+        self.events("step", fields)
+
+    def _slow_metrics(self) -> dict[str, Value]:
+        """Metrics reported about once a second, if asked for: memory, the wait for data."""
+        import torch
+
+        metrics: dict[str, Value] = {}
+        if Collect.DATA_WAITS in self._collect:
+            waited = self._recorder.data_wait_s
+            metrics["data_wait_s"] = waited - self._data_wait_s
+            self._data_wait_s = waited
+        if Collect.MEMORY not in self._collect:
+            return metrics
+        metrics["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if torch.accelerator.is_available():
+            metrics["memory_bytes"] = torch.accelerator.memory_allocated()
+        return metrics
+
+    def _finish_recording(self) -> None:
+        before = self._recorder.steps
+        self._recorder.close()
+        if self._recorder.steps > before:
+            self._report_step(before)
+        if self._recorder.problem is not None:
+            self._warnings.append(self._recorder.problem)
+        if self.forks and not self._recorder.steps:
+            self._warnings.append(
+                "the processes that the script forked are not recorded; start its ranks by "
+                "--nproc-per-node or torchrun"
+            )
+        if self._tracer is not None:
+            try:
+                self._tracer.finish()
+            except (RuntimeError, OSError) as error:
+                self._loss(f"the last window was lost: {error}")
+
+    def _on_trace(self, trace: TraceFile) -> None:
+        self._traces.append(trace)
+        self.events("trace", {"path": trace.path, "step": trace.first_step, "steps": trace.steps})
+        self._write_manifest()
+
+    def _loss(self, text: str) -> None:
+        self.complete = False
+        if text not in self._warnings:
+            self._warnings.append(text)
+
+    def _write_manifest(self, **changes: object) -> None:
+        if "torch" in sys.modules and self._tracer is not None:
+            from ms_profile.recording.tracer import accelerator
+
+            changes["device"] = accelerator()
+        self.manifest = msgspec.structs.replace(
+            self.manifest,
+            steps=self._recorder.steps,
+            traces=tuple(self._traces),
+            warnings=tuple(self._warnings),
+            complete=self.complete,
+            **changes,
+        )
+        try:
+            write_whole(rank_path(self._plan.output_dir, self._own.rank), encode(self.manifest))
+        except OSError as error:
+            self._loss(f"the manifest of rank {self._own.rank} is out of date: {error}")
+            lost = tuple(self._warnings)
+            self.manifest = msgspec.structs.replace(self.manifest, warnings=lost, complete=False)

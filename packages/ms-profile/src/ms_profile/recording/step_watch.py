@@ -1,0 +1,202 @@
+"""Record a training script's steps and modules from outside, by torch's own hooks.
+
+A step goes from the first forward after an optimizer's step to the next such forward: so gradient
+accumulation is one step, and two optimizers that step in turn are one. Where no model is called, a
+step ends when one of its optimizers is about to step again. A training that steps without torch's
+optimizers calls `mark_step`.
+
+The models are found when an optimizer steps for the first time: they are the outermost modules that
+own its parameters. Modules are watched down to `DEPTH` below them; hooks on everything would cost
+more than the promise. Compiled modules are watched from outside only: a hook inside would become
+part of what is compiled.
+
+Needs torch; imported once the script has imported it.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ms_profile.log.ring import Kind, Ring
+
+__all__ = ["StepWatch", "find_models", "modules_to_watch"]
+
+DEPTH: Final = 2
+MOST_MODULES: Final = 512
+MARKED: Final = 0
+"""Stands for `mark` among the optimizers, which are kept by their ids."""
+INNER: Final = int(Kind.MODULE)
+CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
+
+
+class StepWatch:
+    """Record a process's modules, optimizers and what lies between into a ring, step by step.
+
+    Args:
+        ring: where spans go.
+        on_step: called with the number of the step that begins; step 0 begins by itself.
+    """
+
+    def __init__(self, ring: Ring, on_step: Callable[[int], None]) -> None:
+        self._ring, self._on_step = ring, on_step
+        self._between = ring.name("between steps")
+        self._backward = ring.name("backward")
+        self._step_name = ring.name("step")
+        self._step_span = ring.begin(self._step_name, Kind.STEP)
+        self._open: list[int] = []
+        self._optimizing: list[int] = []
+        self._gap: int | None = None
+        self._optimizers: set[int] = set()
+        self._watched: set[int] = set()
+        self._forward_seen = False
+        self._stepped: set[int] = set()
+        self.steps = 0
+        """Steps that are over."""
+        self._handles: list[Any] = [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+
+    def close(self) -> None:
+        """Remove every hook, end what is open, and count the last step if it was finished."""
+        self.unhook()
+        self.steps += bool(self._stepped)
+        self._end_gap()
+        self._ring.end(self._step_span)
+
+    def unhook(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+
+    def mark(self, models: Iterable[nn.Module]) -> None:
+        """Note that weights were updated, and watch the models that they belong to."""
+        for model in models:
+            self._watch_model(model)
+        if MARKED in self._stepped and not self._forward_seen:
+            self._begin_step()
+        self._end_gap()
+        self._gap = self._ring.begin(self._between, Kind.BETWEEN)
+        self._stepped.add(MARKED)
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
+        if id(optimizer) not in self._optimizers:
+            self._optimizers.add(id(optimizer))
+            self._watch_models(optimizer)
+        if id(optimizer) in self._stepped and not self._forward_seen:
+            self._begin_step()
+        self._end_gap()
+        name = self._ring.name(type(optimizer).__name__)
+        self._optimizing.append(self._ring.begin(name, Kind.OPTIMIZER))
+
+    def _after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
+        if self._optimizing:
+            self._ring.end(self._optimizing.pop())
+        self._end_gap()
+        self._gap = self._ring.begin(self._between, Kind.BETWEEN)
+        self._stepped.add(id(optimizer))
+
+    def _begin_step(self) -> None:
+        self._stepped.clear()
+        self.steps += 1
+        self._end_gap()
+        self._ring.end(self._step_span)
+        self._ring.step = self.steps
+        self._on_step(self.steps)
+        self._step_span = self._ring.begin(self._step_name, Kind.STEP)
+
+    def _end_gap(self) -> None:
+        if self._gap is not None:
+            self._ring.end(self._gap)
+            self._gap = None
+
+    def _watch_models(self, optimizer: Optimizer) -> None:
+        for model in find_models(optimizer):
+            self._watch_model(model)
+
+    def _watch_model(self, model: nn.Module) -> None:
+        if id(model) in self._watched:
+            return
+        for path, module in modules_to_watch(model):
+            if id(module) not in self._watched:
+                self._watched.add(id(module))
+                self._watch(path, module)
+
+    def _watch(self, path: str, module: nn.Module) -> None:
+        name = self._ring.name(path)
+        before = partial(self._before_module, name)
+        self._handles += [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(self._after_module, always_call=True),
+        ]
+
+    def _before_module(self, name: int, *_: object) -> None:
+        if is_compiling():
+            return
+        if self._open or _in_backward():
+            self._open.append(self._ring.begin(name, INNER))
+            return
+        self._forward_seen = True
+        if self._stepped:
+            self._begin_step()
+        self._end_gap()
+        self._open.append(self._ring.begin(name, Kind.FORWARD))
+
+    def _after_module(self, *_: object) -> None:
+        if is_compiling() or not self._open:
+            return
+        self._ring.end(self._open.pop())
+        if not self._open and torch.is_grad_enabled() and not _in_backward():
+            self._end_gap()
+            self._gap = self._ring.begin(self._backward, Kind.BACKWARD)
+
+
+def find_models(optimizer: Optimizer) -> list[nn.Module]:
+    """The outermost live modules that own at least one parameter of the optimizer."""
+    owned = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    live = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    inner = {id(child) for module in live for child in module.__dict__["_modules"].values()}
+    return [
+        module
+        for module in live
+        if id(module) not in inner and any(id(weight) in owned for weight in module.parameters())
+    ]
+
+
+def modules_to_watch(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """A model and the modules inside it that are worth a span, each with its name."""
+    found = [(type(model).__name__, model)]
+    found += _inside(model, "", 0)
+    return found[:MOST_MODULES]
+
+
+def _inside(module: nn.Module, path: str, depth: int) -> Iterator[tuple[str, nn.Module]]:
+    if _compiled(module) or isinstance(module, torch.jit.ScriptModule):
+        return
+    for name, child in module.named_children():
+        inner = f"{path}.{name}" if path else name
+        if isinstance(child, CONTAINERS):  # these are never called
+            yield from _inside(child, inner, depth)
+        elif depth < DEPTH and not _compiled(child):
+            yield inner, child
+            yield from _inside(child, inner, depth + 1)
+
+
+def _compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs this code: a recomputed forward is part of the backward pass."""
+    current = getattr(torch._C, "_current_graph_task_id", None)
+    return current is not None and current() != -1
