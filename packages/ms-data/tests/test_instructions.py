@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ms_data import InstructionStream, PreferenceStream, TokenStream, build, inspect, verify
-from ms_data.building.encoding import ChatEncoder
+from ms_data.building.encoders import ChatEncoder
 from ms_data.chat.template import ChatTemplate
 from ms_data.cli import main
 from ms_data.disk.samples import Samples
@@ -25,7 +25,7 @@ from .chats import BRACKETS, DATED, MARKED, ROWS, write_rows, write_tokenizer
 
 SMALL_STEPS = """
 import importlib
-building = importlib.import_module("ms_data.building.build")
+building = importlib.import_module("ms_data.building.job")
 building.SAVE_EVERY_S, building.BATCH_CHARACTERS = 0.0, 20_000
 raise SystemExit(importlib.import_module("ms_data.cli").main())
 """

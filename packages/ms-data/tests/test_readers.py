@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ms_data import CorpusError
-from ms_data.corpus.corpus import Corpus, Position, find_corpus
+from ms_data.corpus.corpus import Corpus, Position
+from ms_data.corpus.find import find_corpus
+from ms_data.corpus.readers import READERS
 
 from .test_build import texts_of, write_lines
 
@@ -153,9 +155,9 @@ def test_links_are_followed_and_one_to_nothing_is_named(tmp_path: Path) -> None:
 def test_python_sources_are_decoded_by_their_cookie() -> None:
     """The library's files in other encodings are read as Python reads them."""
     source = find_corpus("stdlib")
-    assert source.python_sources
-    assert source.skip_invalid
+    assert source.reader is READERS["python_source"]
+    assert source.options.skip_invalid
     latin = [path for path in source.files if b"coding: latin-1" in path.read_bytes()[:200]]
     for path in latin:
-        (document,) = Corpus(name="one", files=(path,), python_sources=True).documents()
+        (document,) = Corpus(name="one", files=(path,), reader=source.reader).documents()
         assert document.text == path.read_bytes().decode("latin-1")

@@ -81,7 +81,8 @@ class Mine(nn.Module):
     ) -> Tensor:
         """(B, S) to logits (B, S, V)."""
         count = tokens.shape[1]
-        mask = torch.ones(count, count, dtype=torch.bool).tril()[None, None]
+        order = torch.ones(count, count, dtype=torch.bool, device=tokens.device)
+        mask = order.tril()[None, None]
         if documents is not None:
             mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
         hidden = self.embed(tokens) * self.scale

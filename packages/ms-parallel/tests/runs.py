@@ -100,7 +100,7 @@ def build(settings: dict[str, Any], groups: Groups, **options: Any) -> Engine:
     )
 
 
-def curves(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def curves(jobs: list[dict[str, Any]], device: str | None = "cpu") -> list[dict[str, Any]]:
     """Losses and gradient norms of each job, all in one set of processes.
 
     A job gives `layout`, `settings` of the model, `steps`, and `options` of the engine.
@@ -111,7 +111,7 @@ def curves(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for job in jobs:
         layout = job["layout"]
         if layout not in known:
-            known[layout] = connect(Layout.parse(layout), device="cpu", timeout_s=120)
+            known[layout] = connect(Layout.parse(layout), device=device, timeout_s=120)
         engine = build(job["settings"], known[layout], **job.get("options", {}))
         losses, norms = train(engine, job["steps"])
         found.append({"losses": losses, "norms": norms})
@@ -137,7 +137,7 @@ def answers(engine: Engine) -> dict[str, Any]:
         "data": groups.place.data,
         "losses": engine.evaluate(mine, token_losses).tolist(),
         "from logits": torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), mine["targets"].flatten(), reduction="none"
+            logits.flatten(0, 1).cpu(), mine["targets"].flatten(), reduction="none"
         ).tolist(),
         "greedy": engine.generate(prompts, max_new_tokens=3, temperature=0.0),
         "sampled": engine.generate(
@@ -147,13 +147,13 @@ def answers(engine: Engine) -> dict[str, Any]:
 
 
 def save_and_answer(
-    layouts: list[str], settings: dict[str, Any], folder: str
+    layouts: list[str], settings: dict[str, Any], folder: str, device: str | None = "cpu"
 ) -> list[dict[str, Any]]:
     """Train a little under each layout, save, and answer; the next loss shows the moments."""
     torch.set_num_threads(1)
     found = []
     for layout in layouts:
-        engine = build(settings, connect(Layout.parse(layout), device="cpu", timeout_s=120))
+        engine = build(settings, connect(Layout.parse(layout), device=device, timeout_s=120))
         train(engine, 2)
         save_model(list(engine.stages.values()), Path(folder, f"{layout} model"))
         checkpoint.save(Path(folder, layout), engine.state_dict(), step=engine.step, facts={})
@@ -162,13 +162,13 @@ def save_and_answer(
 
 
 def load_and_answer(
-    jobs: list[tuple[str, str]], settings: dict[str, Any], folder: str
+    jobs: list[tuple[str, str]], settings: dict[str, Any], folder: str, device: str | None = "cpu"
 ) -> list[dict[str, Any]]:
     """Load what one layout saved under another, for each pair, and answer."""
     torch.set_num_threads(1)
     found = []
     for saved, layout in jobs:
-        groups = connect(Layout.parse(layout), device="cpu", timeout_s=120)
+        groups = connect(Layout.parse(layout), device=device, timeout_s=120)
         engine = build(settings, groups, seed=7)
         state, path = engine.state_dict(), Path(folder, saved)
         checkpoint.load(path, checkpoint.read_manifest(path), state)

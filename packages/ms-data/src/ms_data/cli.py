@@ -11,15 +11,16 @@ import msgspec
 
 from ms_data import __version__
 from ms_data.building.build import build
-from ms_data.building.record import left_out_words
+from ms_data.building.record import omissions
 from ms_data.chat.template import ChatTemplate
-from ms_data.corpus.corpus import DOCUMENT_LIMIT_MIB
+from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
 from ms_data.disk.inspection import TokenizerFacts, inspect
 from ms_data.disk.verification import verify
 from ms_data.entry import INTERRUPTED, CommandParser, one_line, perform
 from ms_data.errors import DamageError, DataError
 from ms_data.progress import showing
-from ms_data.tokenization.tokenizer import Tokenizer, train_tokenizer
+from ms_data.tokenization.tokenizer import Tokenizer
+from ms_data.tokenization.training import train_tokenizer
 
 __all__ = ["main"]
 
@@ -187,7 +188,7 @@ def _run_tokenizer(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(facts)
         return 0
-    print(f"{facts.path}: {facts.vocabulary_size:,} tokens{left_out_words(facts.left_out)}")
+    print(f"{facts.path}: {facts.vocabulary_size:,} tokens{omissions(facts.left_out)}")
     return 0
 
 

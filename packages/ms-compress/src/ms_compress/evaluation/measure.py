@@ -1,4 +1,4 @@
-"""What compression cost and gave, measured in the runtimes that people deploy on.
+"""Measurement of exported folders in the runtimes that people deploy on.
 
 Perplexity is that of the runtime's own logits. Speeds are wall time of one row, in rounds that
 alternate over all runtimes; a ratio is taken within a round, so a slow moment of the host slows
@@ -79,7 +79,7 @@ def evaluate(evaluation: Evaluation, *, progress: Progress | None = None) -> Rep
 
 
 def _folders(evaluation: Evaluation) -> list[tuple[str, Footprint]]:
-    """What is known of each, by the name of how it was made; the baseline first."""
+    """Return each folder's name and footprint, the baseline first."""
     named = [("float", footprint(evaluation.baseline))]
     for name, folders in evaluation.models.items():
         many = [folders] if isinstance(folders, str | Path) else folders
@@ -121,7 +121,7 @@ def _open(name: str, facts: Footprint, threads: int) -> _Opened:
 def _share(
     progress: Progress | None, one: _Opened, number: int, folders: int
 ) -> Callable[[int, int], object] | None:
-    """What one folder's perplexity tells, as a part of all folders'."""
+    """Turn one folder's progress into a share of all folders' progress."""
     if progress is None:
         return None
     what = f"{one.name} in {one.runtime.name}"
@@ -140,7 +140,7 @@ def _perplexity(
 
 
 def _time(opened: Sequence[_Opened], tokens: Tensor, evaluation: Evaluation) -> None:
-    """One round that does not count, then the rounds."""
+    """Time all folders in turn, after one round that does not count."""
     prompt = tokens.flatten()[: evaluation.prefill_tokens].tolist()
     if len(prompt) < evaluation.prefill_tokens:
         raise DataError(f"a prefill of {evaluation.prefill_tokens} tokens needs as many held out")

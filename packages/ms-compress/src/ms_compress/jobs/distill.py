@@ -4,7 +4,7 @@ from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import DistillRun
 from ms_compress.jobs.finish import text_of, training_of
 from ms_compress.jobs.loading import load, save
-from ms_compress.jobs.output import output
+from ms_compress.jobs.output import run_output
 from ms_compress.jobs.training import train
 from ms_compress.methods.student import cut_student
 
@@ -13,7 +13,7 @@ __all__ = ["run"]
 
 def run(options: DistillRun) -> Outcome:
     """Cut, train, save."""
-    with output("distill", options) as place:
+    with run_output("distill", options) as place:
         if place.finished:
             return place.already()
         teacher = load(options.model)

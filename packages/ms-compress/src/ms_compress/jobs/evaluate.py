@@ -1,4 +1,4 @@
-"""`ms-compress evaluate`: one table, and one page."""
+"""`ms-compress evaluate`: measure folders; write one table and one page."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,7 +33,7 @@ def run(options: EvaluateRun) -> Outcome:
 
 @contextmanager
 def _place(folder: Path) -> Iterator[list[Path]]:
-    """The files to write in a folder that can be written, which goes again if none comes of it."""
+    """Give the files to write, in a folder made for them; it is removed again if the work fails."""
     paths = [folder / name for name in FILES]
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:

@@ -9,19 +9,13 @@ from torch import Tensor, nn
 
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import ModelRun, SchemeRun
-from ms_compress.deployment.export import check_export, write_export
+from ms_compress.deployment.export import check_export, export
 from ms_compress.errors import ConfigError, DataError, ExportError
-from ms_compress.jobs.output import Output
+from ms_compress.jobs.output import RunOutput
+from ms_compress.targets.target import find_target
 from ms_compress.training.corpus import read_batch, read_tokens
 
 __all__ = ["calibration_of", "check", "finish", "text_of", "training_of"]
-
-RUNTIMES = {
-    "ct": (("transformers", "compressed_tensors"), "ct"),
-    "gguf": (("llama_cpp",), "llama"),
-    "ort": (("onnxruntime",), "ort"),
-}
-"""What `verify` imports for each target, and the extra that installs it."""
 
 
 def text_of(options: ModelRun, model: nn.Module) -> dict[str, Tensor]:
@@ -75,32 +69,32 @@ def check(model: nn.Module, options: SchemeRun) -> None:
         ExportError: the target does not take the model or the tokenizer, or a library is missing.
         LayerError: the target does not take a layer.
     """
-    modules, extra = RUNTIMES[options.scheme.target]
-    missing = [name for name in modules if find_spec(name) is None]
+    target = find_target(options.scheme.target)
+    missing = [name for name in target.libraries if find_spec(name) is None]
     if options.verify and missing:
         raise ExportError(
-            f"verify needs {' and '.join(missing)}: pip install 'ms-compress[{extra}]', or leave"
-            " verify out"
+            f"verify needs {' and '.join(missing)}: pip install 'ms-compress[{target.extra}]',"
+            " or leave verify out"
         )
     tokenizer = _tokenizer(options)
     check_export(model, options.scheme, tokenizer=tokenizer)
-    if options.scheme.target == "gguf" and tokenizer is None:
+    if target.needs_tokenizer and tokenizer is None:
         raise ExportError(
-            f"{options.model} has no tokenizer.json, and llama.cpp reads no text without one;"
-            " give it as tokenizer"
+            f"{options.model} has no tokenizer.json, and {target.runtime} reads no text without"
+            " one; give it as tokenizer"
         )
 
 
 def finish(
-    model: nn.Module, options: SchemeRun, place: Output, losses: Sequence[float] = ()
+    model: nn.Module, options: SchemeRun, place: RunOutput, losses: Sequence[float] = ()
 ) -> Outcome:
     """Export, and say where."""
-    folder = write_export(
+    folder = export(
         model,
         options.output_dir,
         verify=options.verify,
         tokenizer=_tokenizer(options),
-        last=place.seal,
+        on_written=place.seal,
     )
     place.end()
     size = sum(path.stat().st_size for path in folder.iterdir())

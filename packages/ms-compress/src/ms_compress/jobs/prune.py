@@ -7,7 +7,7 @@ from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import PruneRun
 from ms_compress.jobs.finish import calibration_of, text_of, training_of
 from ms_compress.jobs.loading import load, save
-from ms_compress.jobs.output import output
+from ms_compress.jobs.output import run_output
 from ms_compress.jobs.progress import Shown
 from ms_compress.jobs.training import train
 from ms_compress.methods.pruning import GradualPruning, keep_zeros, prune, sparsity
@@ -18,7 +18,7 @@ __all__ = ["run"]
 
 def run(options: PruneRun) -> Outcome:
     """Prune, train on, save."""
-    with output("prune", options) as place:
+    with run_output("prune", options) as place:
         if place.finished:
             return place.already()
         model = load(options.model)
@@ -47,7 +47,7 @@ def run(options: PruneRun) -> Outcome:
 
 
 def _prune(model: nn.Module, options: PruneRun) -> GradualPruning | None:
-    """At once, or by the schedule that is returned."""
+    """Prune at once, or return the schedule by which the training prunes."""
     if options.method == "gradual":
         half = max(1, options.tuning.steps // 2)
         return GradualPruning(how=options.pattern, end=half, exceptions=options.exceptions)

@@ -8,7 +8,7 @@ from ms_compress.commands.options import QatRun
 from ms_compress.errors import ConfigError
 from ms_compress.jobs.finish import calibration_of, check, finish, text_of
 from ms_compress.jobs.loading import check_finite, load
-from ms_compress.jobs.output import output
+from ms_compress.jobs.output import run_output
 from ms_compress.jobs.progress import Shown
 from ms_compress.jobs.training import train
 from ms_compress.methods.gptq import gptq
@@ -23,7 +23,7 @@ CALIBRATION = 256
 
 def run(options: QatRun) -> Outcome:
     """Prepare, train, export."""
-    with output("qat", options) as place:
+    with run_output("qat", options) as place:
         if place.finished:
             return place.already()
         model = load(options.model)

@@ -7,7 +7,7 @@ from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import QuantizeRun
 from ms_compress.jobs.finish import calibration_of, check, finish
 from ms_compress.jobs.loading import load
-from ms_compress.jobs.output import output
+from ms_compress.jobs.output import run_output
 from ms_compress.jobs.progress import Shown
 from ms_compress.methods.gptq import gptq
 from ms_compress.methods.qat import fit_scales, qat
@@ -17,7 +17,7 @@ __all__ = ["run"]
 
 def run(options: QuantizeRun) -> Outcome:
     """Round and export."""
-    with output("quantize", options) as place:
+    with run_output("quantize", options) as place:
         if place.finished:
             return place.already()
         model = load(options.model)
@@ -36,7 +36,7 @@ def _round(model: nn.Module, options: QuantizeRun) -> None:
                 batches,
                 exceptions=options.exceptions,
                 activations=options.activations,
-                by_use=options.by_use,
+                act_order=options.act_order,
                 by_loss=options.by_loss,
                 fit_scales=options.fit_scales,
                 progress=shown.made,

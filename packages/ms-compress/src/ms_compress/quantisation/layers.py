@@ -36,7 +36,7 @@ FACTOR = "scale_factor"
 
 
 class Prepared(nn.Module):
-    """What prepared layers have in common."""
+    """Base of the layers that compute as their target will."""
 
     weight: Tensor
     scheme: Scheme | None
@@ -53,7 +53,7 @@ class Prepared(nn.Module):
 
     @property
     def rule(self) -> Rule:
-        """What is done now."""
+        """What the layer does to weight and input at present."""
         on = self.quantising
         return Rule(
             scheme=self.scheme if on else None, activations=self.activations if on else None
@@ -104,11 +104,11 @@ class Prepared(nn.Module):
         return self.weight.dtype == torch.float32 and self.computed_in not in (None, torch.float32)
 
     def as_computed(self, kept: Tensor) -> Tensor:
-        """Part of a parameter of this layer, as it is kept, in the dtype that forwards have."""
+        """Cast part of a stored parameter of this layer to the dtype that forwards have."""
         return kept.to(self.computed_in) if self.is_narrowed else kept
 
     def effective_weight(self) -> Tensor:
-        """What is computed with, (N, K), laid out as the weight is."""
+        """Return what is computed with in the weight's place, (N, K), laid out as the weight is."""
         weight = self.weight
         self.computed_in = weight.dtype
         if not isinstance(weight, DTensor):
@@ -145,7 +145,7 @@ class PreparedLinear(Prepared, nn.Linear):
     """A linear layer that computes as its target will."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) to (..., N)."""
+        """Map (..., K) to (..., N)."""
         if isinstance(self.weight, DTensor):
             return _split_linear(self, x)
         self.computed_in = self.weight.dtype
@@ -158,7 +158,7 @@ class PreparedEmbedding(Prepared, nn.Embedding):
     """An embedding whose rows are those that its target holds."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(...) int64 to (..., K)."""
+        """Map (...) int64 to (..., K)."""
         if isinstance(self.weight, DTensor) or self.factor is not None or self.mask is not None:
             weight = self.effective_weight()
             often = self.scale_grad_by_freq
@@ -206,7 +206,7 @@ def prepare_layer(
 
 
 def prepared_layers(model: nn.Module) -> Iterator[tuple[str, Prepared]]:
-    """Names and prepared layers of a model."""
+    """Yield names and prepared layers of a model."""
     for name, layer in model.named_modules():
         if isinstance(layer, Prepared):
             yield name, layer
@@ -285,7 +285,7 @@ def drop_gathered(model: nn.Module) -> None:
 
 
 def _factor(weight: Tensor, scheme: Scheme) -> nn.Parameter:
-    """Zeros (N, G), laid out as the weight is."""
+    """Make the parameter of learned scales: zeros (N, G), laid out as the weight is."""
     if not isinstance(weight, DTensor):
         groups = weight.shape[1] // scheme.group_of(weight.shape[1])
         return nn.Parameter(weight.new_zeros(weight.shape[0], groups, dtype=torch.float32))
@@ -308,7 +308,7 @@ def _factor(weight: Tensor, scheme: Scheme) -> nn.Parameter:
 
 
 def _part(mask: Tensor, weight: Tensor) -> Tensor:
-    """This process's part of a whole mask, as its weight is split."""
+    """Return this process's part of a whole mask, as its weight is split."""
     if not isinstance(weight, DTensor):
         return mask
     (chunk,) = weight.__create_chunk_list__()  # type: ignore[no-untyped-call]
@@ -329,7 +329,7 @@ def _laid_out(local: Tensor, like: DTensor) -> Tensor:
 
 
 def _split_linear(layer: PreparedLinear, x: Tensor) -> Tensor:
-    """A linear layer on each process's part of its weight, on one axis of processes.
+    """Compute a linear layer on this process's part of its weight, on one axis of processes.
 
     Rows split: every process has the whole input, and its part of the output. Columns split: the
     input's features are split likewise, and outputs are summed by whoever asks for the whole.

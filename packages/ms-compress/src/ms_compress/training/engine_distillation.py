@@ -25,16 +25,16 @@ Head = Callable[[slice], Tensor]
 
 
 class Output(Protocol):
-    """What this loss asks of a student's last stage."""
+    """What the loss asks of a student's last pipeline stage."""
 
     def logits(self, positions: slice) -> Tensor:
-        """Logits (B, s, V) of some positions."""
+        """Return logits (B, s, V) of some positions."""
         ...
 
 
 @frozen(kw_only=True, eq=False)
 class DistillationLoss:
-    """Mean divergence from a teacher over the targets of the global batch.
+    """A loss: the mean divergence from a teacher over the targets of the global batch.
 
     It follows `ms_parallel.engine.loss.Loss`:
     `Engine.update(batch, DistillationLoss(teacher=...))`.
@@ -49,11 +49,11 @@ class DistillationLoss:
     """Positions whose logits exist at once."""
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
-        """Number of targets that are not -100."""
+        """Count the targets that are not -100."""
         return float((batch["targets"] != IGNORED).sum())
 
     def __call__(self, output: Output, batch: Mapping[str, Tensor]) -> Tensor:
-        """Sum of the divergences of this microbatch's targets, a float32 scalar."""
+        """Add up the divergences of this microbatch's targets to a float32 scalar."""
         targets = batch["targets"]
         head = self.teacher(batch)
         total = torch.zeros((), device=targets.device)
@@ -78,7 +78,7 @@ class DistillationLoss:
 
 
 def engine_teacher(model: Any) -> Callable[[Mapping[str, Tensor]], Head]:
-    """A whole model of ms-parallel as a teacher, in evaluation mode and without gradients.
+    """Make a whole model of ms-parallel a teacher, in evaluation mode and without gradients.
 
     Args:
         model: `ms_parallel.load_model(folder)`; positions and documents of a batch are heeded.

@@ -69,7 +69,7 @@ class Worker:
         try:
             if request["do"] == "render":
                 return {"text": template.render(request, request["messages"], request["prompt"])}
-            text, spans = template.learnt(request)
+            text, spans = template.train(request)
             return {"text": text, "spans": spans}
         except (MemoryError, TooLongError):
             raise
@@ -95,7 +95,7 @@ class Worker:
 
 
 class Template:
-    """A compiled template with what it is told."""
+    """A compiled template with what it reads besides the messages."""
 
     def __init__(self, source: str, tokens: Mapping[str, Any], today: str | None) -> None:
         from jinja2.meta import find_undeclared_variables
@@ -129,7 +129,7 @@ class Template:
         timed(self.seconds + SECONDS_A_BYTE * self.size + SECONDS_A_MESSAGE * len(messages))
         try:
             text: str = self._template.render(
-                messages=[told(message) for message in messages],
+                messages=[as_read(message) for message in messages],
                 tools=request["tools"],
                 documents=None,
                 add_generation_prompt=prompt,
@@ -148,8 +148,8 @@ class Template:
             ) from error
         return text
 
-    def learnt(self, request: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and where its wanted answers stand."""
+    def train(self, request: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """Renders a conversation, and finds where its wanted answers stand."""
         text = self.render(request, request["messages"], False)
         if self._marks:
             return text, self._marked(text, request)
@@ -245,7 +245,7 @@ def refuse(message: str) -> None:
     raise TemplateError(message)
 
 
-def told(message: dict[str, Any]) -> dict[str, Any]:
+def as_read(message: dict[str, Any]) -> dict[str, Any]:
     """A message as templates read it: no empty keys, thoughts under each of their names."""
     message = {key: value for key, value in message.items() if value is not None}
     thoughts = next((message[key] for key in _THOUGHTS if key in message), None)

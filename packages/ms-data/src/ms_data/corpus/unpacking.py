@@ -7,7 +7,9 @@ from typing import Any
 
 import zstandard
 
-__all__ = ["READ_BYTES", "lines_of", "unpacked"]
+__all__ = ["PACKINGS", "READ_BYTES", "lines_of", "unpacked", "whole"]
+
+PACKINGS = ("gz", "zst")
 
 READ_BYTES = 1 << 20
 """No block is longer, however well it was packed."""
@@ -69,7 +71,16 @@ def lines_of(blocks: Iterator[bytes], limit: int) -> Iterator[bytes | None]:
             rest = []
     if size > limit:
         yield None
-    elif rest:
-        tail = b"".join(rest)
-        if tail:
-            yield tail
+    elif tail := b"".join(rest):
+        yield tail
+
+
+def whole(blocks: Iterator[bytes], limit: int) -> bytes | None:
+    """All blocks as one, or None where they are more than `limit` bytes."""
+    parts: list[bytes] = []
+    for block in blocks:
+        parts.append(block)
+        limit -= len(block)
+        if limit < 0:
+            return None
+    return b"".join(parts)

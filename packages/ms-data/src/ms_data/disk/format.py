@@ -40,6 +40,7 @@ __all__ = [
     "encode_index",
     "frames_of",
     "header_words",
+    "sealed",
     "token_type_for",
 ]
 
@@ -77,9 +78,9 @@ def checksum(content: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(content)
 
 
-def token_type_for(vocabulary_size: int) -> TokenType:
-    """The narrowest type that holds every token of a vocabulary."""
-    return "uint16" if vocabulary_size <= 1 << 16 else "uint32"
+def token_type_for(vocabulary_size: int, kind: Kind = "text") -> TokenType:
+    """The narrowest type that holds every token of a vocabulary, and the loss bit."""
+    return "uint16" if vocabulary_size <= 1 << 16 and kind == "text" else "uint32"
 
 
 def header_words(kind: Kind) -> int:
@@ -175,11 +176,18 @@ class Index(
         return tuple(dict.fromkeys(shard.split for shard in self.shards))
 
 
+def sealed(value: msgspec.Struct, field: str) -> bytes:
+    """The one byte string that stands for `value`.
+
+    Its member `field` becomes the hexadecimal xxh3-128 of the same with that member empty.
+    """
+    name = xxhash.xxh3_128_hexdigest(_encode(msgspec.structs.replace(value, **{field: ""})))
+    return _encode(msgspec.structs.replace(value, **{field: name}))
+
+
 def encode_index(index: Index) -> bytes:
     """The one byte string that stands for `index`, fingerprint filled in."""
-    bare = msgspec.structs.replace(index, fingerprint="")
-    name = xxhash.xxh3_128_hexdigest(_encode(bare))
-    return _encode(msgspec.structs.replace(index, fingerprint=name))
+    return sealed(index, "fingerprint")
 
 
 def decode_index(content: bytes) -> Index:
@@ -194,8 +202,8 @@ def decode_index(content: bytes) -> Index:
     return index
 
 
-def _encode(index: Index) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(index), indent=1) + b"\n"
+def _encode(value: msgspec.Struct) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 
 def _require(holds: bool, name: str, value: object) -> None:

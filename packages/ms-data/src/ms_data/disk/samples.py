@@ -138,7 +138,7 @@ class Samples(Sequence[Sample | PairSample]):
     def _words(self, number: int) -> _Words:
         start = int(self._starts[number])
         stop = start + int(self.sizes[number]) + self._header
-        return self._split.read(start, stop).tokens.view(np.uint32)
+        return self._split.read(start, stop).view(np.uint32)
 
 
 def _floats(*values: float) -> _Words:

@@ -43,7 +43,7 @@ class PackedSource:
         segments left out because they hold no target."""
         self._draws, self._packer = draws, packer
         self._length, self._long = length, long
-        if not any(self._segments(one) for one in range(len(samples))):
+        if not any(self._segments(one)[0] for one in range(len(samples))):
             raise SettingError(
                 f"{samples.folder}: no sample of split {samples.split!r} has anything to learn "
                 f"within {length} tokens; raise sequence_length, or look at the data"
@@ -53,8 +53,8 @@ class PackedSource:
         """Draws one sample; returns the rows that are full by it."""
         number = self._draws[self.counters["drawn"]]
         self.counters["drawn"] += 1
-        segments = self._segments(number)
-        self.counters["without_targets"] += len(self._cut(number)) - len(segments)
+        segments, without_targets = self._segments(number)
+        self.counters["without_targets"] += without_targets
         if self.samples.sizes[number] > self._length:
             self.counters["split" if self._long == "split" else "truncated"] += 1
         return [row for segment in segments for row in self._packer.add(segment)]
@@ -63,17 +63,15 @@ class PackedSource:
         """Returns the rows that are not full."""
         return self._packer.flush()
 
-    def _cut(self, number: int) -> list[Segment]:
+    def _segments(self, number: int) -> tuple[list[Segment], int]:
+        """The segments of a sample that hold a target, and how many do not."""
         size = int(self.samples.sizes[number])
-        return cut_sample(number, size, self._length, split=self._long == "split")
-
-    def _segments(self, number: int) -> list[Segment]:
-        """The segments of a sample that hold a target."""
-        segments = self._cut(number)
-        if 1 < self.samples.sizes[number] <= self._length:
-            return segments
+        segments = cut_sample(number, size, self._length, split=self._long == "split")
+        if 1 < size <= self._length:
+            return segments, 0
         mask = self.samples.conversation(number).loss_mask
-        return [one for one in segments if mask[one.start + 1 : one.stop + 1].any()]
+        kept = [one for one in segments if mask[one.start + 1 : one.stop + 1].any()]
+        return kept, len(segments) - len(kept)
 
     def read(self, segment: Segment, weighting: Weighting) -> RowPart:
         """A segment as a part of a row.

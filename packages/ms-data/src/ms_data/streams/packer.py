@@ -63,7 +63,9 @@ class Packer(Protocol):
 
 def cut_sample(sample: int, size: int, capacity: int, *, split: bool) -> list[Segment]:
     """The segments of a sample: itself where it fits, else its beginning, or all its parts."""
-    stop = size if split else min(size, capacity)
+    if size <= capacity:
+        return [Segment(sample, 0, size)]
+    stop = size if split else capacity
     return [
         Segment(sample, start, min(stop, start + capacity)) for start in range(0, stop, capacity)
     ]

@@ -1,9 +1,8 @@
-"""Text to tokens and back: a thin face over a `tokenizers` file, and training a new one."""
+"""Text to tokens and back: a thin face over a `tokenizers` file."""
 
 import json
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,16 @@ import xxhash
 from numpy.typing import NDArray
 
 from ms_data.chat.template import Rendered
-from ms_data.corpus.corpus import DOCUMENT_LIMIT_MIB, Corpus, find_corpus
 from ms_data.disk.split import read_index
-from ms_data.errors import CorpusError, DamageError, SettingError, TokenizerError, shown
-from ms_data.files.durable import write_file, write_files, writing
+from ms_data.errors import DamageError, TokenizerError, shown
+from ms_data.files.durable import write_files, writing
 from ms_data.files.untrusted import read_bytes
 
-__all__ = ["END_OF_TEXT", "Tokenizer", "train_tokenizer"]
+__all__ = ["END_OF_TEXT", "LARGEST_VOCABULARY", "Tokenizer"]
 
 END_OF_TEXT = "<|endoftext|>"
-SMALLEST_VOCABULARY = 257
-"""All bytes and the end of a text."""
-
 LARGEST_VOCABULARY = (1 << 31) - 1
 """What the 31 bits of a token on disk can tell apart."""
-
-LONGEST_WORD = 1000
-"""Characters without a border between them that the trainer is given at a time."""
-# Each run is looked at from its start alone, so that no text takes long to look through.
-ENDLESS_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD},}}")
 
 # The end of a document goes by these names in published tokenizers, most telling first.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
@@ -103,9 +93,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of one text, without an end."""
-        with _calling("cannot encode a text"):
-            ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
-        return ids
+        return _ids(self._model, text)
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """The tokens of each text, each followed by the end of text; uses all cores.
@@ -168,9 +156,7 @@ class Tokenizer:
 
     def encode_chat(self, text: str) -> list[int]:
         """The tokens of a rendered conversation, in which special tokens are what they spell."""
-        with _calling("cannot encode a conversation"):
-            ids: list[int] = self._chat_model().encode(text, add_special_tokens=False).ids
-        return ids
+        return _ids(self._chat_model(), text)
 
     def encode_chats(
         self, chats: Sequence[Rendered]
@@ -182,11 +168,11 @@ class Tokenizer:
         found = []
         for chat, one in zip(chats, encoded, strict=True):
             offsets = np.array(one.offsets, np.int64).reshape(-1, 2)
-            learnt = np.zeros(len(offsets), np.bool_)
+            mask = np.zeros(len(offsets), np.bool_)
             for start, stop in chat.spans:
                 first = np.searchsorted(offsets[:, 1], start, side="right")
-                learnt[first : np.searchsorted(offsets[:, 0], stop, side="left")] = True
-            found.append((np.array(one.ids, np.int64), learnt))
+                mask[first : np.searchsorted(offsets[:, 0], stop, side="left")] = True
+            found.append((np.array(one.ids, np.int64), mask))
         return found
 
     def _chat_model(self) -> tokenizers.Tokenizer:
@@ -217,6 +203,12 @@ class Tokenizer:
         )
 
 
+def _ids(model: tokenizers.Tokenizer, text: str) -> list[int]:
+    with _calling("cannot encode a text"):
+        ids: list[int] = model.encode(text, add_special_tokens=False).ids
+    return ids
+
+
 @contextmanager
 def _calling(what: str) -> Iterator[None]:
     """Turns whatever the binding raises, its Rust's panics too, into one line."""
@@ -239,92 +231,3 @@ def _plain(content: bytes) -> tokenizers.Tokenizer:
     if isinstance(model.model, tokenizers.models.BPE):
         model.model.dropout = None
     return model
-
-
-def train_tokenizer(
-    corpus: str | Path,
-    *,
-    vocab_size: int,
-    out: str | Path | None = None,
-    text_key: str = "text",
-    skip_invalid: bool = False,
-    document_limit_mib: int = DOCUMENT_LIMIT_MIB,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-    on_leave_out: Callable[[str], None] = lambda kind: None,
-) -> Tokenizer:
-    """Learns a byte-level BPE from a corpus; any text can be encoded with it.
-
-    Args:
-        corpus: as for `build`.
-        vocab_size: most tokens to learn, the 256 bytes and the end of text included.
-        out: where to write it: a file if it ends in .json, else a folder that
-            `transformers.AutoTokenizer` opens too; None keeps it in memory.
-        text_key: the member of a JSON line that holds the text.
-        skip_invalid: leave out what is not valid text.
-        document_limit_mib: a document, once unpacked, of more than so many MiB is not valid.
-        on_progress: hears how many of how many bytes of the corpus are read.
-        on_leave_out: hears of each file of a folder that is no text what it is.
-
-    Raises:
-        SettingError: vocab_size has no room for the bytes, or shards have none for it.
-        CorpusError: the corpus is missing, empty or malformed.
-        OutputError: `out` cannot be written.
-    """
-    if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
-        raise SettingError(
-            f"vocab_size is {vocab_size}; it must be {SMALLEST_VOCABULARY} or more, "
-            f"which is every byte and the end of text, and {LARGEST_VOCABULARY} at most"
-        )
-    source = find_corpus(
-        corpus,
-        text_key=text_key,
-        skip_invalid=skip_invalid,
-        document_limit_mib=document_limit_mib,
-    )
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    trainer: Any = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    model.train_from_iterator(_texts(source, on_progress, on_leave_out), trainer)
-    tokenizer = Tokenizer(model.to_str(pretty=True).encode())
-    if out is None:
-        return tokenizer
-    if Path(out).suffix == ".json" or (os.path.exists(out) and not os.path.isdir(out)):
-        write_file(Path(out), tokenizer.content)
-    else:
-        tokenizer.save(out)
-    return tokenizer
-
-
-def _without_endless_words(text: str) -> Iterator[str]:
-    """Cut a text inside whatever would be one word of a thousand characters or more.
-
-    The trainer's time grows with the square of a word's length, and such a word teaches nothing.
-    """
-    begin = 0
-    for run in ENDLESS_WORD.finditer(text):
-        for end in range(run.start() + LONGEST_WORD, run.end(), LONGEST_WORD):
-            yield text[begin:end]
-            begin = end
-    yield text[begin:]
-
-
-def _texts(
-    source: Corpus,
-    on_progress: Callable[[int, int], None],
-    on_leave_out: Callable[[str], None],
-) -> Iterator[str]:
-    document = None
-    for document in source.documents(on_leave_out=on_leave_out):
-        on_progress(document.read_bytes, source.size_bytes)
-        yield from _without_endless_words(document.text)
-    if document is None:
-        raise CorpusError(
-            f"{source.name} is empty: no text in {len(source.files)} files; "
-            "give a corpus that holds text"
-        )

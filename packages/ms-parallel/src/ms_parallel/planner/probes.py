@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.config import ModelConfig
@@ -121,11 +122,19 @@ def _itself(saved: Tensor) -> Tensor:
 
 
 def _place(tensor: Tensor) -> int:
-    return local_part(tensor).untyped_storage().data_ptr()
+    return _memory(tensor).data_ptr()
 
 
 def _size(tensor: Tensor) -> int:
-    return local_part(tensor).untyped_storage().nbytes()
+    return _memory(tensor).nbytes()
+
+
+def _memory(tensor: Tensor) -> torch.UntypedStorage:
+    part = local_part(tensor)
+    # What a collective may still be writing is a wrapper without memory of its own.
+    if isinstance(part, AsyncCollectiveTensor):
+        part = part.elem
+    return part.untyped_storage()
 
 
 def message_times(groups: Groups, size_bytes: int) -> tuple[float, float]:

@@ -72,7 +72,7 @@ def read_events(
         wanted: which events to keep.
         clocks: fits by `align_clocks` of the ranks' wall clocks; events are ordered, and their
             `wall_ns` given, on the reference's clock.
-        on_problem: told of damaged files, one sentence each; what can be read is yielded.
+        on_problem: called with a sentence on each damaged file; what can be read is yielded.
 
     Raises:
         FormatError: there are no event files.
@@ -212,7 +212,7 @@ def _placed(event: Event, clock: ClockFit) -> Event:
 
 
 def _decode(block: Block) -> list[Event] | None:
-    """The events of a block, none of the first, which says whose the file is; None if damaged."""
+    """The events of a block; none of a file's first, which holds a `Segment`; None if damaged."""
     if not block.content.startswith(ARRAY):
         return []
     try:

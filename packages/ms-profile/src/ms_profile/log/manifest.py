@@ -27,8 +27,7 @@ __all__ = [
     "RankManifest",
     "RunManifest",
     "TraceFile",
-    "Window",
-    "event_stem",
+    "TraceSchedule",
     "rank_path",
     "read_ranks",
     "read_run",
@@ -45,7 +44,7 @@ LARGEST_MANIFEST_BYTES: Final = 1 << 26
 T = TypeVar("T", bound=Struct)
 
 
-class Window(Struct, frozen=True, kw_only=True):
+class TraceSchedule(Struct, frozen=True, kw_only=True):
     """Which steps are traced: `windows` times `active` steps, the first after `skip` steps."""
 
     skip: int = 2
@@ -76,9 +75,9 @@ class RunManifest(
     script: str
     arguments: tuple[str, ...] = ()
     started_wall_ns: Instant
-    window: Window
+    schedule: TraceSchedule
     versions: dict[str, str]
-    """Of ms-profile, python, and torch where known."""
+    """The versions of ms-profile, python, and torch where known."""
 
 
 class TraceFile(Struct, frozen=True, kw_only=True):
@@ -114,7 +113,7 @@ class RankManifest(Struct, frozen=True, kw_only=True, tag="ms-profile.rank.1", t
     steps: Count = 0
     traces: tuple[TraceFile, ...] = ()
     complete: bool = True
-    """False when something that was to be recorded was lost; `warnings` says what."""
+    """False when something that was to be recorded was lost; `warnings` has what."""
     warnings: tuple[str, ...] = ()
     """What could not be recorded, one sentence each."""
 
@@ -127,11 +126,6 @@ def rank_path(folder: Path, rank: int) -> Path:
 def trace_path(folder: Path, rank: int, window: int) -> Path:
     """Where the trace of a rank's window lies, uncompressed."""
     return folder / "traces" / f"rank-{rank:05d}.{window:03d}.json"
-
-
-def event_stem(folder: Path, rank: int) -> Path:
-    """What the names of a rank's event files start with."""
-    return folder / "events" / f"rank-{rank:05d}"
 
 
 def ring_path(folder: Path, rank: int) -> Path:

@@ -86,9 +86,7 @@ def _tracks(one: RankAnalysis) -> list[dict[str, Any]]:
 
 def _spans(one: RankAnalysis, rows: slice, origin: int) -> list[dict[str, Any]]:
     trace = one.trace
-    start = trace.start_ns[rows]
-    if one.clock is not None:
-        start = one.clock.correct(start)
+    start = one.on_common_clock(trace.start_ns[rows])
     columns = (
         ((start - origin) / 1e3).tolist(),
         (trace.duration_ns[rows] / 1e3).tolist(),

@@ -1,0 +1,62 @@
+"""What every engine and trainer does, on the best device of this process; see `test_device.py`."""
+
+from pathlib import Path
+from typing import Any
+
+from launching import MODEL, RUN
+from own_models import PLAN, Mine
+from runs import build, global_batch, my_rows, train
+
+from ms_parallel import DistributedTrainer, Engine, Layout, NextTokenLoss
+from ms_parallel.cluster.connection import connect
+from ms_parallel.pipeline.step_file import recorded_step
+from ms_parallel.planner.tuning import search_schedule
+
+SETTINGS = {"num_hidden_layers": 4, "num_key_value_heads": 4, "vocab_size": 48}
+
+
+def measured(layout: str) -> dict[str, Any]:
+    """A schedule that is searched by measuring, a step under it, and when it did what."""
+    groups = connect(Layout.parse(layout))
+    rows = 4 * groups.layout.data
+    found = search_schedule(
+        build(SETTINGS, groups).config, groups, rows=4, sequence_length=16, microbatch_size=1
+    )
+    engine = build(SETTINGS, groups, schedule=found.staged, microbatch_size=1)
+    batch = my_rows(global_batch(0, rows), groups)
+    update, recorder = engine.recorded_update(batch, NextTokenLoss())
+    step = recorded_step(recorder, groups, 0)
+    assert step is not None
+    return {"loss": update.loss, "times": [len(times) for times in step.times_ns]}
+
+
+def own_model(layout: str) -> list[float]:
+    """Losses of a module of the user's own; its buffer and its weights move with it."""
+    groups = connect(Layout.parse(layout))
+    plan = PLAN if groups.layout.tensor > 1 else None
+    engine = Engine(Mine().to(groups.device), groups=groups, plan=plan, microbatch_size=2)
+    return train(engine, 2)[0]
+
+
+def trained(corpus: str, output: str, layout: str) -> dict[str, Any]:
+    """A run of three steps in two parts: its losses, where its weights lie, what it generates."""
+    losses = []
+
+    def listen(kind: str, fields: Any) -> None:
+        if kind == "step":
+            losses.append(fields["loss"])
+
+    settings = {
+        **{name: value for name, value in RUN.items() if name not in ("steps", "device")},
+        "model_config": MODEL,
+        "parallel_config": layout,
+        "output_dir": Path(output),
+        "checkpoint_every": 1,
+        "record_every": 2,
+        "mixed_precision": True,
+        "progress": False,
+    }
+    DistributedTrainer(**settings, on_event=listen).train(corpus, steps=1)
+    trainer = DistributedTrainer(**settings, on_event=listen)
+    result = trainer.train(corpus, steps=3)
+    return {"losses": losses, "step": result.step, "held out": result.held_out_loss}

@@ -1,0 +1,121 @@
+"""Engines, trainers and checkpoints on a device that is not the CPU: no tensor of theirs is lost.
+
+The device computes as the CPU does; a tensor on the wrong one, or a collective on the wrong group,
+raises (see `tests/rig/` at the repository's top).
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ms_rig import environment, run_on_rig
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import train, write_corpus, write_run
+from processes import run_processes
+from runs import FAMILIES, VARIANTS
+
+HERE = Path(__file__).parent
+RUNS, DEVICE_RUNS = HERE / "runs.py", HERE / "device_runs.py"
+LAYOUTS = {1: ["data=1"], 2: ["data=2", "tensor=2", "pipeline=2"]}
+# The operators are the CPU's but for attention, which is the plain formula: float32's rounding.
+TOLERANCE = 1e-5
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"recompute": "full"}, {"schedule": "gpipe"})
+
+
+def jobs_of(layout: str) -> list[dict[str, Any]]:
+    """Families of models, and settings of the engine."""
+    common = {"layout": layout, "steps": 2}
+    families = [{**common, "settings": settings} for settings in FAMILIES.values()]
+    tied = VARIANTS["tied grouped"]
+    return [*families, *({**common, "settings": tied, "options": each} for each in OPTIONS)]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_engines_train_as_on_the_cpu(count: int) -> None:
+    """Losses and gradient norms of two steps of every family and layout."""
+    (truth,) = run_processes(1, RUNS, "curves", jobs=jobs_of("data=1"))
+    for layout in LAYOUTS[count]:
+        for found in run_on_rig(count, RUNS, "curves", jobs=jobs_of(layout), device=None):
+            for one, many in zip(truth, found, strict=True):
+                assert many["losses"] == pytest.approx(one["losses"], rel=TOLERANCE)
+                assert many["norms"] == pytest.approx(one["norms"], rel=TOLERANCE)
+
+
+def test_what_one_layout_saves_another_loads(tmp_path: Path) -> None:
+    """Checkpoints, model folders, evaluation and generation, from every layout to every other."""
+    settings, folder = VARIANTS["tied grouped"], str(tmp_path)
+    for count, layouts in LAYOUTS.items():
+        run_on_rig(
+            count,
+            RUNS,
+            "save_and_answer",
+            layouts=layouts,
+            settings=settings,
+            folder=folder,
+            device=None,
+        )
+    every = [layout for layouts in LAYOUTS.values() for layout in layouts]
+    found = []
+    for count, layouts in LAYOUTS.items():
+        jobs = [(saved, layout) for saved in every for layout in layouts]
+        ranks = run_on_rig(
+            count,
+            RUNS,
+            "load_and_answer",
+            jobs=jobs,
+            settings=settings,
+            folder=folder,
+            device=None,
+        )
+        found += ranks[0]
+    for answer in found[1:]:
+        assert answer["next"][0] == pytest.approx(found[0]["next"][0], rel=TOLERANCE)
+        assert answer["greedy"][0] == found[0]["greedy"][0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[2])
+def test_schedules_are_measured_and_steps_recorded(layout: str) -> None:
+    """Times are taken with the device's own events, and gathered over its own groups."""
+    first, second = run_on_rig(2, DEVICE_RUNS, "measured", layout=layout)
+    assert first == second
+    assert all(first["times"])
+
+
+def test_a_module_of_the_users_own_trains() -> None:
+    """Its weights and buffers move to the device and are split there."""
+    for layout in ("data=2", "tensor=2"):
+        first, second = run_on_rig(2, DEVICE_RUNS, "own_model", layout=layout)
+        assert first == second
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Raw text, once."""
+    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.mark.parametrize("layout", ["data=1", *LAYOUTS[2]])
+def test_trainers_stop_and_go_on(layout: str, corpus: Path, tmp_path: Path) -> None:
+    """A run in two parts is one run: three steps, whose last loss is below the first."""
+    count = 1 if layout == "data=1" else 2
+    found = run_on_rig(
+        count, DEVICE_RUNS, "trained", corpus=str(corpus), output=str(tmp_path), layout=layout
+    )
+    assert [each["step"] for each in found] == [3] * count
+    losses = found[0]["losses"]  # the first process speaks for all
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert found[0]["held out"] is not None
+
+
+def test_the_command_trains_on_the_best_device(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun, each process on a device of its own."""
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    run = write_run(tmp_path / "run.toml", corpus, steps=2, device=None)
+    done = train(run, 2, "--set", "parallel_config.data=2")
+    assert done.returncode == 0, done.stderr

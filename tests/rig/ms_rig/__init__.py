@@ -1,0 +1,69 @@
+"""A device for tests that is not the CPU, so that a tensor on the wrong one is seen.
+
+`rig` is a device of torch's PrivateUse1 on the host's memory. A process that is started with
+`environment()` has eight of it, `torch.accelerator` names it, and `rigccl` exchanges its tensors
+and no others. Mixing it with the CPU raises what CUDA raises.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+from ms_rig.build import extension
+
+__all__ = ["environment", "load", "run_on_rig"]
+
+EXTENSION = "MS_RIG_EXTENSION"
+HERE = Path(__file__).parent
+PROCESSES = HERE.parents[2] / "shared_source/tests/processes.py"
+
+
+def environment() -> dict[str, str]:
+    """Variables that give a process the device `rig` once it imports torch; builds it first.
+
+    Skips the test that asks, with the reason, where there is nothing to build it with.
+    """
+    known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    paths = [str(HERE.parent), *(path for path in known if path != str(HERE.parent))]
+    return {EXTENSION: str(extension()), "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run_on_rig(
+    count: int, file: str | Path, function: str, *, timeout_s: float = 120.0, **arguments: Any
+) -> list[Any]:
+    """Call `function(**arguments)` of `file` in `count` processes, each with a device of its own.
+
+    Arguments and results travel as JSON; a process that fails is an `AssertionError` with its log.
+    """
+    return list(_processes().run_processes(count, file, function, timeout_s=timeout_s, **arguments))
+
+
+@cache
+def _processes() -> ModuleType:
+    """The tests' way to start processes, once more: its nursery has the device."""
+    spec = spec_from_file_location("ms_rig_processes", PROCESSES)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    variables: Mapping[str, str] = environment()
+    with (
+        patch.dict(os.environ, variables),
+        patch.object(sys, "path", [str(HERE.parent), *sys.path]),
+    ):
+        module._nursery()
+    return module
+
+
+def load() -> None:
+    """Give this process the device, if it was started to have it; torch calls this (autoload)."""
+    if EXTENSION in os.environ:
+        from ms_rig.device import register
+
+        register(os.environ[EXTENSION])
