@@ -117,7 +117,8 @@ class Mailbox:
         dtype, shape = _read(header)
         if tensor is None:
             tensor = torch.empty(shape, dtype=dtype, device=self.groups.device)
-        tensor = tensor.contiguous()
+        # One that lies on the CPU would leave over another group than the others listen to.
+        tensor = tensor.to(self.groups.device).contiguous()
         dist.broadcast(tensor, source, group=group)
         return tensor
 
