@@ -30,7 +30,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.profiler import ProfilerActivity, profile
 
 from ms_parallel import operators as ops
-from ms_parallel.cluster.groups import Groups, connect
+from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import HeadOutput, NextTokenLoss

@@ -13,11 +13,11 @@ from launching import MODEL, RUN
 from runs import build, global_batch, my_rows, tiny, train
 
 from ms_parallel import DistributedTrainer
-from ms_parallel.cluster.groups import connect
+from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.pipeline.recorder import offset_ns
-from ms_parallel.pipeline.step_file import write_step
+from ms_parallel.pipeline.step_file import recorded_step, write_step
 from ms_parallel.planner.tuning import measure_segments, search_schedule
 from ms_parallel.schedules import SegmentCosts
 
@@ -81,7 +81,8 @@ def recorded(schedule: str, path: str, shift_ns: int) -> dict[str, Any]:
     groups = connect(Layout(pipeline=2), device="cpu", timeout_s=60)
     engine = build(SETTINGS, groups, schedule=schedule, microbatch_size=2)
     plain = train(build(SETTINGS, groups, schedule=schedule, microbatch_size=2), 1)[0][0]
-    update, step = engine.recorded_update(global_batch(0), NextTokenLoss())
+    update, recorder = engine.recorded_update(global_batch(0), NextTokenLoss())
+    step = recorded_step(recorder, engine.groups, 0)
     assert step is not None
     if groups.place.pipeline == 0:
         write_step(Path(path), step)

@@ -7,7 +7,7 @@ from runs import build, global_batch, my_rows
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ms_parallel.cluster.groups import connect
+from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss

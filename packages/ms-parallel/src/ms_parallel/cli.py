@@ -152,13 +152,15 @@ def _schedule(options: Namespace) -> int:
 
 def _train(options: Namespace) -> int:
     end_with_launcher()
-    from ms_parallel.cluster.connect import is_first
+    from ms_parallel.cluster.process import is_first
     from ms_parallel.run_file import read_run_file
+    from ms_parallel.training.trainer import DistributedTrainer
 
     run = read_run_file(options.run_file, options.set)
+    trainer = DistributedTrainer.from_options(run.options)
     stdout = sys.stderr if options.json else sys.stdout
     with contextlib.redirect_stdout(stdout):
-        result = run.trainer.train(run.dataset_path, epochs=run.epochs, steps=run.steps)
+        result = trainer.train(run.dataset_path, run.length.epochs, run.length.steps)
     if options.json and is_first():
         _print_json(result)
     return INTERRUPTED if result.stopped_by == signal.SIGINT.name else 0
@@ -181,13 +183,13 @@ def _init(options: Namespace) -> int:
 
 def _inspect(options: Namespace) -> int:
     from ms_parallel.run_file import read_run_file
+    from ms_parallel.training.fitting import layout_of
     from ms_parallel.training.inspection import inspect
 
     run = read_run_file(options.run_file, options.set)
-    trainer = run.trainer
-    candidates = (Path(run.dataset_path), trainer.output_dir / "shards")
+    candidates = (Path(run.dataset_path), run.options.output_dir / "shards")
     shards = next((folder for folder in candidates if (folder / "index.json").is_file()), None)
-    facts = inspect(trainer, trainer.layout, shards)
+    facts = inspect(run.options, layout_of(run.options), shards)
     if options.json:
         return _print_json(facts)
     print(f"model        {facts.architecture}, {facts.parameters:,} parameters")

@@ -12,8 +12,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ms_parallel.cluster.failures import explain
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.watch import position
-from ms_parallel.models import KeyValueCache
 from ms_parallel.models.batch import Batch
+from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.pipeline.messages import Mailbox
 from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.schedules.table.action import COMPUTE, Action, Kind

@@ -12,7 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.models import ModelConfig, model_plan
+from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.registry import model_plan
 from ms_parallel.pipeline.choice import Staged
 from ms_parallel.pipeline.runtime import Key, Runtime, Step
 from ms_parallel.schedules.table.action import Action, Kind

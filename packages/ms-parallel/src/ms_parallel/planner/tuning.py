@@ -14,7 +14,8 @@ from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import Batch, NextTokenLoss
 from ms_parallel.engine.microbatches import cut_batch, measure
 from ms_parallel.errors import ConfigError, LayoutError
-from ms_parallel.models import ModelConfig, model_plan
+from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.registry import model_plan
 from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.planner.probes import (

@@ -18,10 +18,10 @@ def shard_model(
     With one data rank in float32 nothing is wrapped, and nothing is paid. Under a pipeline,
     gathered weights are kept from the first microbatch to the last.
     """
-    if groups.layout.data == 1 and not mixed_precision:
+    if groups.place.count == 1 and not mixed_precision:
         return
     settings = {
-        "mesh": groups.mesh["data"],
+        "mesh": groups.rows,
         "mp_policy": precision_policy(mixed_precision),
         "reshard_after_forward": groups.layout.pipeline == 1,
     }

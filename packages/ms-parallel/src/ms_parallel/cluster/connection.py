@@ -1,57 +1,63 @@
-"""Joining the other processes, and saying what to type when they are not there."""
+"""Connects the processes of a layout, and says what to type when they are not there."""
 
 import atexit
 import errno
 import os
 import socket
+import sys
+import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ms_parallel.cluster.groups import backend_for, disconnect
+from ms_parallel.cluster.device import pick_device
+from ms_parallel.cluster.groups import Groups, lay_mesh
 from ms_parallel.cluster.launch_line import launch_command
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.parent import end_with_launcher
+from ms_parallel.cluster.process import launched, rank, variable, world_size
+from ms_parallel.cluster.slurm import adopt_scheduler
 from ms_parallel.cluster.watch import Heartbeat
 from ms_parallel.errors import LaunchError
 
-__all__ = ["is_first", "join", "launched", "rank", "world_size"]
+__all__ = ["connect", "disconnect", "join"]
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def launched() -> bool:
-    """Whether torchrun, or somebody by hand, has told this process its rank."""
-    return all(name in os.environ for name in VARIABLES)
+SETTLE_S = 0.2
 
 
-def rank() -> int:
-    """This process's number among all, from 0."""
-    if dist.is_initialized():
-        return dist.get_rank()
-    return _number("RANK") if launched() else 0
+def connect(
+    layout: Layout, *, device: str | torch.device | None = None, timeout_s: float = 600.0
+) -> Groups:
+    """Join the processes that were started (or be the only one) and lay the mesh over them.
+
+    Args:
+        layout: how the processes split the work; its world size must be the number started.
+        device: `"cpu"`, an accelerator, or None to take the machine's best.
+        timeout_s: seconds after which a collective whose peer is silent raises.
+
+    Raises:
+        LaunchError: the processes were not started as the layout needs.
+        LayoutError: the layout is not for this number of processes.
+    """
+    join(layout, device=device, timeout_s=timeout_s)
+    own = pick_device(device)
+    if not dist.is_initialized():
+        _initialise(own, dist.HashStore(), 0, 1, timeout_s)  # type: ignore[attr-defined]
+    return lay_mesh(layout, own)
 
 
-def world_size() -> int:
-    """How many processes were started."""
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return _number("WORLD_SIZE") if launched() else 1
-
-
-def is_first() -> bool:
-    """Whether this is the process that speaks for all."""
-    return rank() == 0
-
-
-def join(layout: Layout, *, timeout_s: float) -> None:
+def join(
+    layout: Layout, *, device: str | torch.device | None = None, timeout_s: float = 600.0
+) -> None:
     """Meet the other processes of a layout; nothing to do for one that runs alone.
 
     Args:
         layout: how many processes there must be.
+        device: as in `connect`.
         timeout_s: seconds after which a silent process counts as lost.
 
     Raises:
@@ -59,6 +65,7 @@ def join(layout: Layout, *, timeout_s: float) -> None:
             not come.
         LayoutError: the layout is not for this number of processes.
     """
+    adopt_scheduler()
     if dist.is_initialized() and (launched() or dist.get_world_size() > 1):
         layout.check_world(dist.get_world_size())
         return
@@ -72,36 +79,58 @@ def join(layout: Layout, *, timeout_s: float) -> None:
     end_with_launcher()
     number, size = rank(), world_size()
     layout.check_world(size)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    backend = backend_for(accelerator or torch.device("cpu"))
+    own = pick_device(device)
     if number == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         _check_port()
-    timeout = timedelta(seconds=timeout_s)
     try:
+        timeout = timedelta(seconds=timeout_s)
         store, _, _ = next(iter(rendezvous("env://", number, size, timeout=timeout)))
         # torchrun keeps one store over its restarts; without a prefix of its own, a restarted
         # process reads the addresses of the dead ones and waits for them.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"ms-parallel/attempt-{attempt}", store)
-        dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=timeout)
+        _initialise(own, store, number, size, timeout_s)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise LaunchError(_why_not(error, number, timeout_s)) from error
-    atexit.register(disconnect)
     heartbeat = Heartbeat(number, size, timeout_s)
     atexit.register(heartbeat.stop)  # called before `disconnect`
     heartbeat.start()
 
 
-def _number(name: str) -> int:
-    value = os.environ[name]
-    if not value.isdecimal():
-        raise LaunchError(f"{name} is {value!r}; it must be a whole number, or use torchrun")
-    return int(value)
+def _initialise(
+    device: torch.device, store: Any, rank: int, world_size: int, timeout_s: float
+) -> None:
+    backend = dist.get_default_backend_for_device(device)
+    # Beside an accelerator's own, gloo exchanges what lies on the CPU. Not bound to its device:
+    # groups would then be split off, which not every backend can.
+    dist.init_process_group(
+        backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    atexit.register(disconnect)
+
+
+def disconnect() -> None:
+    """Leave the group, so that no thread of it outlives the interpreter.
+
+    A gloo thread that still lets go of its last tensors when the interpreter ends aborts the
+    process, and a sharded model keeps its group alive: so they are given a moment.
+
+    After an uncaught error an accelerator's group is left alone: its operations would be waited
+    for, though their peers may be gone.
+    """
+    failed = getattr(sys, "last_value", None) is not None
+    if dist.is_initialized() and not (failed and dist.get_backend() != "gloo"):
+        dist.destroy_process_group()
+        time.sleep(SETTLE_S)
 
 
 def _check_port() -> None:
     """The store would listen on all addresses and not see that one of them is taken."""
-    host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+    host, port = os.environ["MASTER_ADDR"], variable("MASTER_PORT")
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
