@@ -32,10 +32,12 @@ class Place:
         self.rank, self.count = engine.data_rank, engine.data_ranks
 
 
-def run(sets: Path, place: Path, layout: dict[str, int] | None) -> dict[str, list[float]]:
+def run(
+    sets: Path, place: Path, layout: dict[str, int] | None, device: str | None = "cpu"
+) -> dict[str, list[float]]:
     """Losses, gradient norms and held-out figures of a few updates."""
     found: dict[str, list[float]] = {}
-    engine = engine_of(sets, layout)
+    engine = engine_of(sets, layout, device=device)
     sources = {"copy": sets / "copy", "reverse": sets / "reverse"}
     sizes = {"sequence_length": 64, "place": Place(engine)}
     SFTTrainer(
@@ -47,18 +49,18 @@ def run(sets: Path, place: Path, layout: dict[str, int] | None) -> dict[str, lis
         sft=SFTOptions(tasks=TaskOptions(warmup_steps=1, correction=1.0)),
         options=options(place / "sft", found),
     ).train(3)
-    engine = engine_of(sets, layout)
+    engine = engine_of(sets, layout, device=device)
     DPOTrainer(
         engine,
         PreferenceStream(sets / "pairs", batch_size=4, **sizes),
-        reference=engine_of(sets, layout),
+        reference=engine_of(sets, layout, device=device),
         held_out=lambda: PreferenceStream(
             sets / "pairs", batch_size=4, split="held_out", epochs=1, **sizes
         ),
         options=options(place / "dpo", found),
     ).train(3)
     if layout is None or "tensor" not in layout:
-        engine = engine_of(sets, layout, LoraOptions(rank=4))
+        engine = engine_of(sets, layout, LoraOptions(rank=4), device)
         DPOTrainer(
             engine,
             PreferenceStream(sets / "pairs", batch_size=4, **sizes),
@@ -67,17 +69,23 @@ def run(sets: Path, place: Path, layout: dict[str, int] | None) -> dict[str, lis
     return found
 
 
-def engine_of(sets: Path, layout: dict[str, int] | None, lora: LoraOptions | None = None) -> Any:
+def engine_of(
+    sets: Path,
+    layout: dict[str, int] | None,
+    lora: LoraOptions | None = None,
+    device: str | None = "cpu",
+) -> Any:
     """The sets' model in one process, or split; with adapters, if there are any."""
     if layout is None:
         from ms_parallel import load_model
 
         model: nn.Module = load_model(sets / "model")
+        model.to(device or torch.accelerator.current_accelerator() or "cpu")
         return LocalEngine(add_lora(model, lora) if lora else model, OPTIMIZER, microbatch_size=2)
     from ms_parallel import Layout
 
     engine = ParallelEngine.start(
-        sets / "model", Layout(**layout), optimizer=OPTIMIZER, microbatch_size=2, device="cpu"
+        sets / "model", Layout(**layout), optimizer=OPTIMIZER, microbatch_size=2, device=device
     )
     if lora:
         engine.adapt(lora)

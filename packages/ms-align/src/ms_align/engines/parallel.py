@@ -236,13 +236,13 @@ class ParallelEngine:
         return self.engine.generate(prompts, **settings)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows of all data ranks, in their order."""
+        """The rows of all data ranks, in their order, where these lie."""
         if self.data_ranks == 1:
             return rows
         mine = rows.contiguous().to(self.engine.device)
         parts = [torch.empty_like(mine) for _ in range(self.data_ranks)]
         dist.all_gather(parts, mine, group=self.engine.groups.group("data"))
-        return torch.cat(parts)
+        return torch.cat(parts).to(rows.device)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This process's part of weights, moments and counters, by name."""

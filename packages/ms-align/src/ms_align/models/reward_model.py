@@ -54,7 +54,8 @@ class RewardModel(nn.Module):
             )
         self.body = body
         if head is None:
-            head = nn.Linear(face.hidden_size, 1, bias=False)
+            device = next(body.parameters()).device
+            head = nn.Linear(face.hidden_size, 1, bias=False, device=device)
             nn.init.zeros_(head.weight)
         self.head = head
         self._face = face
