@@ -127,7 +127,7 @@ def generated() -> dict[str, bool]:
         decode = ByteTokenizer().decode
         generator = LocalGenerator(written, slots=3, decode=decode, fused=fused)
         responses = generator(prompts, sampling, count=2, seed=1)
-        rows = sequences(prompts, responses)
+        rows = sequences([prompt for prompt in prompts for _ in range(2)], responses)
         again = logprobs_of(LocalEngine(written), rows, 1.0)
         assert torch.isfinite(again).all()
         return [responses.row(row) for row in range(6)]
