@@ -6,10 +6,14 @@ met and pulls no second build. `MS_TORCH` chooses another (`MS_TORCH=torch==2.11
 
 import functools
 import os
+import re
+import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import nox
 
@@ -26,15 +30,13 @@ TORCH_FREE = {"ms-data", "ms-profile"}
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true"}
 SOURCES = {"PYTHONPATH": os.pathsep.join(str(ROOT / "packages" / p / "src") for p in PACKAGES)}
 
+PAGES = ["README.md", *(f"packages/{package}/README.md" for package in PACKAGES)]
+
 every_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
 
 
 def job(function: Callable[..., None]) -> Callable[..., None]:
-    """Register a session of nox; where `CI` is set, it leaves no environment on the disk.
-
-    Most environments hold a torch of their own: a whole run keeps 17 GB of them, and no more than
-    one at a time when each goes with its session.
-    """
+    """Register a session of nox with an environment of its own, which goes with it under `CI`."""
 
     @functools.wraps(function)
     def run(session: nox.Session, **parameters: str) -> None:
@@ -45,6 +47,44 @@ def job(function: Callable[..., None]) -> Callable[..., None]:
                 shutil.rmtree(session.virtualenv.location, ignore_errors=True)
 
     return nox.session(run)
+
+
+shared_job = nox.session(venv_backend="none")
+"""Registers a session of nox that works in the one environment that these sessions share."""
+
+
+@functools.cache
+def shared_environment() -> Path:
+    """Make the environment that holds torch, this tree's packages and what all tests need.
+
+    It is made once and brought up to date by each run of nox. An environment a session would be
+    cleaner and take most of the time of a whole run; `alone` proves what each package declares.
+    """
+    folder = ROOT / ".nox" / "shared"
+    python = str(folder / "bin" / "python")
+    if not (folder / "made").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    install = [python, "-m", "pip", "install", "--quiet"]
+    subprocess.run([*install, TORCH], check=True)
+    needs = [ROOT / "tests", *(ROOT / "packages" / package / "tests" for package in PACKAGES)]
+    files = [part for each in needs for part in ("-r", str(each / "requirements.txt"))]
+    ours = [f"./packages/{package}" for package in PACKAGES]
+    # A class of ms-align's extends one of transformers, whose types are then needed.
+    more = ["mypy>=1.18", "pytest-xdist>=3.6", "hatchling>=1.26", "./packages/ms-align[hf]"]
+    subprocess.run([*install, *ours, *files, *more], cwd=ROOT, check=True)
+    again = ["--no-deps", "--no-build-isolation", "--force-reinstall"]
+    subprocess.run([*install, *again, *ours], cwd=ROOT, check=True)
+    (folder / "made").touch()
+    return folder / "bin"
+
+
+def run_shared(session: nox.Session, *command: str, **options: Any) -> None:
+    """Run a command of the shared environment."""
+    commands = shared_environment()
+    path = os.pathsep.join([str(commands), os.environ["PATH"]])
+    env = {**options.pop("env", {}), "PATH": path, "VIRTUAL_ENV": str(commands.parent)}
+    session.run(str(commands / command[0]), *command[1:], env=env, external=True, **options)
 
 
 def module_of(package: str) -> str:
@@ -72,35 +112,28 @@ def lint(session: nox.Session) -> None:
     session.run("lint-imports", "--no-cache", env=SOURCES)
 
 
-@job
+@shared_job
 def types(session: nox.Session) -> None:
     """Check types with mypy --strict: packages, and the file that proves that the seams fit."""
-    # A class of ms-align's extends one of transformers, whose types are then needed.
-    install_all(session, "-r", "tests/requirements.txt", "mypy>=1.18", "./packages/ms-align[hf]")
     for package in PACKAGES:
-        session.run("mypy", "--strict", f"packages/{package}/src", env=SOURCES)
-    session.run("mypy", "--strict", "tests/seams.py", "examples", env=SOURCES)
+        run_shared(session, "mypy", "--strict", f"packages/{package}/src", env=SOURCES)
+    run_shared(session, "mypy", "--strict", "tests/seams.py", "examples", env=SOURCES)
 
 
-@job
+@shared_job
 @every_package
 def tests(session: nox.Session, package: str) -> None:
     """Tests of one package, two at a time; arguments after `--` go to pytest."""
-    if package != "ms-data":  # torch is no need of ms-profile, but what it watches is torch
-        install_torch(session)
-    # A package's tests may need siblings; they are installed from this tree, never from elsewhere.
-    requirements = f"packages/{package}/tests/requirements.txt"
-    session.install(f"./packages/{package}", "-r", requirements, "pytest-xdist>=3.6")
     arguments = session.posargs or ["-m", "not slow and not gpu"]
     tests_folder = f"packages/{package}/tests"
-    session.run("pytest", "-n", "2", tests_folder, *arguments, env=ONE_THREAD)
+    run_shared(session, "pytest", "-n", "2", tests_folder, *arguments, env=ONE_THREAD)
 
 
-@job
+@shared_job
 def repository(session: nox.Session) -> None:
     """Test the whole repository: seams, public names, versions, isolation, what the docs say."""
-    install_all(session, "-r", "tests/requirements.txt")
-    session.run("pytest", "tests", *session.posargs, env=ONE_THREAD)
+    two = ("-n", "2", "--dist", "loadfile")  # the whole road is one file
+    run_shared(session, "pytest", *two, "tests", *session.posargs, env=ONE_THREAD)
 
 
 @job
@@ -145,17 +178,36 @@ def build_wheel(session: nox.Session, source: Path, name: str) -> Path:
     return wheel
 
 
-@job
+@shared_job
 def readme(session: nox.Session) -> None:
     """Run the Python code of READMEs and guides twice in one folder; some under torchrun."""
-    install_all(session, "-r", "tests/requirements.txt")
     pages = ["README.md", "docs", *(f"packages/{package}/README.md" for package in PACKAGES)]
     folders = Path(session.create_tmp()).absolute() / "pages"
     shutil.rmtree(folders, ignore_errors=True)
     plugin = {"PYTHONPATH": str(ROOT / "tests"), "README_FOLDERS": str(folders), **ONE_THREAD}
     for _ in range(2):  # what a reader runs again must go again
-        session.run("pytest", "-p", "readme_code", *pages, *session.posargs, env=plugin)
-    session.run("pytest", "tests/readme_torchrun.py", *session.posargs, env=ONE_THREAD)
+        run_shared(session, "pytest", "-p", "readme_code", *pages, *session.posargs, env=plugin)
+    run_shared(session, "pytest", "tests/readme_torchrun.py", *session.posargs, env=ONE_THREAD)
+
+
+@job
+@nox.parametrize("page", PAGES, ids=[str(Path(page).parent.name or "root") for page in PAGES])
+def install(session: nox.Session, page: str) -> None:
+    """Install with the line that a README gives for a clone, then run its Python code twice."""
+    text = (ROOT / page).read_text()
+    lines = re.findall(
+        r"^(?:python -m )?pip install (.*\./packages.*?)(?:\s+#.*)?$", text, re.MULTILINE
+    )
+    install_torch(session)
+    session.install(*shlex.split(lines[-1]))
+    folder = Path(session.create_tmp()).absolute() / "code"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (folder / "page.py").write_text("\n".join(blocks))
+    with session.chdir(folder):
+        for _ in range(2):
+            session.run("python", "page.py", env=ONE_THREAD)
 
 
 @job
@@ -173,14 +225,11 @@ def copies(session: nox.Session) -> None:
     session.run("python", "tests/copies.py")
 
 
-@job
+@shared_job
 def fuzz(session: nox.Session) -> None:
     """Damage the files that commands read, 3,000 times, within limits; `-- --seed 7`."""
-    readers = ("ms-align", "ms-compress", "ms-data")
-    needs = [f"packages/{package}/tests/requirements.txt" for package in readers]
-    install_all(session, *(part for path in needs for part in ("-r", path)))
     keep = ["--keep", str(Path(session.create_tmp()).absolute() / "failures")]
-    session.run("python", "tests/fuzz/driver.py", *keep, *session.posargs, env=ONE_THREAD)
+    run_shared(session, "python", "tests/fuzz/driver.py", *keep, *session.posargs, env=ONE_THREAD)
 
 
 @job
@@ -190,26 +239,25 @@ def demo(session: nox.Session) -> None:
     session.run("python", "examples/pretrain_stdlib.py", *session.posargs)
 
 
-@job
+@shared_job
 @every_package
 def soak(session: nox.Session, package: str) -> None:
     """Run the proofs that take minutes: repeated kills, whole grids."""
-    install_all(session, "-r", f"packages/{package}/tests/requirements.txt")
     arguments = [*session.posargs, "-m", "slow and not gpu"]
     # pytest exits 5 when a package has no slow proof.
     tests_folder = f"packages/{package}/tests"
-    session.run("pytest", tests_folder, *arguments, env=ONE_THREAD, success_codes=[0, 5])
+    codes = [0, 5]
+    run_shared(session, "pytest", tests_folder, *arguments, env=ONE_THREAD, success_codes=codes)
 
 
-@job
+@shared_job
 @every_package
 def bench(session: nox.Session, package: str) -> None:
     """Measure our own figures, as written in the package's benchmarks/README.md."""
-    install_all(session)
     for name in ("bench.py", "schedules.py"):
         script = ROOT / "packages" / package / "benchmarks" / name
         if script.exists():
-            session.run("python", str(script))
+            run_shared(session, "python", str(script))
 
 
 @job

@@ -12,10 +12,10 @@ import ms_data
 import ms_kernels
 import ms_parallel.operators
 import ms_profile
+from ms_align.engines.generator import EngineGenerator
 from ms_align.engines.local import LocalEngine
 from ms_align.engines.parallel import ParallelEngine
 from ms_align.generation import Generator
-from ms_align.generation.engine_generator import EngineGenerator, GeneratingEngine
 from ms_data import InstructionStream, PreferenceStream, TokenStream
 from ms_parallel import Engine, Layout
 from ms_parallel.cluster.groups import Groups
@@ -43,7 +43,7 @@ class Reader:
     count = 1
 
 
-place: ms_data.Place = Reader()
+place: ms_data.StreamPlace = Reader()
 
 
 def on_event(kind: str, fields: Mapping[str, int | float | str]) -> None:
@@ -62,10 +62,9 @@ def align_takes_either_engine(
     return local, parallel
 
 
-def align_draws_from_an_engine(engine: Engine) -> Generator:
-    """What ms-parallel's engine offers of generation is enough."""
-    generating: GeneratingEngine = engine
-    return EngineGenerator(generating)
+def align_draws_from_an_engine(engine: ParallelEngine) -> Generator:
+    """What an engine under a layout offers of generation is enough."""
+    return EngineGenerator(engine)
 
 
 align_events: ms_align.events.OnEvent = ms_profile.EventLog("events")
@@ -73,5 +72,5 @@ align_events: ms_align.events.OnEvent = ms_profile.EventLog("events")
 
 def a_stream_takes_the_place_of_the_layout(groups: Groups) -> TokenStream:
     """ms-data asks a place for `rank` and `count`; ms-parallel's processes have one."""
-    asked: ms_data.Place = groups.place
+    asked: ms_data.StreamPlace = groups.place
     return TokenStream("shards", sequence_length=1, batch_size=1, place=asked)

@@ -46,7 +46,7 @@ CASES = (
         name="table",
         make=table,
         files=("*.json",),
-        run=function("ms_kernels.tuning", "read_table", "cpu-avx512.json", "KernelError"),
+        run=function("ms_kernels.core.tables", "read_table", "cpu-avx512.json", "KernelError"),
         share=2,
     ),
     Case(

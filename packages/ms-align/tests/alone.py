@@ -10,7 +10,7 @@ from torch import nn
 import ms_align
 from ms_align import LocalEngine, gae
 from ms_align.engines.optimizer import OptimizerOptions
-from ms_align.losses.grpo import GRPOLoss
+from ms_align.losses.policy import PolicyLoss
 
 
 def check(holds: bool, fact: str) -> None:
@@ -38,7 +38,7 @@ def main() -> None:
 
     rows["old_logprobs"] = torch.full((1, 3), logprob() / 2)
     before = logprob()
-    engine.update(rows, GRPOLoss(clip_high=9.0))
+    engine.update(rows, PolicyLoss(clip_high=9.0))
     check(logprob() > before, "a rewarded response becomes likelier")
     command = [sys.executable, "-I", "-m", "ms_align", "--help"]
     check(subprocess.run(command, capture_output=True).returncode == 0, "the command answers")

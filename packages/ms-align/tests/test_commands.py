@@ -98,7 +98,7 @@ def test_a_template_runs_once_its_paths_are_filled_in(
     assert main(["init", "sft", "--out", str(run)]) == 2
     assert "ms-align: " in capsys.readouterr().err
     text = run.read_text().replace("path/to/model", str(sets / "model"))
-    run.write_text(text.replace("shards/chat", str(sets / "copy")))
+    run.write_text(text.replace('dataset = "shards"', f'dataset = "{sets / "copy"}"'))
     out = ["--set", f"output_dir={tmp_path / 'out'}", "--set", "batch_size=32"]
     assert main(["sft", str(run), *out, "--json"]) == 0
     told = capsys.readouterr()

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_models import biased, decoder, gpt2, llama
 
 from ms_align import DataError, LocalEngine, LocalGenerator, ModelError, Sampling
-from ms_align.generation.engine_generator import EngineGenerator
+from ms_align.engines.generator import EngineGenerator
 from ms_align.generation.fused import FusedReader
 from ms_align.rollouts.rows import logprobs_of, sequences
 from ms_align.tokenizer import ByteTokenizer

@@ -23,10 +23,8 @@ from ms_align import (
     add_lora,
 )
 from ms_align.cli import main
-from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.errors import ConfigError, FolderError
 from ms_align.generation.sampling import Sampling
-from ms_align.run.options import RunOptions
 from ms_align.tokenizer import ByteTokenizer
 from ms_data import InstructionStream, PreferenceStream
 from ms_parallel import load_model
@@ -81,15 +79,17 @@ def pairs(sets: Path) -> PreferenceStream:
     return PreferenceStream(sets / "pairs", sequence_length=64, batch_size=4)
 
 
-FAST = OptimizerOptions(learning_rate=3e-3)
+def quiet(model: Any, place: Path, steps: int) -> dict[str, Any]:
+    """The settings of a quiet run."""
+    quick = {"learning_rate": 3e-3, "progress": False}
+    return {"model": model, "output_dir": place, "steps": steps, **quick}
 
 
 def test_sft_in_python_leaves_what_its_command_leaves(sets: Path, tmp_path: Path) -> None:
     """The same files; and a model that opens, chats and ends its texts."""
     assert main(["sft", str(run_file(sets, tmp_path, "sft", steps=2))]) == 0
-    options = RunOptions(output_dir=tmp_path / "python", progress=False)
     model = load_model(sets / "model")
-    SFTTrainer(model, instructions(sets), optimizer=FAST, options=options).train(2)
+    SFTTrainer(**quiet(model, tmp_path / "python", 2)).train(instructions(sets))
     for place in (tmp_path / "sft" / "model", tmp_path / "python" / "model"):
         check_opens(place, chats=True)
     names = [
@@ -126,8 +126,7 @@ def test_dpo_with_adapters_leaves_the_merged_model_and_the_adapter(
 ) -> None:
     """And the caller's model as it was trained, adapters in place."""
     adapted = add_lora(decoder(), LoraOptions(rank=2))
-    options = RunOptions(output_dir=tmp_path, progress=False)
-    DPOTrainer(adapted, pairs(sets), optimizer=FAST, options=options).train(2)
+    DPOTrainer(**quiet(adapted, tmp_path, 2)).train(pairs(sets))
     check_opens(tmp_path / "model", chats=True)
     tokens = torch.arange(12).view(1, 12)
     with torch.no_grad():
@@ -145,9 +144,7 @@ def test_a_reward_model_is_a_classifier_of_transformers(
     """The same scores, alone and in a padded batch, also of texts that end with the end."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    options = RunOptions(output_dir=tmp_path, progress=False)
-    trainer = RewardTrainer(make(), pairs(sets), optimizer=FAST, options=options)
-    trainer.train(3)
+    RewardTrainer(**quiet(make(), tmp_path, 3)).train(pairs(sets))
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     texts = ["Say red 0<|endoftext|>", "Say blue 1 and long<|endoftext|>", "a"]
@@ -200,17 +197,17 @@ def test_ppo_takes_folders_and_stops_where_the_policy_ends_its_texts(
 
 def test_a_stop_string_that_is_a_special_token_stops_there(tmp_path: Path) -> None:
     """No decoded text ever shows it; one that only holds it is refused, and says why."""
-    from ms_align.generation.stopping import stopping
+    from ms_align.generation.stops import with_stops
     from ms_align.tokenizer_files import files_of
 
     bytes_ = ByteTokenizer()
     files = files_of("bytes", bytes_)
     asked = Sampling(stop_strings=("<|endoftext|>", "\n"))
-    found = stopping(asked, (), bytes_, files)
+    found = with_stops(asked, (), bytes_, files)
     assert (found.stop_tokens, found.stop_strings) == ((256,), ("\n",))
-    assert stopping(Sampling(), None, bytes_, files).stop_tokens == (256,)
+    assert with_stops(Sampling(), None, bytes_, files).stop_tokens == (256,)
     with pytest.raises(ConfigError, match="no text ever shows the special token"):
-        stopping(Sampling(stop_strings=("a<|endoftext|>",)), (), bytes_, files)
+        with_stops(Sampling(stop_strings=("a<|endoftext|>",)), (), bytes_, files)
 
 
 def test_the_token_that_ends_a_turn_ends_generation(tmp_path: Path) -> None:
@@ -239,8 +236,7 @@ def test_the_token_that_ends_a_turn_ends_generation(tmp_path: Path) -> None:
         hold_out=0.1,
     )
     stream = InstructionStream(tmp_path / "chat", sequence_length=64, batch_size=2)
-    options = RunOptions(output_dir=tmp_path / "sft", progress=False)
-    SFTTrainer(decoder(), stream, options=options).train(1)
+    SFTTrainer(**quiet(decoder(), tmp_path / "sft", 1)).train(stream)
     model, tokenizer = opened(tmp_path / "sft" / "model")
     assert set(model.generation_config.eos_token_id) == {tokenizer.eos_token_id, 257}
 
@@ -272,18 +268,15 @@ def test_weights_that_are_not_finite_are_never_left_behind(
 
 def test_a_run_that_blows_up_leaves_no_model(sets: Path, tmp_path: Path) -> None:
     """Weights that become infinite on the way are found when they would be written."""
-    options = RunOptions(output_dir=tmp_path, progress=False)
     model = decoder()
 
-    class Breaks(SFTTrainer):
-        def update(self, tell: Any) -> Any:
-            made = super().update(tell)
+    def on_event(kind: str, fields: Any) -> None:
+        if kind == "step":  # the update is made
             with torch.no_grad():
                 model.get_submodule("model.norm").weight[0] = float("inf")
-            return made
 
     with pytest.raises(NonFiniteError, match=r"model\.norm\.weight"):
-        Breaks(model, instructions(sets), optimizer=FAST, options=options).train(1)
+        SFTTrainer(**quiet(model, tmp_path, 1), on_event=on_event).train(instructions(sets))
     assert not (tmp_path / "model").exists()
 
 

@@ -24,21 +24,20 @@ from ms_align.errors import CheckpointError, ConfigError, DataError, ModelError,
 from ms_align.losses.sft import SFTLoss
 from ms_align.models.reward_model import RewardModel
 from ms_align.rewards.scoring import ModuleReward
-from ms_align.run.options import RunOptions
+from ms_align.run.loop import Result
 from ms_align.streams.task_sampler import TaskOptions
-from ms_align.trainers.frame.pairs import DPOOptions, DPOTrainer, RewardTrainer
+from ms_align.trainers.dpo import DPOTrainer
+from ms_align.trainers.reward import RewardTrainer
 from ms_align.trainers.sft import SFTOptions, SFTTrainer
 from ms_data import InstructionStream, PreferenceStream
 from ms_parallel import load_model
 
 from .small_models import decoder
 
-FAST = OptimizerOptions(learning_rate=3e-3)
 
-
-def options(place: Path, **more: Any) -> RunOptions:
-    """A quiet run."""
-    return RunOptions(output_dir=place, progress=False, **more)
+def quiet(place: Path, steps: int, **more: Any) -> dict[str, Any]:
+    """The settings of a quiet run from a small model."""
+    return {"model": decoder(), "steps": steps, "output_dir": place, "progress": False, **more}
 
 
 def instructions(sets: Path, **more: Any) -> InstructionStream:
@@ -75,15 +74,9 @@ def test_packed_rows_give_the_loss_and_gradient_of_each_sample_alone(sets: Path)
 
 def test_sft_learns_by_difficulty_and_tells_the_tasks(sets: Path, tmp_path: Path) -> None:
     """Held-out loss falls; probabilities, losses and shares of each task are events."""
-    trainer = SFTTrainer(
-        decoder(),
-        instructions(sets),
-        held_out=lambda: held_out(sets),
-        sft=SFTOptions(tasks=TaskOptions(warmup_steps=2, temperature=0.2)),
-        optimizer=FAST,
-        options=options(tmp_path),
-    )
-    result = trainer.train(25)
+    tasks = TaskOptions(warmup_steps=2, temperature=0.2)
+    trainer = SFTTrainer(**quiet(tmp_path, 25), tasks=tasks, learning_rate=3e-3)
+    result = trainer.train(instructions(sets), held_out=lambda: held_out(sets))
     assert result.last["held_out_loss"] < 0.6 * result.first["held_out_loss"]
     assert {"held_out_loss.copy", "held_out_loss.reverse"} <= set(result.last)
     told = events(tmp_path, "tasks")
@@ -109,13 +102,8 @@ def test_task_weights_are_given_or_learnt(sets: Path, tmp_path: Path) -> None:
         update = engine.update(given, loss)
         norms.append(update.grad_norm * loss.weight(given))
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    trainer = SFTTrainer(
-        decoder(),
-        instructions(sets),
-        sft=SFTOptions(uncertainty=True, uncertainty_rate=0.5),
-        options=options(tmp_path),
-    )
-    trainer.train(4)
+    trainer = SFTTrainer(**quiet(tmp_path, 4), uncertainty=True, uncertainty_rate=0.5)
+    trainer.train(instructions(sets))
     assert events(tmp_path, "tasks")[-1]["factor.copy"] != 1.0
     with pytest.raises(ConfigError, match="choose one"):
         SFTOptions(uncertainty=True, task_weights={"copy": 1.0})
@@ -125,17 +113,13 @@ def test_task_weights_are_given_or_learnt(sets: Path, tmp_path: Path) -> None:
 def test_dpo_prefers_the_chosen_answers(sets: Path, tmp_path: Path, free: bool) -> None:
     """From a margin of 0 to nearly all held-out pairs; the reference is the model as it was."""
     stream = PreferenceStream(sets / "pairs", sequence_length=64, batch_size=8)
-    trainer = DPOTrainer(
-        decoder(),
+    trainer = DPOTrainer(**quiet(tmp_path, 15), reference_free=free, learning_rate=1e-3)
+    result = trainer.train(
         stream,
         held_out=lambda: PreferenceStream(
             sets / "pairs", sequence_length=64, batch_size=4, split="held_out", epochs=1
         ),
-        dpo=DPOOptions(reference_free=free),
-        optimizer=OptimizerOptions(learning_rate=1e-3),
-        options=options(tmp_path),
     )
-    result = trainer.train(15)
     assert result.last["held_out_margin"] > result.first["held_out_margin"] + 0.5
     if not free:  # without a reference the shorter answer begins far ahead
         assert result.first["held_out_margin"] == pytest.approx(0, abs=1e-5)
@@ -148,44 +132,39 @@ def test_dpo_goes_on_with_the_reference_that_it_began_with_alone(
 ) -> None:
     """Another reference or start would end in another model; the same ones go on."""
 
-    def trainer(start: int = 0, reference: int | None = None) -> DPOTrainer:
+    def train(steps: int, start: int = 0, reference: int | None = None) -> Result:
         return DPOTrainer(
-            decoder(seed=start),
-            PreferenceStream(sets / "pairs", sequence_length=64, batch_size=4),
-            reference=None if reference is None else decoder(seed=reference),
-            options=options(tmp_path),
-        )
+            **{**quiet(tmp_path, steps), "model": decoder(seed=start)},
+            reference_model=None if reference is None else decoder(seed=reference),
+        ).train(PreferenceStream(sets / "pairs", sequence_length=64, batch_size=4))
 
-    trainer().train(1)
+    train(1)
     with pytest.raises(CheckpointError, match=r"whose reference is \"\w+\", and now"):
-        trainer(reference=1).train(2)
+        train(2, reference=1)
     with pytest.raises(CheckpointError, match=r"whose policy is \"\w+\", and now"):
-        trainer(start=1, reference=0).train(2)
-    assert trainer(reference=0).train(2).step == 2
+        train(2, start=1, reference=0)
+    assert train(2, reference=0).step == 2
 
 
 def test_a_reward_model_learns_is_saved_and_is_a_reward(sets: Path, tmp_path: Path) -> None:
     """What `save` wrote scores token for token as the trained model, also as PPO's reward."""
-    trainer = RewardTrainer(
-        decoder(),
+    result = RewardTrainer(**quiet(tmp_path, 15), learning_rate=3e-3).train(
         PreferenceStream(sets / "pairs", sequence_length=64, batch_size=8),
         held_out=lambda: PreferenceStream(
             sets / "pairs", sequence_length=64, batch_size=4, split="held_out", epochs=1
         ),
-        optimizer=FAST,
-        options=options(tmp_path),
     )
-    result = trainer.train(15)
+    assert isinstance(result.model, RewardModel)
     assert result.first["held_out_loss"] == pytest.approx(float(np.log(2)), abs=1e-5)
     assert result.last["held_out_accuracy"] >= 0.9
-    trainer.reward_model().save(tmp_path / "model")
+    result.model.save(tmp_path / "model")
     loaded = RewardModel.load(tmp_path / "model")
     samples = [
         Sample(prompt="", response="", prompt_tokens=(1, 2), response_tokens=tokens)
         for tokens in ((3, 4, 5), (6,))
     ]
     scores = ModuleReward(loaded)(samples)
-    torch.testing.assert_close(scores, ModuleReward(trainer.reward_model())(samples))
+    torch.testing.assert_close(scores, ModuleReward(result.model)(samples))
     with torch.no_grad():
         alone = loaded(torch.tensor([[1, 2, 6]]))
     torch.testing.assert_close(scores[1:], alone)
@@ -206,17 +185,13 @@ def test_scores_of_pairs_do_not_depend_on_the_microbatch(sets: Path, tmp_path: P
 
     losses = []
     for size in (None, 2):
-        trainer = RewardTrainer(
-            decoder(),
-            PreferenceStream(sets / "pairs", sequence_length=64, batch_size=4),
-            held_out=pairs,
-            optimizer=FAST,
-            microbatch_size=size,
-            options=options(tmp_path / str(size)),
+        settings = {**quiet(tmp_path / str(size), 3), "microbatch_size": size}
+        result = RewardTrainer(**settings, learning_rate=3e-3).train(
+            PreferenceStream(sets / "pairs", sequence_length=64, batch_size=4), held_out=pairs
         )
-        result = trainer.train(3)
         losses.append([event["loss"] for event in events(tmp_path / str(size), "step")])
-        judge, gaps = trainer.reward_model(), []
+        judge, gaps = result.model, []
+        assert isinstance(judge, RewardModel)
         for batch in pairs():
             rows = {name: torch.as_tensor(value) for name, value in batch.items()}
             with torch.no_grad():
@@ -448,14 +423,14 @@ def test_silent_failures_are_refused(sets: Path, tmp_path: Path) -> None:
         "targets": np.full((2, 8), -100, np.int64),
     }
     with pytest.raises(NothingToLearnError, match="no target"):
-        SFTTrainer(decoder(), Constant(empty), options=options(tmp_path / "a")).train(2)
+        SFTTrainer(**quiet(tmp_path / "a", 2)).train(Constant(empty))
     pairs = {key: value.repeat(2, axis=0) for key, value in empty.items()}
     with pytest.raises(NothingToLearnError, match="no pair"):
-        DPOTrainer(decoder(), Constant(pairs), options=options(tmp_path / "b")).train(2)
+        DPOTrainer(**quiet(tmp_path / "b", 2)).train(Constant(pairs))
     full = {**empty, "targets": np.zeros((2, 8), np.int64)}
     with pytest.raises(DataError, match="ended before"):
-        SFTTrainer(decoder(), Constant(full, 1), options=options(tmp_path / "c")).train(2)
+        SFTTrainer(**quiet(tmp_path / "c", 2)).train(Constant(full, 1))
     stream = Constant(full)
     stream.vocabulary_size = 300
     with pytest.raises(ModelError, match="tokenizer and model disagree"):
-        SFTTrainer(decoder(), stream, options=options(tmp_path / "d"))
+        SFTTrainer(**quiet(tmp_path / "d", 2)).train(stream)

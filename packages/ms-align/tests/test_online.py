@@ -119,6 +119,9 @@ class Adapted(nn.Module):
         finally:
             self.on = True
 
+    def save_pretrained(self, folder: Path) -> None:
+        """Only the model is written."""
+
     def forward(self, tokens: torch.Tensor, **named: Any) -> torch.Tensor:
         """Hidden states, moved."""
         hidden: torch.Tensor = self.body(tokens, **named)
@@ -306,7 +309,7 @@ def run_file(folder: Path, reward: str) -> Path:
         ("prompt_dataset='{0}/latin.jsonl'", "latin.jsonl line 1: not UTF-8 text"),
         ("tokenizer=5", "tokenizer is 5; give"),
         ("tokenizer='{0}/tokenizer'", "tokenizer cannot be read"),
-        ("generator=x", "generator is 'x'; give"),
+        ("generator=x", "generator is 'x'; known: policy"),
         ("reward_failure_penalty=x", "reward_failure_penalty is 'x'; give a number"),
         ("stop_tokens=1.5", "stop_tokens is 1.5; give token numbers"),
         ("stop_strings=5", "stop_strings is 5; give texts"),

@@ -9,11 +9,9 @@ from torch import Tensor
 
 from ms_align.errors import ConfigError
 from ms_align.losses import token_statistics
-from ms_align.losses.grpo import GRPOLoss
+from ms_align.losses.policy import PolicyLoss, clipped, divisor, per_response
 from ms_align.losses.ppo import PPOLoss, ValueLoss, value_loss
 from ms_align.losses.protocol import Loss
-from ms_align.losses.rloo import RLOOLoss
-from ms_align.losses.surrogate import clipped, divisor
 from ms_align.losses.token_statistics import (
     Scratch,
     losses_and_entropies,
@@ -120,13 +118,13 @@ def test_an_unclipped_value_loss_is_half_the_square() -> None:
 )
 def test_grpo_averages_as_it_is_told(aggregation: Any, want: float) -> None:
     """Over tokens, over responses, or over responses times a fixed length."""
-    found = told(GRPOLoss(aggregation=aggregation, longest=4), Given(NEW))
+    found = told(PolicyLoss(aggregation=aggregation, longest=4), Given(NEW))
     assert found["loss"] == pytest.approx(want, abs=WORKED)
 
 
 def test_grpos_weighted_kl_is_ratio_times_k3() -> None:
     """Ratios to the old policy 1.5, 0.5, 1.1; to the reference 1.5, 0.5, 2."""
-    found = told(GRPOLoss(kl_coeff=1.0), Given(NEW))
+    found = told(PolicyLoss(kl_coeff=1.0), Given(NEW))
     pairs = ((1.5, 1.5), (0.5, 0.5), (1.1, 2.0))
     want = sum(r * (1 / w - 1 + LOG(w)) for r, w in pairs) / 3
     assert found["kl_loss"] == pytest.approx(want, abs=WORKED)
@@ -134,7 +132,7 @@ def test_grpos_weighted_kl_is_ratio_times_k3() -> None:
 
 def test_rloo_judges_whole_responses() -> None:
     """Ratios 0.75 and 1.1 of responses with advantages 0.5 (its mean) and -3; none is clipped."""
-    found = told(RLOOLoss(clip_low=0.3), Given(NEW))
+    found = told(PolicyLoss(clip_low=0.3, ratio=per_response, aggregation="sequence"), Given(NEW))
     assert found["loss"] == pytest.approx((-0.75 * 0.5 + 1.1 * 3) / 2, abs=WORKED)
 
 

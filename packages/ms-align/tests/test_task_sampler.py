@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ms_align.errors import CheckpointError, ConfigError
+from ms_align.losses.learnt_weights import Uncertainty
 from ms_align.losses.sft import SFTLoss
-from ms_align.losses.uncertainty import Uncertainty
 from ms_align.streams.task_sampler import TaskOptions, TaskSampler, systematic
 
 CHANCES = st.lists(st.floats(0.01, 1), min_size=1, max_size=6).map(

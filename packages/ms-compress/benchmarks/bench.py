@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from ms_compress import qat
-from ms_compress.quantisation.scheme import NAMES
+from ms_compress.targets.rules import NAMES
 from ms_parallel.models import Decoder, DecoderConfig
 from ms_parallel.weights import initialise
 

@@ -24,7 +24,7 @@ from ms_compress.methods.gptq import gptq
 from ms_compress.methods.pruning import GradualPruning, keep_zeros, prune
 from ms_compress.methods.wanda import wanda
 from ms_compress.models.logits import next_token_logits
-from ms_compress.quantisation.scheme import scheme
+from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import open_runtime
 from ms_compress.training.corpus import rows
 from ms_compress.training.distillation import distillation_loss
@@ -34,11 +34,11 @@ from ms_parallel.weights import load_model
 LENGTH = 256
 FOUR_BITS = ("ct.int4_g32", "ort.matmulnbits", "gguf.q4_0")
 THREE_BITS = "ct.int3_g32"
-WAYS = {"by_use": "in order of use", "by_loss": "by the loss", "fit_scales": "scales fitted"}
+WAYS = {"act_order": "in order of use", "by_loss": "by the loss", "fit_scales": "scales fitted"}
 GPTQ = (
-    ("by_use",),
+    ("act_order",),
     ("fit_scales",),
-    ("by_use", "fit_scales"),
+    ("act_order", "fit_scales"),
     ("by_loss",),
     ("by_loss", "fit_scales"),
 )

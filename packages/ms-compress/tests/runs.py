@@ -26,7 +26,7 @@ from ms_compress import CompressError, export, fit_scales, qat
 from ms_compress.methods.pattern import pattern
 from ms_compress.methods.pruning import keep_zeros, mask_zeros, masks, prune, set_masks
 from ms_parallel import AdamWConfig, Engine, Layout, NextTokenLoss
-from ms_parallel.cluster.groups import connect
+from ms_parallel.cluster.connection import connect
 from ms_parallel.models import DecoderConfig, StagedModel
 
 VOCABULARY = 64

@@ -181,7 +181,7 @@ def test_every_module_is_left_in_the_mode_it_was_in(look: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no accelerator here")
-@pytest.mark.parametrize("how", [{}, {"by_use": True, "fit_scales": True}, {"by_loss": True}])
+@pytest.mark.parametrize("how", [{}, {"act_order": True, "fit_scales": True}, {"by_loss": True}])
 def test_on_an_accelerator_a_pruned_model_is_rounded_where_it_lies(how: dict[str, bool]) -> None:
     """Tokens come from the CPU; weights are finite, on the accelerator, and zero where masked."""
     device = torch.accelerator.current_accelerator()

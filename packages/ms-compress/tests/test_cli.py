@@ -45,7 +45,7 @@ def test_qat_trains_exports_and_verifies(
 def test_quantize_exports(method: str, fitted: str, run_file: Path) -> None:
     """Without training."""
     arguments = ["--set", "scheme=ct.int4_g32", "--set", f"method={method}"]
-    arguments += ["--set", f"fit_scales={fitted}", "--set", f"by_use={fitted}"]
+    arguments += ["--set", f"fit_scales={fitted}", "--set", f"act_order={fitted}"]
     arguments += ["--set", f"by_loss={fitted}"]
     assert main(["quantize", str(run_file), *arguments]) == 0
     assert (run_file.parent / "out" / "model.safetensors").is_file()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ms_compress import prune, qat
 from ms_compress.quantisation.rounding import round_activations, round_weight
-from ms_compress.quantisation.scheme import NAMES, scheme
+from ms_compress.targets.rules import NAMES, scheme
 
 sys.path.insert(0, str(Path(__file__).parent))
 

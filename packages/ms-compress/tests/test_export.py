@@ -21,8 +21,8 @@ from ms_compress.models.decoder_config import decoder_config
 from ms_compress.models.logits import model_logits
 from ms_compress.quantisation.layers import FACTOR
 from ms_compress.quantisation.rounding import quantise
-from ms_compress.quantisation.scheme import scheme
 from ms_compress.targets.ct.write import pack
+from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import open_runtime
 from ms_parallel import AdamWConfig, Engine, NextTokenLoss, load_model, save_model
 from ms_parallel.models import TransformerXL, TransformerXLConfig

@@ -86,7 +86,7 @@ def test_killed_after_its_export_a_run_leaves_no_state_for_ever(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same command finds itself finished and removes it; another's state stays."""
-    killed_in("ms_compress.jobs.output.Output.end", "qat", run_file)
+    killed_in("ms_compress.jobs.output.RunOutput.end", "qat", run_file)
     state = run_file.parent / "out.training"
     before = (run_file.parent / "out" / "model.safetensors").read_bytes()
     capsys.readouterr()

@@ -106,9 +106,9 @@ def test_a_file_that_its_runtime_refuses_is_never_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though nobody asked to verify it: what is written is opened once, and run."""
-    from ms_compress.targets.ort import write as target
+    from ms_compress.targets.ort import graph
 
-    monkeypatch.setattr(target, "CONTRIB", "com.nobody")
+    monkeypatch.setattr(graph, "CONTRIB", "com.nobody")
     with pytest.raises(ExportError, match="onnxruntime cannot read it"):
         export(qat(decoder(1), "ort.matmulnbits"), tmp_path / "out")
     assert not list(tmp_path.iterdir())

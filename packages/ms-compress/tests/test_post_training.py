@@ -25,7 +25,8 @@ from ms_compress.methods.wanda import wanda
 from ms_compress.models.logits import model_logits
 from ms_compress.quantisation.layers import prepared_layers
 from ms_compress.quantisation.rounding import fitted_factor, quantise, round_weight
-from ms_compress.quantisation.scheme import NAMES, Scheme, scheme
+from ms_compress.quantisation.scheme import Scheme
+from ms_compress.targets.rules import NAMES, scheme
 from ms_compress.targets.target import open_runtime
 from ms_compress.training.distillation import distillation_loss
 
@@ -156,7 +157,7 @@ def test_counted_by_the_loss_rounding_leaves_predictions_nearer(build: type[nn.M
         gptq(model, "ct.int3_g32", [tokens(8, seed=seed) for seed in range(16)], **how)
         return float(distillation_loss(model_logits(model, unseen), truth))
 
-    assert apart(by_loss=True) < 0.95 * min(apart(), apart(by_use=True))
+    assert apart(by_loss=True) < 0.95 * min(apart(), apart(act_order=True))
 
 
 def test_rounding_by_loss_says_after_which_layer_a_model_has_gone_bad() -> None:

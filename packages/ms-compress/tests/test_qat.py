@@ -15,7 +15,7 @@ from models import decoder, llama, tokens
 from ms_compress import FloatThenQuantised, LayerError, Tuning, prune, qat, tune
 from ms_compress.quantisation.layers import FACTOR, PreparedLinear
 from ms_compress.quantisation.rounding import quantise, round_weight
-from ms_compress.quantisation.scheme import NAMES, scheme
+from ms_compress.targets.rules import NAMES, scheme
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -39,8 +39,8 @@ def train(model: nn.Module, kept: Path, *, stop: int | None = None, teacher: boo
         before_step=lambda step: schedule.apply(model, step),
         after_step=lambda step: keep_zeros(model),
         on_loss=on_loss,
-        kept=kept,
-        keep_every_s=0.0,
+        checkpoint=kept,
+        checkpoint_every_s=0.0,
     )
 
 
@@ -138,14 +138,14 @@ def test_what_another_run_kept_is_refused(tmp_path: Path) -> None:
     other_settings = attrs.evolve(HOW, seed=1, learning_rate=1e-3)
     told = r"tuning\.learning_rate is 0\.001, was 0\.01, tuning\.seed is 1, was 0;"
     with pytest.raises(ConfigError, match=told):
-        tune(prepared(), tokens(16, 33), other_settings, kept=kept)
+        tune(prepared(), tokens(16, 33), other_settings, checkpoint=kept)
     other = qat(decoder(), "ort.matmulnbits", learned_scales=True)
     with pytest.raises(ConfigError, match="with other settings: layers changed;"):
         train(other, kept)
     with pytest.raises(ConfigError, match="with other settings: tokens changed;"):
-        tune(prepared(), tokens(16, 33, seed=1), HOW, kept=kept)
+        tune(prepared(), tokens(16, 33, seed=1), HOW, checkpoint=kept)
     with pytest.raises(ConfigError, match="with other settings: model is 'b', was not given;"):
-        tune(prepared(), tokens(16, 33), HOW, kept=kept, kept_for={"model": "'b'"})
+        tune(prepared(), tokens(16, 33), HOW, checkpoint=kept, checkpoint_identity={"model": "'b'"})
     assert kept.read_bytes() == before
 
 
@@ -157,9 +157,9 @@ def test_a_last_state_that_the_disk_refuses_does_not_end_the_run(
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
     try:
         kept = tmp_path / "out.training"
-        tune(prepared(), tokens(16, 33), HOW, kept=kept)
+        tune(prepared(), tokens(16, 33), HOW, checkpoint=kept)
         with pytest.raises(ExportError, match=r"out\.training: File too large"):
-            tune(prepared(), tokens(16, 33), HOW, kept=kept, keep_every_s=0.0)
+            tune(prepared(), tokens(16, 33), HOW, checkpoint=kept, checkpoint_every_s=0.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert "File too large" in caplog.text

@@ -11,7 +11,8 @@ from onnxruntime.capi._pybind_state import quantize_matmul_4bits
 from torch import Tensor
 
 from ms_compress.quantisation.rounding import quantise, round_activations, round_weight
-from ms_compress.quantisation.scheme import NAMES, Q8_BLOCKS, scheme
+from ms_compress.targets.gguf.rules import Q8_BLOCKS
+from ms_compress.targets.rules import NAMES, scheme
 
 ROWS, FEATURES, GROUP = 64, 256, 32
 

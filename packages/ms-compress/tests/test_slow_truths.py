@@ -19,7 +19,8 @@ from ms_compress.methods.pruning import masks, prune, set_masks
 from ms_compress.methods.wanda import wanda
 from ms_compress.quantisation.layers import prepared_layers
 from ms_compress.quantisation.rounding import quantise, round_at, scales_of
-from ms_compress.quantisation.scheme import Scheme, scheme
+from ms_compress.quantisation.scheme import Scheme
+from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import open_runtime
 from ms_compress.training.distillation import Divergence, distillation_loss
 from ms_compress.training.engine_distillation import DistillationLoss, engine_teacher
@@ -77,13 +78,13 @@ def test_gptq_is_optimal_brain_quantisation(name: str, sparse: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["ct.int4_g32", "gguf.q4_0", "ct.w8a8"])
-def test_gptq_by_use_rounds_on_the_scales_that_the_weight_had(name: str) -> None:
+def test_gptq_act_order_rounds_on_the_scales_that_the_weight_had(name: str) -> None:
     """Each weight is a code times its own group's scale, whatever the order it was met in."""
     torch.manual_seed(0)
     inputs = torch.randn(500, 160) * torch.linspace(0.1, 3, 160)[torch.randperm(160)]
     inputs = inputs @ (torch.eye(160) + 0.2 * torch.randn(160, 160))
     weight, how = torch.randn(24, 160), scheme(name)
-    found, scales = gptq_weight("layer", weight, inputs.t() @ inputs, how, by_use=True)
+    found, scales = gptq_weight("layer", weight, inputs.t() @ inputs, how, act_order=True)
     plain = quantise(weight, how)
     assert torch.equal(scales.to(how.dtype), plain.scales)
     codes = found / scales.repeat_interleave(how.group_of(160), 1)
@@ -148,7 +149,7 @@ def test_where_outputs_are_alike_rounding_by_loss_is_gptq(name: str, sparse: boo
     torch.manual_seed(0)
     weight, inputs, how = torch.randn(40, 160), features(160, 40), scheme(name)
     mask = NOfM(2, 4).keep(weight.abs()) if sparse else None
-    theirs, scales = gptq_weight("layer", weight, inputs, how, mask=mask, by_use=True)
+    theirs, scales = gptq_weight("layer", weight, inputs, how, mask=mask, act_order=True)
     found, same_scales = round_by_loss("layer", weight, inputs, torch.eye(40), how, mask=mask)
     assert torch.equal(scales, same_scales)
     equal = torch.isclose(found, theirs, rtol=1e-5, atol=1e-6).all(1)

@@ -68,8 +68,7 @@ def resuming(folder: Path) -> float:
 def writing(folder: Path, scratch: Path) -> float:
     """Tokens a CPU second from memory to a closed, synced shard."""
     split = Split(folder, "train")
-    passage = split.read(0, split.tokens)
-    documents = np.split(passage.tokens, passage.ends[:-1])
+    documents = np.split(split.read(0, split.tokens), split.all_ends()[:-1])
 
     def write() -> None:
         writer = DatasetWriter(

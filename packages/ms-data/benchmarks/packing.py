@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ms_data import InstructionStream, Packer, Piece, build, train_tokenizer
+from ms_data import BestFitPacker, InstructionStream, Segment, build, train_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 from docstrings import write_instructions
@@ -41,9 +41,9 @@ def measure_packer(length: int) -> tuple[float, float]:
     """Fill, and samples packed a CPU second, on lognormal lengths."""
     lengths = np.random.default_rng(0).lognormal(5, 1, 200_000).astype(int)
     sizes = np.clip(lengths, 8, length).tolist()
-    packer, rows, began = Packer(length), [], time.process_time()
+    packer, rows, began = BestFitPacker(length), [], time.process_time()
     for number, size in enumerate(sizes):
-        rows += packer.add(Piece(number, 0, size))
+        rows += packer.add(Segment(number, 0, size))
     seconds = time.process_time() - began
     used = sum(stop - start for row in rows for _, start, stop in row)
     return used / len(rows) / length, len(sizes) / seconds

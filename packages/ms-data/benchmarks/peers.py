@@ -43,9 +43,8 @@ class Corpus:
         tokenizer = train_tokenizer(name, vocab_size=8192)
         build(name, tokenizer=tokenizer, out=folder / "ours")
         split = Split(folder / "ours", "train")
-        passage = split.read(0, split.tokens)
         self.folder, self.end = folder, tokenizer.end_of_text
-        self.tokens, self.ends = passage.tokens, passage.ends
+        self.tokens, self.ends = split.read(0, split.tokens), split.all_ends()
         self.samples = (len(self.tokens) - 1) // LENGTH
         self.by_megatron = self.tokens
         """The same with the documents in the order that Megatron gave them."""

@@ -32,7 +32,7 @@ from ms_data import (
     train_tokenizer,
     verify,
 )
-from ms_data.corpus.corpus import find_corpus
+from ms_data.corpus.find import find_corpus
 from ms_data.disk.split import Split
 from ms_data.disk.writer import DatasetWriter, ShardState, ShardWriter
 
@@ -60,8 +60,7 @@ def write_lines(path: Path, texts: list[str]) -> Path:
 def documents_in(folder: Path, tokenizer: Tokenizer, name: str = "train") -> list[str]:
     """The texts of a split, read back from its tokens."""
     split = Split(folder, name)
-    passage = split.read(0, split.tokens)
-    pieces = np.split(passage.tokens, passage.ends)
+    pieces = np.split(split.read(0, split.tokens), split.all_ends())
     assert len(pieces.pop()) == 0
     assert all(piece[-1] == tokenizer.end_of_text for piece in pieces)
     return [tokenizer.decode(piece) for piece in pieces]
@@ -196,8 +195,8 @@ def test_the_standard_library_can_be_a_corpus(tokenizer: Tokenizer, tmp_path: Pa
 
 
 INTERRUPTED = """
-import sys, ms_data.building.build as _, ms_data
-module = sys.modules["ms_data.building.build"]
+import sys, ms_data.building.job as _, ms_data
+module = sys.modules["ms_data.building.job"]
 module.SAVE_EVERY_S, module.BATCH_CHARACTERS = 0.0, 40_000
 ms_data.build(sys.argv[1], tokenizer=sys.argv[2], out=sys.argv[3], hold_out=0.2, shard_size_mib=1)
 """
@@ -299,7 +298,7 @@ def interrupt(
     folder: Path, tokenizer: Tokenizer, out: Path, *, stop_at: int = 3, **changes: object
 ) -> None:
     """Starts a build that stops in its third batch, as an interrupt from the keyboard does."""
-    module = sys.modules["ms_data.building.build"]
+    module = sys.modules["ms_data.building.job"]
     seen = 0
 
     def stop(done: int, total: int) -> None:
@@ -393,7 +392,7 @@ def test_a_bad_line_late_in_a_build_can_be_skipped_when_it_goes_on(
     path = write_lines(tmp_path / "a.jsonl", texts_of(5, 60))
     with path.open("ab") as file:
         file.write(b"{broken\n")
-    module = sys.modules["ms_data.building.build"]
+    module = sys.modules["ms_data.building.job"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SAVE_EVERY_S", 0.0)
         patch.setattr(module, "BATCH_CHARACTERS", 1500)

@@ -71,7 +71,9 @@ def test_marked_tokens_are_those_of_transformers(messages: list[dict[str, Any]])
     out = their_tokenizer().apply_chat_template(
         messages, chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
     )
-    rendered = ChatTemplate(MARKED, special_tokens={"bos_token": "<s>"}).learnt(messages)
+    rendered = ChatTemplate(MARKED, special_tokens={"bos_token": "<s>"}).render_for_training(
+        messages
+    )
     ((ids, learnt),) = Tokenizer(tokenizer_json()).encode_chats([rendered])
     assert ids.tolist() == list(out["input_ids"])
     assert learnt.astype(int).tolist() == out["assistant_masks"]
@@ -88,7 +90,7 @@ def test_marked_tokens_are_those_of_transformers(messages: list[dict[str, Any]])
 def test_every_answer_is_learnt_with_its_end_and_nothing_else(source: str, said: list[str]) -> None:
     """Multi-turn; by prefixes or marks; down to the tokens."""
     template = ChatTemplate(source, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
-    rendered = template.learnt(PLAIN)
+    rendered = template.render_for_training(PLAIN)
     assert [rendered.text[start:stop] for start, stop in rendered.spans] == said
     tokenizer = Tokenizer(tokenizer_json())
     ((ids, learnt),) = tokenizer.encode_chats([rendered])
@@ -102,7 +104,10 @@ def test_weight_0_and_what_comes_before_first_are_not_learnt() -> None:
     messages = [PLAIN[0], {**PLAIN[1], "weight": 0}, *PLAIN[2:]]
     for source in (CHATML, MARKED):
         template = ChatTemplate(source, special_tokens={"bos_token": "<s>"})
-        for rendered in (template.learnt(messages), template.learnt(PLAIN, first=3)):
+        for rendered in (
+            template.render_for_training(messages),
+            template.render_for_training(PLAIN, first=3),
+        ):
             assert [rendered.text[a:b] for a, b in rendered.spans] == ["No.<|im_end|>"]
 
 
@@ -111,9 +116,9 @@ def test_an_answer_that_no_prefix_proves_is_refused() -> None:
     thoughtful = [PLAIN[0], {"role": "assistant", "content": "Hm.</think>So."}, *PLAIN[2:]]
     template = ChatTemplate(FORGETFUL)
     with pytest.raises(ValueError, match=r"cannot be proved.*mark the assistant's part"):
-        template.learnt(thoughtful)
-    assert template.learnt(thoughtful[:2]).spans
-    assert template.learnt(PLAIN).spans
+        template.render_for_training(thoughtful)
+    assert template.render_for_training(thoughtful[:2]).spans
+    assert template.render_for_training(PLAIN).spans
 
 
 @pytest.mark.parametrize(
@@ -142,7 +147,7 @@ def test_an_answer_that_no_prefix_proves_is_refused() -> None:
 def test_a_template_that_teaches_nothing_or_breaks_out_is_refused(source: str, says: str) -> None:
     """No assistant text, marks that move, its own refusal, a missing name, the sandbox's walls."""
     with pytest.raises(ValueError, match=says):
-        ChatTemplate(source).learnt(PLAIN)
+        ChatTemplate(source).render_for_training(PLAIN)
 
 
 def test_templates_are_found_where_tokenizers_keep_them(tmp_path: Path) -> None:

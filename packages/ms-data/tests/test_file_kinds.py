@@ -18,7 +18,8 @@ import pytest
 import zstandard
 
 from ms_data import CorpusError, SettingError, train_tokenizer
-from ms_data.corpus.corpus import Corpus, find_corpus
+from ms_data.corpus.corpus import Corpus
+from ms_data.corpus.find import find_corpus
 
 TEXT = "To be, or not to be: that is the question.\n" * 20
 
@@ -197,7 +198,7 @@ def test_a_small_file_that_unpacks_to_much_takes_little_memory(
             for _ in range(300):
                 file.write(block)
     script = (
-        "import resource, sys; from ms_data.corpus.corpus import find_corpus\n"
+        "import resource, sys; from ms_data.corpus.find import find_corpus\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
         "source = find_corpus(sys.argv[1], document_limit_mib=1)\n"

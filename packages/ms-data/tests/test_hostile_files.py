@@ -21,7 +21,7 @@ from ms_data import (
     verify,
 )
 from ms_data.cli import main
-from ms_data.corpus.corpus import find_corpus
+from ms_data.corpus.find import find_corpus
 from ms_data.disk.format import decode_index, encode_index
 from ms_data.disk.writer import ShardState
 

@@ -80,7 +80,7 @@ def _seconds_and_error(source: str) -> tuple[float, Exception]:
     """Processor time of both processes, and what the template ends in."""
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - its text is looked at by the caller
-        ChatTemplate(source).learnt(ASKED)
+        ChatTemplate(source).render_for_training(ASKED)
     after = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(
         two.ru_utime + two.ru_stime - one.ru_utime - one.ru_stime
@@ -117,7 +117,7 @@ def test_a_template_that_breaks_is_refused_in_one_short_line(name: str) -> None:
     """Python's own errors too, without what a terminal would obey."""
     source, says = BROKEN[name]
     with pytest.raises(ValueError, match=says) as caught:
-        ChatTemplate(source).learnt(ASKED)
+        ChatTemplate(source).render_for_training(ASKED)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 500
 
@@ -130,7 +130,7 @@ def test_no_attack_takes_200_megabytes() -> None:
         "from ms_data import ChatTemplate\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "for source in list(LARGE.values())[::3]:\n"
-        "    try: ChatTemplate(source).learnt(ASKED)\n"
+        "    try: ChatTemplate(source).render_for_training(ASKED)\n"
         "    except ValueError: pass\n"
         "grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before\n"
         "print(grown, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\n"
@@ -173,7 +173,7 @@ def test_many_templates_and_long_conversations_are_served() -> None:
         {"role": "user", "content": "é漢 " * 1200},
         {"role": "assistant", "content": "So. " * 9},
     ]
-    rendered = ChatTemplate(CHATML).learnt(turn * 200)
+    rendered = ChatTemplate(CHATML).render_for_training(turn * 200)
     assert len(rendered.spans) == 200
 
 

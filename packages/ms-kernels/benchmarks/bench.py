@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ms_kernels
-from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS, describe_call, implementation
-from ms_kernels.registry import obstacle_to
+from ms_kernels.core.choice import obstacle_to
+from ms_kernels.core.dispatch import describe_call, implementation
+from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 
 ROWS = {
     "rms_norm": {"...": 4096, "H": 1024},

@@ -10,14 +10,14 @@ import json
 import sys
 from pathlib import Path
 
-from ms_kernels.aot.catalogue import entries
-from ms_kernels.aot.compiling import Facts, compile_entry, compiler_version
+from ms_kernels.aot.compiling import Resources, compile_entry, compiler_version
+from ms_kernels.aot.gpu_library import entries
 from ms_kernels.aot.lint import lint
 from ms_kernels.aot.targets import TARGETS, target_named
 from ms_kernels.errors import KernelError
 
 GOLDEN = Path(__file__).parent / "budgets"
-FIELDS = tuple(Facts.__annotations__)
+FIELDS = tuple(Resources.__annotations__)
 DTYPES = {"sm_90": ("bf16", "fp16", "fp32")}
 """What a chip's golden file holds; bfloat16 alone where nothing stands here."""
 
@@ -38,7 +38,7 @@ def measured(target: str) -> dict[str, list[int]]:
         faults = lint(made.ttir, entry.greatest())
         if faults:
             raise SystemExit(f"{entry.name}: {faults[0]}")
-        found[entry.name] = [getattr(made.facts, name) for name in FIELDS]
+        found[entry.name] = [getattr(made.resources, name) for name in FIELDS]
     return found
 
 

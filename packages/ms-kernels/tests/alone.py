@@ -8,7 +8,7 @@ import torch
 
 import ms_kernels
 from ms_kernels import attention, linear_cross_entropy, rms_norm, rotary, swiglu, use_backend
-from ms_kernels.tuning import chips
+from ms_kernels.core.tables import chips
 
 
 def check(holds: bool, fact: str) -> None:

@@ -23,7 +23,7 @@ from ms_kernels import (
     linear_cross_entropy,
     rms_norm,
 )
-from ms_kernels.dispatch import CONTRACTS
+from ms_kernels.operators import CONTRACTS
 
 
 def compare_rms_norm(mesh, placement):

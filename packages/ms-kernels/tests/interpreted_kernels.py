@@ -11,9 +11,12 @@ from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ms_kernels import ArgumentError, adamw_step, triton, tuner, tuning
-from ms_kernels.check import compare
-from ms_kernels.dispatch import CONTRACTS, describe_call
+from ms_kernels import ArgumentError, adamw_step
+from ms_kernels.checking import compare
+from ms_kernels.core.dispatch import describe_call
+from ms_kernels.core.launches import TunedKernel
+from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
+from ms_kernels.tuning import tuner
 
 from .interpreter import correct_bfloat16
 from .test_operators import arguments_of
@@ -21,7 +24,7 @@ from .test_operators import arguments_of
 correct_bfloat16()
 
 EXAMPLES = int(os.environ.get("MS_EXAMPLES", "6"))
-OPERATORS = {each.operator: each for each in triton.IMPLEMENTATIONS}
+OPERATORS = {each.operator: each for each in IMPLEMENTATIONS if each.backend == "triton"}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -69,14 +72,14 @@ def test_adamw_forgets_old_moments_entirely_where_it_is_told_to():
 def test_a_tuner_runs_a_kernel_with_each_candidate(monkeypatch):
     """Every kernel of the operator gets an entry, of values that it was run with."""
     ran = []
-    first = tuning.configuration
+    first = TunedKernel.values
 
-    def noted(operator, backend, kernel, **more):
-        values = first(operator, backend, kernel, **more)
-        ran.append((kernel, tuple(values.items())))
+    def noted(kernel, key, *sizes):
+        values = first(kernel, key, *sizes)
+        ran.append((kernel.name, tuple(values.items())))
         return values
 
-    monkeypatch.setattr(tuning, "configuration", noted)
+    monkeypatch.setattr(TunedKernel, "values", noted)
     small = [
         evolve(each, tried_at=({"...": 4, "I": 16},), candidates=each.candidates[:2])
         for each in OPERATORS["swiglu"].tuned
@@ -89,7 +92,7 @@ def test_a_tuner_runs_a_kernel_with_each_candidate(monkeypatch):
         assert each.at_most == {"I": 16}
         assert (each.kernel, tuple(each.values.items())) in ran
     for each in small:
-        assert all((each.kernel, tuple(values.items())) in ran for values in each.candidates)
+        assert all((each.name, tuple(values.items())) in ran for values in each.candidates)
 
 
 def result_of(operator, changed, **options):

@@ -4,9 +4,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from ms_kernels.dispatch import CONTRACTS
-from ms_kernels.library import is_wanted, opaque, unwanted
-from ms_kernels.reference.attention import visible
+from ms_kernels.core.torch_operator import is_wanted, opaque, unwanted
+from ms_kernels.operators import CONTRACTS
+from ms_kernels.operators.attention.contract import visible
 
 __all__ = ["adamw_step", "add_rms_norm", "attention", "rms_norm"]
 

@@ -5,7 +5,9 @@ import itertools
 import pytest
 import torch
 
-from ms_kernels import ArgumentError, adamw_step, dispatch
+from ms_kernels import ArgumentError, adamw_step, use_backend
+from ms_kernels.core import dispatch
+from ms_kernels.operators import OPERATORS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -82,8 +84,8 @@ def named(**changed):
 
 BACKENDS = [
     each.backend
-    for each in dispatch.IMPLEMENTATIONS
-    if each.operator == "adamw_step" and (each.devices is None or "cpu" in each.devices)
+    for each in OPERATORS["adamw_step"].implementations
+    if each.devices is None or "cpu" in each.devices
 ]
 
 
@@ -100,7 +102,7 @@ def test_two_arguments_in_one_memory_are_refused_and_nothing_is_written(pair, ba
         given = named(**dict(zip(pair, views, strict=True)))
         before = {name: each.clone() for name, each in given.items()}
         # What the fused kernel cannot walk goes to the reference.
-        with dispatch.use_backend(backend, "reference"), pytest.raises(ArgumentError) as caught:
+        with use_backend(backend, "reference"), pytest.raises(ArgumentError) as caught:
             adamw_step(**given, step=1, learning_rate=0.1)
         assert caught.value.argument == pair[1]
         assert f"in the memory of {pair[0]}" in str(caught.value)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ms_kernels.aot import TARGETS, build, load
-from ms_kernels.aot.catalogue import entries
+from ms_kernels.aot.gpu_library import entries
 from ms_kernels.aot.manifest import read_manifest
 from ms_kernels.aot.targets import target_named
 from ms_kernels.aot.workers import each_done
@@ -146,7 +146,7 @@ def test_a_damaged_library_does_not_open(library, tmp_path, fault):
 
 def test_a_stopped_build_leaves_nothing_in_place_and_goes_on(tmp_path, monkeypatch):
     """What was compiled before the stop is not compiled again."""
-    from ms_kernels.aot import building
+    from ms_kernels.aot import gpu_library
 
     compiled = []
 
@@ -156,9 +156,9 @@ def test_a_stopped_build_leaves_nothing_in_place_and_goes_on(tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         build("sm_90", tmp_path, only=FEW, progress=stop)
     assert not (tmp_path / "sm_90").exists()
-    first = building.compile_entry
+    first = gpu_library.compile_entry
     monkeypatch.setattr(
-        building, "compile_entry", lambda *given: compiled.append(given[0].name) or first(*given)
+        gpu_library, "compile_entry", lambda *given: compiled.append(given[0].name) or first(*given)
     )
     assert build("sm_90", tmp_path, only=FEW) == tmp_path / "sm_90"
     assert compiled == ["scale_cast_bf16"]
@@ -168,10 +168,10 @@ def test_a_stopped_build_leaves_nothing_in_place_and_goes_on(tmp_path, monkeypat
 
 def test_several_processes_build_the_same_library_as_one(library, tmp_path):
     """Byte by byte, in the same order; a process is started for as few as one kernel here."""
-    from ms_kernels.aot import building
+    from ms_kernels.aot import gpu_library
 
     few = [each for each in entries("sm_90") if each.name in FEW]
-    work = partial(building._kept_or_compiled, target=target_named("sm_90"), work=tmp_path)
+    work = partial(gpu_library._kept_or_compiled, target=target_named("sm_90"), work=tmp_path)
     made = list(each_done(work, few, jobs=2, least=1))
     assert [each.entry.name for each in made] == [each.name for each in few]
     for each in made:

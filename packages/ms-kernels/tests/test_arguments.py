@@ -7,7 +7,7 @@ import torch
 
 import ms_kernels
 from ms_kernels import ArgumentError, BackendError, KernelError, packed_weights
-from ms_kernels.dispatch import CONTRACTS
+from ms_kernels.operators import CONTRACTS
 
 
 def ones(*shape, **settings):

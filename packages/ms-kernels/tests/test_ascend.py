@@ -8,13 +8,14 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from ms_kernels.ascend import IMPLEMENTATIONS, gates, rotary
-from ms_kernels.dispatch import CONTRACTS
-from ms_kernels.dispatch import IMPLEMENTATIONS as ALL
-from ms_kernels.registry import choose
+from ms_kernels.core.choice import choose
+from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
+from ms_kernels.operators.rotary import ascend as rotary
+from ms_kernels.operators.swiglu import ascend as gates
 
 GOLDEN = Path(__file__).parent / "ascend" / "golden"
-OPERATORS = [each.operator for each in IMPLEMENTATIONS]
+ADAPTERS = [each for each in IMPLEMENTATIONS if each.backend == "ascend"]
+OPERATORS = [each.operator for each in ADAPTERS]
 
 LIMITS = [
     ("rms_norm", {"...": 0}, {}, "takes no empty tensor"),
@@ -52,13 +53,13 @@ class Npu(NamedTuple):
 
 def on_an_npu(call):
     """Describe the same call on an NPU."""
-    facts = (fact if fact is None else fact._replace(device=Npu()) for fact in call.facts)
-    return call._replace(facts=tuple(facts))
+    tensors = (each if each is None else each._replace(device=Npu()) for each in call.tensors)
+    return call._replace(tensors=tuple(tensors))
 
 
 def npu_call(operator, dims=(), **options):
     """Describe a call on an NPU, in bfloat16 where the adapter takes it."""
-    (implementation,) = [each for each in IMPLEMENTATIONS if each.operator == operator]
+    (implementation,) = [each for each in ADAPTERS if each.operator == operator]
     half = torch.bfloat16 in implementation.dtypes
     dtype = torch.bfloat16 if half else torch.float32
     contract = CONTRACTS[operator]
@@ -67,7 +68,7 @@ def npu_call(operator, dims=(), **options):
 
 def test_to_import_the_adapters_imports_no_torch_npu():
     """Where torch_npu is installed it is left alone; where it is not, nothing is missed."""
-    script = "import sys; sys.modules['torch_npu'] = None; import ms_kernels.ascend.null_runtime"
+    script = "import sys; sys.modules['torch_npu'] = None; import ms_kernels.operators"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -75,17 +76,17 @@ def test_to_import_the_adapters_imports_no_torch_npu():
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_an_npu_gets_the_fused_operator_and_says_why(operator):
     """The choice is made from a description, on a machine that has no NPU."""
-    choice = choose(npu_call(operator), ALL)
+    choice = choose(npu_call(operator), IMPLEMENTATIONS)
     assert choice.backend == "ascend"
     wide = CONTRACTS[operator].call({}, dtype=torch.float64)
-    assert choose(on_an_npu(wide), ALL).backend != "ascend"
-    assert choose(CONTRACTS[operator].call({}, device="cuda"), ALL).backend != "ascend"
+    assert choose(on_an_npu(wide), IMPLEMENTATIONS).backend != "ascend"
+    assert choose(CONTRACTS[operator].call({}, device="cuda"), IMPLEMENTATIONS).backend != "ascend"
 
 
 @pytest.mark.parametrize(("operator", "dims", "options", "told"), LIMITS)
 def test_what_cann_documents_as_a_limit_is_refused_beforehand(operator, dims, options, told):
     """torch_npu's Meta kernels check no sizes; the adapters do, and another backend is taken."""
-    choice = choose(npu_call(operator, dims, **options), ALL)
+    choice = choose(npu_call(operator, dims, **options), IMPLEMENTATIONS)
     assert choice.backend != "ascend"
     (verdict,) = [each for each in choice.verdicts if each.backend == "ascend"]
     assert told in verdict.reason
@@ -95,8 +96,8 @@ def test_weights_of_a_third_dtype_are_refused():
     """RMSNorm takes weights of x's dtype or float32; the sum with a residual x's alone."""
     for operator, other in (("rms_norm", torch.float16), ("add_rms_norm", torch.float32)):
         call = npu_call(operator)
-        facts = (*call.facts[:-1], call.facts[-1]._replace(dtype=other))
-        assert choose(call._replace(facts=facts), ALL).backend != "ascend"
+        tensors = (*call.tensors[:-1], call.tensors[-1]._replace(dtype=other))
+        assert choose(call._replace(tensors=tensors), IMPLEMENTATIONS).backend != "ascend"
 
 
 class Called(Exception):  # noqa: N818 - it is no error
@@ -138,7 +139,7 @@ def kinds(name):
     return {"Tensor": torch.Tensor, "int": int, "float": float, "str": str, "bool": bool}[name]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=OPERATORS)
+@pytest.mark.parametrize("implementation", ADAPTERS, ids=OPERATORS)
 def test_the_calls_fit_torch_npus_schemas(implementation, monkeypatch):
     """The schemas are those of the wheel, as a golden file; every option is tried."""
     contract = CONTRACTS[implementation.operator]

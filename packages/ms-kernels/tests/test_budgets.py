@@ -10,10 +10,11 @@ triton = pytest.importorskip("triton", reason="the extra cuda is not installed")
 
 import triton.language as tl  # noqa: E402
 
-from ms_kernels.aot.catalogue import Entry, entries  # noqa: E402
 from ms_kernels.aot.compiling import compile_entry  # noqa: E402
+from ms_kernels.aot.gpu_library import entries  # noqa: E402
 from ms_kernels.aot.lint import lint  # noqa: E402
 from ms_kernels.aot.targets import target_named  # noqa: E402
+from ms_kernels.core.entries import Entry  # noqa: E402
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "budgets.py"
 SPEC = importlib.util.spec_from_file_location("budgets", SCRIPT)
@@ -37,7 +38,7 @@ def differences(target, chosen):
     golden, chip = budgets.golden(target), target_named(target)
     found = {}
     for entry in chosen:
-        facts = compile_entry(entry, chip).facts
+        facts = compile_entry(entry, chip).resources
         now = [getattr(facts, name) for name in budgets.FIELDS]
         if now != golden["kernels"].get(entry.name):
             found[entry.name] = (golden["kernels"].get(entry.name), now)

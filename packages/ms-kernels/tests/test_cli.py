@@ -8,11 +8,14 @@ import pytest
 import torch
 
 import ms_kernels
-from ms_kernels import arguments, dispatch
+from ms_kernels import selection
 from ms_kernels.cli import main
-from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS
-from ms_kernels.registry import Implementation
-from ms_kernels.tuning import chip_of, read_table
+from ms_kernels.commands import arguments
+from ms_kernels.core import operator
+from ms_kernels.core.chips import chip_of
+from ms_kernels.core.choice import Implementation
+from ms_kernels.core.tables import read_table
+from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 
 
 def run(capsys, *arguments):
@@ -72,7 +75,7 @@ def test_check_proves_and_tells_how_far_from_the_truth(capsys):
 
 def test_bench_times_every_backend_that_takes_the_call(capsys, monkeypatch):
     """Forward, with backward where there is a gradient, and the rates of the least work."""
-    monkeypatch.setattr("ms_kernels.tuner.STEPS", (2,))
+    monkeypatch.setattr("ms_kernels.tuning.tuner.STEPS", (2,))
     code, text, _ = run(
         capsys, "bench", "--operator", "geglu", "--operator", "adamw_step", "--json"
     )
@@ -82,14 +85,14 @@ def test_bench_times_every_backend_that_takes_the_call(capsys, monkeypatch):
     for row in rows:
         assert row["forward_s"] > 0
         assert (row["both_s"] is None) == (row["operator"] == "adamw_step")
-        work = dispatch.CONTRACTS[row["operator"]].forward(row["sizes"], 4)
+        work = CONTRACTS[row["operator"]].forward(row["sizes"], 4)
         assert row["forward_bytes_per_s"] * row["forward_s"] == pytest.approx(work.size_bytes)
     assert "ms forward" in run(capsys, "bench", "--operator", "geglu", "--backend", "reference")[1]
 
 
 def test_bench_makes_a_table_that_reads_back(capsys, monkeypatch, tmp_path):
     """An entry for each implementation of the CPU and each dtype, none of the reference."""
-    monkeypatch.setattr("ms_kernels.tuner.STEPS", (1, 4))
+    monkeypatch.setattr("ms_kernels.tuning.tuner.STEPS", (1, 4))
     path = tmp_path / f"{chip_of(torch.device('cpu'))}.json"
     arguments = ("bench", "--tune", "--operator", "swiglu", "--out", str(path))
     code, text, told = run(capsys, *arguments)
@@ -119,7 +122,7 @@ def test_check_finds_a_backend_that_is_wrong(capsys, monkeypatch, fault):
         return right.detach() + 0 * gate.sum() + 0 * up.sum() if fault == "gradient" else right / 0
 
     broken = Implementation(operator="swiglu", backend="cpu", run=wrong, merit="")
-    monkeypatch.setattr("ms_kernels.check.IMPLEMENTATIONS", (broken,))
+    monkeypatch.setattr("ms_kernels.checking.IMPLEMENTATIONS", (broken,))
     code, text, _ = run(capsys, "check")
     assert code == 1
     assert "FAIL" in text
@@ -137,7 +140,7 @@ def test_a_check_that_ran_nothing_does_not_hold(capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["explain", "rmsnorm"], "no operator 'rmsnorm'; there are rms_norm"),
+        (["explain", "rmsnorm"], "no operator 'rmsnorm'; there are adamw_step"),
         (["explain", "rms_norm", "W=3"], "one of ...=SIZE, H=SIZE, eps=VALUE"),
         (["explain", "rms_norm", "H=0"], "H at least 1"),
         (["explain", "rms_norm", "H=many"], "one of ...=SIZE, H=SIZE"),
@@ -195,7 +198,7 @@ def test_the_module_is_the_command():
 
 def test_the_command_knows_the_backends_that_dispatch_knows():
     """There is one list of backends."""
-    assert arguments.BACKENDS is dispatch.BACKENDS
+    assert arguments.BACKENDS is selection.BACKENDS is operator.BACKENDS
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["bench", "--help"]])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ms_kernels import ArgumentError, attention, decode_attention, use_backend
-from ms_kernels.reference.decode_attention import decode_attention as reference
+from ms_kernels.operators.decode_attention.contract import decode_attention as reference
 
 
 @settings(max_examples=60, deadline=None)

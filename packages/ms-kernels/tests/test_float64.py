@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ms_kernels.check import compare
-from ms_kernels.contract import ACCUMULATED, FLOATING
-from ms_kernels.dispatch import CONTRACTS, describe_call
+from ms_kernels.checking import compare
+from ms_kernels.contracts.call import ACCUMULATED, FLOATING
+from ms_kernels.core.choice import obstacle_to
+from ms_kernels.core.dispatch import describe_call
+from ms_kernels.operators import CONTRACTS
 from ms_kernels.packed_weights import dequantize
-from ms_kernels.registry import obstacle_to
 
 from .test_operators import HERE, IDENTITIES, arguments_of
 

@@ -5,9 +5,9 @@ import torch
 
 import ms_kernels
 from ms_kernels import ArgumentError, cross_entropy, explain, linear_cross_entropy
-from ms_kernels.check import check
-from ms_kernels.dispatch import CONTRACTS
-from ms_kernels.measure import one_pass
+from ms_kernels.checking import check
+from ms_kernels.operators import CONTRACTS
+from ms_kernels.tuning.measure import one_pass
 
 pytestmark = [
     pytest.mark.gpu,

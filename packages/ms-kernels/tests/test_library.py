@@ -11,8 +11,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ms_kernels.check import compare
-from ms_kernels.dispatch import CONTRACTS
+from ms_kernels.checking import compare
+from ms_kernels.operators import CONTRACTS
 
 from . import opaque_operators
 

@@ -6,8 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ms_kernels
-from ms_kernels.reference import chunked_logits as module
-from ms_kernels.reference.linear_cross_entropy import linear_cross_entropy
+from ms_kernels.operators.linear_cross_entropy import chunked_logits as module
+from ms_kernels.operators.linear_cross_entropy.contract import linear_cross_entropy
 
 
 class Largest(TorchDispatchMode):

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ms_kernels.ascend.null_runtime import NullRuntimeError, bridge, start
-from ms_kernels.ascend.null_runtime.bodies import BODIES
-from ms_kernels.ascend.null_runtime.cli import main
-from ms_kernels.ascend.null_runtime.signatures import Short, Single, entry_point, parameters_of
-from ms_kernels.ascend.null_runtime.stubs import LIBRARIES, build, source_of
-from ms_kernels.ascend.null_runtime.symbols import Names, defined, looked_up, undefined
+from .ascend.null_runtime import NullRuntimeError, bridge, start
+from .ascend.null_runtime.bodies import BODIES
+from .ascend.null_runtime.cli import main
+from .ascend.null_runtime.signatures import Short, Single, entry_point, parameters_of
+from .ascend.null_runtime.stubs import LIBRARIES, build, source_of
+from .ascend.null_runtime.symbols import Names, defined, looked_up, undefined
 
 GOLDEN = Path(__file__).parent / "ascend" / "golden"
 NAMES = Names(operators=("aclnnAdd", "aclnnErfinv", "aclnnRmsNorm"), others=("aclrtGone", "_ZTIx"))

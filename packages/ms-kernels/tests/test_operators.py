@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ms_kernels.check import compare
-from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS, describe_call
-from ms_kernels.registry import obstacle_to
+from ms_kernels.checking import compare
+from ms_kernels.core.choice import obstacle_to
+from ms_kernels.core.dispatch import describe_call
+from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 
 from .truth import TRUTHS
 

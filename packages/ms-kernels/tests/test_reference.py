@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS, describe_call
-from ms_kernels.registry import obstacle_to
+from ms_kernels.core.choice import obstacle_to
+from ms_kernels.core.dispatch import describe_call
+from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 
 SMALL = {
     "rms_norm": {"...": 3, "H": 5},

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ms_kernels import linear_cross_entropy, token_log_probs
-from ms_kernels.reference.token_log_probs import token_log_probs as chunked
+from ms_kernels.operators.token_log_probs.contract import token_log_probs as chunked
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 64])

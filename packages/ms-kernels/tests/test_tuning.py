@@ -6,11 +6,16 @@ import msgspec
 import pytest
 import torch
 
-from ms_kernels import TableError, dispatch, tuner, tuning
-from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS
-from ms_kernels.registry import Implementation, Tuned, choose, with_launches
-from ms_kernels.tuning import Configuration, Entry, Table, read_table, write_table
+from ms_kernels import TableError
+from ms_kernels.contracts.call import describe
+from ms_kernels.core import chips, dispatch, launches, tables
+from ms_kernels.core.choice import Implementation, choose, with_launches
+from ms_kernels.core.launches import ANY_SIZE, TableKey, TunedKernel
+from ms_kernels.core.tables import Configuration, Entry, Table, read_table, write_table
+from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
+from ms_kernels.tuning import tuner
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ENTRY = {
     "operator": "rms_norm",
     "backend": "cpu",
@@ -25,12 +30,12 @@ TABLE = {"format": "ms-kernels-tuning-1", "chip": "toy", "torch": "2.13.0", "ent
 @pytest.fixture
 def toy(monkeypatch, tmp_path):
     """Give a function that makes a table of one entry count, of the chip ``toy`` or another."""
-    monkeypatch.setattr(tuning, "_folder", lambda: tmp_path)
-    tuning._entries.cache_clear()
+    monkeypatch.setattr(tables, "_folder", lambda: tmp_path)
+    tables._entries.cache_clear()
 
     def forget():
-        tuning._entries.cache_clear()
-        tuning.launch_of.cache_clear()
+        tables._entries.cache_clear()
+        launches.launch_of.cache_clear()
 
     def install(chip="toy", **entry):
         table = {**TABLE, "chip": chip, "entries": [{**ENTRY, **entry}]}
@@ -91,7 +96,7 @@ def test_a_truncated_absent_or_huge_table_is_refused(tmp_path):
     path.write_text(json.dumps(TABLE)[:-9])
     with pytest.raises(TableError, match="no tuning table"):
         read_table(path)
-    path.write_bytes(b" " * (tuning.LIMIT_BYTES + 1))
+    path.write_bytes(b" " * (tables.LIMIT_BYTES + 1))
     with pytest.raises(TableError, match="larger than 4 MiB"):
         read_table(path)
 
@@ -128,58 +133,57 @@ def test_what_a_table_does_not_know_follows_the_implementation(toy, stale):
         assert reason(choice) == "pays from 65536 elements on, and here are 8008"
 
 
-def test_a_configuration_is_the_first_whose_sizes_hold(toy, monkeypatch):
-    """Then that of any chip; a tuner's trial goes before all, and a kernel nobody knows is told."""
+def test_a_configuration_is_the_first_whose_sizes_hold(toy):
+    """Then the kernel's own; a tuner's trial goes before all, and a kernel without is told."""
     steps = [
         {"kernel": "walk", "at_most": {"H": 64}, "values": {"block": 1}},
         {"kernel": "walk", "at_most": {"H": 512, "rows": 10}, "values": {"block": 2}},
     ]
-    anywhere = [{"kernel": "walk", "at_most": {}, "values": {"block": 9}}]
     toy(configurations=steps)
-    toy(chip="any", configurations=anywhere, measured=False)
+    about = {"operator": "rms_norm", "name": "walk", "backend": "cpu", "sizes": ("H", "rows")}
+    walk = TunedKernel(**about, defaults=((100, {"block": 8}), (ANY_SIZE, {"block": 9})))
 
-    def found(kernel="walk", version=1, chip="toy", **sizes):
-        return tuning.configuration(
-            "rms_norm",
-            "cpu",
-            kernel,
-            version=version,
-            chip=chip,
-            dtype=torch.float32,
-            sizes=sizes,
-        )
+    def found(kernel=walk, chip="toy", **sizes):
+        return kernel.values(TableKey(chip, torch.float32), sizes["H"], sizes["rows"])
 
     assert found(H=64, rows=99) == {"block": 1}
     assert found(H=65, rows=10) == {"block": 2}
-    assert found(H=65, rows=11) == {"block": 9}
-    assert found(H=64, rows=99, chip="other") == {"block": 9}
-    with tuning.trying("rms_norm", "cpu", {"walk": {"block": 7}}):
+    assert found(H=65, rows=11) == {"block": 8}
+    assert found(H=101, rows=11) == {"block": 9}
+    assert found(H=64, rows=99, chip="other") == {"block": 8}
+    with launches.trying(walk, {"block": 7}):
         assert found(H=1, rows=1) == {"block": 7}
-    for operator, kernel in (("swiglu", "walk"), ("rms_norm", "run")):
-        with tuning.trying(operator, "cpu", {kernel: {"block": 7}}):
+    for other in ({"operator": "swiglu"}, {"name": "run"}):
+        with launches.trying(TunedKernel(**{**about, **other}), {"block": 7}):
             assert found(H=1, rows=1) == {"block": 1}
     with pytest.raises(TableError, match="no table knows run of rms_norm cpu, version 1"):
-        found("run", H=1)
+        found(TunedKernel(**{**about, "name": "run"}), H=1, rows=1)
     with pytest.raises(TableError, match="version 2"):
-        found(version=2, H=1)
+        found(TunedKernel(**about, version=2), H=1, rows=1)
+
+
+def test_float32_may_have_defaults_of_its_own():
+    """Kernels hold half as many elements of twice the size."""
+    half, single = ((ANY_SIZE, {"block": 2}),), ((ANY_SIZE, {"block": 1}),)
+    kernel = TunedKernel(operator="swiglu", name="walk", defaults=half, wide_defaults=single)
+    chosen = {dtype: kernel.values(TableKey("", dtype))["block"] for dtype in DTYPES}
+    assert chosen == {torch.float32: 1, torch.bfloat16: 2, torch.float16: 2}
 
 
 def test_explain_names_what_a_kernel_runs_with_and_whether_it_was_measured(toy):
     """The parameters, whose table they stand in, and that nobody timed them."""
     contract = CONTRACTS["rms_norm"]
 
-    def launches(chip):
+    def launched(chip):
         call = contract.call({"H": 4096}, device="cuda", chip=chip)
         choice = with_launches(choose(call, IMPLEMENTATIONS), call, contract.bind(call))
         return [str(each) for each in choice.launches]
 
     forward = {"kernel": "rms_norm_forward", "at_most": {}, "values": {"ELEMENTS": 7}}
-    backward = {**forward, "kernel": "rms_norm_backward"}
     toy(backend="triton", configurations=[forward])
-    toy(backend="triton", chip="any", configurations=[forward, backward], measured=False)
-    assert launches("toy") == [
+    assert launched("toy") == [
         "rms_norm_forward ELEMENTS=7 (toy, measured)",
-        "rms_norm_backward ELEMENTS=7 (any, never measured)",
+        "rms_norm_backward ELEMENTS=2048 PROGRAMS=256 num_warps=8 (any, never measured)",
     ]
 
 
@@ -200,35 +204,24 @@ def test_a_backend_pays_from_where_it_is_slower_no_more(ratios, pays_from):
 
 def test_a_tuner_takes_the_fastest_configuration_by_measuring(toy, monkeypatch):
     """Of three configurations one does the work often and one does not run: the third is chosen."""
-    toy(
-        chip="any",
+    again = TunedKernel(
         operator="swiglu",
+        name="again",
         backend="toy",
-        configurations=[{"kernel": "again", "at_most": {}, "values": {"times": 40}}],
+        sizes=("I",),
+        tried_at=({"I": 64, "...": 64}, {"I": 256, "...": 64}),
+        candidates=({"times": 40}, {"times": -1}, {"times": 1}),
+        defaults=((ANY_SIZE, {"times": 40}),),
     )
 
     def run(gate, up):
-        values = tuning.configuration(
-            "swiglu",
-            "toy",
-            "again",
-            version=1,
-            chip="toy",
-            dtype=gate.dtype,
-            sizes={"I": gate.shape[1]},
-        )
+        values = again.values(TableKey("toy", gate.dtype), gate.shape[1])
         if values["times"] < 0:
             raise RuntimeError("out of shared memory")
         for _ in range(values["times"]):
             result = torch.nn.functional.silu(gate) * up
         return result
 
-    again = Tuned(
-        kernel="again",
-        sizes=("I",),
-        tried_at=({"I": 64, "...": 64}, {"I": 256, "...": 64}),
-        candidates=({"times": 40}, {"times": -1}, {"times": 1}),
-    )
     toy_ = Implementation(operator="swiglu", backend="toy", run=run, merit="", tuned=(again,))
     reference = next(
         each for each in IMPLEMENTATIONS if (each.operator, each.backend) == ("swiglu", "reference")
@@ -247,23 +240,19 @@ def test_every_kernel_has_a_configuration_on_a_chip_that_nobody_measured():
     for each in IMPLEMENTATIONS:
         for dtype in each.dtypes if each.tuned else ():
             for kernel in each.tuned:
-                sizes = tuple((name, 2**30) for name in kernel.sizes)
-                named = each.operator, each.backend, kernel.kernel, each.version
-                launch = tuning.launch_of(*named, "nowhere", tuning_name(dtype), sizes)
+                sizes = tuple(2**30 for _ in kernel.sizes)
+                launch = launches.launch_of(kernel, "nowhere", describe(dtype), sizes)
                 assert (launch.chip, launch.measured) == ("any", False)
+                assert (kernel.operator, kernel.backend) == (each.operator, each.backend)
+                assert kernel.version == each.version
                 for candidate in kernel.candidates:
-                    assert candidate.keys() == launch.values.keys(), kernel.kernel
-
-
-def tuning_name(dtype):
-    """Return a dtype's name as tables have it."""
-    return str(dtype).removeprefix("torch.")
+                    assert candidate.keys() == launch.values.keys(), kernel.name
 
 
 def test_no_gpus_table_claims_to_be_measured():
     """Nothing has run on a GPU, and each entry says so."""
-    for chip in ("any", "gfx942", "sm_80", "sm_89", "sm_90", "sm_100"):
-        table = read_table(tuning._folder() / f"{chip}.json")
+    for chip in ("gfx942", "sm_80", "sm_89", "sm_90", "sm_100"):
+        table = read_table(tables._folder() / f"{chip}.json")
         assert table.torch == ""
         assert not any(entry.measured for entry in table.entries)
 
@@ -271,19 +260,19 @@ def test_no_gpus_table_claims_to_be_measured():
 def test_every_committed_table_is_whole_and_of_what_exists():
     """Each reads strictly, and each entry is for an implementation in its present version."""
     versions = {(each.operator, each.backend): each.version for each in IMPLEMENTATIONS}
-    assert "cpu-avx512" in tuning.chips()
-    for chip in (tuning.ANY, *tuning.chips()):
-        table = read_table(tuning._folder() / f"{chip}.json")
+    assert "cpu-avx512" in tables.chips()
+    for chip in tables.chips():
+        table = read_table(tables._folder() / f"{chip}.json")
         for entry in table.entries:
             assert versions[entry.operator, entry.backend] == entry.version
 
 
 def test_the_chip_of_a_device_is_a_name_that_a_file_may_have():
     """For the CPU by its vector unit; for a device that is not here by its type."""
-    assert tuning.chip_of(torch.device("cpu")).startswith("cpu-")
-    assert tuning.chip_of(torch.device("meta")) == "meta"
+    assert chips.chip_of(torch.device("cpu")).startswith("cpu-")
+    assert chips.chip_of(torch.device("meta")) == "meta"
     call = dispatch.describe_call(CONTRACTS["swiglu"], (torch.ones(2, 3),) * 2, ())
-    assert call.chip == tuning.chip_of(torch.device("cpu"))
+    assert call.chip == chips.chip_of(torch.device("cpu"))
 
 
 def test_structs_are_frozen():

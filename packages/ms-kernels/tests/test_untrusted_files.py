@@ -11,13 +11,14 @@ import time
 import pytest
 import torch
 
-from ms_kernels import BackendError, KernelError, TableError, tuning
+from ms_kernels import BackendError, KernelError, TableError
 from ms_kernels.aot import load
-from ms_kernels.aot.building import file_of
+from ms_kernels.aot.files import file_of
 from ms_kernels.aot.loading import Library
 from ms_kernels.aot.manifest import Manifest, read_manifest
 from ms_kernels.cli import main
-from ms_kernels.tuning import Table, read_table
+from ms_kernels.core import tables
+from ms_kernels.core.tables import Table, read_table
 
 MUTANTS = int(os.environ.get("MS_MUTANTS", "400"))
 
@@ -80,7 +81,7 @@ def refused(read, error):
 
 def table_bytes():
     """Return the largest table that is committed, of entries and configurations."""
-    return (tuning._folder() / "any.json").read_bytes()
+    return (tables._folder() / "sm_90.json").read_bytes()
 
 
 @pytest.fixture
@@ -253,7 +254,7 @@ def test_a_detail_that_is_no_value_is_refused(capsys, detail):
 
 def test_kept_pieces_of_a_stopped_build_are_sealed(tmp_path):
     """A piece of which one bit flipped is compiled anew."""
-    from ms_kernels.aot.models import _is_kept, _sealed
+    from ms_kernels.aot.cpu_library import _is_kept, _sealed
 
     package, library, seal = (tmp_path / name for name in ("x.pt2", "x.so", "x.key"))
     package.write_bytes(b"package")

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.nn import functional as F
 
-from ms_parallel.cluster import connect as launch
+from ms_parallel.cluster import connection
 from ms_parallel.cluster import endings as exits
 from ms_parallel.cluster.agreement import first_does
-from ms_parallel.cluster.groups import connect
+from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.watch import Heartbeat, position
 from ms_parallel.engine.loss import Batch, NextTokenLoss, Output
@@ -128,7 +128,7 @@ def wait_for_rank_2(how: str) -> tuple[int, str]:
     Args:
         how: rank 2 is `stopped`, `slow`, or ends before as a `killed` process does.
     """
-    launch.join(Layout(data=3), timeout_s=60)
+    connection.join(Layout(data=3), timeout_s=60)
     position.step, position.activity = 7, "update"
     dist.all_reduce(torch.ones(1))
     distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
@@ -159,7 +159,7 @@ def _stay_away(how: str) -> None:
 
 def rank_0_stops_while_it_acts() -> str:
     """Rank 0 acts for the others, who wait for as long as it takes; then it is stopped."""
-    launch.join(Layout(data=2), timeout_s=60)
+    connection.join(Layout(data=2), timeout_s=60)
     first_does(lambda: None)
     assert Heartbeat.running is not None
     Heartbeat.running.timeout_s = 2.0

@@ -13,14 +13,13 @@ from launching import MODEL, RUN
 from runs import build, global_batch, my_rows, tiny, train
 
 from ms_parallel import DistributedTrainer
-from ms_parallel.cluster.groups import connect
+from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.pipeline.recorder import offset_ns
-from ms_parallel.pipeline.step_file import write_step
-from ms_parallel.planner.measurement import measure_layers
-from ms_parallel.planner.tuning import search_schedule
-from ms_parallel.schedules import LayerCosts
+from ms_parallel.pipeline.step_file import recorded_step, write_step
+from ms_parallel.planner.tuning import measure_segments, search_schedule
+from ms_parallel.schedules import SegmentCosts
 
 SETTINGS = {"num_hidden_layers": 6, "num_key_value_heads": 4, "vocab_size": 48}
 
@@ -40,7 +39,7 @@ def searched(layout: str, steps: int) -> dict[str, Any]:
     return {
         "table": found.table,
         "layers": found.layers,
-        "asked": found.asked,
+        "conditions": found.conditions,
         "costs": {name: list(values) for name, values in found.costs.items()},
         "digest": hashlib.sha256(repr(found).encode()).hexdigest(),
         "untouched": untouched,
@@ -69,7 +68,7 @@ def layer_facts(recompute: str) -> dict[str, list[float]]:
     sizes = {**SETTINGS, "hidden_size": 64, "intermediate_size": 256, "head_dim": 16}
     config = tiny(**sizes)
     groups = connect(Layout(), device="cpu")
-    costs: LayerCosts = measure_layers(
+    costs: SegmentCosts = measure_segments(
         config, groups, rows=2, sequence_length=64, recompute=recompute
     )
     names = ("forward", "backward_input", "backward_weight", "activation", "retained")
@@ -82,7 +81,8 @@ def recorded(schedule: str, path: str, shift_ns: int) -> dict[str, Any]:
     groups = connect(Layout(pipeline=2), device="cpu", timeout_s=60)
     engine = build(SETTINGS, groups, schedule=schedule, microbatch_size=2)
     plain = train(build(SETTINGS, groups, schedule=schedule, microbatch_size=2), 1)[0][0]
-    update, step = engine.recorded_update(global_batch(0), NextTokenLoss())
+    update, recorder = engine.recorded_update(global_batch(0), NextTokenLoss())
+    step = recorded_step(recorder, engine.groups, 0)
     assert step is not None
     if groups.place.pipeline == 0:
         write_step(Path(path), step)

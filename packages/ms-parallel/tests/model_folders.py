@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ms_parallel.cluster.groups import Groups, connect
+from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ModelError
 from ms_parallel.models import StagedModel, architecture, model_plan

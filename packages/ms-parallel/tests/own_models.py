@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ms_parallel import AdamWConfig, Engine, Layout, ModelPlan, NextTokenLoss, ParallelError
 from ms_parallel import checkpoint as checkpoints
-from ms_parallel.cluster.groups import connect
+from ms_parallel.cluster.connection import connect
 
 WIDTH, HEADS = 32, 4
 

@@ -7,7 +7,7 @@ import torch
 from runs import answers, build, global_batch, my_rows, train
 from torch import Tensor, nn
 
-from ms_parallel.cluster.groups import connect
+from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.schedules import Schedule

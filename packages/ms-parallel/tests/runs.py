@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ms_parallel import checkpoint
-from ms_parallel.cluster.groups import Groups, connect
+from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import Batch, NextTokenLoss, Output

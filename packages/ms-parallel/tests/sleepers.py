@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ms_parallel.cluster.groups import connect
+from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.pipeline.recorder import Recorder, gather_times
 from ms_parallel.pipeline.runtime import Runtime

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ms_parallel import checkpoint
-from ms_parallel.cluster.groups import disconnect
+from ms_parallel.cluster.connection import disconnect
 from ms_parallel.errors import CheckpointError, DamageError
 
 FACTS = {"stream": {"consumed": 12}, "note": "déjà vu"}

@@ -12,7 +12,7 @@ import pytest
 from ms_rig import environment, run_on_rig
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import command, train, write_corpus, write_run
+from launching import train, write_corpus, write_run
 from processes import run_processes
 from runs import FAMILIES, VARIANTS
 
@@ -48,7 +48,12 @@ def test_what_one_layout_saves_another_loads(tmp_path: Path) -> None:
     settings, folder = VARIANTS["tied grouped"], str(tmp_path)
     for count, layouts in LAYOUTS.items():
         run_on_rig(
-            count, RUNS, "save_and_answer", layouts=layouts, settings=settings, folder=folder,
+            count,
+            RUNS,
+            "save_and_answer",
+            layouts=layouts,
+            settings=settings,
+            folder=folder,
             device=None,
         )
     every = [layout for layouts in LAYOUTS.values() for layout in layouts]
@@ -56,7 +61,12 @@ def test_what_one_layout_saves_another_loads(tmp_path: Path) -> None:
     for count, layouts in LAYOUTS.items():
         jobs = [(saved, layout) for saved in every for layout in layouts]
         ranks = run_on_rig(
-            count, RUNS, "load_and_answer", jobs=jobs, settings=settings, folder=folder,
+            count,
+            RUNS,
+            "load_and_answer",
+            jobs=jobs,
+            settings=settings,
+            folder=folder,
             device=None,
         )
         found += ranks[0]

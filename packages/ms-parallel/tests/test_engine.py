@@ -18,12 +18,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 from runs import OPTIMIZER, VARIANTS, build, global_batch, tiny, train
 
-from ms_parallel.cluster.groups import Groups, connect
+from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import Batch, NextTokenLoss, Output
 from ms_parallel.engine.optimizer import AdamWConfig, learning_rate, optimizer_config
-from ms_parallel.errors import ConfigError, LayoutError, ParallelError, ScheduleError
+from ms_parallel.errors import ConfigError, LaunchError, ParallelError, ScheduleError
 from ms_parallel.models import build_model
 from ms_parallel.weights import initialise
 
@@ -153,7 +154,7 @@ def test_settings_that_do_not_fit_are_named(groups: Groups) -> None:
         build({}, groups, schedule="zb-w")
     with pytest.raises(ConfigError, match="recompute is 'some'"):
         build({}, groups, recompute="some")
-    with pytest.raises(LayoutError, match="needs 2 processes"):
+    with pytest.raises(LaunchError, match="needs 2 processes"):
         Engine(tiny(), Layout(data=2), device="cpu")
 
 
@@ -224,7 +225,7 @@ def test_a_plain_start_is_told_what_to_type(tmp_path: Path) -> None:
     """`python train.py --x` where two processes are needed names the torchrun command."""
     script = tmp_path / "train.py"
     script.write_text(
-        "from ms_parallel.cluster.groups import connect\n"
+        "from ms_parallel.cluster.connection import connect\n"
         "from ms_parallel.cluster.layout import Layout\n"
         "connect(Layout(data=2), device='cpu')\n"
     )
@@ -243,7 +244,7 @@ def test_a_port_in_use_is_said_in_one_line() -> None:
     """The error names the address and what to change."""
     code = (
         "from ms_parallel.errors import LaunchError\n"
-        "from ms_parallel.cluster.groups import connect\n"
+        "from ms_parallel.cluster.connection import connect\n"
         "from ms_parallel.cluster.layout import Layout\n"
         "try:\n    connect(Layout(), device='cpu')\n"
         "except LaunchError as error:\n    print(error)\n"

@@ -5,14 +5,14 @@ from itertools import combinations, pairwise
 import pytest
 
 from ms_parallel.errors import ScheduleError
-from ms_parallel.schedules import LayerCosts, balance, search, vee, verify
+from ms_parallel.schedules import SegmentCosts, balance, search, vee, verify
 
 QUICK = 0.02
 
 
 def layers(times):
     """Layers whose backwards take as long as their forwards."""
-    return LayerCosts(forward=times, backward_input=times, backward_weight=times)
+    return SegmentCosts(forward=times, backward_input=times, backward_weight=times)
 
 
 def every_split(count, stages):
@@ -52,7 +52,7 @@ def test_on_a_v_the_ranks_are_balanced_not_the_stages():
 
 def test_memory_decides_where_work_does_not():
     """Layers of equal time but unequal memory are split so that the cap is kept."""
-    model = LayerCosts(
+    model = SegmentCosts(
         forward=[1] * 4, backward_input=[1] * 4, backward_weight=[1] * 4, activation=[5, 5, 1, 1]
     )
     found = balance(model, 7, placement=(0, 1), microbatches=2, effort=QUICK)
@@ -61,7 +61,7 @@ def test_memory_decides_where_work_does_not():
 
 
 @pytest.mark.parametrize(
-    ("times", "complaint"), [([1], "1 layers for 2 stages"), ([1, -2], "-2 is negative")]
+    ("times", "complaint"), [([1], "1 segments for 2 stages"), ([1, -2], "-2 is negative")]
 )
 def test_what_cannot_be_split_is_refused(times, complaint):
     """Too few layers, or costs that are none."""

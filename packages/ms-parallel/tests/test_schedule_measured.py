@@ -16,8 +16,8 @@ from ms_parallel.cli import main
 from ms_parallel.errors import ConfigError, ScheduleError
 from ms_parallel.pipeline.step_file import read_step
 from ms_parallel.planner.found_schedule import read_found
-from ms_parallel.planner.tuning import find
-from ms_parallel.schedules import LayerCosts, Schedule, simulate, verify
+from ms_parallel.planner.shortest import shortest_schedule
+from ms_parallel.schedules import Schedule, SegmentCosts, simulate, verify
 
 MEASURING = Path(__file__).parent / "measuring.py"
 # As in test_layouts.
@@ -61,7 +61,7 @@ def test_what_a_layer_keeps_is_weighed() -> None:
 
 def test_the_search_weighs_layers_and_head_alike_on_all_placements() -> None:
     """A heavy head is given fewer layers; the result is no slower than 1F1B in as much memory."""
-    costs = LayerCosts(
+    costs = SegmentCosts(
         forward=[10, 10, 10, 10, 10, 10, 10, 40],
         backward_input=[13] * 7 + [50],
         backward_weight=[7] * 7 + [30],
@@ -69,14 +69,14 @@ def test_the_search_weighs_layers_and_head_alike_on_all_placements() -> None:
         latency=1,
         transfer=2,
     )
-    found = find(costs, 2, 8, None, asked={"rows": 8}, effort=0.1)
+    found = shortest_schedule(costs, 2, 8, None, conditions={"rows": 8}, effort=0.1)
     assert found.makespan_ms < found.one_f_one_b_ms
     assert max(found.peak_bytes) <= found.memory_cap_bytes == 800
     assert found.lower_bound_ms <= found.makespan_ms
     line = simulate(found.staged.schedule, costs.stages(found.layers))
     assert float(line.makespan) / 1000 == pytest.approx(found.makespan_ms)
     with pytest.raises(ScheduleError, match="the least that works is"):
-        find(costs, 2, 8, 150, asked={}, effort=0.1)
+        shortest_schedule(costs, 2, 8, 150, conditions={}, effort=0.1)
 
 
 def test_a_stopped_run_goes_on_under_its_schedule_bit_for_bit(tmp_path: Path) -> None:

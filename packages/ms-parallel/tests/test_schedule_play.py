@@ -5,8 +5,8 @@ from random import Random
 import pytest
 
 from ms_parallel.schedules import Costs, looped, search, vee
+from ms_parallel.schedules.construction.problem import problem_of
 from ms_parallel.schedules.solver.play import Player
-from ms_parallel.schedules.solver.search import problem_of
 
 
 def costs(random: Random, stages: int, transfer: int) -> Costs:

@@ -24,7 +24,8 @@ from ms_parallel.schedules import (
     zb1p,
     zb_v,
 )
-from ms_parallel.schedules.solver.search import _tighter, problem_of
+from ms_parallel.schedules.construction.problem import problem_of
+from ms_parallel.schedules.solver.search import _tighter
 
 QUICK = 0.02
 numbers = st.integers(1, 9)

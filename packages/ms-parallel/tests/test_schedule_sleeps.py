@@ -14,8 +14,8 @@ from ms_parallel.schedules import (
     Schedule,
     gpipe,
     interleaved_one_f_one_b,
-    observed,
-    observed_costs,
+    measured,
+    measured_costs,
     one_f_one_b,
     search,
     simulate,
@@ -73,10 +73,10 @@ def test_the_simulated_makespan_is_the_measured_one(ranks: int, count: int, trie
     for (name, schedule, _), recordings in zip(cases, runs, strict=True):
         apart = []
         for times in recordings:
-            line = observed(schedule, times)
-            costs = observed_costs(schedule, times)
+            line = measured(schedule, times)
+            costs = measured_costs(schedule, times)
             apart.append(float(simulate(schedule, costs).makespan / line.makespan) - 1)
         assert min(map(abs, apart)) <= WITHIN, (name, apart)
         asked = sum(map(sum, jobs[names.index(name)]["costs_ms"])) * count
-        busy = float(sum(observed(schedule, recordings[0]).busy)) / 1e6
+        busy = float(sum(measured(schedule, recordings[0]).busy)) / 1e6
         assert busy >= asked, "they really slept"

@@ -202,15 +202,15 @@ def test_a_run_file_takes_overrides_with_toml_values(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run.toml", Path("corpus"))
     sets = ["batch_size=6", "output_dir=elsewhere", "parallel_config.tensor=2", "steps = 7"]
     read = read_run_file(run, [*sets, "model_config.tie_word_embeddings=true"])
-    assert (read.trainer.batch_size, read.steps) == (6, 7)
-    assert read.trainer.output_dir == Path("elsewhere")
-    assert read.trainer.parallel_config == Layout(tensor=2)
-    assert read.trainer.model_config["tie_word_embeddings"] is True
+    assert (read.options.batch_size, read.length.steps) == (6, 7)
+    assert read.options.output_dir == Path("elsewhere")
+    assert read.options.parallel_config == Layout(tensor=2)
+    assert read.options.model_config["tie_word_embeddings"] is True
 
 
 def test_inspect_counts_what_is_built(tmp_path: Path) -> None:
     """Parameters are those of the model; stages and data ranks share them out."""
-    options = trainer(tmp_path, vocab_size=320, batch_size=8)
+    options = trainer(tmp_path, vocab_size=320, batch_size=8).options
     one = inspect(options, Layout())
     assert one.parameters == 320 * 32 * 2 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 64) + 32
     assert one.ranks[0].state_bytes == 16 * one.parameters

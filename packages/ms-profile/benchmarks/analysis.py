@@ -15,7 +15,9 @@ from browser import open_browser
 from replicate import replicate
 
 from ms_profile import Analysis, analyse, analyse_traces, compare, diagnose, write_report
-from ms_profile.trace.simulation import Fault, simulate_run
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from simulation import Fault, simulate_run
 
 TRACES = Path(__file__).parents[1] / "tests" / "traces" / "ddp"
 LARGE = """

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from ms_profile.analysis.comparison import (
-    CHANCE,
     LEAST_CHANGE,
+    SIGNIFICANCE,
     RecordedSteps,
     compare_runs,
     recorded_steps,
@@ -59,13 +59,13 @@ def recorded(folder: Path, script: Path, work: int) -> RecordedSteps:
 
 
 def first(steps: RecordedSteps, length: int) -> tuple[np.ndarray, np.ndarray]:
-    assert steps.unhindered_ns is not None
-    return steps.wall_ns[:length], steps.unhindered_ns[:length]
+    assert steps.without_cpu_wait_ns is not None
+    return steps.wall_ns[:length], steps.without_cpu_wait_ns[:length]
 
 
 def slower(old: np.ndarray, new: np.ndarray) -> bool:
     change = float(np.median(new) / np.median(old)) - 1
-    return compare_runs([old], [new]) < CHANCE and change >= LEAST_CHANGE
+    return compare_runs([old], [new]) < SIGNIFICANCE and change >= LEAST_CHANGE
 
 
 def called(old: tuple[np.ndarray, np.ndarray], new: tuple[np.ndarray, np.ndarray]) -> bool:
@@ -85,7 +85,7 @@ def called_of_several(old: Runs, new: Runs) -> bool:
         a, b = [one[series] for one in old], [one[series] for one in new]
         change = np.exp(np.mean([np.log(np.median(one)) for one in b]))
         change /= np.exp(np.mean([np.log(np.median(one)) for one in a]))
-        if not (compare_runs(a, b) < CHANCE and change - 1 >= LEAST_CHANGE):
+        if not (compare_runs(a, b) < SIGNIFICANCE and change - 1 >= LEAST_CHANGE):
             return False
     return True
 
@@ -105,7 +105,7 @@ def main() -> None:
     everything = np.concatenate([one.wall_ns for one in runs[WORK]])
     facts: dict[str, object] = {
         "step_ms": round(float(np.median(everything)) / 1e6, 2),
-        "waited_for_a_cpu": [round(one.hindered_share or 0.0, 3) for one in runs[WORK]],
+        "waited_for_a_cpu": [round(one.cpu_wait_share or 0.0, 3) for one in runs[WORK]],
     }
     for length in LENGTHS:
         short = {work: [first(one, length) for one in own] for work, own in runs.items()}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ms_profile.trace import Trace
 from ms_profile.trace.builder import TraceBuilder
+from ms_profile.trace.columns import Trace
 from ms_profile.trace.records import Arguments, Record
 
 FOLDER = Path(__file__).parent / "traces"

@@ -22,7 +22,7 @@ from ms_profile.log.manifest import (
     RankManifest,
     RunManifest,
     TraceFile,
-    Window,
+    TraceSchedule,
     encode,
     rank_path,
     ring_path,
@@ -173,7 +173,7 @@ def _run(damaged: str) -> Callable[[Path], Path]:
         clock = ClockPair(1_000_000_000, 1_760_000_000_000_000_000, 90)
         manifest = RunManifest(
             world_size=2, metrics=("communication_time", "memory"), script="train.py",
-            started_wall_ns=clock.wall_ns, window=Window(), versions={"python": "3.11"},
+            started_wall_ns=clock.wall_ns, schedule=TraceSchedule(), versions={"python": "3.11"},
         )  # fmt: skip
         write_whole(folder / "manifest.json", encode(manifest))
         for rank in (0, 1):

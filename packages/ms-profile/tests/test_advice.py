@@ -1,14 +1,20 @@
 """Every rule fires on a trace that shows its fault, and keeps quiet on one that doesn't."""
 
+import sys
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 from attrs import evolve
 
-from ms_profile.advice import RULES, Finding, advise
+from ms_profile.advice import RULES, advise
+from ms_profile.advice.rule import Rule
 from ms_profile.analysis.whole_run import Analysis, analyse_traces
-from ms_profile.trace import Trace
-from ms_profile.trace.simulation import Fault, simulate_run
+from ms_profile.trace.columns import Trace
+
+sys.path.insert(0, str(Path(__file__).parent))
+from simulation import Fault, simulate_run
 
 Span = tuple[str, str, int | str, float, float]
 MakeTrace = Callable[..., Trace]
@@ -100,38 +106,37 @@ def firing(make: MakeTrace) -> dict[str, Analysis]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_rule_fires_on_its_fault_and_cites_it(
-    rule: Callable[[Analysis], Finding | None], make_trace: MakeTrace
-) -> None:
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_the_rule_fires_on_its_fault_and_cites_it(rule: Rule, make_trace: MakeTrace) -> None:
     """It names itself, gives a gain between 0 and the wall time, and cites events of the trace."""
-    found = rule(firing(make_trace)[rule.__name__])
+    found = rule(firing(make_trace)[rule.name])
     assert found is not None
-    assert found.rule == rule.__name__
+    assert found.rule == rule.name
     assert 0 < found.gain_share <= 1
     assert found.gain_ns > 0
     assert found.evidence
     assert all(one.duration_ns > 0 for one in found.evidence)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_rule_is_quiet_on_a_sound_run(
-    rule: Callable[[Analysis], Finding | None], make_trace: MakeTrace
-) -> None:
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_the_rule_is_quiet_on_a_sound_run(rule: Rule, make_trace: MakeTrace) -> None:
     """A busy device, balanced ranks with large messages, and even simulated ranks trip no rule."""
     busy = single(make_trace, device_steps(busy=970.0))
     even = pair(make_trace, (900.0, 900.0))
     assert rule(busy) is None
     assert rule(even) is None
-    if rule.__name__ != "unhidden_collectives":
+    if rule.name != "unhidden_collectives":
         assert rule(analyse_traces(simulate_run(ranks=4, seed=7).traces)) is None
 
 
 def test_there_are_at_least_eight_rules() -> None:
-    """The list holds eight rules or more, each with a name and docstring of its own."""
+    """Eight files or more hold a rule that is named as they are, and say in words what it sees."""
     assert len(RULES) >= 8
-    assert len({rule.__name__ for rule in RULES}) == len(RULES)
-    assert all(rule.__doc__ for rule in RULES)
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        module = import_module(f"ms_profile.advice.rules.{rule.name}")
+        assert module.RULE is rule
+        assert module.__doc__
 
 
 def test_advice_comes_with_the_largest_gain_first(make_trace: MakeTrace) -> None:

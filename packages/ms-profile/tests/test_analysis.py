@@ -1,5 +1,6 @@
 """Where the time goes: breakdowns, the ledger, verdicts on injected faults, clocks."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,18 +8,20 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from ms_profile.analysis.collectives import Meeting
-from ms_profile.analysis.ledger import keep_ledger, name_suspect
-from ms_profile.analysis.memory import memory_peaks, memory_timeline
+from ms_profile.analysis.collectives import MatchedCollective
+from ms_profile.analysis.ledger import find_suspect, keep_ledger
+from ms_profile.analysis.memory import memory_growth, memory_timeline
 from ms_profile.analysis.transfers import diagnose, fit_transfers
 from ms_profile.analysis.whole_run import Analysis, analyse, analyse_traces
 from ms_profile.errors import TraceError
 from ms_profile.links.fit import fit_link
-from ms_profile.links.matrix import LinkMatrix, PairLink, name_slow_link
-from ms_profile.trace import Trace
+from ms_profile.links.matrix import LinkMatrix, PairLink, find_slow_link
 from ms_profile.trace.builder import TraceBuilder
+from ms_profile.trace.columns import Trace
 from ms_profile.trace.records import Arguments, Record
-from ms_profile.trace.simulation import Fault, SimulatedRun, simulate_run
+
+sys.path.insert(0, str(Path(__file__).parent))
+from simulation import Fault, SimulatedRun, simulate_run
 
 MS = 1_000_000
 
@@ -39,7 +42,7 @@ def test_a_real_runs_phases_sum_to_its_wall_time(traces_folder: Path, kind: str)
         for step in one.breakdowns:
             assert sum(step.phases_ns.values()) == step.step.duration_ns
             assert all(amount >= 0 for amount in step.phases_ns.values())
-        assert len(one.collectives) == len(found.meetings) > 0
+        assert len(one.collectives) == len(found.matched) > 0
         assert {"copy", "launch", "synchronise"} < set(one.activity.unmeasured)
 
 
@@ -47,9 +50,7 @@ def test_a_real_runs_phases_sum_to_its_wall_time(traces_folder: Path, kind: str)
 def test_transfer_and_wait_sum_to_each_collectives_time(traces_folder: Path, kind: str) -> None:
     """Each rank's part in a collective is its wait plus its transfer; no charge is lost."""
     ledger = analyse(traces_folder / kind).ledger
-    for one, wait, transfer in zip(
-        ledger.meetings, ledger.wait_ns, ledger.transfer_ns, strict=True
-    ):
+    for one, wait, transfer in zip(ledger.matched, ledger.wait_ns, ledger.transfer_ns, strict=True):
         for rank in wait:
             assert wait[rank] + transfer[rank] == one.ends_ns[rank] - one.starts_ns[rank]
             assert wait[rank] >= 0
@@ -102,7 +103,7 @@ def test_garbage_before_a_late_ranks_own_first_step_is_known() -> None:
     computing = {0: np.array([[0, 2]]) * MS, 1: np.array([[152, 153]]) * MS}
     phases = {rank: {"compute": own} for rank, own in computing.items()}
     phases[1]["garbage"] = np.array([[-900, -400], [1, 151]]) * MS
-    first = Meeting(
+    first = MatchedCollective(
         key=0, kind="all_reduce", group="", size_bytes=8, starts_ns={0: 2 * MS, 1: 153 * MS},
         ends_ns={0: 154 * MS, 1: 154 * MS}, rows={0: 0, 1: 0},
     )  # fmt: skip
@@ -119,7 +120,7 @@ def test_a_collective_that_is_reported_late_hides_no_cause() -> None:
     of what it waits in the second 5 ms are the link's and 44 ms compute's.
     """
     computing = np.array([[0, 30], [36, 80]]) * MS
-    first = Meeting(
+    first = MatchedCollective(
         key=0, kind="all_reduce", group="", size_bytes=8, starts_ns={0: 0, 1: 30 * MS},
         ends_ns={0: 31 * MS, 1: 36 * MS}, rows={0: 0, 1: 0},
     )  # fmt: skip
@@ -130,7 +131,7 @@ def test_a_collective_that_is_reported_late_hides_no_cause() -> None:
     phases = {rank: {"collective": own} for rank, own in communicating.items()}
     phases[1]["compute"] = computing
     ledger = keep_ledger([first, second], phases)
-    of_second = {c.phase: c.wait_ns / MS for c in ledger.charges if c.meeting == 1}
+    of_second = {c.phase: c.wait_ns / MS for c in ledger.charges if c.collective == 1}
     assert of_second == pytest.approx({"compute": 44, "link": 5})
 
 
@@ -167,11 +168,11 @@ def test_clocks_of_simulated_traces_align_within_100_us() -> None:
 
 
 def test_groups_that_the_backend_does_not_name_are_told_apart() -> None:
-    """In a grid of 4 by 2 the gatherings of rows are meetings of two ranks, not of eight."""
+    """In a grid of 4 by 2 the gatherings of rows are matched of two ranks, not of eight."""
     found = analysed(simulate_run(ranks=8, grid=2, seed=4))
-    members = {tuple(one.starts_ns) for one in found.meetings if one.kind == "all_gather"}
+    members = {tuple(one.starts_ns) for one in found.matched if one.kind == "all_gather"}
     assert members == {(0, 1), (2, 3), (4, 5), (6, 7)}
-    assert {len(one.starts_ns) for one in found.meetings if one.kind == "all_reduce"} == {8}
+    assert {len(one.starts_ns) for one in found.matched if one.kind == "all_reduce"} == {8}
 
 
 def test_hidden_communication_is_what_compute_covers(make_trace: Callable[..., Trace]) -> None:
@@ -198,8 +199,8 @@ def test_ranks_without_shared_collectives_are_said_to_be_apart(
     traces = {r: make_trace([("cpu_op", "aten::mm", 1, 0.0, 9.0)], rank=r) for r in (0, 1)}
     found = analyse_traces(traces)
     assert "cannot be compared" in found.warnings[0]
-    assert found.meetings == ()
-    assert name_suspect(found.ledger) is None
+    assert found.matched == ()
+    assert find_suspect(found.ledger) is None
     assert diagnose(found.ledger) is None
 
 
@@ -207,7 +208,7 @@ def test_unequal_windows_pair_by_step(traces_folder: Path) -> None:
     """A rank whose trace lacks its last step still pairs the collectives of the other."""
     from attrs import evolve
 
-    from ms_profile.trace import read_trace
+    from ms_profile.trace.reader import read_trace
 
     traces = {r: read_trace(traces_folder / "ddp" / f"rank-0000{r}.json.gz") for r in (0, 1)}
     whole = analyse_traces(traces)
@@ -218,7 +219,7 @@ def test_unequal_windows_pair_by_step(traces_folder: Path) -> None:
     notes = {new: traces[1].notes[old] for new, old in enumerate(keep) if old in traces[1].notes}
     short = evolve(traces[1], notes=notes, **{c: getattr(traces[1], c)[keep] for c in columns})
     found = analyse_traces({0: traces[0], 1: short})
-    assert len(found.meetings) == len(whole.meetings) // 2 > 0
+    assert len(found.matched) == len(whole.matched) // 2 > 0
 
 
 def test_the_memory_timeline_keeps_the_peak(traces_folder: Path) -> None:
@@ -227,7 +228,7 @@ def test_the_memory_timeline_keeps_the_peak(traces_folder: Path) -> None:
     (line,) = memory_timeline(found)
     assert line.device == -1
     assert line.high_bytes.max() == found.memory.allocated_bytes.max() > 0
-    assert memory_peaks(found)[0].size_bytes > 0
+    assert memory_growth(found)[0].size_bytes > 0
 
 
 def test_transfers_fit_the_line_they_were_made_from() -> None:
@@ -258,11 +259,11 @@ def test_the_slow_link_is_named_and_an_even_matrix_names_none() -> None:
                                       times_s=times))  # fmt: skip
         return LinkMatrix(world_size=4, backend="gloo", hosts=("a",) * 4, pairs=tuple(pairs))
 
-    found = name_slow_link(matrix((1, 3)))
+    found = find_slow_link(matrix((1, 3)))
     assert found is not None
     assert (found.first, found.second) == (1, 3)
     assert found.ratio == pytest.approx(3, rel=0.15)
-    assert name_slow_link(matrix(None)) is None
+    assert find_slow_link(matrix(None)) is None
 
 
 def test_folders_without_traces_are_refused_and_bad_files_are_skipped(
@@ -290,6 +291,6 @@ def test_memory_belongs_to_the_operator_that_is_open_and_not_to_who_allocates_fo
         + [Record(ph="i", name="[memory]", ts=at, args=Arguments(size_bytes=size))
            for at, size in changes]
     )  # fmt: skip
-    found = {one.name: one.size_bytes for one in memory_peaks(builder.finish({}, (), 0))}
+    found = {one.name: one.size_bytes for one in memory_growth(builder.finish({}, (), 0))}
     expected = {"aten::t": 1, "aten::linear": 10, "aten::addmm": 100, "aten::empty": 1000}
     assert found == expected

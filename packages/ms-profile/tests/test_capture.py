@@ -382,7 +382,7 @@ def test_collectives_are_put_to_their_groups_though_gloo_names_none(tmp_path: Pa
     own = ("--nproc-per-node", "3", "--train-script", str(script))
     run(tmp_path / "out", own=own)
     found = analyse(tmp_path / "out")
-    met = Counter(tuple(sorted(one.starts_ns)) for one in found.meetings)
+    met = Counter(tuple(sorted(one.starts_ns)) for one in found.matched)
     assert met == {(0, 1, 2): 4, (0, 1): 4, (0, 2): 4}
-    order = [tuple(sorted(one.starts_ns)) for one in found.meetings[:3]]
+    order = [tuple(sorted(one.starts_ns)) for one in found.matched[:3]]
     assert order == [(0, 1, 2), (0, 1), (0, 2)]

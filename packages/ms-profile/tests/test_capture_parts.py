@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ms_profile.errors import CaptureError, MetricError
-from ms_profile.log.manifest import Window
-from ms_profile.metrics import METRICS, Recording, parse_metrics
-from ms_profile.recording.plan import Place, clear_run
-from ms_profile.recording.trace_schedule import Phase, check_window, phase_of
+from ms_profile.log.manifest import TraceSchedule
+from ms_profile.metrics import METRICS, Collect, collected_for, parse_metrics
+from ms_profile.recording.plan import ProcessRank, clear_run
+from ms_profile.recording.trace_schedule import StepAction, action_at, check_schedule
 
 WINDOWS = st.builds(
-    Window,
+    TraceSchedule,
     skip=st.integers(0, 5),
     warmup=st.integers(0, 3),
     active=st.integers(1, 5),
@@ -51,22 +51,22 @@ def test_a_far_fetched_metric_lists_all_and_none_is_an_error() -> None:
 
 def test_only_what_is_asked_for_is_recorded() -> None:
     """Shapes and allocations cost time, and are left out unless a metric needs them."""
-    assert Recording.of(["compute_time", "idle"]) == Recording(shapes=False, memory=False)
-    assert Recording.of(["memory"]) == Recording(shapes=False, memory=True)
-    assert Recording.of(["communication_time"]).shapes
+    assert collected_for(["compute_time", "idle"]) == Collect.NOTHING
+    assert collected_for(["memory"]) == Collect.MEMORY
+    assert Collect.SHAPES in collected_for(["communication_time"])
 
 
 @given(WINDOWS)
-def test_each_window_records_its_steps_and_is_saved_once(window: Window) -> None:
+def test_each_window_records_its_steps_and_is_saved_once(window: TraceSchedule) -> None:
     """Every window is `warmup` warm steps, then `active` recorded ones of which the last saves."""
-    phases = [phase_of(check_window(window), step) for step in range(200)]
-    starts = [step for step in range(199) if phases[step] is not Phase.REST]
-    assert phases[: window.skip] == [Phase.REST] * window.skip
+    phases = [action_at(check_schedule(window), step) for step in range(200)]
+    starts = [step for step in range(199) if phases[step] is not StepAction.REST]
+    assert phases[: window.skip] == [StepAction.REST] * window.skip
     number = 0
     step = window.skip
     while step + window.every < 200 and (not window.windows or number < window.windows):
-        expected = [Phase.WARM] * window.warmup + [Phase.RECORD] * (window.active - 1)
-        assert phases[step : step + len(expected) + 1] == [*expected, Phase.LAST]
+        expected = [StepAction.WARM] * window.warmup + [StepAction.RECORD] * (window.active - 1)
+        assert phases[step : step + len(expected) + 1] == [*expected, StepAction.LAST]
         number, step = number + 1, step + window.every
     if window.windows:
         assert len(starts) == min(window.windows, 99) * (window.warmup + window.active)
@@ -75,41 +75,41 @@ def test_each_window_records_its_steps_and_is_saved_once(window: Window) -> None
 @pytest.mark.parametrize(
     ("window", "message"),
     [
-        (Window(skip=-1), "skip is -1"),
-        (Window(active=0), "active is 0"),
-        (Window(every=3), "every is 3, less than a window of 9"),
+        (TraceSchedule(skip=-1), "skip is -1"),
+        (TraceSchedule(active=0), "active is 0"),
+        (TraceSchedule(every=3), "every is 3, less than a window of 9"),
     ],
 )
-def test_a_window_that_makes_no_sense_is_refused(window: Window, message: str) -> None:
+def test_a_window_that_makes_no_sense_is_refused(window: TraceSchedule, message: str) -> None:
     """The message names the number."""
     with pytest.raises(CaptureError, match=message):
-        check_window(window)
+        check_schedule(window)
 
 
 def test_the_place_is_read_from_the_launchers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torchrun's variables come first, then Open MPI's and Slurm's; alone otherwise."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert Place.here() == Place()
+    assert ProcessRank.from_environment() == ProcessRank()
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("SLURM_NTASKS", "8")
-    assert Place.here() == Place(rank=3, world_size=8)
+    assert ProcessRank.from_environment() == ProcessRank(rank=3, world_size=8)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert Place.here() == Place(rank=1, local_rank=1, world_size=2)
+    assert ProcessRank.from_environment() == ProcessRank(rank=1, local_rank=1, world_size=2)
 
 
 def test_overwriting_removes_a_runs_files_and_nothing_else(tmp_path: Path) -> None:
     """A folder that holds no run is not cleared, and foreign files stay."""
     (tmp_path / "precious").write_text("x")
     with pytest.raises(CaptureError, match="holds no run"):
-        clear_run(tmp_path, Place())
+        clear_run(tmp_path, ProcessRank())
     (tmp_path / "manifest.json").write_text("{}")
     for rank in range(3):
         (tmp_path / "ring").mkdir(exist_ok=True)
         (tmp_path / f"ring/rank-{rank:05d}.ring").write_text("x")
-    clear_run(tmp_path, Place(rank=0, world_size=2))
+    clear_run(tmp_path, ProcessRank(rank=0, world_size=2))
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {
         "precious",
         "rank-00001.ring",

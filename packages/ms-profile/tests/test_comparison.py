@@ -1,6 +1,7 @@
 """Comparing runs: equal ones differ seldom, slower ones are found."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,8 @@ import pytest
 from attrs import evolve
 
 from ms_profile.analysis.comparison import (
-    CHANCE,
     LEAST_CHANGE,
+    SIGNIFICANCE,
     RecordedSteps,
     compare,
     compare_runs,
@@ -20,8 +21,10 @@ from ms_profile.analysis.whole_run import analyse_traces
 from ms_profile.cli import main
 from ms_profile.errors import TraceError
 from ms_profile.log.event_log import EventLog
-from ms_profile.log.manifest import RunManifest, Window, encode, write_whole
-from ms_profile.trace.simulation import simulate_run
+from ms_profile.log.manifest import RunManifest, TraceSchedule, encode, write_whole
+
+sys.path.insert(0, str(Path(__file__).parent))
+from simulation import Fault, simulate_run
 
 
 def step_series(random: np.random.Generator, steps: int, scale: float = 1.0) -> np.ndarray:
@@ -42,7 +45,7 @@ def test_equal_runs_are_called_a_regression_in_at_most_five_percent(steps: int) 
     for _ in range(400):
         runs = [step_series(random, steps, float(random.normal(1, 0.01))) for _ in range(2)]
         change = float(np.median(runs[1]) / np.median(runs[0])) - 1
-        called += compare_runs([runs[0]], [runs[1]]) < CHANCE and change >= LEAST_CHANGE
+        called += compare_runs([runs[0]], [runs[1]]) < SIGNIFICANCE and change >= LEAST_CHANGE
     assert called <= 20
 
 
@@ -54,21 +57,19 @@ def test_slower_runs_are_found(steps: int, slower: float) -> None:
     for _ in range(100):
         before, after = step_series(random, steps), step_series(random, steps, slower)
         change = float(np.median(after) / np.median(before)) - 1
-        called += compare_runs([before], [after]) < CHANCE and change >= LEAST_CHANGE
+        called += compare_runs([before], [after]) < SIGNIFICANCE and change >= LEAST_CHANGE
     assert called >= 90
 
 
 def test_a_comparison_names_the_phase_that_moved() -> None:
     """A run whose data takes 20 ms more is slower, and the change is in "data" and its operator."""
-    from ms_profile.trace.simulation import Fault
-
     before = analyse_traces(simulate_run(ranks=2, seed=1).traces)
     fault = Fault(phase="data", rank=0, delay_ns=20_000_000)
     after = analyse_traces(simulate_run(ranks=2, seed=2, fault=fault).traces)
     found = compare(before, after)
     assert found.regression
     assert not found.improvement
-    assert found.chance < CHANCE
+    assert found.p_value < SIGNIFICANCE
     moved = {one.name: one.after_ns - one.before_ns for one in found.phases}
     assert moved["data"] == pytest.approx(10e6, rel=0.05)
     assert "DataLoader" in found.operators[0].name or "all_reduce" in found.operators[0].name
@@ -96,9 +97,9 @@ def test_too_few_steps_are_refused() -> None:
         step_times(short)
 
 
-def steps_of(wall_ns: np.ndarray, unhindered_ns: np.ndarray | None = None) -> RecordedSteps:
+def steps_of(wall_ns: np.ndarray, without_cpu_wait_ns: np.ndarray | None = None) -> RecordedSteps:
     """Steps as a log would have them."""
-    return RecordedSteps(wall_ns=wall_ns, unhindered_ns=unhindered_ns)
+    return RecordedSteps(wall_ns=wall_ns, without_cpu_wait_ns=without_cpu_wait_ns)
 
 
 def test_waiting_for_a_cpu_is_no_regression() -> None:
@@ -119,7 +120,7 @@ def log_run(
     """A run's folder with nothing but its manifest and the log of two ranks."""
     run = RunManifest(
         world_size=2, metrics=("idle",), script="train.py", started_wall_ns=0,
-        window=Window(skip=2), versions={},
+        schedule=TraceSchedule(skip=2), versions={},
     )  # fmt: skip
     write_whole(folder / "manifest.json", encode(run))
     for rank in range(2):
@@ -139,7 +140,7 @@ def test_the_steps_of_a_runs_log_are_compared_but_for_those_that_were_slowed(
     found = recorded_steps(tmp_path)
     assert found is not None
     assert (found.wall_ns / 1e9).tolist() == pytest.approx([0.4, 0.6, 1.4, 1.6, 1.8])
-    assert found.unhindered_ns is None
+    assert found.without_cpu_wait_ns is None
     assert recorded_steps(tmp_path / "nowhere") is None
 
 
@@ -150,7 +151,7 @@ def test_runs_of_a_busy_host_are_refused(
     log_run(tmp_path, [0.1] * 12, range(0), cpu_wait_share=0.5)
     found = recorded_steps(tmp_path)
     assert found is not None
-    assert found.hindered_share == pytest.approx(0.5)
+    assert found.cpu_wait_share == pytest.approx(0.5)
     assert main(["compare", str(tmp_path), str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "not measurable" in said
@@ -196,7 +197,7 @@ def is_called(before: list, after: list) -> bool:
     """As `compare` calls a regression."""
     pace = [float(np.mean(np.log([np.median(run) for run in runs]))) for runs in (before, after)]
     change = float(np.expm1(pace[1] - pace[0]))
-    return change >= LEAST_CHANGE and compare_runs(before, after) < CHANCE
+    return change >= LEAST_CHANGE and compare_runs(before, after) < SIGNIFICANCE
 
 
 @pytest.mark.parametrize("runs", [2, 3, 5])

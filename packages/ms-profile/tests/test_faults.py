@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ms_profile.analysis.host_pauses import read_pauses
-from ms_profile.analysis.ledger import name_suspect
+from ms_profile.analysis.ledger import find_suspect
 from ms_profile.analysis.whole_run import analyse_traces
-from ms_profile.trace import read_trace
+from ms_profile.trace.reader import read_trace
 
 pytest.importorskip("torch")
 SCRIPT = Path(__file__).with_name("faulty_script.py")
@@ -34,7 +34,7 @@ def blamed(folder: Path, cases: list[str], ranks: int) -> list[tuple[str, str, f
     for number, case in enumerate(cases):
         name = f"traces/rank-{{:05d}}.{number:03d}.json"
         traces = {rank: read_trace(folder / name.format(rank)) for rank in range(ranks)}
-        suspect = name_suspect(analyse_traces(traces, garbage=garbage, data=data).ledger)
+        suspect = find_suspect(analyse_traces(traces, garbage=garbage, data=data).ledger)
         assert suspect is not None
         named = f"{suspect.rank}:{suspect.phase}"
         found.append((case.rsplit(":", 1)[0], named, suspect.confidence))

@@ -16,7 +16,7 @@ import pytest
 
 from ms_profile.analysis.transfers import diagnose, fit_transfers
 from ms_profile.analysis.whole_run import Analysis, analyse
-from ms_profile.links.matrix import LinkMatrix, name_slow_link
+from ms_profile.links.matrix import LinkMatrix, find_slow_link
 
 pytest.importorskip("torch")
 NETWORK = Path(__file__).with_name("shaped_network.py")
@@ -90,7 +90,7 @@ def test_the_slow_link_of_four_ranks_is_named_with_its_values(
         true = odd if (one.first, one.second) == pair else usual
         assert one.fit.latency_s == pytest.approx(true.latency_s, rel=0.1)
         assert one.fit.bandwidth_bytes_per_s == pytest.approx(true.rate_bytes_per_s, rel=0.1)
-    found = name_slow_link(links)
+    found = find_slow_link(links)
     assert found is not None
     assert (found.first, found.second) == pair
 

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ms_profile.analysis.operators import kernel_table, operator_table
-from ms_profile.trace import Trace, read_trace
 from ms_profile.trace.builder import TraceBuilder
+from ms_profile.trace.columns import Trace
 from ms_profile.trace.nesting import parents, self_times
+from ms_profile.trace.reader import read_trace
 from ms_profile.trace.records import Arguments, Record
 
 

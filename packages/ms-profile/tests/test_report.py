@@ -1,8 +1,10 @@
 """The report is one offline page that a browser draws, and Perfetto's export reads back."""
 
+import base64
 import json
 import re
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,19 +15,32 @@ from hypothesis import strategies as st
 from ms_profile.analysis.whole_run import analyse, analyse_traces
 from ms_profile.cli import main
 from ms_profile.errors import FormatError
-from ms_profile.report import build_facts, pack_columns, unpack_columns, write_report
+from ms_profile.report import build_summary, write_report
+from ms_profile.report.payload import Column, pack_columns
 from ms_profile.report.perfetto import export_perfetto
 from ms_profile.report.timeline import build_timeline
-from ms_profile.trace import read_trace
-from ms_profile.trace.simulation import Fault, simulate_run
+from ms_profile.trace.reader import read_trace
 
 sys.path.insert(0, str(Path(__file__).parent))
 from browser import browse, needs_browser
+from simulation import Fault, simulate_run
 
 PARTS = (
     "overview", "timeline", "operators", "communication", "waiting", "data", "idle", "memory",
     "advice",
 )  # fmt: skip
+
+
+def unpack_columns(table: tuple[Column, ...], text: str) -> dict[str, np.ndarray]:
+    """Undo `pack_columns`, as the page's `data.js` does."""
+    raw = zlib.decompress(base64.b64decode(text), -zlib.MAX_WBITS)
+    found = {}
+    for column in table:
+        width = int(column.type[1])
+        planes = np.frombuffer(raw, np.uint8, width * column.length, column.offset)
+        shuffled = np.ascontiguousarray(planes.reshape(width, -1).T)
+        found[column.name] = shuffled.reshape(-1).view(f"<u{width}")
+    return found
 
 
 @given(
@@ -54,10 +69,10 @@ def test_the_timeline_keeps_every_span_in_place(traces_folder: Path) -> None:
     found = analyse(traces_folder / "ddp")
     timeline = build_timeline(found)
     starts = []
-    for track in timeline.facts["tracks"]:
+    for track in timeline.layout["tracks"]:
         rows = slice(track["first"], track["first"] + track["count"])
         starts += np.cumsum(timeline.columns["start"][rows]).tolist()
-    origin, unit = int(timeline.facts["origin_ns"]), timeline.facts["unit_ns"]
+    origin, unit = int(timeline.layout["origin_ns"]), timeline.layout["unit_ns"]
     true = sorted(int(t) for one in found.ranks.values() for t in one.trace.start_ns)
     assert len(starts) == len(true)
     assert max(abs(origin + s * unit - t) for s, t in zip(sorted(starts), true, strict=True)) < unit
@@ -70,9 +85,9 @@ def test_of_too_many_spans_the_longest_are_kept_and_the_rest_is_counted(
     found = analyse(traces_folder / "ddp")
     timeline = build_timeline(found, most_events=100)
     total = sum(len(one.trace) for one in found.ranks.values())
-    assert (timeline.facts["shown"], timeline.facts["total"]) == (100, total)
+    assert (timeline.layout["shown"], timeline.layout["total"]) == (100, total)
     longest = sorted(int(d) for one in found.ranks.values() for d in one.trace.duration_ns)[-100:]
-    unit = timeline.facts["unit_ns"]
+    unit = timeline.layout["unit_ns"]
     assert timeline.columns["duration"].min() * unit > longest[0] - unit
 
 
@@ -86,13 +101,13 @@ def test_the_page_loads_nothing(tmp_path: Path, traces_folder: Path) -> None:
 
 
 def test_what_is_not_measured_is_null_never_zero(traces_folder: Path) -> None:
-    """On a CPU without a recorder, copies, launches and garbage are None in the facts."""
-    facts = build_facts(analyse(traces_folder / "ddp"))
-    phases = facts["ranks"][0]["steps"][0]["phases"]
+    """On a CPU without a recorder, copies, launches and garbage are None in the summary."""
+    summary = build_summary(analyse(traces_folder / "ddp"))
+    phases = summary["ranks"][0]["steps"][0]["phases"]
     assert [phases[name] for name in ("copy", "launch", "synchronise", "garbage")] == [None] * 4
     assert phases["compute"] > 0
-    assert "NaN" not in json.dumps(facts)
-    alone = build_facts(analyse(traces_folder / "ddp" / "rank-00000.json.gz"))
+    assert "NaN" not in json.dumps(summary)
+    alone = build_summary(analyse(traces_folder / "ddp" / "rank-00000.json.gz"))
     assert alone["communication"]["waits"] is None
     assert alone["ledger"]["suspect"] is None
     assert alone["communication"]["seen"] > 0

@@ -14,16 +14,16 @@ from ms_profile.advice import advise
 from ms_profile.analysis.whole_run import analyse, analyse_traces
 from ms_profile.cli import main
 from ms_profile.log.ring import Kind
-from ms_profile.metrics import METRICS, Recording
+from ms_profile.metrics import METRICS, Collect, collected_for
 from ms_profile.recording.recorder import Recorder
-from ms_profile.report import build_facts, write_report
+from ms_profile.report import build_summary, write_report
 from ms_profile.report.timeline import GARBAGE, build_timeline
-from ms_profile.trace import Trace
-from ms_profile.trace.simulation import Fault, simulate_run
+from ms_profile.trace.columns import Trace
 
 sys.path.insert(0, str(Path(__file__).parent))
 from browser import browse, needs_browser
 from fuzz_profile import cases
+from simulation import Fault, simulate_run
 
 MS = 1_000_000
 
@@ -54,20 +54,20 @@ def test_every_metric_alone_gives_another_report(
 
 
 @pytest.mark.parametrize(
-    ("metric", "recording"),
+    ("metric", "collect"),
     [
-        ("communication_time", Recording(shapes=True, groups=True)),
-        ("compute_time", Recording()),
-        ("memory", Recording(memory=True)),
-        ("operators", Recording(shapes=True)),
-        ("data_time", Recording(data_waits=True)),
-        ("idle", Recording()),
+        ("communication_time", Collect.SHAPES | Collect.GROUPS),
+        ("compute_time", Collect.NOTHING),
+        ("memory", Collect.MEMORY),
+        ("operators", Collect.SHAPES),
+        ("data_time", Collect.DATA_WAITS),
+        ("idle", Collect.NOTHING),
     ],
 )
-def test_a_metric_owns_what_is_recorded_for_it(metric: str, recording: Recording) -> None:
+def test_a_metric_owns_what_is_recorded_for_it(metric: str, collect: Collect) -> None:
     """The recording of several metrics is what each of them asks for, and no more."""
-    assert Recording.of([metric]) == recording
-    assert Recording.of([metric, "memory"]) == recording | Recording(memory=True)
+    assert collected_for([metric]) == collect
+    assert collected_for([metric, "memory"]) == collect | Collect.MEMORY
 
 
 def test_a_runs_report_shows_what_the_run_was_asked_for(
@@ -83,7 +83,7 @@ def test_a_runs_report_shows_what_the_run_was_asked_for(
 def test_idle_time_is_what_nothing_fills_and_its_causes_sum_to_it() -> None:
     """Steps less compute, communication and copies; each gap has one cause."""
     run = analyse_traces(simulate_run(ranks=2).traces)
-    for rank, wall, idle, causes in build_facts(run)["idle"]["ranks"]:
+    for rank, wall, idle, causes in build_summary(run)["idle"]["ranks"]:
         phases = [step.phases_ns for step in run.ranks[rank].breakdowns]
         busy = sum(each[name] for each in phases for name in ("compute", "collective", "copy"))
         assert idle == wall - busy
@@ -93,7 +93,7 @@ def test_idle_time_is_what_nothing_fills_and_its_causes_sum_to_it() -> None:
 def test_a_wait_for_data_is_told_with_its_longest_stretches() -> None:
     """The rank whose loader is slow leads the list, by the length of its delay."""
     fault = Fault(phase="data", rank=1, delay_ns=20 * MS)
-    data = build_facts(analyse_traces(simulate_run(ranks=2, fault=fault).traces))["data"]
+    data = build_summary(analyse_traces(simulate_run(ranks=2, fault=fault).traces))["data"]
     waited = {rank: alone for rank, _, alone in data["ranks"]}
     assert waited[1] > 10 * waited[0]
     assert data["longest"][0][0] == 1
@@ -135,10 +135,10 @@ def test_every_collection_that_is_advised_on_is_a_span_of_the_timeline() -> None
     run = analyse_traces(traces, garbage={1: pauses(*idle_stretches(traces, 1))})
     (finding,) = (one for one in advise(run) if one.rule == "garbage_collection")
     timeline = build_timeline(run)
-    (track,) = (one for one in timeline.facts["tracks"] if one["name"] == "garbage collection")
+    (track,) = (one for one in timeline.layout["tracks"] if one["name"] == "garbage collection")
     rows = slice(track["first"], track["first"] + track["count"])
     assert set(timeline.columns["category"][rows].tolist()) == {GARBAGE}
-    unit, origin = timeline.facts["unit_ns"], int(timeline.facts["origins"]["1"])
+    unit, origin = timeline.layout["unit_ns"], int(timeline.layout["origins"]["1"])
     starts = np.cumsum(timeline.columns["start"][rows]) * unit + origin
     drawn = sorted(zip(starts.tolist(), timeline.columns["duration"][rows] * unit, strict=True))
     assert track["rank"] == 1
@@ -152,7 +152,7 @@ def test_every_collection_that_is_advised_on_is_a_span_of_the_timeline() -> None
 def test_slow_transfers_of_all_ranks_name_none() -> None:
     """With two ranks "ranks 0, 1" would say nothing."""
     fault = Fault(phase="link", rank=0, delay_ns=30 * MS)
-    group = build_facts(analyse_traces(simulate_run(ranks=2, fault=fault).traces))
+    group = build_summary(analyse_traces(simulate_run(ranks=2, fault=fault).traces))
     slow = group["communication"]["slow_group"]
     assert slow is None or slow["everyone"]
 
@@ -168,9 +168,9 @@ def test_ranks_without_a_common_clock_are_drawn_from_their_own_beginning(
                  category=np.where(one.category == 6, 2, one.category))  # fmt: skip
     run = analyse_traces({0: one, 1: far})
     assert run.ranks[1].clock is None
-    facts = build_timeline(run).facts
-    assert facts["unit_ns"] == 10
-    assert facts["origins"]["1"] == "0"
+    layout = build_timeline(run).layout
+    assert layout["unit_ns"] == 10
+    assert layout["origins"]["1"] == "0"
 
 
 @needs_browser
@@ -235,7 +235,7 @@ def test_asking_for_a_stretch_marks_it_or_picks_its_span(tmp_path: Path) -> None
     run = analyse_traces(simulate_run(ranks=2, steps=3).traces)
     page = tmp_path / "page.html"
     write_report(run, page)
-    idle = build_facts(run)["idle"]["longest"][0]
+    idle = build_summary(run)["idle"]["longest"][0]
     trace = run.ranks[0].trace
     longest = int(trace.duration_ns.argmax())
     script = f"""

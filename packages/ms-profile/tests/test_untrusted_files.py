@@ -15,7 +15,7 @@ from ms_profile.cli import main
 from ms_profile.log.blocks import HEADER, MAGIC, Block, Damage, pack_block, scan_blocks
 from ms_profile.log.event_log import EventLog
 from ms_profile.log.ring import Kind, Ring, read_ring
-from ms_profile.trace import read_trace
+from ms_profile.trace.reader import read_trace
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fuzz_profile import cases
@@ -98,9 +98,9 @@ def test_names_may_hold_the_marks_of_the_pages_template(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.json"
     path.write_text(json.dumps(events))
     page = tmp_path / "page.html"
-    assert main(["report", str(path), "--out", str(page), "--title", "{{facts}} {{style}}"]) == 0
+    assert main(["report", str(path), "--out", str(page), "--title", "{{summary}} {{style}}"]) == 0
     text = page.read_text()
-    assert "<title>{{facts}} {{style}} · ms-profile</title>" in text
+    assert "<title>{{summary}} {{style}} · ms-profile</title>" in text
     assert '"{{scripts}}"' in text
     assert text.count("function sortedTable") == 1
 

@@ -41,9 +41,7 @@ def run_on_rig(
 
     Arguments and results travel as JSON; a process that fails is an `AssertionError` with its log.
     """
-    return list(
-        _processes().run_processes(count, file, function, timeout_s=timeout_s, **arguments)
-    )
+    return list(_processes().run_processes(count, file, function, timeout_s=timeout_s, **arguments))
 
 
 @cache
@@ -55,7 +53,10 @@ def _processes() -> ModuleType:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     variables: Mapping[str, str] = environment()
-    with patch.dict(os.environ, variables), patch.object(sys, "path", [str(HERE.parent), *sys.path]):
+    with (
+        patch.dict(os.environ, variables),
+        patch.object(sys, "path", [str(HERE.parent), *sys.path]),
+    ):
         module._nursery()
     return module
 

@@ -25,9 +25,10 @@ from .rewards.sandbox import Limits
 from .rewards.scoring import Reward, Sample
 from .rewards.verifiable import ExactMatch, Numeric, PythonParses, PythonTests
 from .streams.task_sampler import TaskOptions
-from .trainers.frame.pairs import DPOOptions, DPOTrainer, RewardOptions, RewardTrainer
+from .trainers.dpo import DPOOptions, DPOTrainer
 from .trainers.grpo import GRPOTrainer
 from .trainers.ppo import PPOTrainer
+from .trainers.reward import RewardOptions, RewardTrainer
 from .trainers.rloo import RLOOTrainer
 from .trainers.sft import SFTOptions, SFTTrainer
 

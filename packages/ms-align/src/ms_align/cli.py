@@ -93,7 +93,7 @@ def _init(command: Command, out: str | None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     settings = read_settings(options.run_file, options.set)
-    run = options.command.function()
+    run = options.command.perform
     if not options.json:
         return int(run(settings, options.run_file)["code"])
     with contextlib.redirect_stdout(sys.stderr):

@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 __all__ = ["Key", "KeyGroup", "groups_of"]
 
 PACKAGE = Path(__file__).parent
-HIDDEN = {"on_event", "generator", "algorithm"}
+HIDDEN = {"on_event", "algorithm"}
 """Fields that no file can hold."""
 
 

@@ -25,7 +25,8 @@ from .methods.pruning import (
 from .methods.qat import FloatThenQuantised, fit_scales, qat
 from .methods.student import cut_student
 from .methods.wanda import wanda
-from .quantisation.scheme import Scheme, scheme
+from .quantisation.scheme import Scheme
+from .targets.rules import scheme
 from .training.distillation import distillation_loss
 from .training.loop import tune
 from .training.options import Tuning

@@ -1,4 +1,4 @@
-"""The command: `python -m ms_compress` and `ms-compress`, a skin over public classes."""
+"""The command: `python -m ms_compress` and `ms-compress`, a skin over public functions."""
 
 import argparse
 import sys
@@ -19,7 +19,7 @@ from ms_compress.settings.run_file import build, read_settings, refuse_renamed
 __all__ = ["main"]
 
 PROG = "ms-compress"
-RENAMED = {"data": "dataset", "out": "output_dir"}
+RENAMED = {"data": "dataset", "out": "output_dir", "by_use": "act_order"}
 """Keys that are not known any more, with their new names."""
 
 

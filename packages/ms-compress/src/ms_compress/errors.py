@@ -37,7 +37,7 @@ class OrderError(CompressError, RuntimeError):
 
 
 class CalibrationError(CompressError, RuntimeError):
-    """Calibration that met NaN or infinity, or saw nothing: names the layer."""
+    """Calibration that met NaN or infinity, or had no tokens: names the layer."""
 
 
 class DataError(CompressError, ValueError):
@@ -49,7 +49,7 @@ class ExportError(CompressError, RuntimeError):
 
 
 class DivergedError(CompressError, RuntimeError):
-    """A training whose weights or loss are no numbers any more: names the tensor or the step."""
+    """A training whose weights or loss became NaN or infinite: names the tensor or the step."""
 
     exit_code = 1
 

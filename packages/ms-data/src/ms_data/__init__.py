@@ -1,10 +1,11 @@
 """From raw corpus to token batches: tokenize, shard, shuffle, stream and resume, exactly."""
 
-from ms_data.building.build import Summary, build
+from ms_data.building.build import build
+from ms_data.building.record import Summary
 from ms_data.chat.messages import Conversation, read_conversation
 from ms_data.chat.pairs import Pair, read_pair
 from ms_data.chat.template import ChatTemplate
-from ms_data.disk.inspection import Facts, inspect
+from ms_data.disk.inspection import DatasetInfo, inspect
 from ms_data.disk.samples import PairSample, Sample, Samples
 from ms_data.disk.verification import Fault, Report, verify
 from ms_data.errors import (
@@ -24,7 +25,8 @@ from ms_data.streams.packing_rules.best_fit import BestFitPacker
 from ms_data.streams.preferences import PreferenceBatch, PreferenceStream
 from ms_data.streams.share import StreamPlace
 from ms_data.streams.tokens import TokenStream
-from ms_data.tokenization.tokenizer import Tokenizer, train_tokenizer
+from ms_data.tokenization.tokenizer import Tokenizer
+from ms_data.tokenization.training import train_tokenizer
 
 __version__ = "0.1.0"
 
@@ -36,7 +38,7 @@ __all__ = [
     "CorpusError",
     "DamageError",
     "DataError",
-    "Facts",
+    "DatasetInfo",
     "Fault",
     "InstructionBatch",
     "InstructionStream",

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import ms_kernels
 from accelerator.report import Report
 from accelerator.ways import is_peer, ours
-from ms_kernels import ops
 
 __all__ = ["masked", "plain"]
 
@@ -26,7 +26,7 @@ def plain(report: Report) -> None:
     for batch, length, heads, groups, width in shapes:
         q, k, v = _drawn(report, batch, length, (heads, groups, groups), width)
         steps: dict[str, Callable[[], Tensor]] = {
-            "ms_kernels, as chosen": lambda q=q, k=k, v=v: ops.attention(q, k, v)
+            "ms_kernels, as chosen": lambda q=q, k=k, v=v: ms_kernels.attention(q, k, v)
         }
         for each in ours(report, "attention"):
             if each.backend == "triton":
@@ -61,9 +61,9 @@ def masked(report: Report) -> None:
     documents = torch.arange(length, device=report.device).div(length // 8, rounding_mode="floor")
     documents = documents.int().expand(batch, length).contiguous()
     ways = {
-        "causal": lambda: ops.attention(q, k, v),
-        f"window {length // 16}": lambda: ops.attention(q, k, v, window=length // 16),
-        "8 documents": lambda: ops.attention(q, k, v, documents=documents),
+        "causal": lambda: ms_kernels.attention(q, k, v),
+        f"window {length // 16}": lambda: ms_kernels.attention(q, k, v, window=length // 16),
+        "8 documents": lambda: ms_kernels.attention(q, k, v, documents=documents),
     }
     took, failed = report.times(
         {name: _both_passes(run, (q, k, v)) for name, run in ways.items()}, spend_s=0.3

@@ -12,8 +12,8 @@ import torch
 
 from accelerator.report import Report
 from ms_kernels.aot import TARGETS, Library, load
-from ms_kernels.dispatch import CONTRACTS
-from ms_kernels.tuning import chip_of
+from ms_kernels.core.chips import chip_of
+from ms_kernels.operators import CONTRACTS
 
 __all__ = ["launch"]
 

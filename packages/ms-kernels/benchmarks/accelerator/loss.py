@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import ms_kernels
 from accelerator.ceilings import Ceilings
 from accelerator.report import Report
 from accelerator.ways import is_peer, ours
-from ms_kernels import ops
 
 __all__ = ["measure"]
 
@@ -48,7 +48,7 @@ def _ways(
         return F.cross_entropy((hidden @ weight.T).float(), targets)
 
     losses: dict[str, Callable[[], Tensor]] = {
-        "ms_kernels": lambda: ops.linear_cross_entropy(hidden, weight, targets),
+        "ms_kernels": lambda: ms_kernels.linear_cross_entropy(hidden, weight, targets),
         "plain torch": plain,
     }
     for each in ours(report, "linear_cross_entropy") if report.small else ():

@@ -4,8 +4,8 @@ import torch
 
 from accelerator.report import Report
 from accelerator.ways import is_peer, ways_of
-from ms_kernels.dispatch import describe_call
-from ms_kernels.measure import one_pass
+from ms_kernels.core.dispatch import describe_call
+from ms_kernels.tuning.measure import one_pass
 
 __all__ = ["measure"]
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 
 from accelerator.report import Report, reason_of
-from ms_kernels.check import Finding, check
-from ms_kernels.dispatch import CONTRACTS
+from ms_kernels.checking import Finding, check
+from ms_kernels.operators import CONTRACTS
 
 __all__ = ["prove"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from attrs import field, mutable
 
-from ms_kernels.measure import in_turn
+from ms_kernels.tuning.measure import in_turn
 
 __all__ = ["Report", "reason_of"]
 

@@ -9,9 +9,10 @@ from attrs import evolve
 from torch import Tensor
 
 from accelerator.report import Report
-from ms_kernels.contract import Contract
-from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS, describe_call
-from ms_kernels.registry import Implementation, obstacle_to
+from ms_kernels.contracts.contract import Contract
+from ms_kernels.core.choice import Implementation, obstacle_to
+from ms_kernels.core.dispatch import describe_call
+from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 
 __all__ = ["is_peer", "ours", "sizes_of", "ways_of"]
 

@@ -1,25 +1,22 @@
-from .dispatch import use_backend
 from .errors import ArgumentError, BackendError, KernelError, TableError
-from .explanation import explain
-from .ops import (
-    adamw_step,
-    add_rms_norm,
-    attention,
-    cross_entropy,
-    decode_attention,
-    geglu,
-    grouped_matmul,
-    layer_norm,
-    linear_cross_entropy,
-    permute_tokens,
-    quantized_linear,
-    rms_norm,
-    rotary,
-    swiglu,
-    token_log_probs,
-    unpermute_tokens,
-)
-from .rotary_angles import LinearScaling, Llama3Scaling, YarnScaling, rotary_table
+from .operators.adamw_step.operator import adamw_step
+from .operators.add_rms_norm.operator import add_rms_norm
+from .operators.attention.operator import attention
+from .operators.cross_entropy.operator import cross_entropy
+from .operators.decode_attention.operator import decode_attention
+from .operators.geglu.operator import geglu
+from .operators.grouped_matmul.operator import grouped_matmul
+from .operators.layer_norm.operator import layer_norm
+from .operators.linear_cross_entropy.operator import linear_cross_entropy
+from .operators.permute_tokens.operator import permute_tokens
+from .operators.quantized_linear.operator import quantized_linear
+from .operators.rms_norm.operator import rms_norm
+from .operators.rotary.angles import LinearScaling, Llama3Scaling, YarnScaling, rotary_table
+from .operators.rotary.operator import rotary
+from .operators.swiglu.operator import swiglu
+from .operators.token_log_probs.operator import token_log_probs
+from .operators.unpermute_tokens.operator import unpermute_tokens
+from .selection import explain, use_backend
 
 __version__: str
 

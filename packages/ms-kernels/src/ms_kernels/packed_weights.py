@@ -9,9 +9,9 @@ share one, (N, K / 2) uint8: byte j holds code 2j in its low half and code 2j + 
 import torch
 from torch import Tensor
 
-from ms_kernels.contract import FLOATING, accumulator, describe
+from ms_kernels.contracts.call import FLOATING, accumulator, describe
+from ms_kernels.contracts.values import is_whole
 from ms_kernels.errors import ArgumentError, shown
-from ms_kernels.values import is_whole
 
 __all__ = ["dequantize", "pack_codes", "quantize", "unpack_codes"]
 

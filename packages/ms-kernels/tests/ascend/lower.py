@@ -23,9 +23,8 @@ from triton.backends.ascend import compiler
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ms_kernels import triton as ours
-from ms_kernels.dispatch import CONTRACTS
-from ms_kernels.triton import launching
+from ms_kernels.backends.triton import launching
+from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 
 SIZES = {
     "rms_norm": {"...": 16, "H": 4096},
@@ -111,8 +110,8 @@ def launches_of(implementation):
 
 def lower(launch):
     """Return the kernel's text in Ascend's linalg."""
-    module, _, name = launch["kernel"].partition(".")
-    function = getattr(import_module(f"ms_kernels.triton.kernels.{module}"), name)
+    module, _, name = launch["kernel"].rpartition(".")
+    function = getattr(import_module(module), name)
     constants = dict(launch["constants"])
     places = [each for each in function.arg_names if each not in constants]
     signature = dict(zip(places, launch["arguments"], strict=True))
@@ -154,10 +153,12 @@ def table():
     """Yield the lines of the table."""
     yield "| operator | kernel | lowers to linalg |"
     yield "|---|---|---|"
-    for implementation in ours.IMPLEMENTATIONS:
-        for launch in launches_of(implementation):
+    for implementation in IMPLEMENTATIONS:
+        ours = implementation.backend == "triton"
+        for launch in launches_of(implementation) if ours else ():
             settings = ", ".join(f"{name}={value}" for name, value in launch["constants"].items())
-            kernel = f"{launch['kernel']} ({settings})"
+            *_, folder, _, name = launch["kernel"].split(".")
+            kernel = f"{folder}.{name} ({settings})"
             yield f"| {implementation.operator} | {kernel} | {verdict(launch)} |"
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from ms_kernels import use_backend
-from ms_kernels.ascend import null_runtime
-from ms_kernels.ascend.null_runtime.cli import written
 
+from . import null_runtime
 from .blocks import LlamaBlock, MixtureBlock, inputs_of
+from .null_runtime.cli import written
 
 BLOCKS = {"llama": LlamaBlock, "mixture": MixtureBlock}
 

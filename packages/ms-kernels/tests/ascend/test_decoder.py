@@ -5,8 +5,9 @@ import torch
 
 import ms_kernels
 from ms_kernels import use_backend
-from ms_kernels.ascend import null_runtime
 from ms_parallel.models import Decoder, DecoderConfig
+
+from . import null_runtime
 
 CONFIG = DecoderConfig(
     vocab_size=80,

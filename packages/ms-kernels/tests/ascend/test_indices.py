@@ -5,7 +5,7 @@ import torch
 
 import ms_kernels
 from ms_kernels import ArgumentError, use_backend
-from ms_kernels.dispatch import CONTRACTS
+from ms_kernels.operators import CONTRACTS
 
 FAR = [-1, -(2**31), 2**31 - 1]
 

@@ -1,13 +1,15 @@
 """What the null runtime does not have is refused by name, where it is called."""
 
 import ctypes
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from ms_kernels.ascend.null_runtime import bridge
+from .null_runtime import bridge
 
 
 def test_a_call_without_a_body_is_an_error_that_names_it():
@@ -62,8 +64,9 @@ def test_a_script_runs_by_the_command_and_its_calls_are_written(tmp_path):
         "import sys, torch\nprint(sys.argv[1:], (torch.ones(2).npu() * 3).cpu().tolist())\n"
     )
     calls = tmp_path / "calls.txt"
-    command = [sys.executable, "-m", "ms_kernels.ascend.null_runtime", "--calls", str(calls)]
-    done = subprocess.run([*command, str(script), "x"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "null_runtime", "--calls", str(calls), str(script), "x"]
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(command, capture_output=True, text=True, env=here)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "['x'] [3.0, 3.0]"  # torch_npu prints a line of its own
     assert calls.read_text() == "aclnnMuls float32[2] float32[2]\n"

@@ -16,7 +16,8 @@ from .errors import (
 )
 from .models.plan import ModelPlan
 from .planner.tuning import search_schedule
-from .training.trainer import DistributedTrainer, Result
+from .training.result import Result
+from .training.trainer import DistributedTrainer
 from .weights import load_model, save_model
 
 __version__: str

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import fields, frozen
 
@@ -11,10 +11,7 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
 from ms_parallel.settings import nearest
 from ms_parallel.settings.run_file import override, read_settings, refuse_renamed
-from ms_parallel.training.options import Options
-
-if TYPE_CHECKING:
-    from ms_parallel.training.trainer import DistributedTrainer
+from ms_parallel.training.options import Length, Options
 
 __all__ = ["RunFile", "known_keys", "read_run_file"]
 
@@ -29,12 +26,11 @@ NOT_IN_FILES = ("on_event", "model_arch", "parallel_config")
 
 @frozen(kw_only=True)
 class RunFile:
-    """A trainer, and what it is to train on for how long."""
+    """What a file says: the options of a run, its dataset and its length."""
 
-    trainer: "DistributedTrainer"
+    options: Options
     dataset_path: str
-    epochs: float | None = None
-    steps: int | None = None
+    length: Length
 
 
 def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
@@ -68,14 +64,9 @@ def _run_file(settings: dict[str, Any]) -> RunFile:
         if not isinstance(settings.get(key), str):
             raise ConfigError(f"{key} is missing; give a text, such as {key} = {EXAMPLES[key]!r}")
     dataset = settings.pop("dataset")
-    length = {key: settings.pop(key) for key in LENGTH if key in settings}
-    if len(length) != 1:
-        both = "both" if length else "neither"
-        raise ConfigError(f"{both} of epochs and steps given; give one of them")
-    from ms_parallel.training.trainer import DistributedTrainer
-
+    length = Length(**{key: settings.pop(key) for key in LENGTH if key in settings})
     renamed = {KEYS.get(key, key): value for key, value in settings.items()}
-    return RunFile(trainer=DistributedTrainer(**renamed), dataset_path=dataset, **length)
+    return RunFile(options=Options(**renamed), dataset_path=dataset, length=length)
 
 
 EXAMPLES = {"model": "llama", "dataset": "corpus/"}
@@ -96,7 +87,7 @@ def _check_keys(settings: dict[str, Any]) -> None:
 
 def _unknown(key: str, known: Sequence[str]) -> str:
     """Names the nearest known key, and looks into the tables too."""
-    from ms_parallel.models import DecoderConfig
+    from ms_parallel.models.decoder_config import DecoderConfig
 
     inside = {setting.name: f"model_config.{setting.name}" for setting in fields(DecoderConfig)}
     inside |= {axis.name: f"layout.{axis.name}" for axis in fields(Layout)}

@@ -28,6 +28,7 @@ GROUPS = {
         "optimizer",
         "learning_rate",
         "warmup_steps",
+        "learning_rate_decay",
         "final_learning_rate_ratio",
         "weight_decay",
         "betas",

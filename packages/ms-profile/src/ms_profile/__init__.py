@@ -1,7 +1,7 @@
 """Distributed event log, low-overhead timing, trace analysis, and one report on the time."""
 
 from ms_profile.advice.finding import Finding
-from ms_profile.advice.registry import advise
+from ms_profile.advice.rules import advise
 from ms_profile.analysis.comparison import Comparison, compare
 from ms_profile.analysis.ledger import Ledger
 from ms_profile.analysis.operators import Kernel, Operator, kernel_table, operator_table

@@ -39,7 +39,7 @@ def _execute(given: Sequence[str]) -> int:
 
 
 def _report_system(error: BaseException) -> int | None:
-    """A file that cannot be written, a full disk: the system says what and where."""
+    """Print what the system reports of a file that cannot be written, such as a full disk."""
     if not isinstance(error, OSError):
         return None
     sys.stderr.write(f"{PROG}: {one_line(str(error))}\n")
@@ -47,7 +47,7 @@ def _report_system(error: BaseException) -> int | None:
 
 
 def _unknown(word: str) -> str:
-    """What is said of a word that is no command: the one that was meant, as far as is known."""
+    """The message for a word that is no command, with the command that was probably meant."""
     meant = {each: name for name, words in MEANT.items() for each in (name, *words)}
     hint = nearest_name(word.lower(), meant)
     shown = one_line(word)[:60]

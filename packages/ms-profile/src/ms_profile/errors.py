@@ -10,7 +10,7 @@ class ProfileError(Exception):
 
 
 class FormatError(ProfileError, ValueError):
-    """A file is not what its name says, or its content does not hold together."""
+    """A file is not of the format that it should have, or its parts contradict each other."""
 
 
 class EventError(ProfileError, ValueError):
@@ -37,7 +37,7 @@ class RecordError(ProfileError, RuntimeError):
     """What is to be recorded finds no room: a full disk, a folder that cannot be written."""
 
     exit_code = 1
-    """Of a command: nothing that was given is wrong."""
+    """The command's exit code: nothing that was given is wrong."""
 
 
 class LinkError(ProfileError, ValueError):

@@ -1,46 +1,33 @@
-"""What a user may ask a run to measure: each metric owns what is recorded and what is shown for it.
+"""What a user may ask a run to measure: each metric owns what is recorded and what is shown.
 
 Steps, the split of their time, the timeline and the advice are there whatever was asked for.
 """
 
 from collections.abc import Iterable
+from enum import Flag, auto
+from functools import reduce
+from operator import or_
 from typing import Final
 
 from attrs import frozen
 
 from ms_profile.errors import MetricError, nearest
 
-__all__ = ["METRICS", "Metric", "Recording", "parse_metrics"]
+__all__ = ["METRICS", "Collect", "Metric", "collected_for", "parse_metrics"]
 
 
-@frozen(kw_only=True)
-class Recording:
+class Collect(Flag):
     """What is recorded beside times."""
 
-    shapes: bool = False
+    NOTHING = 0
+    SHAPES = auto()
     """Shapes of operators' inputs, from which the sizes of messages come too."""
-    memory: bool = False
+    MEMORY = auto()
     """Every allocation in the windows, and allocated memory about once a second."""
-    groups: bool = False
+    GROUPS = auto()
     """Which process group each collective belongs to, by torch's flight recorder."""
-    data_waits: bool = False
+    DATA_WAITS = auto()
     """How long each second's steps waited for their batches."""
-
-    def __or__(self, other: "Recording") -> "Recording":
-        return Recording(
-            shapes=self.shapes or other.shapes,
-            memory=self.memory or other.memory,
-            groups=self.groups or other.groups,
-            data_waits=self.data_waits or other.data_waits,
-        )
-
-    @classmethod
-    def of(cls, metrics: Iterable[str]) -> "Recording":
-        """The least recording from which all of `metrics` can be told."""
-        whole = cls()
-        for name in metrics:
-            whole |= METRICS[name].records
-        return whole
 
 
 @frozen(kw_only=True)
@@ -48,8 +35,8 @@ class Metric:
     """One thing to measure."""
 
     meaning: str
-    """What it tells, in a few words."""
-    records: Recording = Recording()
+    """What it measures, in a few words."""
+    collects: Collect = Collect.NOTHING
     """What is recorded for it."""
     shows: tuple[str, ...]
     """The parts of the report that are its own."""
@@ -58,7 +45,7 @@ class Metric:
 METRICS: Final[dict[str, Metric]] = {
     "communication_time": Metric(
         meaning="collectives: transfer, wait and who caused it",
-        records=Recording(shapes=True, groups=True),
+        collects=Collect.SHAPES | Collect.GROUPS,
         shows=("communication", "waiting"),
     ),
     "compute_time": Metric(
@@ -67,17 +54,17 @@ METRICS: Final[dict[str, Metric]] = {
     ),
     "memory": Metric(
         meaning="allocated memory over time and by operator",
-        records=Recording(memory=True),
+        collects=Collect.MEMORY,
         shows=("memory",),
     ),
     "operators": Metric(
         meaning="self and total time of each operator by shape",
-        records=Recording(shapes=True),
+        collects=Collect.SHAPES,
         shows=("operators", "shapes"),
     ),
     "data_time": Metric(
         meaning="waiting for the next batch",
-        records=Recording(data_waits=True),
+        collects=Collect.DATA_WAITS,
         shows=("data",),
     ),
     "idle": Metric(
@@ -85,6 +72,11 @@ METRICS: Final[dict[str, Metric]] = {
         shows=("idle",),
     ),
 }
+
+
+def collected_for(metrics: Iterable[str]) -> Collect:
+    """The least that has to be recorded for all of `metrics`."""
+    return reduce(or_, (METRICS[name].collects for name in metrics), Collect.NOTHING)
 
 
 def parse_metrics(text: str) -> tuple[str, ...]:

@@ -1,20 +1,26 @@
 """The commands: names, what `--help` says, and where the code lies that does it.
 
-Nothing here computes, so that help answers at once; what runs is imported when it is asked for.
+Each module of `ms_align.trainers` is a command of its name. Nothing here computes, so that help
+answers at once; what runs is imported when it is asked for.
 """
 
+import ast
 import importlib
+import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 from attrs import field, frozen
 
-from ms_align.run_keys import Key
+from ms_align import trainers
+from ms_align.run_keys import Key, groups_of
 
 __all__ = ["COMMANDS", "Command"]
 
-Run = Callable[[dict[str, Any], str], dict[str, Any]]
-"""Takes settings and the file's name, for messages; returns what `--json` prints, with `code`."""
+Run = Callable[[Any, dict[str, Any], str], dict[str, Any]]
+"""Takes the settings' class, settings, and the file's name for messages; returns what `--json`
+prints, with `code`."""
 
 
 @frozen(kw_only=True)
@@ -24,7 +30,7 @@ class Command:
     name: str
     help: str
     """One line."""
-    sets: str
+    sets: str = "steps=200 --set learning_rate=1e-5"
     """What the example's `--set` changes."""
     settings: str
     """The class whose fields are the run file's keys, as `module:Class`."""
@@ -42,13 +48,22 @@ class Command:
         """A line that can be typed."""
         return f"ms-align {self.name} RUN.toml --set {self.sets}"
 
-    def function(self) -> Run:
-        """What runs it, imported."""
-        module, _, name = self.run.partition(":")
-        return cast(Run, getattr(importlib.import_module(f"ms_align.{module}"), name))
+    def perform(self, settings: dict[str, Any], where: str) -> dict[str, Any]:
+        """Run it with the settings of a run file."""
+        return cast(Run, _imported(self.run))(_imported(self.settings), settings, where)
 
 
-DATASETS = (
+def _imported(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"ms_align.{module}"), name)
+
+
+DATASET = Key(
+    name="dataset",
+    meaning="Folder that `ms-data build --chat-template` wrote; for `sft` also a table of several.",
+    required=True,
+)
+PROMPTS = (
     Key(
         name="dataset",
         meaning="JSON Lines file of prompts: texts, tokens, chats, or tables with a key `prompt`.",
@@ -61,53 +76,33 @@ DATASETS = (
 )
 
 
-def _online(name: str, kind: str) -> Command:
+def _trainer(name: str) -> Command:
+    """The command of a module of `ms_align.trainers`."""
+    source = Path(trainers.__path__[0], f"{name}.py").read_text(encoding="utf-8")
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    kind = next(each for each in classes if each.name.endswith("Trainer"))
+    summary = (ast.get_docstring(kind) or "").partition("\n")[0].rstrip(".")
+    settings = f"trainers.{name}:{kind.name}"
+    keys = {key.name for group in groups_of(settings) for key in group.keys}
+    online = "policy_model" in keys
+    begins: dict[str, Any] = {"model": "path/to/model", "dataset": "shards"}
+    begins |= {"sequence_length": 512, "epochs": 1}
+    if online:
+        begins = {"model": "runs/sft/model", "dataset": "prompts.jsonl"}
+        begins |= {"reward_model": "runs/reward/model"}
     return Command(
         name=name,
-        help=f"optimise a reward by {name.upper()}; the same command goes on",
-        sets="steps=200 --set learning_rate=1e-5",
-        settings=f"trainers.{name}:{kind}",
-        run=f"commands.online:{name}",
-        more=DATASETS,
-        called={"policy_model": "model"},
-        begins_with={
-            "model": "runs/sft/model",
-            "reward_model": "runs/reward/model",
-            "dataset": "prompts.jsonl",
-        },
+        help=f"{summary[:1].lower()}{summary[1:]}; the same command goes on",
+        settings=settings,
+        run=f"commands.train:{'online' if online else 'offline'}",
+        more=PROMPTS if online else (DATASET,),
+        called={"policy_model": "model"} if online else {},
+        begins_with=begins,
     )
 
 
-OFFLINE = {"model": "path/to/model", "sequence_length": 512, "epochs": 1}
-
 COMMANDS: tuple[Command, ...] = (
-    Command(
-        name="sft",
-        help="tune a model on instructions; the same command goes on",
-        sets="steps=200 --set learning_rate=1e-5",
-        settings="commands.offline:SFTRun",
-        run="commands.offline:sft",
-        begins_with={**OFFLINE, "dataset": "shards/chat"},
-    ),
-    Command(
-        name="reward",
-        help="train a reward model on preference pairs; the same command goes on",
-        sets="centring=0.1",
-        settings="commands.offline:RewardRun",
-        run="commands.offline:reward",
-        begins_with={**OFFLINE, "dataset": "shards/pairs"},
-    ),
-    Command(
-        name="dpo",
-        help="optimise preferences directly; the same command goes on",
-        sets="beta=0.2",
-        settings="commands.offline:DPORun",
-        run="commands.offline:dpo",
-        begins_with={**OFFLINE, "dataset": "shards/pairs"},
-    ),
-    _online("ppo", "PPOTrainer"),
-    _online("grpo", "GRPOTrainer"),
-    _online("rloo", "RLOOTrainer"),
+    *(_trainer(each.name) for each in pkgutil.iter_modules(trainers.__path__) if not each.ispkg),
     Command(
         name="generate",
         help="write responses to prompts",

@@ -11,7 +11,7 @@ from ms_align.errors import ConfigError
 from ms_align.files.durable import write_file, writing
 from ms_align.generation import LocalGenerator, Responses
 from ms_align.generation.sampling import Sampling, token_numbers
-from ms_align.generation.stopping import beside, stopping
+from ms_align.generation.stops import beside, with_stops
 from ms_align.models.folder import load_model
 from ms_align.rollouts.prompts import Prompt, read_prompts
 from ms_align.seeds import LARGEST_SEED
@@ -49,13 +49,13 @@ class Generation(Sampling):
     slots: int = field(default=64, validator=whole())
     """Responses that are written at once."""
     seed: int = field(default=0, validator=whole(least=0, most=LARGEST_SEED))
-    """Of chance."""
+    """Of the random numbers."""
 
 
-def generate(settings: dict[str, Any], where: str) -> dict[str, Any]:
+def generate(kind: type[Generation], settings: dict[str, Any], where: str) -> dict[str, Any]:
     """`ms-align generate`."""
     refuse_renamed(settings, RENAMED, where=where)
-    given = build(Generation, settings, where=where)
+    given = build(kind, settings, where=where)
     place = beside(given.tokenizer, given.model)
     if place is None:
         raise ConfigError(f"{where}: no tokenizer lies in {given.model}; give tokenizer")
@@ -63,7 +63,7 @@ def generate(settings: dict[str, Any], where: str) -> dict[str, Any]:
     prompts = read_prompts(given.dataset, tokenizer, what="dataset")
     drawn = {each.name: getattr(given, each.name) for each in fields(Sampling)}
     sampling = Sampling(**{**drawn, "stop_tokens": given.stop_tokens or ()})
-    sampling = stopping(sampling, given.stop_tokens, tokenizer, files_of(place, tokenizer))
+    sampling = with_stops(sampling, given.stop_tokens, tokenizer, files_of(place, tokenizer))
     generator = LocalGenerator(load_model(given.model), slots=given.slots, decode=tokenizer.decode)
     responses = generator(
         [prompt.tokens for prompt in prompts], sampling, count=given.group_size, seed=given.seed

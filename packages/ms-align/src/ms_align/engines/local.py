@@ -1,25 +1,27 @@
 """The engine of a single process: any causal language model, an optimizer, and extra heads."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from attrs import frozen
 from torch import Tensor, nn
 
 from ms_align.engines.optimizer import OptimizerOptions
+from ms_align.engines.output import LocalOutput
+from ms_align.engines.protocol import Adapters
 from ms_align.errors import CheckpointError, ModelError, NonFiniteError
+from ms_align.generation.generator import LocalGenerator
+from ms_align.generation.sampling import Sampling
+from ms_align.lora.adapters import plain_model
 from ms_align.losses.protocol import IGNORED, Batch, Loss, Output
-from ms_align.losses.token_statistics import (
-    Scratch,
-    losses_and_entropies,
-    projected_losses_and_entropies,
-)
-from ms_align.models.language_model import LanguageModel, language_model
+from ms_align.losses.token_statistics import Scratch
+from ms_align.models.folder import save_model
+from ms_align.models.language_model import language_model
 
-__all__ = ["LocalEngine", "LocalOutput", "LocalUpdate"]
-
-EVERYWHERE = slice(None)
+__all__ = ["LocalEngine", "LocalUpdate"]
 
 
 @frozen(kw_only=True)
@@ -30,82 +32,8 @@ class LocalUpdate:
     grad_norm: float
     learning_rate: float
     tokens: int
-    skipped: bool
+    skipped: Literal["no_targets", "nonfinite"] | None
     statistics: Mapping[str, float]
-
-
-class LocalOutput:
-    """Final hidden states, from which logits, losses and extra heads follow as they are asked for.
-
-    Only positions with a target are ever multiplied with the head; losses and entropies of the same
-    positions at the same temperature are of one product.
-    """
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        model: LanguageModel,
-        heads: Mapping[str, nn.Module],
-        scratch: Scratch,
-    ) -> None:
-        self.hidden = hidden
-        self._model = model
-        self._heads = heads
-        self._scratch = scratch
-        self._known: tuple[Tensor, float, Tensor] | None = None
-        """Which positions were last asked for, at which temperature, and their entropies."""
-
-    def logits(self, positions: slice = EVERYWHERE) -> Tensor:
-        """Logits (B, S, V), or of some positions."""
-        return self._model.project(self.hidden[:, positions])
-
-    def token_losses(self, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """-log p(target), float32 (B, S), 0 where the target is -100."""
-        counted = targets != IGNORED
-        losses, entropies = self._statistics(counted, targets[counted], temperature)
-        self._known = counted, temperature, entropies
-        return _spread(losses, counted)
-
-    def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """Entropy of p in nats, float32 (B, S), where counted."""
-        found = self._recall(counted, temperature)
-        if found is None:
-            anything = torch.zeros(int(counted.sum()), dtype=torch.int64, device=counted.device)
-            found = self._statistics(counted, anything, temperature)[1]
-        return _spread(found, counted)
-
-    def head(self, name: str) -> Tensor:
-        """What an extra head makes of the hidden states, float32 (B, S, its width)."""
-        if name not in self._heads:
-            raise ModelError(
-                f"the engine has no head {name!r}; build it with heads={{{name!r}: 1}}"
-            )
-        made: Tensor = self._heads[name](self.hidden.float())
-        return made
-
-    def _recall(self, counted: Tensor, temperature: float) -> Tensor | None:
-        """The entropies that the last losses came with, if they are of these and differentiable."""
-        if self._known is None or self._known[1] != temperature:
-            return None
-        positions, _, entropies = self._known
-        if torch.is_grad_enabled() and not entropies.requires_grad:
-            return None
-        return entropies if torch.equal(positions, counted) else None
-
-    def _statistics(
-        self, counted: Tensor, targets: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Losses and entropies (N,) of the counted positions."""
-        hidden, weight = self.hidden[counted], self._model.head_weight
-        if weight is None:
-            return losses_and_entropies(self._model.project(hidden), targets, temperature)
-        return projected_losses_and_entropies(hidden, weight, targets, temperature, self._scratch)
-
-
-def _spread(values: Tensor, counted: Tensor) -> Tensor:
-    """Values (N,) at the counted places of zeros (B, S)."""
-    spread = torch.zeros(counted.shape, dtype=values.dtype, device=values.device)
-    return spread.masked_scatter(counted, values)
 
 
 class LocalEngine:
@@ -143,6 +71,11 @@ class LocalEngine:
     ) -> None:
         self.model = language_model(model)
         self.module = model
+        self.vocabulary_size = self.model.vocabulary_size
+        self.context = self.model.context
+        adapted = hasattr(model, "disable_adapter") and hasattr(model, "save_pretrained")
+        self.adapters: Adapters | None = cast(Adapters, model) if adapted else None
+        """The model itself, where its adapters can be switched off and saved, as peft's can."""
         self.options = optimizer or OptimizerOptions()
         self.microbatch_size = microbatch_size
         self.on_nonfinite = on_nonfinite
@@ -215,21 +148,21 @@ class LocalEngine:
         names = loss.statistics
         if weight <= 0.0:
             return LocalUpdate(
-                loss=0.0,
-                grad_norm=0.0,
+                loss=math.nan,
+                grad_norm=math.nan,
                 learning_rate=rate,
                 tokens=tokens,
-                skipped=True,
-                statistics=dict.fromkeys(names, 0.0),
+                skipped="no_targets",
+                statistics=dict.fromkeys(names, math.nan),
             )
         optimizer = self.optimizer
         optimizer.zero_grad(set_to_none=True)
-        total, figures = 0.0, torch.zeros(len(names), device=self.device)
+        total, statistics = 0.0, torch.zeros(len(names), device=self.device)
         for microbatch in map(_trim, microbatches):
-            value, told = loss(self._forward(microbatch), microbatch)
+            value, sums = loss(self._forward(microbatch), microbatch)
             (value / weight).backward()  # type: ignore[no-untyped-call]
             total += value.item()
-            figures += told
+            statistics += sums
         norm = self._clip()
         finite = bool(torch.isfinite(torch.tensor([total, norm])).all())
         if finite:
@@ -247,8 +180,8 @@ class LocalEngine:
             grad_norm=norm,
             learning_rate=rate,
             tokens=tokens,
-            skipped=not finite,
-            statistics=dict(zip(names, (figures / weight).tolist(), strict=True)),
+            skipped=None if finite else "nonfinite",
+            statistics=dict(zip(names, (statistics / weight).tolist(), strict=True)),
         )
 
     @torch.no_grad()
@@ -269,9 +202,46 @@ class LocalEngine:
             parts.append(part)
         return torch.cat(parts)
 
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop_token: Sequence[int] | None = None,
+    ) -> list[list[int]]:
+        """The new tokens of each prompt; see `LocalGenerator`, which keeps log-probabilities too.
+
+        Raises:
+            ModelError: the model takes no cache.
+        """
+        sampling = Sampling(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            stop_tokens=stop_token or (),
+        )
+        responses = LocalGenerator(self.module)(prompts, sampling, count=1, seed=seed)
+        return [responses.row(index) for index in range(len(prompts))]
+
     def gather(self, rows: Tensor) -> Tensor:
         """The rows as they are: nobody else has any."""
         return rows
+
+    def save(self, folder: Path) -> None:
+        """Write the model as its library does, adapters merged; the module is left as it is.
+
+        Raises:
+            CheckpointError: the place cannot be written.
+        """
+        with plain_model(self.module) as model:
+            save_model(model, folder)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, moments under `optimizer.exp_avg.NAME` and the like, and the counter.

@@ -4,9 +4,10 @@ What differs from an engine that is not split: temperatures and entropies take t
 Learning rates are those of `OptimizerOptions`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ class ParallelUpdate:
     grad_norm: float
     learning_rate: float
     tokens: int
-    skipped: bool
+    skipped: Literal["no_targets", "nonfinite"] | None
     statistics: Mapping[str, float]
 
 
@@ -186,10 +187,17 @@ class ParallelEngine:
 
         self.adapters = ParallelAdapters(self.engine, options, seed=seed, base_name=base_name)
 
+    module = None
+
     @property
-    def config(self) -> Any:
-        """The model's configuration."""
-        return self.engine.config
+    def vocabulary_size(self) -> int | None:
+        """Tokens that the model knows."""
+        return int(self.engine.config.vocab_size)
+
+    @property
+    def context(self) -> int | None:
+        """Longest row that it takes."""
+        return getattr(self.engine.config, "max_position_embeddings", None)
 
     @property
     def data_rank(self) -> int:
@@ -212,12 +220,14 @@ class ParallelEngine:
         if told.figures and self.engine.groups.place.tensor == 0:
             figures += torch.stack(told.figures).sum(0)
         *sums, weight = self.engine.groups.all_reduce(figures).tolist()
+        empty = update.skipped and update.loss == 0.0 and update.grad_norm == 0.0
+        skipped: Any = ("no_targets" if empty else "nonfinite") if update.skipped else None
         return ParallelUpdate(
-            loss=update.loss,
-            grad_norm=update.grad_norm,
+            loss=math.nan if empty else update.loss,
+            grad_norm=math.nan if empty else update.grad_norm,
             learning_rate=rate,
             tokens=update.tokens,
-            skipped=update.skipped,
+            skipped=skipped,
             statistics={
                 name: one / weight if weight else 0.0 for name, one in zip(names, sums, strict=True)
             },

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ParallelAdapters"]
 
+HEADS = (".norm.value_matrix", ".norm.value_offset")
+
 
 class ParallelAdapters:
     """Puts adapters into the stages of an engine, which from then on trains them alone.
@@ -59,6 +61,10 @@ class ParallelAdapters:
         self.models: list[AdaptedModel] = [
             add_lora(stage, options, seed=seed) for stage in engine.stages.values()
         ]
+        for stage in engine.stages.values():
+            for name, head in stage.named_parameters():
+                if name.endswith(HEADS):
+                    head.requires_grad_(True)
         engine.parameters = {
             name: parameter
             for stage in engine.stages.values()

@@ -1,17 +1,19 @@
-"""What trainers ask of whatever runs a model: the Protocols, and the values that cross them.
+"""What trainers ask of whatever runs a model; all of it, so that nobody probes for more.
 
 `ms_align.engines.local.LocalEngine` runs any nn.Module in one process; `ms_parallel.Engine` fits
 too and runs its models under any layout. Shapes: B rows, S positions, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ms_align.losses.protocol import Batch, Loss, Output
 
-__all__ = ["Engine", "Update"]
+__all__ = ["Adapters", "Engine", "Update"]
 
 
 class Update(Protocol):
@@ -19,11 +21,11 @@ class Update(Protocol):
 
     @property
     def loss(self) -> float:
-        """Mean loss of the global batch."""
+        """Mean loss of the global batch; NaN where nothing had a target."""
 
     @property
     def grad_norm(self) -> float:
-        """Euclidean norm of the whole gradient, before it was clipped."""
+        """Euclidean norm of the whole gradient, before it was clipped; NaN likewise."""
 
     @property
     def learning_rate(self) -> float:
@@ -34,14 +36,25 @@ class Update(Protocol):
         """Tokens of the global batch."""
 
     @property
-    def skipped(self) -> bool:
-        """The gradient was not finite, or nothing had a loss: weights are as before."""
+    def skipped(self) -> Literal["no_targets", "nonfinite"] | None:
+        """Why weights are as before: nothing had a target, or the gradient was not finite."""
 
     @property
     def statistics(self) -> Mapping[str, float]:
-        """The loss's figures, by name, each divided by the global weight."""
+        """The loss's statistics, by name, each divided by the global weight."""
 
 
+class Adapters(Protocol):
+    """Adapters that an engine trains instead of its model's own weights."""
+
+    def disable_adapter(self) -> AbstractContextManager[Any]:
+        """The model as it was before, while the block runs."""
+
+    def save_pretrained(self, folder: Path, /) -> None:
+        """Write peft's two files; every process calls it."""
+
+
+@runtime_checkable
 class Engine(Protocol):
     """A model, its optimizer, and the processes that share them."""
 
@@ -52,6 +65,22 @@ class Engine(Protocol):
     @property
     def data_ranks(self) -> int:
         """How many such groups there are."""
+
+    @property
+    def vocabulary_size(self) -> int | None:
+        """Tokens that the model knows; None where it does not say."""
+
+    @property
+    def context(self) -> int | None:
+        """Longest row that it takes; None where it does not say."""
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The whole model, where this process holds it unsplit; else None."""
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters that are trained; None where the model's own weights are."""
 
     def update(self, batch: Mapping[str, Any], loss: Loss, /) -> Update:
         """One step of the optimizer on the global batch, of which `batch` is this rank's rows."""
@@ -64,8 +93,25 @@ class Engine(Protocol):
         It is called on every process of a data rank alike, and all of them get the result.
         """
 
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float = ...,
+        top_k: int | None = ...,
+        top_p: float = ...,
+        min_p: float = ...,
+        seed: int = ...,
+        stop_token: Sequence[int] | None = ...,
+    ) -> list[list[int]]:
+        """The new tokens of each of this data rank's prompts; a stop token is the last one."""
+
     def gather(self, rows: Tensor, /) -> Tensor:
         """The rows of all data ranks, in their order; each gives as many."""
+
+    def save(self, folder: Path, /) -> None:
+        """Write the whole model as others read it, adapters merged; every process calls it."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, moments and counters by name; tensors share the engine's storage."""

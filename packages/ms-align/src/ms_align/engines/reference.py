@@ -1,8 +1,8 @@
-"""What the KL holds a policy near: a frozen copy, another model, or the policy without adapters."""
+"""What a KL or a preference is measured against: another model, or the policy's own beginning."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 from attrs import frozen
 from torch import nn
@@ -12,7 +12,7 @@ from ms_align.engines.protocol import Engine
 from ms_align.errors import ConfigError
 from ms_align.models.language_model import copy_of
 
-__all__ = ["Reference", "reference_of"]
+__all__ = ["ADAPTER_OFF", "Reference", "reference_of"]
 
 ADAPTER_OFF = "adapter_off"
 
@@ -36,24 +36,21 @@ def reference_of(given: Any, policy: Engine, build: Callable[[Any], Engine]) -> 
     Raises:
         ConfigError: the policy has no adapters to switch off, or cannot be copied.
     """
-    module = getattr(policy, "module", None)
     if given == ADAPTER_OFF:
-        if not hasattr(module, "disable_adapter"):
+        if policy.adapters is None:
             raise ConfigError(
-                "reference_model is 'adapter_off' and the policy has no disable_adapter(); add "
-                "adapters, or leave reference_model out for a frozen copy"
+                "reference_model is 'adapter_off' and the policy has no disable_adapter() and "
+                "save_pretrained(); add adapters, or leave reference_model out for a frozen copy"
             )
-        return Reference(policy, cast(Any, module).disable_adapter)
+        return Reference(policy, policy.adapters.disable_adapter)
     if given is not None:
-        return Reference(build(_frozen(given)))
+        return Reference(
+            build(given.requires_grad_(False) if isinstance(given, nn.Module) else given)
+        )
     if not isinstance(policy, LocalEngine):
         raise ConfigError(
-            "kl_coeff is above 0 and this engine's policy cannot be copied; give reference_model= "
-            "an engine with the same weights, or set kl_coeff to 0"
+            "this engine's policy cannot be copied; give reference_model= an engine with the same "
+            "weights, or do without a reference"
         )
     frozen_copy = copy_of(policy.module).requires_grad_(False)
     return Reference(LocalEngine(frozen_copy, microbatch_size=policy.microbatch_size))
-
-
-def _frozen(given: Any) -> Any:
-    return given.requires_grad_(False) if isinstance(given, nn.Module) else given

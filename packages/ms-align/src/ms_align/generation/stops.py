@@ -1,10 +1,20 @@
-"""Where a response ends: with a stop token, or with the token that completes a stop string."""
+"""Where a response ends: with a stop token, or with the token that completes a stop string.
+
+If nobody says where, with the tokens that end a text of the model.
+"""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+from attrs import evolve
+
+from ms_align.errors import ConfigError
 from ms_align.generation.sampling import Sampling
+from ms_align.tokenizer import Tokenizer
+from ms_align.tokenizer_files import TokenizerFiles, has_tokenizer
 
-__all__ = ["Decode", "completes", "first_stop", "reach"]
+__all__ = ["Decode", "beside", "completes", "first_stop", "reach", "with_stops"]
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -32,3 +42,56 @@ def first_stop(tokens: Sequence[int], sampling: Sampling, decode: Decode | None)
         if strings and decode is not None and completes(tail, strings, decode):
             return length
     return None
+
+
+def beside(tokenizer: Any, model: Any) -> Any:
+    """The tokenizer that is given, or the folder of the model where one lies in it."""
+    if tokenizer is not None:
+        return tokenizer
+    folder = model if isinstance(model, str | Path) else getattr(model, "name_or_path", None)
+    if folder and isinstance(folder, str | Path) and has_tokenizer(Path(folder)):
+        return Path(folder)
+    return None
+
+
+def with_stops(
+    sampling: Sampling,
+    stop_tokens: tuple[int, ...] | None,
+    tokenizer: Tokenizer | None,
+    files: TokenizerFiles | None,
+) -> Sampling:
+    """How responses are drawn, with all that ends one.
+
+    Args:
+        sampling: its stop strings may be special tokens, which no text shows.
+        stop_tokens: None for those that end a text by the tokenizer's files.
+        tokenizer: what reads stop strings.
+        files: the tokenizer's.
+
+    Raises:
+        ConfigError: a stop string can never be seen.
+    """
+    ends = stop_tokens
+    if ends is None:
+        end = getattr(tokenizer, "end_of_text", None)
+        ends = files.ends if files and files.ends else () if end is None else (int(end),)
+    special = files.ids if files else {}
+    strings = [text for text in sampling.stop_strings if text not in special]
+    if strings and tokenizer is None:
+        raise ConfigError(
+            f"stop_strings are {strings!r} and there is no tokenizer to read tokens with; give "
+            "tokenizer=, or stop_tokens"
+        )
+    for text in strings:
+        inside = next((name for name in special if name in text), None)
+        if inside is not None:
+            raise ConfigError(
+                f"stop_strings has {text!r}, and no text ever shows the special token {inside!r}; "
+                f"give {inside!r} alone, or the text without it"
+            )
+    named = [special[text] for text in sampling.stop_strings if text in special]
+    return evolve(
+        sampling,
+        stop_tokens=tuple(dict.fromkeys([*ends, *named])),
+        stop_strings=tuple(strings),
+    )

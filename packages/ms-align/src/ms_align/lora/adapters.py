@@ -5,6 +5,7 @@ begins at 0, so an adapted model begins as the model it adapts. Only A and B tak
 Shapes: r rank, I inputs, O outputs of a linear layer.
 """
 
+import copy
 import math
 import re
 import zlib
@@ -30,6 +31,7 @@ __all__ = [
     "add_lora",
     "ends_with",
     "linear_layers",
+    "plain_model",
     "save_adapters",
 ]
 
@@ -244,6 +246,18 @@ class AdaptedModel(nn.Module):
         """
         weights = {name: (layer.lora_A, layer.lora_B) for name, layer in self.adapters().items()}
         save_adapters(Path(folder), self.options, weights, self.base_name)
+
+
+@contextmanager
+def plain_model(module: nn.Module) -> Iterator[nn.Module]:
+    """A model with its adapters, ours or peft's, in its weights, while the block runs."""
+    if isinstance(module, AdaptedModel):
+        with module.as_merged() as plain:
+            yield plain
+    elif hasattr(module, "merge_and_unload") and hasattr(module, "peft_config"):
+        yield cast(Any, copy.deepcopy(module)).merge_and_unload()
+    else:
+        yield module
 
 
 def save_adapters(

@@ -85,7 +85,7 @@ class DPOLoss:
         return float(pair_weights(batch).sum())
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Weighted sum over pairs, and the figures' sums."""
+        """Weighted sum over pairs, and the statistics' sums."""
         weights = pair_weights(batch)
         own = row_logprobs(output, batch)
         reference = torch.zeros_like(own) if self.reference_free else batch["reference_logprobs"]
@@ -101,5 +101,5 @@ class DPOLoss:
         with torch.no_grad():
             rewards = self.beta * (own - reference).view(-1, 2)
             gap = rewards[:, 0] - rewards[:, 1]
-            told = torch.stack(((gap > 0).float(), gap, rewards[:, 0], rewards[:, 1]))
-        return (losses * weights).sum(), (told * weights).sum(1)
+            statistics = torch.stack(((gap > 0).float(), gap, rewards[:, 0], rewards[:, 1]))
+        return (losses * weights).sum(), (statistics * weights).sum(1)

@@ -77,12 +77,12 @@ class PairwiseLoss:
         return float(pair_weights(batch).sum())
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Weighted sum over pairs, and the figures' sums."""
+        """Weighted sum over pairs, and the statistics' sums."""
         weights = pair_weights(batch)
         chosen, rejected = row_scores(output, batch, self.head).view(-1, 2).T
         margin = batch["margin"].view(-1, 2)[:, 0] if "margin" in batch else 0.0
         losses = pairwise_loss(chosen, rejected, self.margin_scale * margin, centring=self.centring)
         with torch.no_grad():
             gap = chosen - rejected
-            told = torch.stack(((gap > 0).float(), gap, (chosen + rejected) / 2))
-        return (losses * weights).sum(), (told * weights).sum(1)
+            statistics = torch.stack(((gap > 0).float(), gap, (chosen + rejected) / 2))
+        return (losses * weights).sum(), (statistics * weights).sum(1)

@@ -35,7 +35,7 @@ class Output(Protocol):
 
 
 class Loss(Protocol):
-    """A sum over a batch, what to divide it by, and figures to tell beside it.
+    """A sum over a batch, what to divide it by, and statistics to log beside it.
 
     The engine sums over microbatches and ranks, and divides once by the weight of the global
     batch, so losses and gradients are the same however the batch is cut.
@@ -43,13 +43,13 @@ class Loss(Protocol):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """Names of the figures that a call returns."""
+        """Names of the statistics that a call returns."""
 
     def weight(self, batch: Batch) -> float:
         """This batch's share of the divisor."""
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The sum, a float32 scalar; and each figure's sum, detached float32 (len(statistics),).
+        """The sum, a float32 scalar; and the statistics' sums, detached float32 (len(statistics),).
 
-        Both are divided by the global weight, so a figure is a mean weighted like the loss.
+        Both are divided by the global weight, so a statistic is a mean weighted like the loss.
         """

@@ -34,8 +34,9 @@ def token_weights(batch: Batch, *, per_row: bool) -> Tensor:
 class SFTLoss:
     """Weighted mean of -log p(target).
 
-    Reads `targets`; by choice `weights` (B, S), `row_weights` (B,) and `task` (B,). Tells, for each
-    task k, `sum.k` and `weight.k`: its share of the loss before `task_weights`, and of the weight.
+    Reads `targets`; by choice `weights` (B, S), `row_weights` (B,) and `task` (B,). Its
+    statistics are `sum.k` and `weight.k` of each task k: its share of the loss before
+    `task_weights`, and of the weight.
     """
 
     tasks: int = 0
@@ -56,7 +57,7 @@ class SFTLoss:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """Two figures a task."""
+        """Two statistics a task."""
         return tuple(f"{kind}.{task}" for kind in ("sum", "weight") for task in range(self.tasks))
 
     def weight(self, batch: Batch) -> float:
@@ -66,14 +67,14 @@ class SFTLoss:
         return float(token_weights(batch, per_row=False).sum())
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Weighted sum of the token losses, and the figures' sums."""
+        """Weighted sum of the token losses, and the statistics' sums."""
         weights = token_weights(batch, per_row=self.per_row)
-        of_rows = (output.token_losses(batch["targets"]) * weights).sum(1)
+        row_losses = (output.token_losses(batch["targets"]) * weights).sum(1)
         if not self.tasks:
-            return of_rows.sum(), of_rows.new_zeros(0)
+            return row_losses.sum(), row_losses.new_zeros(0)
         task = batch["task"]
-        figures = torch.stack((of_rows.detach(), weights.sum(1)))  # (2, B)
-        sums = figures.new_zeros(2, self.tasks).index_add_(1, task, figures)
+        statistics = torch.stack((row_losses.detach(), weights.sum(1)))  # (2, B)
+        sums = statistics.new_zeros(2, self.tasks).index_add_(1, task, statistics)
         if self.task_weights:
-            of_rows = of_rows * of_rows.new_tensor(self.task_weights)[task]
-        return of_rows.sum(), sums.flatten()
+            row_losses = row_losses * row_losses.new_tensor(self.task_weights)[task]
+        return row_losses.sum(), sums.flatten()

@@ -17,7 +17,14 @@ from ms_align.rollouts.prompts import Prompt
 from ms_align.rollouts.rows import samples_of, score_together
 from ms_align.tokenizer import Tokenizer
 
-__all__ = ["Experience", "Scoring", "shaped_scores", "token_rewards"]
+__all__ = [
+    "Experience",
+    "Scoring",
+    "response_scores",
+    "shaped_scores",
+    "spread_over_tokens",
+    "token_rewards",
+]
 
 
 @frozen(kw_only=True)
@@ -94,3 +101,16 @@ def token_rewards(experience: Experience, kl_coeff: float, estimator: str) -> Te
     rows = (last >= 0).nonzero()[:, 0]
     rewards[rows, last[rows]] += experience.scores[rows]
     return rewards
+
+
+def response_scores(experience: Experience, kl_coeff: float, estimator: str) -> Tensor:
+    """Scores less β times each response's KL, (N,); NaN where a response is left out."""
+    scores = experience.scores.masked_fill(~experience.kept, torch.nan)
+    if kl_coeff:
+        scores = scores - kl_coeff * experience.divergence(estimator).sum(1)
+    return scores
+
+
+def spread_over_tokens(advantages: Tensor, experience: Experience) -> Tensor:
+    """Each response's advantage at its tokens, (N, S) float32, 0 elsewhere."""
+    return advantages[:, None].float() * experience.mask

@@ -146,8 +146,8 @@ class PromptOrder:
         taken: list[int] = []
         while len(taken) < count:
             turn, at = divmod(position + len(taken), self.count)
-            chance = torch.Generator().manual_seed(seed_of(self.seed, turn, apart=1_000_003))
-            order = torch.randperm(self.count, generator=chance).tolist()
+            generator = torch.Generator().manual_seed(seed_of(self.seed, turn, apart=1_000_003))
+            order = torch.randperm(self.count, generator=generator).tolist()
             taken += order[at : at + count - len(taken)]
         return taken
 

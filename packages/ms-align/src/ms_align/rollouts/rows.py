@@ -122,7 +122,7 @@ def score_together(
     on_failure: Failure,
     penalty: float,
 ) -> Scores:
-    """Scores that are the same on every process: the first one asks, and tells the others.
+    """Scores that are the same on every process: the first one asks, and sends them to the others.
 
     So a reward may be random, or a service that is billed.
     """
@@ -135,7 +135,7 @@ def score_together(
         try:
             scores = score(rewards, samples, on_failure=on_failure, penalty=penalty)
             numbers = torch.stack([scores.total, *scores.parts.values()])
-        except Exception as error:  # told after the others were let go
+        except Exception as error:  # raised after the others were let go
             failure = error
     if processes.any_of(failure is not None):
         raise failure or RuntimeError("a reward failed on the first process; see its message")

@@ -1,6 +1,6 @@
-"""The loop that every trainer runs in: update, tell, evaluate, keep, stop, go on.
+"""The loop that every trainer runs in: update, log, evaluate, checkpoint, stop, go on.
 
-A trainer hands over its `Work`: what one update does, and all the state it would need to go on.
+A trainer hands over its `Learner`: what one update does, and all the state it needs to go on.
 Whatever ends the process, the same call goes on from the last complete checkpoint, bit for bit.
 """
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Protocol
 
-from attrs import define, field, frozen
+from attrs import asdict, define, field, frozen
+from torch import nn
 
 from ms_align import processes
 from ms_align.engines.protocol import Update
@@ -24,37 +25,36 @@ from ms_align.run.checkpoint import State
 from ms_align.run.options import RunOptions
 from ms_align.run.ownership import Ownership
 
-__all__ = ["Loop", "Result", "Tell", "Work"]
+__all__ = ["Learner", "Loop", "Result", "RunLog"]
 
 SKIPPED_IN_A_ROW = 20
 """Updates in a row whose gradient was not finite, after which a run is lost."""
+SKIPPED = {
+    "no_targets": "nothing had a target",
+    "nonfinite": "the gradient is not finite",
+}
+"""Why an update was skipped, for people."""
 SHOWN = 4
-"""Figures on a line of progress, the loss included."""
+"""Metrics on a line of progress, the loss included."""
 
 
 @frozen(kw_only=True)
-class Tell:
-    """How work tells what happens inside of it."""
+class RunLog:
+    """Where a learner logs what happens inside of it."""
 
     event: OnEvent
-    note: "Note"
-
-
-class Note(Protocol):
+    note: Callable[[str], None]
     """Shows a line to whoever watches."""
 
-    def __call__(self, text: str, /) -> None:
-        """RunDisplay it."""
 
-
-class Work(Protocol):
+class Learner(Protocol):
     """What a trainer gives the loop."""
 
-    def update(self, tell: Tell) -> Update:
-        """One update of the weights, with whatever must come before it."""
+    def update(self, log: RunLog) -> tuple[Update, Mapping[str, float]]:
+        """One update of the weights, with whatever must come before it; and what to log of it."""
 
-    def evaluate(self, tell: Tell) -> Mapping[str, float]:
-        """Held-out figures by name, and samples told; empty where nothing is held out."""
+    def evaluate(self, log: RunLog) -> Mapping[str, float]:
+        """Held-out metrics by name, and samples logged; empty where nothing is held out."""
 
     def state(self) -> State:
         """All it needs to go on exactly from here."""
@@ -72,29 +72,30 @@ class Result:
     finished: bool
     """False if a signal stopped the run; the same command goes on."""
     first: Mapping[str, float]
-    """Held-out figures before the first update."""
+    """Held-out metrics before the first update."""
     last: Mapping[str, float]
-    """Held-out figures at the end."""
+    """Held-out metrics at the end."""
     seconds: float
     """Time in updates, over all launches."""
     signal_name: str = ""
     """The signal that stopped this launch, such as `SIGINT`."""
+    model: nn.Module | None = None
+    """The trained model, where this process holds it."""
 
 
 @define(kw_only=True)
-class _Standing:
+class _Progress:
     step: int = 0
     seconds: float = 0.0
     first: dict[str, float] = field(factory=dict)
     last: dict[str, float] = field(factory=dict)
-    evaluated: int = -1
 
 
 class Loop:
-    """Runs some work for so many updates.
+    """Runs a learner for so many updates.
 
     Args:
-        work: what to do.
+        learner: what learns.
         steps: updates of the whole run, over all launches.
         options: how to go on, show and keep.
         folder: of the run, which nobody else may work in.
@@ -106,7 +107,7 @@ class Loop:
 
     def __init__(
         self,
-        work: Work,
+        learner: Learner,
         *,
         steps: int,
         options: RunOptions,
@@ -117,14 +118,14 @@ class Loop:
     ) -> None:
         if steps < 1:
             raise ConfigError(f"steps is {steps}; give at least 1, or nothing would be learned")
-        self.work = work
+        self.learner = learner
         self.steps = steps
         self.options = options
         self.folder = folder
         self.owner = owner
         self.write = write
         self.result = result
-        self.standing = _Standing()
+        self.at = _Progress()
         self.done_before = False
         """All updates were made and written when the run was called."""
         self.stop = StopRequest()
@@ -147,19 +148,19 @@ class Loop:
         """
         held = self.owner.hold(self.folder)
         with held as changes, self._events() as emit, self.stop.listening():
-            tell = Tell(event=emit, note=self.show.note)
+            log = RunLog(event=emit, note=self.show.note)
             try:
                 for change in changes:
-                    tell.note(f"changed: {change}")
-                    emit("changed_setting", {"name": change.name, "told": str(change)})
-                self._resume(tell)
-                finished = self._go(tell)
+                    log.note(f"changed: {change}")
+                    emit("changed_setting", {"name": change.name, "change": str(change)})
+                self._resume(log)
+                finished = self._go(log)
                 if finished and self.write is not None and not self.done_before:
                     self.write()
             finally:
                 self.show.close()
-            emit("end", {"step": self.standing.step, "finished": int(finished)})
-        done = self.standing
+            emit("end", {"step": self.at.step, "finished": int(finished)})
+        done = self.at
         return Result(
             step=done.step,
             finished=finished,
@@ -183,102 +184,96 @@ class Loop:
             finally:
                 lines.close()
 
-    def _go(self, tell: Tell) -> bool:
+    def _go(self, log: RunLog) -> bool:
         if self.done_before:
             return True
-        pace, skipped = Throughput(), 0
-        tell.event("begin", {"steps": self.steps, "step": self.standing.step})
-        if self.standing.step == 0:
-            self._evaluate(tell)
-        while self.standing.step < self.steps and not self.stop.agreed():
+        throughput, skipped = Throughput(), 0
+        log.event("begin", {"steps": self.steps, "step": self.at.step})
+        if self.at.step == 0:
+            self._evaluate(log)
+        while self.at.step < self.steps and not self.stop.agreed():
             began = monotonic()
-            update = self.work.update(tell)
-            self.standing.step += 1
-            self.standing.seconds += monotonic() - began
+            update, statistics = self.learner.update(log)
+            self.at.step += 1
+            self.at.seconds += monotonic() - began
             skipped = skipped + 1 if update.skipped else 0
-            pace.step(update.tokens)
-            self._tell_step(update, pace, tell)
+            throughput.step(update.tokens)
+            self._log_step(update, statistics, throughput, log)
             self._check_finite(update, skipped)
             began = monotonic()
-            last = self.standing.step == self.steps
-            if last or _due(self.standing.step, self.options.evaluate_every):
-                self._evaluate(tell)
-            if last or _due(self.standing.step, self.options.checkpoint_every):
-                self._save(tell)
-            pace.pause(monotonic() - began)
-        finished = self.standing.step == self.steps
+            last = self.at.step == self.steps
+            if last or _due(self.at.step, self.options.evaluate_every):
+                self._evaluate(log)
+            if last or _due(self.at.step, self.options.checkpoint_every):
+                self._save(log)
+            throughput.pause(monotonic() - began)
+        finished = self.at.step == self.steps
         if not finished:
-            self._save(tell)
-            tell.note(
-                f"stopped by {self.stop.signal_name or 'a signal'} at step {self.standing.step} of "
+            self._save(log)
+            log.note(
+                f"stopped by {self.stop.signal_name or 'a signal'} at step {self.at.step} of "
                 f"{self.steps}; a checkpoint is saved, the same command goes on"
             )
         else:
-            tell.note(f"made {self.steps} steps in {duration(self.standing.seconds)}")
+            log.note(f"made {self.steps} steps in {duration(self.at.seconds)}")
         return finished
 
-    def _tell_step(self, update: Update, pace: Throughput, tell: Tell) -> None:
-        facts = {"loss": update.loss, **update.statistics}
+    def _log_step(
+        self, update: Update, statistics: Mapping[str, float], throughput: Throughput, log: RunLog
+    ) -> None:
+        facts = {"loss": update.loss, **statistics}
         shown = dict(list(facts.items())[:SHOWN])
-        self.show.step(self.standing.step, shown, pace)
-        tell.event(
+        self.show.step(self.at.step, shown, throughput)
+        log.event(
             "step",
             {
-                "step": self.standing.step,
+                "step": self.at.step,
                 "grad_norm": update.grad_norm,
                 "learning_rate": update.learning_rate,
                 "tokens": update.tokens,
-                "rate_tokens_per_s": round(pace.rate_tokens_per_s, 1),
+                "rate_tokens_per_s": round(throughput.rate_tokens_per_s, 1),
                 **facts,
             },
         )
 
     def _check_finite(self, update: Update, skipped: int) -> None:
         if skipped:
-            self.show.note(
-                f"step {self.standing.step}: the gradient is not finite or nothing had a loss; "
-                "the update is skipped"
-            )
+            why = SKIPPED[update.skipped or "nonfinite"]
+            self.show.note(f"step {self.at.step}: {why}; the update is skipped")
         if skipped == SKIPPED_IN_A_ROW:
             raise NonFiniteError(
                 f"{skipped} updates in a row were skipped (loss {update.loss}); lower "
                 "learning_rate, or look at the data, and start from an earlier checkpoint"
             )
 
-    def _evaluate(self, tell: Tell) -> None:
-        step = self.standing.step
-        figures = dict(self.work.evaluate(tell))
-        self.standing.last, self.standing.evaluated = figures, step
+    def _evaluate(self, log: RunLog) -> None:
+        step = self.at.step
+        metrics = dict(self.learner.evaluate(log))
+        self.at.last = metrics
         if step == 0:
-            self.standing.first = figures
-        if figures:
-            told = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
-            tell.note(f"held out at step {step}: {told}")
-            tell.event("evaluate", {"step": step, **figures})
+            self.at.first = metrics
+        if metrics:
+            line = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+            log.note(f"held out at step {step}: {line}")
+            log.event("evaluate", {"step": step, **metrics})
 
-    def _save(self, tell: Tell) -> None:
-        state, done, began = self.work.state(), self.standing, monotonic()
+    def _save(self, log: RunLog) -> None:
+        state, done, began = self.learner.state(), self.at, monotonic()
         facts = {
             "identity": self._identity(),
-            "standing": {
-                "step": done.step,
-                "seconds": done.seconds,
-                "first": done.first,
-                "last": done.last,
-                "evaluated": done.evaluated,
-            },
-            "work": dict(state.facts),
+            "progress": asdict(done),
+            "learner": dict(state.facts),
         }
         folder = checkpoint.write(
             self.checkpoints, done.step, State(tensors=state.tensors, facts=facts)
         )
         checkpoint.keep_last(self.checkpoints, self.options.keep_checkpoints)
         seconds = round(monotonic() - began, 3)
-        tell.event("checkpoint", {"step": done.step, "folder": str(folder), "seconds": seconds})
+        log.event("checkpoint", {"step": done.step, "folder": str(folder), "seconds": seconds})
 
-    def _resume(self, tell: Tell) -> None:
+    def _resume(self, log: RunLog) -> None:
         for folder in checkpoint.incomplete(self.checkpoints):
-            self._set_aside(folder, f"{folder} has no manifest", tell)
+            self._set_aside(folder, f"{folder} has no manifest", log)
         steps = checkpoint.complete_steps(self.checkpoints)
         if not steps:
             self._refuse_if_only_damaged()
@@ -291,19 +286,19 @@ class Loop:
         folder = checkpoint.step_folder(self.checkpoints, steps[-1])
         state, damage = _read(folder)
         if processes.any_of(state is None):
-            self._set_aside(folder, damage or "damaged on another process", tell)
-            self._resume(tell)
+            self._set_aside(folder, damage or "damaged on another process", log)
+            self._resume(log)
             return
         assert state is not None
         self._take(folder, state)
         if self.done_before:
-            tell.note(
+            log.note(
                 f"finished: the {self.steps} steps of {self.folder} are made and {self.result} is "
                 "written; raise steps to go on"
             )
             return
-        tell.note(f"goes on from {folder} (step {self.standing.step} of {self.steps})")
-        tell.event("resume", {"step": self.standing.step, "checkpoint": str(folder)})
+        log.note(f"goes on from {folder} (step {self.at.step} of {self.steps})")
+        log.event("resume", {"step": self.at.step, "checkpoint": str(folder)})
 
     def _identity(self) -> dict[str, str]:
         return {"kind": self.owner.kind, **self.owner.identity}
@@ -316,30 +311,30 @@ class Loop:
                     f"{folder} is of another run: {name} was {kept.get(name)!r} and is "
                     f"{own.get(name)!r}; choose another output_dir"
                 )
-        standing = _Standing(**state.facts["standing"])
-        if standing.step > self.steps:
+        at = _Progress(**state.facts["progress"])
+        if at.step > self.steps:
             raise ConfigError(
-                f"{folder} is at step {standing.step} and steps is {self.steps}, so nothing would "
+                f"{folder} is at step {at.step} and steps is {self.steps}, so nothing would "
                 "be trained; raise steps, or choose another output_dir"
             )
-        self.standing = standing
-        self.done_before = standing.step == self.steps and not self._is_unwritten()
-        self.work.load(State(tensors=state.tensors, facts=state.facts["work"]))
+        self.at = at
+        self.done_before = at.step == self.steps and not self._is_unwritten()
+        self.learner.load(State(tensors=state.tensors, facts=state.facts["learner"]))
 
     def _is_unwritten(self) -> bool:
-        """Whether what the run is for is missing; the first process writes, and tells."""
+        """Whether what the run is for is missing; the first process writes, and says so."""
         if self.result is None:
             return False
         return processes.any_of(processes.rank() == 0 and not self.result.exists())
 
-    def _set_aside(self, folder: Path, damage: str, tell: Tell) -> None:
+    def _set_aside(self, folder: Path, damage: str, log: RunLog) -> None:
         aside = folder.with_name(folder.name + ".damaged")
         if processes.rank() == 0:
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
         processes.barrier()
-        tell.note(f"warning: {damage}; kept as {aside.name}, the one before it is taken")
-        tell.event("damaged_checkpoint", {"folder": str(folder), "problem": damage})
+        log.note(f"warning: {damage}; kept as {aside.name}, the one before it is taken")
+        log.event("damaged_checkpoint", {"folder": str(folder), "problem": damage})
 
     def _refuse_if_only_damaged(self) -> None:
         damaged = sorted(self.checkpoints.glob("*.damaged"))
@@ -359,7 +354,7 @@ def _read(folder: Path) -> tuple[State | None, str]:
 
 
 def _silent(kind: str, fields: Fields) -> None:
-    """Takes an event and tells nobody."""
+    """Takes an event and logs nothing."""
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -1,14 +1,18 @@
 """What trainers ask of their data, and the checks that data and engine fit each other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from ms_align.engines.protocol import Engine
 from ms_align.errors import DataError, ModelError
 
-__all__ = ["Stream", "TaskStream", "check_fit", "endless"]
+__all__ = ["HeldOut", "Stream", "TaskStream", "check_fit", "next_batch"]
+
+HeldOut = Callable[[], Iterable[Mapping[str, Any]]]
+"""Makes an iterator of held-out batches, each process its rows; read to its end each time."""
 
 
+@runtime_checkable
 class Stream(Protocol):
     """Batches, and where they stand; `ms_data.InstructionStream` and `PreferenceStream` are two."""
 
@@ -39,14 +43,14 @@ class TaskStream(Protocol):
 
 
 def check_fit(engine: Engine, stream: object, what: str) -> None:
-    """Refuses data whose tokens or rows the model cannot take.
+    """Refuse data whose tokens or rows the model cannot take.
 
     Raises:
         ModelError: the data was built for another vocabulary, or its rows are longer than the
             model's context.
     """
     tokens, rows = (getattr(stream, name, None) for name in ("vocabulary_size", "sequence_length"))
-    vocabulary, context = _limits(engine)
+    vocabulary, context = engine.vocabulary_size, engine.context
     if tokens is not None and vocabulary is not None and tokens > vocabulary:
         raise ModelError(
             f"{what}: tokenizer and model disagree: its tokens go up to {tokens - 1}, the model "
@@ -59,16 +63,7 @@ def check_fit(engine: Engine, stream: object, what: str) -> None:
         )
 
 
-def _limits(engine: Engine) -> tuple[int | None, int | None]:
-    """The engine's vocabulary and context, where it tells."""
-    model = getattr(engine, "model", None)
-    config = getattr(engine, "config", None)
-    vocabulary = getattr(model, "vocabulary_size", None) or getattr(config, "vocab_size", None)
-    context = getattr(model, "context", None) or getattr(config, "max_position_embeddings", None)
-    return vocabulary, context
-
-
-def endless(stream: Stream) -> Mapping[str, Any]:
+def next_batch(stream: Stream) -> Mapping[str, Any]:
     """The next batch of a stream that must not end.
 
     Raises:

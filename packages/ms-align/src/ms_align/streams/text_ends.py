@@ -1,4 +1,4 @@
-"""With which tokens a model learns to end: what its texts' last targets are.
+"""Which tokens a model learns to end its texts with: the last targets of its data.
 
 A chat template may end an answer with a token of its own (`<|im_end|>`), which is not the end of a
 text for the tokenizer. Nothing but the data says which it is.
@@ -13,7 +13,7 @@ from attrs import define, field
 from ms_align.losses.protocol import IGNORED
 from ms_align.tokenizer_files import TokenizerFiles, files_of
 
-__all__ = ["Endings", "tokenizer_beside"]
+__all__ = ["TextEnds", "tokenizer_beside"]
 
 LOOKED_AT = 8
 """Batches of a launch that are looked at."""
@@ -22,7 +22,7 @@ TAIL = 3
 
 
 @define
-class Endings:
+class TextEnds:
     """The special tokens that end what is learnt, as far as batches have shown them."""
 
     special: Collection[int]
@@ -30,8 +30,8 @@ class Endings:
     looked_at: int = 0
 
     @classmethod
-    def of(cls, tokenizer: TokenizerFiles | None) -> "Endings":
-        """None were seen so far."""
+    def of(cls, tokenizer: TokenizerFiles | None) -> "TextEnds":
+        """For a tokenizer's special tokens; none was seen so far."""
         return cls(frozenset(tokenizer.ids.values()) if tokenizer else frozenset())
 
     def look(self, batch: Mapping[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""Trainers, one file each: settings that are checked when they are built, and one verb."""
+"""Trainers: each module here is an algorithm, and the command of its name; `frame` is shared."""

@@ -22,7 +22,7 @@ __all__ = ["PPOTrainer"]
 
 @frozen(kw_only=True, slots=False)
 class PPOTrainer(OnlineTrainer):
-    """Proximal policy optimisation with a value, a reference and any reward.
+    """Optimise a reward by PPO.
 
     `PPOTrainer(policy_model=policy, reward_model=reward, kl_coeff=0.2).optimize(prompts)` begins;
     every setting is a keyword. Nothing starts before `optimize`.
@@ -59,26 +59,23 @@ class PPOTrainer(OnlineTrainer):
 
     def value_engine(self, policy: Engine) -> Engine:
         """The policy's engine, or one of its own."""
-        if self.value_model is None:
-            return policy
         model: Any = self.value_model
-        if model == "copy":
+        if model is None:
+            return policy
+        if model == "copy" and self.layout is not None:
+            model = self.policy_model  # a split model is not copied but read once more
+        elif model == "copy":
             if not isinstance(policy, LocalEngine):
                 raise ConfigError(
                     "this engine's policy cannot be copied; give value_model= an Engine"
                 )
             model = copy_of(policy.module)
-        return self._engine(model, heads={"value": 1})
+        return self.start_engine(model, heads={"value": 1})
 
-    def loss(self, kl_coeff: float) -> Loss:
+    def loss(self, kl_coeff: float) -> PPOLoss:
         """The clipped losses."""
         return PPOLoss(
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            temperature=self.sampling.policy_temperature,
-            entropy_coeff=self.entropy_coeff,
-            kl_coeff=kl_coeff if self.kl_in == "loss" else 0.0,
-            kl_estimator=self.kl_estimator if self.kl_in == "loss" else "k3_weighted",
+            **self.surrogate(kl_coeff),
             value_coeff=self.value_coeff if self.value_model is None else 0.0,
             value_clip=self.value_clip,
         )
@@ -91,8 +88,7 @@ class PPOTrainer(OnlineTrainer):
         """Advantages and returns, (N, S)."""
         assert experience.values is not None
         mask = experience.mask
-        coefficient = kl_coeff if self.kl_in == "reward" else 0.0
-        rewards = token_rewards(experience, coefficient, self.kl_estimator)
+        rewards = token_rewards(experience, kl_coeff, self.kl_estimator)
         if self.whiten_rewards:
             rewards = whiten(rewards, mask, shift_mean=False)
         found = gae(rewards, experience.values, mask, gamma=self.gamma, lam=self.lam)

@@ -4,10 +4,8 @@ from attrs import field, frozen
 from torch import Tensor
 
 from ms_align.losses.advantage import compared, leave_one_out, whiten
-from ms_align.losses.protocol import Loss
-from ms_align.losses.rloo import RLOOLoss
-from ms_align.rollouts.experience import Experience
-from ms_align.rollouts.groups import spread_over_tokens, with_divergence
+from ms_align.losses.policy import PolicyLoss, per_response
+from ms_align.rollouts.experience import Experience, response_scores, spread_over_tokens
 from ms_align.settings import flag, number, whole
 from ms_align.trainers.frame.online import OnlineTrainer
 
@@ -16,13 +14,16 @@ __all__ = ["RLOOTrainer"]
 
 @frozen(kw_only=True, slots=False)
 class RLOOTrainer(OnlineTrainer):
-    """REINFORCE with a leave-one-out baseline; the KL stands in the reward, where it is exact.
+    """Optimise a reward by RLOO.
+
+    REINFORCE with a leave-one-out baseline; the KL stands in the reward, where it is exact.
 
     Raises:
         ConfigError: a setting is of the wrong kind or out of range.
     """
 
     algorithm = "rloo"
+    learns_from_groups = True
 
     group_size: int = field(default=4, validator=whole(least=2))
     """Responses to each prompt, at least 2."""
@@ -30,23 +31,13 @@ class RLOOTrainer(OnlineTrainer):
     whiten_advantages: bool = field(default=False, validator=flag)
     """Give the advantages of a rollout a mean of 0 and a deviation of 1."""
 
-    @property
-    def learns_from_groups(self) -> bool:
-        """Equal rewards in each group teach nothing."""
-        return True
-
-    def loss(self, kl_coeff: float) -> Loss:
-        """The loss of whole responses."""
-        return RLOOLoss(
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            temperature=self.sampling.policy_temperature,
-            entropy_coeff=self.entropy_coeff,
-        )
+    def loss(self, kl_coeff: float) -> PolicyLoss:
+        """The clipped surrogate, one ratio a response."""
+        return PolicyLoss(**self.surrogate(kl_coeff), aggregation="sequence", ratio=per_response)
 
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
         """One advantage a response, at each of its tokens, (N, S)."""
-        scores = with_divergence(experience, kl_coeff, self.kl_estimator)
+        scores = response_scores(experience, kl_coeff, self.kl_estimator)
         found = leave_one_out(scores, self.group_size)
         if self.whiten_advantages:
             found = whiten(found[None], compared(scores, self.group_size)[None])[0]

@@ -1,4 +1,4 @@
-"""What `ms-compress` can do: its commands and their settings, which need no torch to be named."""
+"""The commands of `ms-compress` and their settings; naming them needs no torch."""
 
 from ms_compress.commands.command import Command, Outcome
 from ms_compress.commands.options import DistillRun, EvaluateRun, PruneRun, QatRun, QuantizeRun

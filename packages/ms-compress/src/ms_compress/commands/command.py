@@ -1,4 +1,4 @@
-"""A command: a name, what `--help` says, its settings, and the job that is done with them."""
+"""A command: its name, its help, its settings and the job that they are handed to."""
 
 from importlib import import_module
 from typing import Any
@@ -10,7 +10,7 @@ __all__ = ["Command", "Outcome"]
 
 @frozen(kw_only=True)
 class Outcome:
-    """What a command has to say when it is done."""
+    """The result of a command."""
 
     lines: tuple[str, ...]
     """For people."""
@@ -34,7 +34,7 @@ class Command:
     """Settings that an option of this name makes true."""
 
     def run(self, options: Any) -> Outcome:
-        """Do the job."""
+        """Do the job with these settings."""
         job = import_module(f"ms_compress.jobs.{self.job}")
         outcome: Outcome = job.run(options)
         return outcome

@@ -9,8 +9,9 @@ from attrs import Attribute, field, frozen
 from ms_compress.errors import ConfigError
 from ms_compress.evaluation.options import Evaluation
 from ms_compress.methods.pattern import Pattern, pattern
-from ms_compress.quantisation.scheme import Scheme, scheme
+from ms_compress.quantisation.scheme import Scheme
 from ms_compress.settings import flag, one_of, text, whole
+from ms_compress.targets.rules import scheme
 from ms_compress.training.options import Tuning
 
 __all__ = [
@@ -29,7 +30,7 @@ NAME_BYTES = 240
 
 
 def path(value: Any) -> Path:
-    """A path from a text."""
+    """Convert a text to a path."""
     if not isinstance(value, str | Path):
         raise TypeError("give a path")
     if "\0" in str(value) or len(str(value)) > PATH_CHARACTERS or not _is_text(str(value)):
@@ -38,7 +39,7 @@ def path(value: Any) -> Path:
 
 
 def _is_text(value: str) -> bool:
-    """Whether a system has bytes for it, which lone halves of characters have not."""
+    """Whether the file system can encode a text; it cannot encode lone surrogates."""
     try:
         os.fsencode(value)
     except UnicodeEncodeError:
@@ -47,12 +48,12 @@ def _is_text(value: str) -> bool:
 
 
 def optional_path(value: Any) -> Path | None:
-    """A path, or None."""
+    """Convert a text to a path; None stays None."""
     return None if value is None else path(value)
 
 
 def names(value: Any) -> tuple[str, ...]:
-    """Patterns of names, of which one may stand alone."""
+    """Convert one pattern of names, or a list of them, to a tuple."""
     given = [value] if isinstance(value, str) else value
     if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
         raise TypeError("give a list of patterns of names")
@@ -60,14 +61,14 @@ def names(value: Any) -> tuple[str, ...]:
 
 
 def named_scheme(value: Any) -> Scheme:
-    """A scheme from its name."""
+    """Convert a name to its scheme."""
     if not isinstance(value, str | Scheme):
         raise TypeError("give the name of a scheme, such as 'gguf.q4_0'")
     return scheme(value)
 
 
 def new_folder(instance: object, attribute: "Attribute[Any]", value: Path) -> None:
-    """A path whose last part can be the name of a folder, and of files beside it."""
+    """Refuse a path whose last part cannot name a folder, and files beside it."""
     name = os.fsencode(value.name)
     if name in (b"", b"..") or len(name) > NAME_BYTES:
         raise ConfigError(
@@ -78,7 +79,7 @@ def new_folder(instance: object, attribute: "Attribute[Any]", value: Path) -> No
 
 @frozen(kw_only=True)
 class ModelRun:
-    """Which model, from what text, to where."""
+    """Settings of a run: which model, on what text, to which folder."""
 
     model: Path = field(converter=path, metadata={"example": "runs/train/model"})
     """A Hugging Face folder."""
@@ -100,7 +101,7 @@ class ModelRun:
 
 @frozen(kw_only=True)
 class SchemeRun(ModelRun):
-    """A run whose result is exported for a target."""
+    """Settings of a run whose result is exported for a target."""
 
     scheme: Scheme = field(converter=named_scheme, metadata={"example": "gguf.q4_0"})
     """How weights are held: gguf.q4_0, gguf.q8_0, ort.matmulnbits, ct.int4_g32, ct.w8a8, ..."""
@@ -157,7 +158,7 @@ class QuantizeRun(SchemeRun):
     """Round to nearest, or GPTQ with the dataset's tokens."""
     fit_scales: bool = field(default=False, validator=flag)
     """Search for the scale of each group that errs least."""
-    by_use: bool = field(default=False, validator=flag)
+    act_order: bool = field(default=False, validator=flag)
     """Let GPTQ round columns of the largest inputs first."""
     by_loss: bool = field(default=False, validator=flag)
     """Let GPTQ count errors by what they do to the model's predictions."""

@@ -6,31 +6,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from attrs import frozen
 from torch import nn
 
+from ms_compress.deployment.assets import read_assets, write_assets
 from ms_compress.deployment.verification import verify as verify_folder
 from ms_compress.errors import ConfigError, LayerError
-from ms_compress.files.durable import write_synced, writing
-from ms_compress.models.decoder_config import decoder_config
-from ms_compress.models.whole_model import Source
+from ms_compress.files.durable import writing
+from ms_compress.models.whole_model import WholeModel
 from ms_compress.place_lock import new_folder
-from ms_compress.quantisation.scheme import Scheme, scheme
-from ms_compress.targets.ct import write as compressed_tensors
+from ms_compress.quantisation.scheme import Scheme
 from ms_compress.targets.footprint import footprint
-from ms_compress.targets.gguf import write as gguf
-from ms_compress.targets.gguf.tokenizer import check_tokenizer
-from ms_compress.targets.ort import write as onnx
-from ms_compress.targets.target import open_runtime
-from ms_compress.tokenizer_files import (
-    TextEnds,
-    TokenizerFiles,
-    read_tokenizer,
-    text_ends,
-    without_tokenizer,
-)
+from ms_compress.targets.rules import scheme
+from ms_compress.targets.target import Target, find_target
 
-__all__ = ["check_export", "export", "write_export"]
+__all__ = ["check_export", "export"]
 
 
 def export(
@@ -42,6 +31,7 @@ def export(
     tokenizer: str | Path | None = None,
     accuracy_level: int = 1,
     overwrite: bool = False,
+    on_written: Callable[[Path], object] = lambda folder: None,
 ) -> Path:
     """Write a prepared model for its scheme's target. Every process of a layout must call it.
 
@@ -61,6 +51,7 @@ def export(
             file has tokens without texts: llama.cpp then takes and gives numbers alone.
         accuracy_level: of MatMulNBits: 1 computes in float32, 4 rounds inputs to 8 bits.
         overwrite: replace the folder if there is one.
+        on_written: called with the folder when all is in it, before it has its name.
 
     Returns:
         The folder.
@@ -71,78 +62,24 @@ def export(
             process failed.
         VerifyError: the runtime reads another model than this one; nothing is left.
     """
-    return write_export(
-        model,
-        Path(folder),
-        target=target,
-        verify=verify,
-        tokenizer=tokenizer,
-        accuracy_level=accuracy_level,
-        overwrite=overwrite,
-    )
-
-
-def write_export(
-    model: nn.Module | Sequence[nn.Module],
-    folder: Path,
-    *,
-    target: str | Scheme | None = None,
-    verify: bool = False,
-    tokenizer: str | Path | None = None,
-    accuracy_level: int = 1,
-    overwrite: bool = False,
-    last: Callable[[Path], object] = lambda aside: None,
-) -> Path:
-    """`export`, whose folder `last` is given once all else is in it, before it has its name."""
-    source = Source(model)
-    with source.together:
-        how = _scheme_of(source, target)
-        beside = _Beside.of(source, tokenizer)
-        _check(source, how, beside)
-        if verify and not isinstance(model, nn.Module):
-            raise ConfigError(
-                "verify needs the whole model in one process; verify the folder there"
-            )
-        with _aside(folder, source, overwrite=overwrite) as aside:
+    folder, whole = Path(folder), WholeModel(model)
+    with whole.collective:
+        written_for = find_target(_scheme_of(whole, target).target)
+        assets = read_assets(whole.config, tokenizer)
+        written_for.check(whole, assets)
+        to_verify = _in_one_process(model) if verify else None
+        with _aside(folder, whole, overwrite=overwrite) as aside:
             with writing(folder):
-                _write(how, source, aside, beside, accuracy_level)
-                if source.is_first:
-                    beside.write(aside)
-            if source.is_first:
-                _open(aside, how.target)
-            if verify:
-                assert isinstance(model, nn.Module)
-                verify_folder(model, aside, how.target)
-            if source.is_first:
-                last(aside)
+                written_for.write(whole, aside, assets, accuracy_level)
+                if whole.is_first:
+                    write_assets(assets, aside)
+            if whole.is_first:
+                _open(aside, written_for)
+            if to_verify is not None:
+                verify_folder(to_verify, aside, written_for.name)
+            if whole.is_first:
+                on_written(aside)
     return folder
-
-
-@frozen(kw_only=True)
-class _Beside:
-    """What goes with the weights."""
-
-    files: TokenizerFiles | None
-    ends: TextEnds
-
-    @classmethod
-    def of(cls, source: Source, tokenizer: str | Path | None) -> "_Beside":
-        """Read; the model's configuration is told how its texts end, where it does not say."""
-        files = None if tokenizer is None else read_tokenizer(tokenizer)
-        vocabulary = int(source.config.get("vocab_size") or 2**31)
-        if files is not None:
-            files.check_fits(vocabulary)
-        ends = text_ends(files, source.config, vocabulary)
-        for key, value in ends.ids().items():
-            if source.config.get(key) is None:
-                source.config[key] = value
-        return cls(files=files, ends=ends)
-
-    def write(self, folder: Path) -> None:
-        """The tokenizer's files, and how a text is generated."""
-        files = without_tokenizer(self.ends) if self.files is None else self.files.files(self.ends)
-        for name, content in files.items():
-            write_synced(folder / name, content)
 
 
 def check_export(
@@ -158,54 +95,43 @@ def check_export(
     Raises:
         LayerError, ExportError: as of `export`.
     """
-    source = Source(model)
-    _check(source, scheme(target), _Beside.of(source, tokenizer))
+    whole = WholeModel(model)
+    find_target(scheme(target).target).check(whole, read_assets(whole.config, tokenizer))
 
 
-def _check(source: Source, how: Scheme, beside: _Beside) -> None:
-    {"ct": compressed_tensors, "gguf": gguf, "ort": onnx}[how.target].check(source)
-    if how.target == "gguf" and beside.files is not None:
-        vocabulary = decoder_config(source.config, "GGUF").vocabulary
-        check_tokenizer(beside.files, beside.ends, vocabulary)
-
-
-def _aside(folder: Path, source: Source, *, overwrite: bool) -> AbstractContextManager[Path]:
+def _aside(folder: Path, model: WholeModel, *, overwrite: bool) -> AbstractContextManager[Path]:
     """Where the first process writes; others write nothing."""
-    return new_folder(folder, overwrite=overwrite) if source.is_first else nullcontext(folder)
+    return new_folder(folder, overwrite=overwrite) if model.is_first else nullcontext(folder)
 
 
-def _write(how: Scheme, source: Source, aside: Path, beside: _Beside, accuracy_level: int) -> None:
-    if how.target == "gguf":
-        gguf.write(source, aside, beside.files, beside.ends)
-    elif how.target == "ort":
-        onnx.write(source, aside, accuracy_level)
-    else:
-        compressed_tensors.write(source, aside)
+def _in_one_process(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    raise ConfigError("verify needs the whole model in one process; verify the folder there")
 
 
-def _open(folder: Path, target: str) -> None:
+def _open(folder: Path, target: Target) -> None:
     """Read what was written as its users will: by the format's library, and once by its runtime.
 
-    A file that the runtime refuses is then never left, though nobody asked for `verify`. Reading
-    compressed-tensors takes transformers and the whole model in memory: there headers are read.
+    A file that the runtime refuses is then never left, though nobody asked for `verify`.
     """
     footprint(folder)
-    library = {"ort": "onnxruntime", "gguf": "llama_cpp"}.get(target)
-    if library is not None and find_spec(library) is not None:
-        open_runtime(folder, target).logits(torch.zeros(1, 1, dtype=torch.int64))
+    if target.opens_cheaply and all(find_spec(name) is not None for name in target.libraries):
+        runtime = target.opens(folder, threads=1, strict=True)
+        runtime.logits(torch.zeros(1, 1, dtype=torch.int64))
 
 
-def _scheme_of(source: Source, target: str | Scheme | None) -> Scheme:
-    """The one scheme of a model's layers."""
-    schemes = {entry.scheme for entry in source.entries.values() if entry.scheme is not None}
+def _scheme_of(model: WholeModel, target: str | Scheme | None) -> Scheme:
+    """Return the one scheme of a model's layers."""
+    schemes = {entry.scheme for entry in model.tensors.values() if entry.scheme is not None}
     if not schemes:
         wanted = f"{scheme(target)}" if target is not None else "ct.int4_g32"
         raise LayerError(
-            f"no layer is prepared; call qat(model, {wanted!r}) or quantize(model, {wanted!r})"
+            f"no layer is prepared; call qat(model, {wanted!r}) or gptq(model, {wanted!r}, batches)"
         )
     if len(schemes) > 1:
         raise LayerError(f"layers are of several schemes: {', '.join(sorted(map(str, schemes)))}")
-    (how,) = schemes
-    if target is not None and scheme(target) != how:
-        raise LayerError(f"the model is prepared for {how}, not for {scheme(target)}")
-    return how
+    (found,) = schemes
+    if target is not None and scheme(target) != found:
+        raise LayerError(f"the model is prepared for {found}, not for {scheme(target)}")
+    return found

@@ -1,4 +1,4 @@
-"""Is a folder, read by its own runtime, the model that was exported?
+"""Verification: a folder, read by its own runtime, is the model that was exported.
 
 Each tensor must be the model's, bit for bit, as the format's own library reads it. That the runtime
 does with them what training did is asked by the logits of a probe, in which the order of sums may
@@ -10,7 +10,6 @@ compared as float32 has it, which is what runtimes compute in.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import torch
 from attrs import evolve, frozen
@@ -18,12 +17,11 @@ from torch import Tensor, nn
 
 from ms_compress.errors import VerifyError
 from ms_compress.models.logits import model_logits
-from ms_compress.models.whole_model import Source
+from ms_compress.models.whole_model import WholeModel
 from ms_compress.models.wrappers import unwrapped
 from ms_compress.quantisation.layers import prepared_layers
 from ms_compress.quantisation.rounding import Quantised
-from ms_compress.targets.stored import Reader, reader
-from ms_compress.targets.target import TextRuntime, open_runtime
+from ms_compress.targets.target import Reader, Target, TextRuntime, find_target
 from ms_compress.targets.tokenizer_json import encoder
 from ms_compress.tokenizer_files import read_tokenizer, text_ends
 
@@ -42,11 +40,13 @@ TEXTS = (
 PROBE_ROWS = 2
 PROBE_POSITIONS = 48
 HALF = (torch.bfloat16, torch.float16)
+ROUNDED_INPUTS = 0.02
+"""Tolerance where inputs are rounded, in units of the logits' spread."""
 
 
 @frozen(kw_only=True)
 class Agreement:
-    """How far a runtime's logits lie from the model's, and a text that it wrote."""
+    """How far a runtime's logits are from the model's, and a text that it wrote."""
 
     mean: float
     """Of absolute differences."""
@@ -63,7 +63,7 @@ class Agreement:
 def verify(
     model: nn.Module,
     folder: str | Path,
-    target: Literal["ct", "gguf", "ort"],
+    target: str,
     *,
     tokens: Tensor | None = None,
 ) -> Agreement:
@@ -87,12 +87,12 @@ def verify(
     if tokens is None:
         tokens = probe(_vocabulary(model))
     # What a runtime leaves out, such as a buffer of the model's own, its logits may do without.
-    runtime = open_runtime(folder, target, strict=False)
+    runtime = find_target(target).opens(folder, threads=1, strict=False)
     check_weights(model, folder, target)
     with _in_float32(model):
         expected = model_logits(model, tokens)
     found = compare(expected, runtime.logits(tokens))
-    limit = _limit(model, target)
+    limit = _limit(model, find_target(target))
     if not found.mean <= limit * found.spread:
         raise VerifyError(
             f"{folder}: its runtime's logits are off by {found.mean:.3g} on average, where the"
@@ -158,11 +158,11 @@ def check_weights(model: nn.Module, folder: str | Path, target: str) -> None:
         VerifyError: names the first tensor that differs by a bit.
         ExportError: the format's library is missing.
     """
-    source = Source(model)
-    with source.together:
-        read = reader(Path(folder), target, source.config)
-        for name in source.entries:
-            value = source.read(name)
+    whole = WholeModel(model)
+    with whole.collective:
+        read = find_target(target).reader(Path(folder), whole.config)
+        for name in whole.tensors:
+            value = whole.read(name)
             if value is not None:  # the first process has it, and compares
                 _check_weight(folder, name, value, read)
 
@@ -187,17 +187,18 @@ def _difference(expected: Tensor, found: Tensor) -> str:
     return f"{count} of its {apart.numel()} values differ, by up to {float(apart.max()):.3g}"
 
 
-def _limit(model: nn.Module, target: str) -> float:
-    """How far logits may be off on average, in units of their spread."""
+def _limit(model: nn.Module, target: Target) -> float:
+    """Return how far logits may be off on average, in units of their spread."""
     layers = [layer for _, layer in prepared_layers(model)]
     if any(layer.is_narrowed for layer in layers):
         return 0.05  # mixed precision: the model cannot be asked in float32
-    rounded = target == "gguf" or any(layer.activations is not None for layer in layers)
-    return 0.02 if rounded else 1e-4
+    if any(layer.activations is not None for layer in layers):
+        return max(ROUNDED_INPUTS, target.tolerance)
+    return target.tolerance
 
 
 def compare(expected: Tensor, got: Tensor) -> Agreement:
-    """How far logits (B, S, V) lie from those expected."""
+    """Measure how far logits (B, S, V) are from those expected."""
     if expected.shape != got.shape:
         raise VerifyError(
             f"the runtime gives logits of shape {tuple(got.shape)}, the model"
@@ -213,7 +214,7 @@ def compare(expected: Tensor, got: Tensor) -> Agreement:
 
 
 def probe(vocabulary: int) -> Tensor:
-    """Tokens (2, 48) spread over a vocabulary, always the same."""
+    """Return tokens (2, 48) spread over a vocabulary, always the same."""
     count = PROBE_ROWS * PROBE_POSITIONS
     numbers = torch.arange(count, dtype=torch.int64) * 2654435761 % vocabulary
     return numbers.view(PROBE_ROWS, PROBE_POSITIONS)

@@ -1,4 +1,4 @@
-"""What compression cost and gave, measured in the runtimes that people deploy on.
+"""Measurement of exported folders in the runtimes that people deploy on.
 
 Perplexity is that of the runtime's own logits. Speeds are wall time of one row, in rounds that
 alternate over all runtimes; a ratio is taken within a round, so a slow moment of the host slows
@@ -30,7 +30,7 @@ Progress = Callable[[int, int, str], object]
 @frozen(kw_only=True)
 class _Opened:
     name: str
-    facts: Footprint
+    footprint: Footprint
     runtime: Runtime
     times: list[tuple[float, float]] = Factory(list)
 
@@ -54,10 +54,17 @@ def evaluate(evaluation: Evaluation, *, progress: Progress | None = None) -> Rep
         chat=evaluation.baseline,
     )
     named = _folders(evaluation)
-    for _, facts in named:
-        _check(facts, text["tokens"], evaluation)
+    for _, found in named:
+        _check(found, text["tokens"], evaluation)
     with _threads(evaluation.threads):
-        opened = [_open(name, facts, evaluation.threads) for name, facts in named]
+        opened = [
+            _Opened(
+                name=name,
+                footprint=found,
+                runtime=open_runtime(found.folder, found.target, threads=evaluation.threads),
+            )
+            for name, found in named
+        ]
         values = [
             _perplexity(one, text, _share(progress, one, i, len(opened)))
             for i, one in enumerate(opened)
@@ -79,7 +86,7 @@ def evaluate(evaluation: Evaluation, *, progress: Progress | None = None) -> Rep
 
 
 def _folders(evaluation: Evaluation) -> list[tuple[str, Footprint]]:
-    """What is known of each, by the name of how it was made; the baseline first."""
+    """Return each folder's name and footprint, the baseline first."""
     named = [("float", footprint(evaluation.baseline))]
     for name, folders in evaluation.models.items():
         many = [folders] if isinstance(folders, str | Path) else folders
@@ -91,37 +98,29 @@ def _folders(evaluation: Evaluation) -> list[tuple[str, Footprint]]:
     return named
 
 
-def _check(facts: Footprint, tokens: Tensor, evaluation: Evaluation) -> None:
+def _check(found: Footprint, tokens: Tensor, evaluation: Evaluation) -> None:
     """Refuse a text that the model of a folder cannot read."""
-    if facts.vocabulary is not None and int(tokens.max()) >= facts.vocabulary:
+    if found.vocabulary is not None and int(tokens.max()) >= found.vocabulary:
         raise DataError(
-            f"{evaluation.dataset}: the text has token {int(tokens.max())}, and {facts.folder} a"
-            f" vocabulary of {facts.vocabulary}; give text of the model's own tokenizer"
+            f"{evaluation.dataset}: the text has token {int(tokens.max())}, and {found.folder} a"
+            f" vocabulary of {found.vocabulary}; give text of the model's own tokenizer"
         )
     lengths = {
         "sequence_length": evaluation.sequence_length,
         "prefill_tokens and decode_tokens": evaluation.prefill_tokens + evaluation.decode_tokens,
     }
     for what, length in lengths.items():
-        if facts.positions is not None and length > facts.positions:
+        if found.positions is not None and length > found.positions:
             raise ConfigError(
-                f"{facts.folder} knows {facts.positions} positions, fewer than the {length} of"
+                f"{found.folder} knows {found.positions} positions, fewer than the {length} of"
                 f" {what}; ask for less"
             )
-
-
-def _open(name: str, facts: Footprint, threads: int) -> _Opened:
-    return _Opened(
-        name=name,
-        facts=facts,
-        runtime=open_runtime(facts.folder, facts.target, threads=threads),
-    )
 
 
 def _share(
     progress: Progress | None, one: _Opened, number: int, folders: int
 ) -> Callable[[int, int], object] | None:
-    """What one folder's perplexity tells, as a part of all folders'."""
+    """Turn one folder's progress into a share of all folders' progress."""
     if progress is None:
         return None
     what = f"{one.name} in {one.runtime.name}"
@@ -136,11 +135,11 @@ def _perplexity(
     try:
         return perplexity(one.runtime, text, progress=progress)
     except DataError as error:
-        raise DataError(f"{one.facts.folder}: {error}") from error
+        raise DataError(f"{one.footprint.folder}: {error}") from error
 
 
 def _time(opened: Sequence[_Opened], tokens: Tensor, evaluation: Evaluation) -> None:
-    """One round that does not count, then the rounds."""
+    """Time all folders in turn, after one round that does not count."""
     prompt = tokens.flatten()[: evaluation.prefill_tokens].tolist()
     if len(prompt) < evaluation.prefill_tokens:
         raise DataError(f"a prefill of {evaluation.prefill_tokens} tokens needs as many held out")
@@ -161,11 +160,11 @@ def _result(one: _Opened, base: _Opened, value: float, evaluation: Evaluation) -
     return Result(
         model=one.name,
         runtime=one.runtime.name,
-        folder=str(one.facts.folder),
-        scheme=one.facts.scheme,
+        folder=str(one.footprint.folder),
+        scheme=one.footprint.scheme,
         perplexity=value,
-        size_bytes=one.facts.size_bytes,
-        bits_a_weight=one.facts.bits_a_weight,
+        size_bytes=one.footprint.size_bytes,
+        bits_a_weight=one.footprint.bits_a_weight,
         prefill_tokens_per_s=speed(0, evaluation.prefill_tokens),
         decode_tokens_per_s=speed(1, evaluation.decode_tokens),
         prefill_ratio=ratio(0),

@@ -1,4 +1,4 @@
-"""What is measured, and on which text, as one value; it needs no torch."""
+"""Settings of an evaluation; reading them needs no torch."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ def _models(instance: object, attribute: "Attribute[object]", value: object) -> 
 
 @frozen(kw_only=True)
 class Evaluation:
-    """What is measured, and on which text."""
+    """Settings of an evaluation: which folders are measured, and on which text."""
 
     baseline: str = field(validator=text(), metadata={"example": "runs/train/model"})
     """Folder of the plain model, which torch runs in float32."""

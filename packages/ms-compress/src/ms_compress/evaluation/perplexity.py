@@ -20,7 +20,7 @@ def perplexity(
     batch_size: int = 4,
     progress: Callable[[int, int], object] | None = None,
 ) -> float:
-    """Exp of the mean loss of a token.
+    """Measure perplexity: exp of the mean loss of a token.
 
     Args:
         model: of transformers or ms-parallel, in evaluation mode; or whatever gives logits.

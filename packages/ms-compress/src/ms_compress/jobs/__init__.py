@@ -1,1 +1,1 @@
-"""What the commands do, one file a command; each is a skin over public functions."""
+"""The work of the commands, one file a command; each is a skin over public functions."""

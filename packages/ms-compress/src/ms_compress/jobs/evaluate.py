@@ -1,4 +1,4 @@
-"""`ms-compress evaluate`: one table, and one page."""
+"""`ms-compress evaluate`: measure folders; write one table and one page."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +12,7 @@ from ms_compress.commands.options import EvaluateRun
 from ms_compress.errors import ConfigError
 from ms_compress.evaluation.measure import evaluate
 from ms_compress.files.durable import write_files, writing
-from ms_compress.jobs.progress import Shown
+from ms_compress.jobs.progress import ProgressDisplay
 from ms_compress.report import render, table
 
 __all__ = ["run"]
@@ -23,8 +23,8 @@ FILES = ("report.json", "report.txt", "report.html")
 def run(options: EvaluateRun) -> Outcome:
     """Measure what the file names; write `report.json`, `report.txt` and `report.html`."""
     with _place(options.output_dir) as (facts, plain, page):
-        with Shown("row", tokens=options.sequence_length) as shown:
-            report = evaluate(options, progress=shown.made)
+        with ProgressDisplay("row", tokens=options.sequence_length) as display:
+            report = evaluate(options, progress=display.update)
         text = table(report)
         document = msgspec.json.format(msgspec.json.encode(report))
         write_files({facts: document, plain: text.encode(), page: render(report).encode()})
@@ -33,7 +33,7 @@ def run(options: EvaluateRun) -> Outcome:
 
 @contextmanager
 def _place(folder: Path) -> Iterator[list[Path]]:
-    """The files to write in a folder that can be written, which goes again if none comes of it."""
+    """Give the files to write, in a folder made for them; it is removed again if the work fails."""
     paths = [folder / name for name in FILES]
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:

@@ -1,6 +1,5 @@
-"""Models of a run file."""
+"""Loading and saving the models that a run file names."""
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,21 +7,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ms_compress.deployment.assets import read_assets, write_assets
 from ms_compress.errors import ConfigError, DivergedError, ExportError
 from ms_compress.files.durable import write_file, writing
 from ms_compress.models.config_file import read_config
 from ms_compress.place_lock import new_folder
-from ms_compress.tokenizer_files import read_tokenizer, text_ends, without_tokenizer
-from ms_compress.training.checkpoint import DIGEST
 
-__all__ = ["check_finite", "digest", "digest_of_file", "load", "save"]
-
-CONTENTS = (".json", ".safetensors", ".bin")
-"""Files of a folder that its model follows from."""
+__all__ = ["check_finite", "load", "save"]
 
 
 def load(folder: str | Path) -> nn.Module:
-    """A Hugging Face folder's model: by ms-parallel where it is installed, else by transformers.
+    """Load a Hugging Face folder's model, by ms-parallel if it is installed, else by transformers.
 
     Raises:
         ConfigError: the folder is none, or neither package is installed.
@@ -55,22 +50,6 @@ def _load_with_transformers(path: Path) -> nn.Module:
     return model
 
 
-def digest(folder: Path) -> str:
-    """Of what a model's folder holds: another one after any change to it."""
-    whole = hashlib.blake2b(digest_size=16)
-    for path in sorted(folder.iterdir()):
-        if path.suffix in CONTENTS and path.is_file():
-            whole.update(path.name.encode() + b"\0" + digest_of_file(path).encode() + b"\0")
-    return DIGEST + whole.hexdigest()
-
-
-def digest_of_file(path: Path) -> str:
-    """Of a file's bytes."""
-    with path.open("rb") as file:
-        whole = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-    return DIGEST + whole.hexdigest()
-
-
 def save(model: nn.Module, folder: Path, *, beside: Path, last: Callable[[Path], object]) -> None:
     """Write a model's stored weights as a Hugging Face folder, whole or not at all.
 
@@ -91,12 +70,12 @@ def save(model: nn.Module, folder: Path, *, beside: Path, last: Callable[[Path],
             import ms_parallel
 
             ms_parallel.save_model(model, aside)  # type: ignore[arg-type]
-        _write_beside(aside, beside)
+        _write_assets(aside, beside)
         last(aside)
 
 
 def check_finite(model: nn.Module, *, failed: bool = False) -> None:
-    """Refuse a model with a value that is no number, and say in which tensor.
+    """Refuse a model with NaN or infinite values, and name the tensor.
 
     Args:
         model: is looked at.
@@ -115,15 +94,14 @@ def check_finite(model: nn.Module, *, failed: bool = False) -> None:
         )
 
 
-def _write_beside(folder: Path, source: Path) -> None:
-    """The tokenizer of the model's source, and how its texts end, in each place that says it."""
-    path = folder / "config.json"
+def _write_assets(folder: Path, source: Path) -> None:
+    """Write the source model's tokenizer and how its texts end, in each file that says it."""
     config = read_config(folder)
-    files = read_tokenizer(source) if (source / "tokenizer.json").is_file() else None
-    ends = text_ends(files, config, int(config.get("vocab_size") or 2**31))
-    missing = {key: value for key, value in ends.ids().items() if config.get(key) is None}
-    if missing:
-        text = json.dumps({**config, **missing}, indent=2, sort_keys=True)
-        write_file(path, text.encode() + b"\n")
-    for name, content in (files.files(ends) if files else without_tokenizer(ends)).items():
-        write_file(folder / name, content)
+    before = dict(config)
+    tokenizer = source / "tokenizer.json"
+    given = tokenizer if tokenizer.is_file() else None
+    assets = read_assets(config, given, must_fit=False)
+    if config != before:
+        text = json.dumps(config, indent=2, sort_keys=True)
+        write_file(folder / "config.json", text.encode() + b"\n")
+    write_assets(assets, folder)

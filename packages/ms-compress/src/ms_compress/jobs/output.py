@@ -18,12 +18,12 @@ from msgspec import structs
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import ModelRun
 from ms_compress.errors import ConfigError, FolderError
-from ms_compress.files.run_folder import Change, RunSeal, changes_between, owner_of, write_seal
-from ms_compress.jobs.loading import digest, digest_of_file
+from ms_compress.files.run_folder import RunSeal, changes_between, owner_of, write_seal
 from ms_compress.place_lock import alone
-from ms_compress.training.checkpoint import DIGEST, read_header, steps_held
+from ms_compress.training.checkpoint import read_header, saved_steps
+from ms_compress.training.identity import digest_of_path, is_digest
 
-__all__ = ["Output", "output"]
+__all__ = ["RunOutput", "run_output"]
 
 NO_STEP = ("output_dir", "tokenizer", "verify")
 """Settings that no step of a training follows from."""
@@ -32,8 +32,8 @@ CONTENTS = "contents of {}"
 
 
 @frozen(kw_only=True)
-class Output:
-    """The place of a run's folder, held for this run."""
+class RunOutput:
+    """The output folder of one run, while that run holds it."""
 
     folder: Path
     run: RunSeal
@@ -43,39 +43,41 @@ class Output:
     """The folder is there, and is this run's."""
 
     @property
-    def kept(self) -> Path:
-        """The file that keeps the state of the run's training, until the folder is there."""
+    def checkpoint(self) -> Path:
+        """The file that holds the state of the run's training, until the folder is there."""
         return self.folder.with_name(f"{self.folder.name}.training")
 
     @property
-    def kept_for(self) -> dict[str, str]:
+    def identity(self) -> dict[str, str]:
         """What the training's steps follow from, by name."""
-        facts = {**self.run.identity, **self.run.settings}
-        # What the model and the text are is told by what they hold, wherever it lies.
-        left = (*NO_STEP, "model", "teacher", "dataset", CONTENTS.format("dataset"))
-        return {
-            "command": self.run.kind,
-            **{name: _fact(value) for name, value in facts.items() if name not in left},
+        settings = {**self.run.identity, **self.run.settings}
+        # A model and a text are what they hold, wherever it lies.
+        left_out = (*NO_STEP, "model", "teacher", "dataset", CONTENTS.format("dataset"))
+        texts = {
+            name: str(value) if is_digest(value) else repr(value)
+            for name, value in settings.items()
+            if name not in left_out
         }
+        return {"command": self.run.kind, **texts}
 
     def steps_made(self) -> int | None:
-        """How many steps an earlier run of the same command has kept, if any.
+        """Return how many steps an earlier run of the same command has saved, if any.
 
         Raises:
-            ConfigError: the file that keeps them is damaged.
+            ConfigError: their checkpoint is damaged.
         """
-        return steps_held(self.kept, self.kept_for) if self.kept.is_file() else None
+        return saved_steps(self.checkpoint, self.identity) if self.checkpoint.is_file() else None
 
     def seal(self, folder: Path) -> None:
-        """Say in the folder whose it is."""
+        """Write into the folder whose it is."""
         write_seal(folder, self.run)
 
     def end(self) -> None:
-        """The folder is written: its training's state is not needed any more."""
-        self.kept.unlink(missing_ok=True)
+        """Remove the checkpoint: the folder is written."""
+        self.checkpoint.unlink(missing_ok=True)
 
     def already(self) -> Outcome:
-        """What is said of a run that is finished."""
+        """Return what is said of a run that is finished."""
         return Outcome(
             lines=(f"{self.folder}: this run is finished; remove the folder to do it again",),
             facts={"folder": str(self.folder), "finished_before": True},
@@ -83,20 +85,20 @@ class Output:
 
 
 @contextmanager
-def output(command: str, options: ModelRun) -> Iterator[Output]:
-    """Hold the place of a run's folder, from before its work until it is written.
+def run_output(command: str, options: ModelRun) -> Iterator[RunOutput]:
+    """Hold a run's output folder, from before its work until it is written.
 
     Raises:
-        ConfigError: the folder is there and nothing says whose it is, or the kept state of its
+        ConfigError: the folder is there and nothing says whose it is, or the checkpoint of its
             training is damaged.
         FolderError: another process holds the place, or the folder is another run's.
     """
     run = _run(command, options)
     folder = options.output_dir
     with alone(folder):
-        made = Output(folder=folder, run=run, steps=options.tuning.steps, finished=False)
-        if made.kept.is_file():
-            read_header(made.kept)
+        made = RunOutput(folder=folder, run=run, steps=options.tuning.steps, finished=False)
+        if made.checkpoint.is_file():
+            read_header(made.checkpoint)
         if os.path.lexists(folder):
             _check_owner(made)
             if made.steps_made() == made.steps:  # it was killed after its folder was written
@@ -105,43 +107,34 @@ def output(command: str, options: ModelRun) -> Iterator[Output]:
         yield made
 
 
-def _check_owner(made: Output) -> None:
-    """Refuse a folder that is not this very run's."""
+def _check_owner(made: RunOutput) -> None:
+    """Refuse a folder that another run wrote."""
     owner = owner_of(made.folder)
     if owner is None:
         raise ConfigError(f"{made.folder} exists; remove it, or choose another output_dir")
-    told = f"{made.folder} is of a run of {owner.kind!r}, begun {owner.begun}"
+    whose = f"{made.folder} is of a run of {owner.kind!r}, begun {owner.begun}"
     if owner.kind != made.run.kind:
-        raise FolderError(f"{told}, and this is {made.run.kind!r}; choose another output_dir")
+        raise FolderError(f"{whose}, and this is {made.run.kind!r}; choose another output_dir")
     changes = changes_between(_flat(owner), _flat(made.run))
     if changes:
-        named = ", ".join(map(_told, changes))
+        # Digests say nothing to people.
+        named = ", ".join(
+            f"{each.name} changed" if is_digest(each.now, each.before) else str(each)
+            for each in changes
+        )
         raise FolderError(
-            f"{told}, which is finished, with other settings: {named}; remove it to run again, or"
+            f"{whose}, which is finished, with other settings: {named}; remove it to run again, or"
             " choose another output_dir"
         )
 
 
-def _told(change: Change) -> str:
-    """A change as people read it; digests say nothing to them."""
-    return f"{change.name} changed" if _is_digest(change.now, change.before) else str(change)
-
-
-def _fact(value: object) -> str:
-    return str(value) if _is_digest(value) else repr(value)
-
-
-def _is_digest(*values: object) -> bool:
-    return any(isinstance(value, str) and value.startswith(DIGEST) for value in values)
-
-
 def _flat(seal: RunSeal) -> RunSeal:
-    """Its identity as settings beside the others."""
+    """Return a seal whose identity stands among its settings."""
     return structs.replace(seal, identity={}, settings={**seal.identity, **seal.settings})
 
 
 def _run(command: str, options: ModelRun) -> RunSeal:
-    """What a run is: its command, model and text, and its settings as JSON holds them."""
+    """Describe a run: its command, model and text, and its settings as JSON holds them."""
     settings = {
         name: _plain(value)
         for name, value in attrs.asdict(options, recurse=False).items()
@@ -151,7 +144,7 @@ def _run(command: str, options: ModelRun) -> RunSeal:
     identity = {name: settings.pop(name) for name in ("model", "dataset")}
     for name, value in (*identity.items(), ("teacher", settings.get("teacher"))):
         if value is not None:
-            settings[CONTENTS.format(name)] = _contents(Path(value))
+            settings[CONTENTS.format(name)] = digest_of_path(Path(value))
     return RunSeal(
         kind=f"ms-compress {command}",
         begun=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -161,17 +154,7 @@ def _run(command: str, options: ModelRun) -> RunSeal:
 
 
 def _plain(value: object) -> Any:
-    """A setting as JSON holds it."""
+    """Convert a setting to what JSON holds."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return list(value) if isinstance(value, tuple) else str(value)
-
-
-def _contents(path: Path) -> str:
-    """A digest of a model's folder, of a dataset's index, or of a file; empty of what is none."""
-    if path.is_file():
-        return digest_of_file(path)
-    index = path / "index.json"
-    if index.is_file():
-        return digest_of_file(index)
-    return digest(path) if path.is_dir() else ""

@@ -1,4 +1,4 @@
-"""Calibration, one decoder layer at a time: what each linear layer's inputs are like.
+"""Calibration: statistics of each linear layer's inputs, one decoder layer at a time.
 
 Held at once are the hidden states of the calibration tokens, at one place of the model, and the
 statistics of one decoder layer. A decoder layer sees what those before it make once they have been
@@ -103,7 +103,7 @@ def check_calibration(model: nn.Module, batches: Sequence[Tensor], wanted: Conta
 def _arguments(
     model: nn.Module, batches: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[list[_Call]]]:
-    """What the first decoder layer is given, and what each is called with beside, by batch.
+    """Catch the first decoder layer's input, and each layer's other arguments, by batch.
 
     Layers differ in their masks and rotary tables; what several share is held once.
     """
@@ -152,7 +152,7 @@ def _gather(
     calls: Sequence[_Call],
     statistic: Statistic,
 ) -> dict[str, Tensor]:
-    """The statistic of each layer's inputs over all batches."""
+    """Gather the statistic of each layer's inputs over all batches."""
     held: dict[str, Tensor] = {}
     with _watching(layers, held, statistic):
         for x, call in zip(hidden, calls, strict=True):

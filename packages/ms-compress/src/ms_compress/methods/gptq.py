@@ -3,7 +3,7 @@
 Frantar et al. 2022, arXiv:2210.17323, algorithm 1. Differences from the paper:
 1. Scales of a group are those of the target's own rule, or fitted ones, taken when the group is
    reached; what an error costs is then the diagonal of the Hessian.
-2. In the order of use (act-order) a group's columns are met far apart, so its scale is that of
+2. In the order of use (act_order) a group's columns are met far apart, so its scale is that of
    the weight as it was.
 Shapes: N rows, K features.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from attrs import field, frozen
 from torch import Tensor, nn
 
 from ms_compress.errors import CalibrationError, ConfigError
@@ -19,7 +20,7 @@ from ms_compress.methods.calibration import check_calibration, walk
 from ms_compress.methods.gptq_by_loss import output_squares, round_by_loss
 from ms_compress.methods.qat import qat
 from ms_compress.models.selection import select
-from ms_compress.quantisation.layers import FACTOR, Prepared
+from ms_compress.quantisation.layers import FACTOR, Prepared, prepared_layers
 from ms_compress.quantisation.rounding import fitted_factor, round_at, scales_of
 from ms_compress.quantisation.scheme import Scheme
 
@@ -39,7 +40,7 @@ def gptq(
     exceptions: Sequence[str] = (),
     activations: bool = True,
     damping: float = 0.01,
-    by_use: bool = False,
+    act_order: bool = False,
     by_loss: bool = False,
     fit_scales: bool = False,
     for_training: bool = False,
@@ -54,11 +55,11 @@ def gptq(
         exceptions: patterns of names of layers that stay as they are.
         activations: also round inputs, where the target does.
         damping: share of the mean of the Hessian's diagonal that is added to it.
-        by_use: round columns of the largest inputs first, known as act-order; each keeps its place
-            and its group's scale, so the file is as without.
+        act_order: round columns of the largest inputs first; each keeps its place and its group's
+            scale, so the file is as without.
         by_loss: count an error by what it does to the model's predictions, not to the layer's
-            output, in order of use (see `two_sided`); takes a forward and a backward of the whole
-            model for each decoder layer.
+            output, in order of use (see `gptq_by_loss`); takes a forward and a backward of the
+            whole model for each decoder layer.
         fit_scales: of each group, search for the scale that errs least.
         for_training: leave each weight as near to what it was as its code allows, not in the middle
             of what is rounded to that code, from where a small rate of learning hardly moves it.
@@ -70,68 +71,70 @@ def gptq(
         CalibrationError: there are no tokens or a weight is not finite, and the model is as it was;
             or a layer's input is not finite, and layers before it are rounded already.
     """
-    if not damping > 0:
-        raise ConfigError(f"damping is {damping}; give a share above 0, such as 0.01")
-    check_calibration(model, batches, {name for name, _ in select(model, exceptions)})
-    qat(
-        model,
-        scheme_name,
-        exceptions=exceptions,
-        activations=activations,
-        learned_scales=True,
+    rounding = _Rounding(
+        model=model,
+        batches=batches,
+        damping=damping,
+        act_order=act_order,
+        by_loss=by_loss,
+        fit_scales=fit_scales,
+        for_training=for_training,
     )
+    check_calibration(model, batches, {name for name, _ in select(model, exceptions)})
+    qat(model, scheme_name, exceptions=exceptions, activations=activations, learned_scales=True)
+    wanted = {name for name, layer in prepared_layers(model) if layer.scheme is not None}
+    walk(model, batches, _add_square, rounding.visit, wanted, rounding.begin, progress)
 
-    squares: dict[str, Tensor] = {}
 
-    def begin(layers: Mapping[str, nn.Linear]) -> None:
-        squares.clear()
-        if by_loss:
-            squares.update(output_squares(model, layers, batches))
+@frozen(kw_only=True, eq=False)
+class _Rounding:
+    """Rounds one linear layer after another, as `walk` visits them; fields are those of `gptq`."""
 
-    def visit(name: str, layer: nn.Linear, hessian: Tensor) -> None:
+    model: nn.Module
+    batches: Sequence[Tensor]
+    damping: float = field()
+    act_order: bool
+    by_loss: bool
+    fit_scales: bool
+    for_training: bool
+    output_hessians: dict[str, Tensor] = field(factory=dict, init=False)
+    """By layer, where errors are counted by the loss."""
+
+    @damping.validator
+    def _check_damping(self, attribute: object, value: float) -> None:
+        if not value > 0:
+            raise ConfigError(f"damping is {value}; give a share above 0, such as 0.01")
+
+    def begin(self, layers: Mapping[str, nn.Linear]) -> None:
+        """Take what the loss makes of the outputs of a decoder layer's linear layers."""
+        self.output_hessians.clear()
+        if self.by_loss:
+            self.output_hessians.update(output_squares(self.model, layers, self.batches))
+
+    def visit(self, name: str, layer: nn.Linear, hessian: Tensor) -> None:
+        """Round a layer's weight, in place."""
         assert isinstance(layer, Prepared)
         assert layer.scheme is not None
-        weight, scales = _rounded(
-            name,
-            layer,
-            hessian,
-            squares.get(name),
-            by_use=by_use,
-            damping=damping,
-            fit_scales=fit_scales,
-        )
-        if for_training:
+        weight, scales = self._rounded(name, layer, layer.scheme, hessian)
+        if self.for_training:
             before = layer.weight.detach()
             kept = before if layer.mask is None else before * layer.mask
             weight = _nearest_of_code(kept, weight, scales)
         layer.weight.copy_(weight)
         layer.get_parameter(FACTOR).copy_(_factor(layer.weight.detach(), scales, layer.scheme))
 
-    wanted = {
-        name
-        for name, layer in model.named_modules()
-        if isinstance(layer, Prepared) and layer.scheme is not None
-    }
-    walk(model, batches, _add_square, visit, wanted, begin, progress)
-
-
-def _rounded(
-    name: str,
-    layer: Prepared,
-    hessian: Tensor,
-    outputs: Tensor | None,
-    *,
-    by_use: bool,
-    damping: float,
-    fit_scales: bool,
-) -> tuple[Tensor, Tensor]:
-    """Of a layer: by the loss where it is known what the loss makes of outputs."""
-    assert layer.scheme is not None
-    weight = layer.weight.detach()
-    how: dict[str, Any] = {"mask": layer.mask, "damping": damping, "fit_scales": fit_scales}
-    if outputs is None:
-        return gptq_weight(name, weight, hessian, layer.scheme, by_use=by_use, **how)
-    return round_by_loss(name, weight, hessian, outputs, layer.scheme, **how)
+    def _rounded(
+        self, name: str, layer: Prepared, scheme: Scheme, hessian: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        weight, outputs = layer.weight.detach(), self.output_hessians.get(name)
+        options: dict[str, Any] = {
+            "mask": layer.mask,
+            "damping": self.damping,
+            "fit_scales": self.fit_scales,
+        }
+        if outputs is None:
+            return gptq_weight(name, weight, hessian, scheme, act_order=self.act_order, **options)
+        return round_by_loss(name, weight, hessian, outputs, scheme, **options)
 
 
 def _add_square(held: Tensor | None, inputs: Tensor) -> Tensor:
@@ -148,10 +151,10 @@ def gptq_weight(
     *,
     mask: Tensor | None = None,
     damping: float = 0.01,
-    by_use: bool = False,
+    act_order: bool = False,
     fit_scales: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A weight whose values are all on the scheme's grid, and the scales (N, G) of that grid.
+    """Round one weight by GPTQ; returns it (N, K) and the scales (N, G) that it was rounded at.
 
     Args:
         name: of the layer, for messages.
@@ -160,7 +163,7 @@ def gptq_weight(
         scheme: the target's.
         mask: (N, K) bool; pruned weights stay zero.
         damping: share of the mean of the diagonal that is added to it.
-        by_use: columns of the largest inputs first, on scales of the weight as it was.
+        act_order: columns of the largest inputs first, on scales of the weight as it was.
         fit_scales: search for the scale of each group that errs least.
 
     Raises:
@@ -170,9 +173,9 @@ def gptq_weight(
     features = kept.shape[1]
     group = scheme.group_of(features)
     cost = hessian.diagonal() if fit_scales else None
-    fixed = _scales(kept, scheme, cost) if by_use else None
+    fixed = _scales(kept, scheme, cost) if act_order else None
     order = torch.arange(features, device=weight.device)
-    if by_use:
+    if act_order:
         order = hessian.diagonal().argsort(descending=True)
     left = kept[:, order]
     inverse = _inverse_root(name, hessian[order][:, order], damping)
@@ -202,13 +205,13 @@ def gptq_weight(
 
 
 def _scales(weight: Tensor, scheme: Scheme, cost: Tensor | None) -> Tensor:
-    """The scheme's own, or those that err least at a cost (K,) of each feature; (N, G)."""
+    """Return the scheme's own scales, or those that err least at a cost (K,) a feature; (N, G)."""
     factor = None if cost is None else fitted_factor(weight, scheme, cost)
     return scales_of(weight, scheme, factor)
 
 
 def _inverse_root(name: str, hessian: Tensor, damping: float) -> Tensor:
-    """Upper Cholesky factor of the damped Hessian's inverse."""
+    """Return the upper Cholesky factor of the damped Hessian's inverse."""
     damped = hessian.clone()
     diagonal = damped.diagonal()
     diagonal[diagonal == 0] = 1.0  # a feature that is never used
@@ -226,13 +229,13 @@ def _inverse_root(name: str, hessian: Tensor, damping: float) -> Tensor:
 
 
 def _nearest_of_code(weight: Tensor, rounded: Tensor, scales: Tensor) -> Tensor:
-    """Weights (N, K), moved no further than for each to be rounded as given."""
+    """Move weights (N, K) no further than for each to be rounded to its given code."""
     reach = CELL * scales.abs().repeat_interleave(weight.shape[1] // scales.shape[1], dim=1)
     return weight.clamp(rounded - reach, rounded + reach).to(weight.dtype)
 
 
 def _factor(rounded: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
-    """The factor that makes the scheme's own scales of a rounded weight those it was rounded at.
+    """Return the factor that turns the scheme's own scales into those of the rounding.
 
     Where the sign of a signed scale differs, no code is -2^(bits-1), so codes merely change sign.
     """

@@ -66,7 +66,7 @@ def output_squares(
 
 @contextmanager
 def _outputs_of(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """What the layers have given in the last forward; the graph begins with the first of them."""
+    """Record the layers' outputs of the last forward; the graph begins with the first of them."""
     outputs: dict[str, Tensor] = {}
 
     def watch(name: str, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
@@ -85,7 +85,7 @@ def _outputs_of(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
 
 @contextmanager
 def _untrained(model: nn.Module) -> Iterator[None]:
-    """No gradient is taken by parameters, nor a graph kept for them."""
+    """Switch off the parameters' gradients, so that no graph is kept for them."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -108,7 +108,7 @@ def round_by_loss(
     damping: float = 0.01,
     fit_scales: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A weight whose values are all on the scheme's grid, and the scales (N, G) of that grid.
+    """Round one weight; returns it (N, K) and the scales (N, G) that it was rounded at.
 
     With I = AᵀDA and O = BᵀD'B, A and B lower triangles with ones on the diagonal, the cost of
     errors E is the sum of squares of √D' (B E Aᵀ) √D. Each entry of B E Aᵀ holds its own error and
@@ -148,7 +148,7 @@ def round_by_loss(
 
 
 def _unit_lower(name: str, square: Tensor, damping: float) -> Tensor:
-    """A of AᵀDA, the damped square, with D diagonal and A a lower triangle of unit diagonal."""
+    """Factor the damped square as AᵀDA; returns A, a lower triangle of unit diagonal."""
     damped = square.clone()
     diagonal = damped.diagonal()
     usual = diagonal[diagonal != 0].mean()
@@ -173,7 +173,7 @@ def _round(
     across_columns: Tensor,
     scheme: Scheme,
 ) -> Tensor:
-    """Rounded weights (N, K), tile by tile; `steps` (N, K) are the scales, spread."""
+    """Round weights (N, K) tile by tile; `steps` (N, K) are the scales, spread."""
     rounded = torch.zeros_like(weight)
     height, width = weight.shape
     for left in range(0, width, TILE):
@@ -201,7 +201,7 @@ def _round_tile(
     across_columns: Tensor,
     scheme: Scheme,
 ) -> Tensor:
-    """One tile, an anti-diagonal after another: entries of one do not see each other's errors.
+    """Round one tile by anti-diagonals, whose entries do not see each other's errors.
 
     `aim` is what each entry is to be, less the errors that other tiles have left it.
     """

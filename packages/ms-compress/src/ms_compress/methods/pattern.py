@@ -1,4 +1,4 @@
-"""Which weights a mask keeps, as a value: unstructured, or N of each M neighbours of a row.
+"""Sparsity patterns: which weights a mask keeps, unstructured or N of each M neighbours of a row.
 
 Shapes: N rows, K features.
 """
@@ -17,7 +17,7 @@ __all__ = ["NOfM", "Pattern", "Unstructured", "pattern"]
 
 
 class Pattern(Protocol):
-    """Chooses weights to keep from their scores."""
+    """A sparsity pattern, which chooses weights to keep by their scores."""
 
     @property
     def sparsity(self) -> float:
@@ -40,7 +40,7 @@ class Pattern(Protocol):
 
 @frozen
 class Unstructured:
-    """Prunes the lowest scores, of each row or of the whole matrix."""
+    """The pattern that prunes the lowest scores of each row, or of the whole matrix."""
 
     sparsity: float
     """Share of weights that are pruned, at least 0, below 1."""
@@ -61,12 +61,12 @@ class Unstructured:
         return kept.view(scores.shape)
 
     def check(self, name: str, features: int) -> None:
-        """Any row will do."""
+        """Take any row."""
 
 
 @frozen
 class NOfM:
-    """Keeps the N highest scores of each M neighbours of a row, such as 2:4."""
+    """The pattern that keeps the N highest scores of each M neighbours of a row, such as 2:4."""
 
     kept: int
     of: int
@@ -108,7 +108,7 @@ class NOfM:
 
 
 def pattern(text: str | float | Pattern) -> Pattern:
-    """A pattern from `"2:4"`, or from a share such as 0.5.
+    """Return the pattern of `"2:4"`, or of a share such as 0.5.
 
     Raises:
         ConfigError: it is neither.

@@ -103,7 +103,7 @@ def _check_scores(scores: Mapping[str, Tensor], chosen: Sequence[tuple[str, nn.M
 
 
 def _magnitudes(layer: nn.Module) -> Tensor:
-    """Of what is computed with: a masked weight may have been moved, and stays below all others."""
+    """Return magnitudes; a masked weight may have been moved, and scores below all others."""
     weight: Tensor = layer.weight  # type: ignore[assignment]
     magnitudes = weight.detach().abs()
     mask = layer.mask if isinstance(layer, Prepared) else None
@@ -115,8 +115,10 @@ def _set_mask(layer: nn.Module, name: str, kept: Tensor) -> None:
 
 
 def masks(model: nn.Module) -> dict[str, Tensor]:
-    """The mask (N, K) bool of each pruned layer, by name."""
-    return {name: each.kept for name, each in prepared_layers(model) if each.kept is not None}
+    """Return the mask (N, K) bool of each pruned layer, by name."""
+    return {
+        name: each.own_mask for name, each in prepared_layers(model) if each.own_mask is not None
+    }
 
 
 def set_masks(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
@@ -171,7 +173,7 @@ def mask_zeros(model: nn.Module, exceptions: Sequence[str] = ()) -> None:
 
 
 def sparsity(model: nn.Module) -> float:
-    """Share of the weights of masked layers that are pruned; 0 without any."""
+    """Return the share of masked layers' weights that are pruned; 0 without any."""
     kept = masks(model).values()
     total = sum(mask.numel() for mask in kept)
     return 1 - sum(int(mask.sum()) for mask in kept) / total if total else 0.0
@@ -199,12 +201,12 @@ class GradualPruning:
             raise ConfigError(f"pruning ends at step {self.end}, which is not after {self.begin}")
 
     def share(self, step: int) -> float:
-        """Of weights that are pruned at a step."""
+        """Return the share of weights that are pruned at a step."""
         passed = min(max((step - self.begin) / (self.end - self.begin), 0.0), 1.0)
         return self.how.sparsity * (1 - (1 - passed) ** 3)
 
     def apply(self, model: nn.Module, step: int) -> bool:
-        """Mask the model as step number `step`, from 0, wants it; whether masks changed.
+        """Mask the model for step number `step`, from 0; returns whether masks changed.
 
         A weight that was pruned scores lowest, wherever an optimizer has moved it, and stays so.
         """

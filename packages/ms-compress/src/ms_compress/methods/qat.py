@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ms_compress.errors import ConfigError, LayerError, OrderError
-from ms_compress.models.selection import is_tied, select
+from ms_compress.models.head import find_head
+from ms_compress.models.selection import select
 from ms_compress.quantisation.fake_quantisation import fake_input
 from ms_compress.quantisation.layers import (
     Prepared,
@@ -22,7 +23,8 @@ from ms_compress.quantisation.layers import (
     prepared_layers,
 )
 from ms_compress.quantisation.rounding import fitted_factor
-from ms_compress.quantisation.scheme import Scheme, scheme
+from ms_compress.quantisation.scheme import Scheme
+from ms_compress.targets.rules import NAMES, scheme
 
 __all__ = ["FloatThenQuantised", "fit_scales", "qat", "set_quantising"]
 
@@ -75,10 +77,10 @@ def qat(
         check_layer(layer, name, how)
         if not sharded:
             check_axes(name, layer.weight)  # type: ignore[arg-type]
-    tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
+    output = find_head(model)
     for name, layer in chosen:
         # The two uses of a tied weight may lie on two stages: it keeps the scheme's own scales.
-        shared = tied and (isinstance(layer, nn.Embedding) or name.endswith("lm_head"))
+        shared = output.is_tied and (isinstance(layer, nn.Embedding) or name == output.layer)
         prepare_layer(
             layer,
             name,
@@ -117,7 +119,7 @@ def fit_scales(model: nn.Module) -> None:
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """This process's part; groups of weights never cross a boundary between processes."""
+    """Return this process's part; groups of weights never cross a boundary between processes."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -129,7 +131,7 @@ def set_quantising(model: nn.Module, on: bool) -> None:
 
 @frozen(kw_only=True)
 class FloatThenQuantised:
-    """A schedule: some steps in float, then as the target will compute."""
+    """A schedule of some steps in float, and then as the target will compute."""
 
     float_steps: int
     """How many."""
@@ -139,14 +141,14 @@ class FloatThenQuantised:
             raise ConfigError(f"float_steps is {self.float_steps}; give 0 or more")
 
     def apply(self, model: nn.Module, step: int) -> bool:
-        """Set the model as step number `step`, from 0, wants it; whether it quantises."""
+        """Set the model for step number `step`, from 0; returns whether it quantises."""
         on = step >= self.float_steps
         set_quantising(model, on)
         return on
 
 
 def _check_wrappers(model: nn.Module, *, sharded: bool, learned_scales: bool) -> None:
-    """Refuse what came around a model before its learned scales did."""
+    """Refuse learned scales in a model that FSDP or DDP wraps already."""
     if learned_scales and sharded:
         raise OrderError(
             "learned scales are parameters, which fully_shard must see; prepare first, then shard"
@@ -161,23 +163,17 @@ def _check_wrappers(model: nn.Module, *, sharded: bool, learned_scales: bool) ->
 def _check_embeddings(
     model: nn.Module, how: Scheme, chosen: Container[str], *, embeddings: bool, head: bool
 ) -> None:
-    """A tied weight is one tensor in the file: both uses are rounded, or neither."""
-    if embeddings and how.target == "ct":
+    """Refuse to round one use of a tied weight alone: it is one tensor in the file."""
+    if embeddings and not how.embeddings:
         raise LayerError(
-            f"{how} holds no quantised embedding that transformers reads; gguf.q4_0, gguf.q8_0 and"
-            " ort.matmulnbits do"
+            f"{how} holds no quantised embedding that its runtime reads;"
+            f" {', '.join(name for name in NAMES if scheme(name).embeddings)} do"
         )
-    tied = next(
-        (
-            name
-            for name, layer in model.named_modules()
-            if isinstance(layer, nn.Embedding) and is_tied(model, layer)
-        ),
-        None,
-    )
-    if tied is None:
+    output = find_head(model)
+    if not output.embeddings:
         return
-    product = next((name for name, _ in model.named_modules() if name.endswith("lm_head")), tied)
+    tied = min(output.embeddings)
+    product = output.layer or tied
     if embeddings != head:
         raise LayerError(
             f"{tied} is also the head's weight, which {how} stores once; set embeddings and head"
@@ -205,7 +201,7 @@ def _round_head_input(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None
 
 @frozen(eq=False)
 class _HeadInput:
-    """A hook of the final norm."""
+    """A hook of the final norm that rounds the head's input."""
 
     head: Prepared
 

@@ -22,7 +22,7 @@ BY_LAYER = ("layer_types", "no_rope_layers")
 
 
 def kept_layers(layers: int, keep: int) -> list[int]:
-    """Which of `layers` stay: `keep` at even distances, the first and the last among them."""
+    """Return which of `layers` stay: `keep` at even distances, the first and the last included."""
     if not 1 <= keep <= layers:
         raise ConfigError(f"{keep} layers of {layers} cannot be kept; give 1 to {layers}")
     if keep == 1:
@@ -34,7 +34,7 @@ def kept_layers(layers: int, keep: int) -> list[int]:
 def cut_student(
     teacher: nn.Module, *, layers: int | None = None, inner: int | None = None
 ) -> nn.Module:
-    """A new model with some of a teacher's layers, and some neurons of each feed-forward.
+    """Build a model of some of a teacher's layers, and some neurons of each feed-forward.
 
     Args:
         teacher: a decoder of ms-parallel or transformers, whole; left as it is. Of a prepared one
@@ -74,7 +74,7 @@ def _width(block: nn.Module) -> int:
 
 
 def _fresh(teacher: nn.Module, depth: list[int], inner: int) -> nn.Module:
-    """A model of the teacher's kind with other sizes; each layer is of the kind it is cut from."""
+    """Build a model of the teacher's kind with other sizes; each layer keeps its own kind."""
     config: Any = teacher.config
     if hasattr(config, "to_dict"):
         sizes = copy.deepcopy(config)

@@ -57,6 +57,6 @@ def wanda(
 
 
 def _add_squares(held: Tensor | None, inputs: Tensor) -> Tensor:
-    """Sum of squares of each feature, (K,)."""
+    """Add up the squares of each feature, (K,)."""
     squares = inputs.square().sum(0)
     return squares if held is None else torch.add(held, squares)

@@ -1,4 +1,4 @@
-"""Processes that work as one: where one of them fails, none of the others waits for it."""
+"""Work of several processes: where one of them fails, none of the others waits for it."""
 
 from types import TracebackType
 from typing import Any, Self
@@ -8,13 +8,14 @@ import torch.distributed as dist
 
 from ms_compress.errors import ExportError
 
-__all__ = ["Together"]
+__all__ = ["CollectiveWork"]
 
 
-class Together:
+class CollectiveWork:
     """Work of all processes as a `with` block, which an error in one of them ends in all.
 
-    They meet at each `go_on` and at the block's end; a process that fails tells the others there.
+    They meet at each `synchronise` and at the block's end; a process that fails tells the others
+    there.
 
     Args:
         device: on which processes exchange tensors.
@@ -22,10 +23,10 @@ class Together:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._parted = not dist.is_initialized() or dist.get_world_size() == 1
+        self._is_over = not dist.is_initialized() or dist.get_world_size() == 1
 
-    def go_on(self) -> None:
-        """Wait for all. All processes must call it alike.
+    def synchronise(self) -> None:
+        """Wait for all processes, which must call it alike.
 
         Raises:
             ExportError: another process failed; gives its reason.
@@ -41,16 +42,16 @@ class Together:
         self._meet(error)
 
     def _meet(self, error: BaseException | None) -> None:
-        if self._parted:
+        if self._is_over:
             return
         failed = torch.tensor(int(error is not None), device=self._device)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
         if not failed:
             return
-        self._parted = True
-        mine = None if error is None else str(error) or type(error).__name__
+        self._is_over = True
+        own = None if error is None else str(error) or type(error).__name__
         reasons: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, mine)
+        dist.all_gather_object(reasons, own)
         if error is None:
             rank, reason = next((r, text) for r, text in enumerate(reasons) if text is not None)
             raise ExportError(f"process {rank} failed, and so nothing is exported: {reason}")

@@ -1,4 +1,4 @@
-"""The config.json of a folder, as far as the folder's own readers need it."""
+"""The config.json of a folder, as far as the readers of its weights need it."""
 
 from pathlib import Path
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from ms_compress.errors import ExportError
 from ms_compress.files.untrusted import read_json
 
-__all__ = ["quantization", "read_config"]
+__all__ = ["quantization", "read_config", "whole_or_none"]
 
 METHOD = "compressed-tensors"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The whole document.
+    """Read the whole document.
 
     Raises:
         ExportError: it cannot be read, or is no table.
@@ -22,7 +22,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def quantization(folder: Path) -> dict[str, Any] | None:
-    """What config.json says of how weights are held; None of a plain model.
+    """Read how config.json says that weights are held; None of a plain model.
 
     Raises:
         ExportError: they are held by other means than compressed-tensors.
@@ -37,3 +37,8 @@ def quantization(folder: Path) -> dict[str, Any] | None:
             " that was exported for it"
         )
     return dict(said)
+
+
+def whole_or_none(value: object) -> int | None:
+    """Return a whole number as it is, and None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,4 +1,4 @@
-"""What a config.json says of a decoder of the Llama family, checked, as one value."""
+"""The configuration of a decoder of the Llama family: what its config.json says, checked."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -51,15 +51,12 @@ class DecoderConfig:
     positions: int
     eps: float
     theta: float
-    tied: bool
     windows: tuple[int | None, ...]
     """Keys that a query sees, layer by layer; None for all."""
     frequency_divisors: tuple[float, ...] | None
     """(head_width / 2,) what rotary frequencies are divided by."""
     linear_factor: float | None
     """What positions are divided by."""
-    bos: int | None
-    eos: int | None
 
 
 def decoder_config(document: Mapping[str, Any], target: str) -> DecoderConfig:
@@ -96,12 +93,9 @@ def decoder_config(document: Mapping[str, Any], target: str) -> DecoderConfig:
         positions=document["max_position_embeddings"],
         eps=document.get("rms_norm_eps", 1e-6),
         theta=theta,
-        tied=bool(document.get("tie_word_embeddings")),
         windows=_windows(family, document, target),
         frequency_divisors=divisors,
         linear_factor=factor,
-        bos=_first(document.get("bos_token_id")),
-        eos=_first(document.get("eos_token_id")),
     )
 
 
@@ -139,7 +133,7 @@ def check_names(names: Iterable[str], target: str) -> None:
 
 
 def _windows(family: str, document: Mapping[str, Any], target: str) -> tuple[int | None, ...]:
-    """As transformers' models of each family read their settings."""
+    """Read windows of attention as transformers' models of each family do."""
     count: int = document["num_hidden_layers"]
     window: int | None = document.get("sliding_window")
     if family == "llama" or window is None or window >= document["max_position_embeddings"]:
@@ -175,9 +169,3 @@ def _rope(
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     keep = ((turns - low) / (high - low)).clip(0, 1)
     return tuple((1 / (keep + (1 - keep) / rope["factor"])).tolist()), None
-
-
-def _first(token: Any) -> int | None:
-    if isinstance(token, list):
-        return int(token[0]) if token else None
-    return None if token is None else int(token)

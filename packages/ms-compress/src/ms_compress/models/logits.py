@@ -1,4 +1,4 @@
-"""Logits of a model of transformers or ms-parallel, which give them in two ways."""
+"""Logits of models, whether they are of transformers or of ms-parallel."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ __all__ = ["evaluating", "model_logits", "next_token_logits"]
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A model in evaluation mode; afterwards each module is in the mode that it was in."""
+    """Put a model in evaluation mode; afterwards each module has its mode back."""
     trained = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -23,7 +23,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def next_token_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Logits (B, S, V) of tokens (B, S) int64, with gradients, as the model is."""
+    """Return logits (B, S, V) of tokens (B, S) int64, with gradients, in the model's own mode."""
     call: Callable[..., Any] = model
     out = call(tokens)
     logits: Tensor = out if isinstance(out, Tensor) else out.logits
@@ -32,7 +32,7 @@ def next_token_logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def model_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Logits (B, S, V) float32 on the CPU, in evaluation mode."""
+    """Return logits (B, S, V) float32 on the CPU, in evaluation mode."""
     device = next(model.parameters()).device
     with evaluating(model):
         return next_token_logits(model, tokens.to(device)).float().cpu()

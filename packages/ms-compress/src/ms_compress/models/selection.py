@@ -1,4 +1,4 @@
-"""Which layers of a model are meant: linear ones, embeddings, the head, less the exceptions."""
+"""Selection of a model's layers: linear ones, embeddings, the head, less the exceptions."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -6,9 +6,10 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ms_compress.errors import ConfigError, LayerError
+from ms_compress.models.head import find_head
 from ms_compress.quantisation.layers import Prepared
 
-__all__ = ["blocks_of", "is_tied", "select"]
+__all__ = ["blocks_of", "select"]
 
 
 def select(
@@ -18,7 +19,7 @@ def select(
     embeddings: bool = False,
     head: bool = False,
 ) -> list[tuple[str, nn.Module]]:
-    """Names and layers, in the model's order.
+    """Select layers to prepare or prune; returns names and layers, in the model's order.
 
     Args:
         model: whole, or a stage.
@@ -29,6 +30,7 @@ def select(
     Raises:
         ConfigError: an exception matches nothing.
     """
+    output = find_head(model)
     unused = set(exceptions)
     chosen = []
     for name, layer in model.named_modules():
@@ -36,9 +38,9 @@ def select(
             continue
         matched = {pattern for pattern in exceptions if fnmatchcase(name, pattern)}
         unused -= matched
-        if matched or (name.endswith("lm_head") and not head):
+        if matched or (name == output.layer and not head):
             continue
-        meant = embeddings or (head and is_tied(model, layer))
+        meant = embeddings or (head and name in output.embeddings)
         if meant or not isinstance(layer, nn.Embedding):
             chosen.append((name, layer))
     whole = getattr(model, "first", True) and getattr(model, "last", True)
@@ -50,16 +52,8 @@ def select(
     return chosen
 
 
-def is_tied(model: nn.Module, embedding: nn.Module) -> bool:
-    """Whether the head uses this embedding's weight."""
-    head = next((m for n, m in model.named_modules() if n.endswith("lm_head")), None)
-    if head is not None:
-        return head.weight is embedding.weight
-    return bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
-
-
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The decoder's layers with their names.
+    """Return a decoder's layers with their names.
 
     Raises:
         LayerError: it has none where decoders have them.
@@ -71,9 +65,9 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _has_matrix(layer: nn.Module) -> bool:
-    """A layer with a matrix of its own: linear, an embedding, or of a kind we refuse.
+    """Whether a layer has a matrix of its own: linear, an embedding, or of a kind we refuse.
 
-    Such as experts held in one tensor of three dimensions, convolutions, and parametrised layers.
+    Refused are experts held in one tensor of three dimensions, convolutions, parametrised layers.
     """
     own = layer._parameters.values()
     return isinstance(layer, Prepared) or any(each is not None and each.ndim >= 2 for each in own)

@@ -1,4 +1,4 @@
-"""What others put around a model or its modules: it computes alike, and has no place in a file."""
+"""Wrappers around a model or its modules, which compute alike and have no place in a file."""
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -12,7 +12,7 @@ INNER = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of compilation, checkpointing and data parallelism."""
+    """Return the model inside of compilation, checkpointing and data parallelism."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return unwrapped(model.module)
     inner = next((model._modules[key] for key in INNER if key in model._modules), None)
@@ -20,12 +20,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def bare_name(name: str) -> str:
-    """A tensor's or module's name, without the wrappers of the modules around it."""
-    return ".".join(piece for piece in name.split(".") if piece not in INNER)
+    """Return a tensor's or module's name without the wrappers around it."""
+    return ".".join(part for part in name.split(".") if part not in INNER)
 
 
 def architecture(model: nn.Module) -> str:
-    """The name of an unwrapped model's class; fully_shard gives it one of its own."""
+    """Return the name of an unwrapped model's class; fully_shard gives it one of its own."""
     kinds = type(model).__mro__
     return next(kind.__name__ for kind in kinds if not issubclass(kind, FSDPModule))
 

@@ -35,7 +35,7 @@ class Rule(NamedTuple):
 
 
 def effective(weight: Tensor, factor: Tensor | None, mask: Tensor | None, rule: Rule) -> Tensor:
-    """What is computed with in a weight's place: masked, then rounded."""
+    """Return what is computed with in a weight's place: masked, then rounded."""
     kept = weight if mask is None else weight * mask
     return kept if rule.scheme is None else round_weight(kept, rule.scheme, factor)
 
@@ -43,7 +43,7 @@ def effective(weight: Tensor, factor: Tensor | None, mask: Tensor | None, rule: 
 def gradients(
     gradient: Tensor, weight: Tensor, factor: Tensor | None, mask: Tensor | None, rule: Rule
 ) -> tuple[Tensor, Tensor | None]:
-    """Of a weight and of its scales' factor, from that of `effective`."""
+    """Return gradients of a weight and of its scales' factor, from that of `effective`."""
     of_factor = None
     if factor is not None and rule.scheme is not None:
         kept = weight if mask is None else weight * mask
@@ -54,13 +54,13 @@ def gradients(
 
 
 class FakeWeight(torch.autograd.Function):
-    """A weight as its target holds it."""
+    """A weight as its target holds it, with a straight-through gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, weight: Tensor, factor: Tensor | None, mask: Tensor | None, rule: Rule
     ) -> Tensor:
-        """(N, K) to the same."""
+        """Round (N, K) to the same shape."""
         ctx.save_for_backward(weight, factor, mask)
         ctx.rule = rule
         return effective(weight, factor, mask, rule)
@@ -68,27 +68,27 @@ class FakeWeight(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Straight through, and the scales' factor by LSQ."""
+        """Pass the gradient straight through; the scales' factor gets LSQ's."""
         weight, factor, mask = ctx.saved_tensors
         return *gradients(gradient, weight, factor, mask, ctx.rule), None, None
 
 
 class FakeInput(torch.autograd.Function):
-    """The input of a product, as its target rounds it."""
+    """The input of a product as its target rounds it, with a straight-through gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: Activations) -> Tensor:
-        """(..., K) to the same."""
+        """Round (..., K) to the same shape."""
         return round_activations(x, how)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Straight through."""
+        """Pass the gradient straight through."""
         return gradient, None
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """In what autocast computes products in, so that only this is kept for the backward."""
+    """Cast to what autocast computes products in, so that only this is kept for the backward."""
     kind = x.device.type
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
@@ -109,7 +109,7 @@ class FakeLinear(torch.autograd.Function):
         rule: Rule,
         largest: Reduce | None,
     ) -> Tensor:
-        """(..., K) to (..., N)."""
+        """Map (..., K) to (..., N)."""
         rounded = x if rule.activations is None else _inputs.of(x, rule.activations, largest)
         rounded = _autocast(rounded)
         ctx.save_for_backward(rounded, weight, factor, mask)
@@ -119,7 +119,7 @@ class FakeLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Of input, weight, factor and bias."""
+        """Return gradients of input, weight, factor and bias."""
         rounded, weight, factor, mask = ctx.saved_tensors
         needs = ctx.needs_input_grad
         flat = gradient.reshape(-1, gradient.shape[-1])
@@ -145,7 +145,7 @@ class _Inputs:
         self._last: tuple[weakref.ref[Tensor], tuple[object, ...], Tensor] | None = None
 
     def of(self, x: Tensor, how: Activations, largest: Reduce | None) -> Tensor:
-        """`round_activations` of an input."""
+        """Return the rounded input, remembered or new."""
         # A compiler finds what is computed twice by itself; inference counts no versions.
         if torch.compiler.is_compiling() or x.is_inference():
             return round_activations(x, how, largest)
@@ -167,7 +167,7 @@ _inputs = _Inputs()
 
 
 def largest_over(group: dist.ProcessGroup) -> Reduce:
-    """The largest over the processes of a group, for rows whose features they share."""
+    """Return what takes the largest over the processes of a group, which share rows' features."""
 
     def largest(peak: Tensor) -> Tensor:
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
@@ -177,14 +177,14 @@ def largest_over(group: dist.ProcessGroup) -> Reduce:
 
 
 def fake_input(x: Tensor, how: Activations) -> Tensor:
-    """What the target computes with in an input's place, with a straight-through gradient."""
+    """Round an input as the target does, with a straight-through gradient."""
     return FakeInput.apply(x, how)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def fake_weight(
     weight: Tensor, rule: Rule, factor: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """What the target has in a weight's place, (N, K), with a straight-through gradient.
+    """Round a weight (N, K) as the target does, with a straight-through gradient.
 
     Args:
         weight: (N, K).
@@ -205,7 +205,7 @@ def fake_linear(
     bias: Tensor | None = None,
     largest: Reduce | None = None,
 ) -> Tensor:
-    """A linear layer as the target computes it, (..., K) to (..., N); see `fake_weight`.
+    """Compute a linear layer as the target does, (..., K) to (..., N); see `fake_weight`.
 
     Args:
         x: (..., K).

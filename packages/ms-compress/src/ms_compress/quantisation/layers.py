@@ -36,7 +36,7 @@ FACTOR = "scale_factor"
 
 
 class Prepared(nn.Module):
-    """What prepared layers have in common."""
+    """Base of the layers that compute as their target will."""
 
     weight: Tensor
     scheme: Scheme | None
@@ -44,7 +44,7 @@ class Prepared(nn.Module):
     quantising: bool
     """False in the float part of a float-then-quantised schedule."""
     layer_name: str
-    kept: Tensor | None
+    own_mask: Tensor | None
     """The mask, on whatever device it was last used. No buffer: it outlives `to_empty`, and what
     is stored are the zeros themselves."""
     computed_in: torch.dtype | None
@@ -53,7 +53,7 @@ class Prepared(nn.Module):
 
     @property
     def rule(self) -> Rule:
-        """What is done now."""
+        """What the layer does to weight and input at present."""
         on = self.quantising
         return Rule(
             scheme=self.scheme if on else None, activations=self.activations if on else None
@@ -67,9 +67,9 @@ class Prepared(nn.Module):
     @property
     def mask(self) -> Tensor | None:
         """(N, K) bool of this process's tensor-parallel part, or None."""
-        if self.kept is not None and self.kept.device != self.weight.device:
-            self.kept = self.kept.to(self.weight.device)
-        return self.kept
+        if self.own_mask is not None and self.own_mask.device != self.weight.device:
+            self.own_mask = self.own_mask.to(self.weight.device)
+        return self.own_mask
 
     @property
     def stored_mask(self) -> Tensor | None:
@@ -96,7 +96,7 @@ class Prepared(nn.Module):
         Args:
             kept: (N, K) bool of the whole weight, True for weights that stay.
         """
-        self.kept = _part(kept, self.weight)
+        self.own_mask = _part(kept, self.weight)
 
     @property
     def is_narrowed(self) -> bool:
@@ -104,11 +104,11 @@ class Prepared(nn.Module):
         return self.weight.dtype == torch.float32 and self.computed_in not in (None, torch.float32)
 
     def as_computed(self, kept: Tensor) -> Tensor:
-        """Part of a parameter of this layer, as it is kept, in the dtype that forwards have."""
+        """Cast part of a stored parameter of this layer to the dtype that forwards have."""
         return kept.to(self.computed_in) if self.is_narrowed else kept
 
     def effective_weight(self) -> Tensor:
-        """What is computed with, (N, K), laid out as the weight is."""
+        """Return what is computed with in the weight's place, (N, K), laid out as the weight is."""
         weight = self.weight
         self.computed_in = weight.dtype
         if not isinstance(weight, DTensor):
@@ -116,7 +116,7 @@ class Prepared(nn.Module):
         factor = self.factor
         local_factor = factor.to_local() if isinstance(factor, DTensor) else factor
         rounded = fake_weight(weight.to_local(), self.rule, local_factor, self.mask)
-        return _laid_out(rounded, weight)
+        return _laid_out(rounded, weight, tuple(weight.shape))
 
     def register_parameter(self, name: str, param: Any) -> None:
         """As `nn.Module` does; refuses a split that would cut a group of weights in two."""
@@ -132,8 +132,8 @@ class Prepared(nn.Module):
         split_now = name == "weight" and not isinstance(weight, DTensor)
         if split_now:
             check_axes(self.layer_name, param)
-        if split_now and self.kept is not None and self.kept.shape == param.shape:
-            self.kept = _part(self.kept, param)
+        if split_now and self.own_mask is not None and self.own_mask.shape == param.shape:
+            self.own_mask = _part(self.own_mask, param)
         if name == FACTOR and isinstance(weight, DTensor) and param.placements != weight.placements:
             raise OrderError(
                 f"{self.layer_name}: its weight is split as {weight.placements}, its learned scales"
@@ -145,7 +145,7 @@ class PreparedLinear(Prepared, nn.Linear):
     """A linear layer that computes as its target will."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) to (..., N)."""
+        """Map (..., K) to (..., N)."""
         if isinstance(self.weight, DTensor):
             return _split_linear(self, x)
         self.computed_in = self.weight.dtype
@@ -158,7 +158,7 @@ class PreparedEmbedding(Prepared, nn.Embedding):
     """An embedding whose rows are those that its target holds."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(...) int64 to (..., K)."""
+        """Map (...) int64 to (..., K)."""
         if isinstance(self.weight, DTensor) or self.factor is not None or self.mask is not None:
             weight = self.effective_weight()
             often = self.scale_grad_by_freq
@@ -194,7 +194,7 @@ def prepare_layer(
     if not isinstance(layer, Prepared):
         # The same object under a subclass, as fully_shard does: hooks, ties and names stay.
         layer.__class__ = KINDS[type(layer)]
-        layer.scheme = layer.activations = layer.kept = None  # type: ignore[assignment]
+        layer.scheme = layer.activations = layer.own_mask = None  # type: ignore[assignment]
         layer.computed_in = None  # type: ignore[assignment]
     assert isinstance(layer, Prepared)
     layer.quantising, layer.layer_name = True, name
@@ -206,7 +206,7 @@ def prepare_layer(
 
 
 def prepared_layers(model: nn.Module) -> Iterator[tuple[str, Prepared]]:
-    """Names and prepared layers of a model."""
+    """Yield names and prepared layers of a model."""
     for name, layer in model.named_modules():
         if isinstance(layer, Prepared):
             yield name, layer
@@ -285,30 +285,17 @@ def drop_gathered(model: nn.Module) -> None:
 
 
 def _factor(weight: Tensor, scheme: Scheme) -> nn.Parameter:
-    """Zeros (N, G), laid out as the weight is."""
+    """Make the parameter of learned scales: zeros (N, G), laid out as the weight is."""
+    group = scheme.group_of(weight.shape[1])
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    zeros = local.new_zeros(local.shape[0], local.shape[1] // group, dtype=torch.float32)
     if not isinstance(weight, DTensor):
-        groups = weight.shape[1] // scheme.group_of(weight.shape[1])
-        return nn.Parameter(weight.new_zeros(weight.shape[0], groups, dtype=torch.float32))
-    mesh = weight.device_mesh
-    local = weight.to_local()
-    rows, groups = weight.shape[0], weight.shape[1] // scheme.group_of(weight.shape[1])
-    zeros = local.new_zeros(
-        local.shape[0], local.shape[1] // scheme.group_of(weight.shape[1]), dtype=torch.float32
-    )
-    return nn.Parameter(
-        DTensor.from_local(
-            zeros,
-            mesh,
-            weight.placements,
-            run_check=False,
-            shape=torch.Size((rows, groups)),
-            stride=(groups, 1),
-        )
-    )
+        return nn.Parameter(zeros)
+    return nn.Parameter(_laid_out(zeros, weight, (weight.shape[0], weight.shape[1] // group)))
 
 
 def _part(mask: Tensor, weight: Tensor) -> Tensor:
-    """This process's part of a whole mask, as its weight is split."""
+    """Return this process's part of a whole mask, as its weight is split."""
     if not isinstance(weight, DTensor):
         return mask
     (chunk,) = weight.__create_chunk_list__()  # type: ignore[no-untyped-call]
@@ -316,20 +303,21 @@ def _part(mask: Tensor, weight: Tensor) -> Tensor:
     return mask[tuple(slice(start, start + size) for start, size in box)].clone()
 
 
-def _laid_out(local: Tensor, like: DTensor) -> Tensor:
+def _laid_out(local: Tensor, like: DTensor, shape: tuple[int, ...]) -> Tensor:
+    """Make a DTensor of a shape from its local part, laid out as another one of two dims."""
     out: Tensor = DTensor.from_local(
         local,
         like.device_mesh,
         like.placements,
         run_check=False,
-        shape=torch.Size(like.shape),
-        stride=like.stride(),
+        shape=torch.Size(shape),
+        stride=(shape[1], 1),
     )
     return out
 
 
 def _split_linear(layer: PreparedLinear, x: Tensor) -> Tensor:
-    """A linear layer on each process's part of its weight, on one axis of processes.
+    """Compute a linear layer on this process's part of its weight, on one axis of processes.
 
     Rows split: every process has the whole input, and its part of the output. Columns split: the
     input's features are split likewise, and outputs are summed by whoever asks for the whole.

@@ -1,4 +1,4 @@
-"""The arithmetic of schemes: weights to codes and scales, activations to what a target makes them.
+"""The arithmetic of schemes: weights to codes and scales, activations to rounded ones.
 
 This is the contract between training and deployment: the fake quantiser calls it in every forward,
 and export writes what it returns. Shapes: N rows, K features, G groups of a row, T tokens.
@@ -43,7 +43,7 @@ class Quantised:
     """(N, G) in the scheme's scale dtype."""
 
     def weight(self) -> Tensor:
-        """What the codes stand for, (N, K) float32."""
+        """Return what the codes stand for, (N, K) float32."""
         rows, groups = self.scales.shape
         spread = self.codes.view(rows, groups, -1).float() * self.scales.float().unsqueeze(-1)
         return spread.view(rows, -1)
@@ -51,7 +51,7 @@ class Quantised:
 
 @torch.no_grad()
 def quantise(weight: Tensor, scheme: Scheme, factor: Tensor | None = None) -> Quantised:
-    """A weight as the scheme's target stores it.
+    """Quantise a weight as the scheme's target stores it.
 
     Args:
         weight: (N, K) floating.
@@ -65,7 +65,7 @@ def quantise(weight: Tensor, scheme: Scheme, factor: Tensor | None = None) -> Qu
 
 
 def round_weight(weight: Tensor, scheme: Scheme, factor: Tensor | None = None) -> Tensor:
-    """What the target computes with in a weight's place; `quantise(...).weight()` without codes."""
+    """Round a weight to what the target computes with: `quantise(...).weight()` without codes."""
     wide = _grouped(weight.float(), scheme.group)
     step, scales = _steps(wide, scheme, factor)
     out = wide.clone() if weight.dtype == torch.float32 else wide
@@ -76,7 +76,7 @@ def round_weight(weight: Tensor, scheme: Scheme, factor: Tensor | None = None) -
 def scales_of(
     weight: Tensor, scheme: Scheme, factor: Tensor | None = None, *, stored: bool = True
 ) -> Tensor:
-    """The scheme's own scales of a weight, (N, G) float32.
+    """Return the scheme's own scales of a weight, (N, G) float32.
 
     Args:
         weight: (N, K) floating.
@@ -90,7 +90,7 @@ def scales_of(
 
 @torch.no_grad()
 def fitted_factor(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> Tensor:
-    """The factor of each scale at which rounding errs least, (N, G) float32.
+    """Search for the factor of each scale at which rounding errs least, (N, G) float32.
 
     The least Σ importance · (rounded - weight)² of 41 factors from 0.7 to 1.1, the scheme's own
     scale among them.
@@ -115,14 +115,14 @@ def fitted_factor(weight: Tensor, scheme: Scheme, importance: Tensor | None = No
 
 @torch.no_grad()
 def round_at(weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
-    """Weights (N, C) rounded at given scales (N, 1), float32."""
+    """Round weights (N, C) at given scales (N, 1); returns float32."""
     return _round(weight.float().clone(), scales, scheme).mul_(scales)
 
 
 def scale_gradient(
     weight: Tensor, gradient: Tensor, scheme: Scheme, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of a weight and of its scales' factor from that of the rounded weight.
+    """Return gradients of a weight and its scales' factor from that of the rounded weight.
 
     Learned step sizes (Esser et al. 2020, arXiv:1902.08153, equation 3) of s = s0 · exp(f), where
     s0 is the scheme's own scale, held constant: d/df = s · d/ds. Differences from the paper:
@@ -145,7 +145,7 @@ def scale_gradient(
 
 @torch.no_grad()
 def round_activations(x: Tensor, how: Activations, largest: Reduce | None = None) -> Tensor:
-    """What a target computes with in an input's place.
+    """Round an input to what a target computes with.
 
     Args:
         x: (..., K); a group divides K.
@@ -170,7 +170,7 @@ def round_activations(x: Tensor, how: Activations, largest: Reduce | None = None
 
 
 def _held_in(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float32 scales, rounded to what a target holds them in."""
+    """Round float32 scales to what a target holds them in."""
     if scales.dtype == dtype:
         return scales
     # Inductor leaves out a cast to less precision and back, but not what is done to its bits.
@@ -179,23 +179,23 @@ def _held_in(scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _finite(inverse: Tensor) -> Tensor:
-    """Zero where there is no inverse: of zeros, and of what is so small that its scale is zero."""
+    """Replace infinite inverses by zero: those of zeros, and of what is too small for a scale."""
     return torch.where(inverse.isfinite(), inverse, 0.0)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """To a dtype; a cast to the same would lose the gradient in torch 2.11's compiler."""
+    """Cast to a dtype; a cast to the same would lose the gradient in torch 2.11's compiler."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def _grouped(tensor: Tensor, group: int | None) -> Tensor:
-    """(N, K) to (N, G, group)."""
+    """View (N, K) as (N, G, group)."""
     width = group or tensor.shape[-1]
     return tensor.reshape(*tensor.shape[:-1], tensor.shape[-1] // width, width)
 
 
 def _steps(wide: Tensor, scheme: Scheme, factor: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What codes are counted in, and what is stored, both (N, G, 1) float32."""
+    """Return the steps that codes count in, and the stored scales, both (N, G, 1) float32."""
     peak = _peak(wide, scheme)
     # By a tensor: a GPU multiplies by a number's inverse, which is another scale in its last bit.
     step = peak.div_(torch.full_like(peak, scheme.divisor))
@@ -209,7 +209,7 @@ def _steps(wide: Tensor, scheme: Scheme, factor: Tensor | None) -> tuple[Tensor,
 
 
 def _peak(wide: Tensor, scheme: Scheme) -> Tensor:
-    """Each group's value of largest magnitude, (N, G, 1)."""
+    """Return each group's value of largest magnitude, (N, G, 1)."""
     # Two reductions take a ninth of the time of aminmax, or of the norm, over so few neighbours.
     low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
     if not scheme.signed_peak:
@@ -218,29 +218,27 @@ def _peak(wide: Tensor, scheme: Scheme) -> Tensor:
     peak = torch.where(high > -low, high, low)
     # MLAS takes the lower of two that are equally far, ggml the first.
     # Looked for first where that is cheap: in a compiled graph it would break the graph.
-    if scheme.target == "gguf" and (
-        torch.compiler.is_compiling() or bool((tied & (high > 0)).any())
-    ):
+    if scheme.first_peak and (torch.compiler.is_compiling() or bool((tied & (high > 0)).any())):
         first = wide.gather(-1, wide.abs().argmax(-1, keepdim=True))
         peak = torch.where(tied, first, peak)
     return peak
 
 
 def _divide(wide: Tensor, step: Tensor, scheme: Scheme) -> Tensor:
-    """Weights in units of the step, in place."""
+    """Divide weights by the step, in place."""
     if not scheme.by_inverse:
         return wide.div_(step)
     return wide.mul_(_finite(step.reciprocal()))
 
 
 def _round(wide: Tensor, step: Tensor, scheme: Scheme) -> Tensor:
-    """Codes of weights as float32, in place."""
+    """Turn weights into codes as float32, in place."""
     return _codes(_divide(wide, step, scheme), scheme)
 
 
 def _codes(ratio: Tensor, scheme: Scheme) -> Tensor:
-    """Codes of weights in units of the step as float32, in place."""
-    if scheme.target == "ort":  # MLAS rounds after it has added the zero point
+    """Turn weights in units of the step into codes as float32, in place."""
+    if scheme.rounding == "away_from_low":
         ratio.sub_(scheme.low)
         return _nearest(ratio, "away").clamp_(0, scheme.high - scheme.low).add_(scheme.low)
     if scheme.rounding == "up":

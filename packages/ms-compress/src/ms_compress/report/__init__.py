@@ -1,7 +1,7 @@
-"""What compression cost and gave: one table as text, one page that needs no network."""
+"""The report of an evaluation: one table as text, one page that needs no network."""
 
-from ms_compress.report.page import render, write_report
+from ms_compress.report.page import render
 from ms_compress.report.results import Report, Result
 from ms_compress.report.table import table
 
-__all__ = ["Report", "Result", "render", "table", "write_report"]
+__all__ = ["Report", "Result", "render", "table"]

@@ -44,7 +44,7 @@ class Point:
 
 
 def bars(title: str, rows: Sequence[Bar], *, reference: float | None = None) -> str:
-    """A bar a row from zero on, and a dashed line at the reference."""
+    """Draw one bar a row from zero on, and a dashed line at the reference."""
     most = max([row.value for row in rows] + [reference or 0.0]) or 1.0
     height = ROW * len(rows) + 8
     room = WIDTH - LEFT - RIGHT
@@ -66,7 +66,7 @@ def bars(title: str, rows: Sequence[Bar], *, reference: float | None = None) -> 
 
 
 def scatter(title: str, points: Sequence[Point], *, x_name: str, y_name: str) -> str:
-    """Points over axes with round ticks; labels are moved apart where they would overlap."""
+    """Draw points over axes with round ticks; labels that would overlap are moved apart."""
     left, bottom, top, right, height = 80, 44, 14, 30, 340
     xs, ys = _ticks([p.x for p in points]), _ticks([p.y for p in points])
 
@@ -113,12 +113,12 @@ def _figure(title: str, height: float, content: str) -> str:
 
 
 def _short(label: str) -> str:
-    """Both ends of a long one: what tells it from another stands at its end."""
+    """Shorten a long label in its middle: its end tells it from others."""
     return escape(label if len(label) <= 36 else f"{label[:14]}…{label[-21:]}")
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
-    """About five round numbers that enclose the values."""
+    """Return about five round numbers that enclose the values."""
     low, high = min(values), max(values)
     span = high - low or abs(high) or 1.0
     raw = span / 4
@@ -131,7 +131,7 @@ def _ticks(values: Sequence[float]) -> list[float]:
 
 
 def _apart(spots: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Where labels begin: right of their points, or wherever near them nothing stands yet."""
+    """Place labels right of their points, or wherever near them nothing stands yet."""
     placed: list[tuple[float, float]] = []
     for i, (x, y) in enumerate(spots):
         others = [(a - 6, b) for j, (a, b) in enumerate(spots) if j != i] + placed

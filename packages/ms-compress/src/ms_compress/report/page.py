@@ -1,31 +1,19 @@
-"""The page: facts as tiles, notes, charts and a table, in one file that needs no network."""
+"""The page of a report: tiles, notes, charts and a table, in one file that needs no network."""
 
-import os
 from html import escape
 from importlib import resources
-from pathlib import Path
 
-from ms_compress.files.durable import write_file
 from ms_compress.report.chart import Bar, Point, bars, scatter
 from ms_compress.report.results import Report, Result
 from ms_compress.report.table import HEADINGS, TEXTS, cells
 
-__all__ = ["render", "write_report"]
+__all__ = ["render"]
 
 COLOURS = 5
 
 
-def write_report(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the page; it appears whole or not at all.
-
-    Raises:
-        ExportError: the disk refuses.
-    """
-    write_file(Path(path), render(report).encode())
-
-
 def render(report: Report) -> str:
-    """The page's text."""
+    """Return the page as HTML."""
     style = resources.files("ms_compress.report").joinpath("style.css").read_text("utf-8")
     title = escape(report.title)
     return (
@@ -75,7 +63,7 @@ def _notes(report: Report) -> str:
 
 
 def _runtimes(report: Report) -> list[str]:
-    """In the order in which they first come."""
+    """Return the runtimes in the order in which they first come."""
     return list(dict.fromkeys(one.runtime for one in report.results))
 
 

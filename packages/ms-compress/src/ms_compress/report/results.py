@@ -1,4 +1,4 @@
-"""The facts of a report: one result for each folder in its runtime."""
+"""The results of an evaluation: one for each folder in its runtime."""
 
 import math
 from collections import Counter
@@ -77,7 +77,7 @@ class Report(
         return self.results[0]
 
     def names(self) -> list[str]:
-        """What tells each result from the others.
+        """Return a name for each result that no other has.
 
         That is how it was made, where it runs, and as needed its scheme, its folder and its place
         in the list.
@@ -93,7 +93,7 @@ class Report(
         return [f"{name} · {i}" if alike[name] > 1 else name for i, name in enumerate(found)]
 
     def warnings(self) -> list[str]:
-        """One line for each result that is slower than the baseline."""
+        """Return one line for each result that is slower than the baseline."""
         base = self.baseline
         lines = []
         names = Counter((one.model, one.runtime) for one in self.results)

@@ -2,7 +2,7 @@
 
 from ms_compress.report.results import Report, Result
 
-__all__ = ["HEADINGS", "cells", "megabytes", "table"]
+__all__ = ["HEADINGS", "cells", "table"]
 
 HEADINGS = (
     "#",
@@ -22,7 +22,7 @@ TEXTS = 4
 
 
 def table(report: Report) -> str:
-    """Columns as wide as their widest cell; below it, what is slower than the baseline."""
+    """Return the table as text; below it stands what is slower than the baseline."""
     rows = [HEADINGS, *(cells(i, one) for i, one in enumerate(report.results))]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
     lines = [
@@ -38,22 +38,17 @@ def table(report: Report) -> str:
 
 
 def cells(number: int, one: Result) -> tuple[str, ...]:
-    """One result's row, a text for each heading."""
+    """Return one result's row, a text for each heading."""
     return (
         str(number),
         one.model,
         one.runtime,
         one.scheme,
         f"{one.perplexity:.3f}",
-        megabytes(one.size_bytes),
+        f"{one.size_bytes / 1e6:,.2f}",
         f"{one.bits_a_weight:.2f}",
         f"{one.prefill_tokens_per_s:,.0f}",
         f"{one.decode_tokens_per_s:,.1f}",
         f"{one.prefill_ratio:.2f}",
         f"{one.decode_ratio:.2f}",
     )
-
-
-def megabytes(size_bytes: int) -> str:
-    """Millions of bytes."""
-    return f"{size_bytes / 1e6:,.2f}"

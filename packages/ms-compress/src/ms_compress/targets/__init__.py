@@ -1,1 +1,1 @@
-"""One file a target: how a quantised model lies on disk."""
+"""Deployment targets, one folder each: rules, writer, reader and runtime behind one value."""

@@ -1,14 +1,39 @@
-"""The independent runtimes that read exported folders, behind one face.
+"""What a target is: one value, which its folder of this room states in `target.py`.
 
-A runtime is opened on a folder, gives logits of tokens, and prefill and decode speeds.
+A `Format` is what a folder can hold: how it is known, what its files say, and which independent
+runtime computes it. A `Target` is a format that models are exported to. Nothing outside of a
+target's folder asks which one it is.
 """
 
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Literal, Protocol, overload
+from typing import Any, Protocol
 
+from attrs import field, frozen
 from torch import Tensor
 
-__all__ = ["Runtime", "TextRuntime", "open_runtime"]
+from ms_compress.errors import ExportError
+from ms_compress.models.whole_model import WholeModel
+from ms_compress.settings import nearest
+from ms_compress.targets.rules import TARGETS
+from ms_compress.tokenizer_files import TextEnds, TokenizerFiles
+
+__all__ = [
+    "Assets",
+    "Contents",
+    "Format",
+    "Reader",
+    "Runtime",
+    "Target",
+    "TextRuntime",
+    "all_formats",
+    "find_target",
+    "open_runtime",
+]
+
+Reader = Callable[[str], Tensor]
+"""Reads the tensor of a Hugging Face name as float32; a KeyError if it is not there."""
 
 
 class Runtime(Protocol):
@@ -17,11 +42,11 @@ class Runtime(Protocol):
     name: str
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """(B, S) int64 to (B, S, V) float32."""
+        """Return logits (B, S, V) float32 of tokens (B, S) int64."""
         ...
 
     def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
-        """Seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
+        """Measure the seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
         ...
 
 
@@ -29,32 +54,117 @@ class TextRuntime(Runtime, Protocol):
     """One that reads and writes texts with what its folder says of them."""
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, in which special tokens are what they spell; none is added."""
+        """Return tokens of a text; special tokens in it are recognised, and none is added."""
         ...
 
     def ends(self) -> frozenset[int]:
-        """The tokens at which it ends a text by itself."""
+        """Return the tokens at which the runtime ends a text by itself."""
         ...
 
     def generate(self, tokens: list[int], most: int) -> list[int]:
-        """The likeliest next tokens, until one of them ends the text, `most` of them at most."""
+        """Return the likeliest next tokens until one ends the text, `most` of them at most."""
         ...
 
 
-@overload
-def open_runtime(
-    folder: Path, target: Literal["ct", "gguf", "ort"], *, threads: int = 1, strict: bool = True
-) -> TextRuntime: ...
+class Opens(Protocol):
+    """Opens a folder in its runtime; `strict` refuses tensors that the runtime leaves out."""
+
+    def __call__(self, folder: Path, *, threads: int, strict: bool) -> TextRuntime:
+        """Raise ExportError if the runtime is not installed, or cannot read the folder."""
+        ...
 
 
-@overload
-def open_runtime(
-    folder: Path, target: str, *, threads: int = 1, strict: bool = True
-) -> Runtime: ...
+@frozen(kw_only=True)
+class Assets:
+    """What is exported beside the weights."""
+
+    tokenizer: TokenizerFiles | None
+    ends: TextEnds
+
+
+@frozen(kw_only=True)
+class Contents:
+    """What a folder's files say of the model in them."""
+
+    scheme: str
+    """How most weights are held, such as `4-bit g32`, in the file's own words."""
+    weights: int
+    """Number of the model's weights, tied ones counted once."""
+    vocabulary: int | None
+    """None where the folder does not say."""
+    positions: int | None
+    """The longest text; None where the folder does not say."""
+
+
+@frozen(kw_only=True)
+class Format:
+    """What a folder can hold, and the runtime that computes it."""
+
+    name: str
+    """As its folder is called."""
+    holds: Callable[[Path], bool]
+    """Whether a folder is of this format."""
+    one_file: bool
+    """Its model is one file, with a name that no other format has: it is looked for first."""
+    weight_files: tuple[str, ...]
+    """Patterns of the files that hold weights."""
+    contents: Callable[[Path], Contents]
+    """Reads what the files say; an ExportError if they cannot be read."""
+    opens: Callable[..., Runtime]
+    """See `Opens`."""
+
+
+@frozen(kw_only=True)
+class Target(Format):
+    """A format that models are exported to."""
+
+    check: Callable[[WholeModel, Assets], None]
+    """Refuses what the target does not take: ExportError for the model as a whole, LayerError for
+    one of its layers."""
+    write: Callable[[WholeModel, Path, Assets, int], None]
+    """Writes into a folder that exists; all processes call it, and the first one writes. The number
+    is the `accuracy_level` of `export`."""
+    reader: Callable[[Path, Mapping[str, Any]], Reader]
+    """Given a folder and its model's config.json, reads tensors by the format's own library, and by
+    other means than `write`, so that no mistake is made on both sides."""
+    opens: Opens
+    """Opens a folder in its runtime, which also reads and writes texts."""
+    runtime: str
+    """The runtime's name."""
+    libraries: tuple[str, ...]
+    """Modules that the runtime needs."""
+    extra: str
+    """The extra of ms-compress that installs them."""
+    opens_cheaply: bool = True
+    """Each export is opened once, where the libraries are there; else only if it is verified."""
+    needs_tokenizer: bool = False
+    """The runtime reads no text unless a tokenizer was exported with the model."""
+    tolerance: float = field(default=1e-4)
+    """How far the runtime's logits may be off on average, in units of their spread."""
+
+
+def all_formats() -> list[Format]:
+    """Return the value of each folder of this room."""
+    found: list[Format] = [
+        import_module(f"ms_compress.targets.{name}.target").TARGET for name in TARGETS
+    ]
+    return sorted(found, key=lambda each: not each.one_file)
+
+
+def find_target(name: str) -> Target:
+    """Return the target of a name such as `"gguf"`.
+
+    Raises:
+        ExportError: there is none.
+    """
+    known = {each.name: each for each in all_formats() if isinstance(each, Target)}
+    if name not in known:
+        raise ExportError(f"there is no target {name!r}; {nearest(name, known)}")
+    return known[name]
 
 
 def open_runtime(folder: Path, target: str, *, threads: int = 1, strict: bool = True) -> Runtime:
-    """The runtime of a target, on a folder that was exported for it; `"float"` is plain torch.
+    """Open a folder in the runtime of its target; `"float"` is plain torch.
 
     Args:
         folder: exported.
@@ -65,18 +175,7 @@ def open_runtime(folder: Path, target: str, *, threads: int = 1, strict: bool = 
     Raises:
         ExportError: the runtime is not installed, or cannot read the folder.
     """
-    if target == "ct":
-        from ms_compress.targets.ct.runtime import TransformersRuntime
-
-        return TransformersRuntime(folder, strict=strict)
-    if target == "ort":
-        from ms_compress.targets.ort.runtime import OnnxRuntime
-
-        return OnnxRuntime(folder, threads=threads)
-    if target == "float":
-        from ms_compress.targets.float.runtime import TorchRuntime
-
-        return TorchRuntime(folder)
-    from ms_compress.targets.gguf.runtime import LlamaRuntime
-
-    return LlamaRuntime(folder, threads=threads)
+    known = {each.name: each for each in all_formats()}
+    if target not in known:
+        raise ExportError(f"there is no target {target!r}; {nearest(target, known)}")
+    return known[target].opens(folder, threads=threads, strict=strict)

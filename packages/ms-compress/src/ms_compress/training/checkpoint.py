@@ -1,64 +1,56 @@
-"""The state of a training in one sealed file, so that what was killed goes on to the same weights.
+"""The checkpoint of a training, one sealed file: what was killed goes on to the same weights.
 
-The file names what its steps follow from: a run with other settings is told which of them differ,
-and is refused, as the weights would be those of neither run.
+The file names what its steps follow from: a run with other settings is refused in a line that names
+which of them differ, as the weights would be those of neither run.
 """
 
-import hashlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import msgspec
 import torch
-from attrs import asdict
 from torch import Tensor, nn
 
 from ms_compress.errors import ConfigError, ExportError
 from ms_compress.methods.pruning import masks, set_masks
-from ms_compress.quantisation.layers import prepared_layers
+from ms_compress.training.identity import describe_change
 from ms_compress.training.sealed_file import opened, write_sealed
 
-__all__ = ["DIGEST", "KeptTraining", "digest_of", "facts_of", "read_header", "steps_held"]
-
-DIGEST = "blake2b:"
-"""Begins a fact that stands for something too large to be shown."""
+__all__ = ["TrainingCheckpoint", "read_header", "saved_steps"]
 
 logger = logging.getLogger(__name__)
 
 
 class TrainingHeader(
-    msgspec.Struct, frozen=True, kw_only=True, tag="ms-compress-training/2", tag_field="format"
+    msgspec.Struct, frozen=True, kw_only=True, tag="ms-compress-training/3", tag_field="format"
 ):
-    """What a kept training follows from, and how far it is."""
+    """What a saved training follows from, and how far it is."""
 
-    facts: dict[str, str]
+    identity: dict[str, str]
     """By the setting's name; digests of what is large."""
     losses: list[float]
-    """Of the steps made."""
+    """The loss of each step made."""
 
 
-class KeptTraining:
-    """Writes what the next steps follow from beside, puts it in place whole, reads it.
-
-    That is the model, its masks, the optimizer and the state of torch's generators.
+class TrainingCheckpoint:
+    """Saves and loads the model, its masks, the optimizer and the state of torch's generators.
 
     Args:
-        path: of the file, which may be there.
-        facts: what the steps follow from; another run's file is refused.
+        path: of the file, which may be there; it is replaced whole.
+        identity: what the steps follow from; another run's file is refused.
         every_s: seconds between two writes.
     """
 
-    def __init__(self, path: Path, facts: Mapping[str, str], *, every_s: float) -> None:
+    def __init__(self, path: Path, identity: Mapping[str, str], *, every_s: float) -> None:
         self.path = path
-        self._facts = dict(facts)
+        self._identity = dict(identity)
         self._every_s = every_s
         self._written = monotonic()
 
-    def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        """Losses of the steps already made; model and optimizer are as they were then.
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        """Put model and optimizer back; returns the losses of the steps already made.
 
         Raises:
             ConfigError: the file is of another run, or damaged.
@@ -67,7 +59,7 @@ class KeptTraining:
             return []
         with opened(self.path) as (line, payload):
             header = _header(self.path, line)
-            _check_facts(self.path, header.facts, self._facts)
+            _check_identity(self.path, header.identity, self._identity)
             state = torch.load(payload, weights_only=True)  # type: ignore[arg-type]  # a file
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -75,7 +67,7 @@ class KeptTraining:
         _set_random_states(state["random"])
         return list(header.losses)
 
-    def keep(
+    def save(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -91,7 +83,7 @@ class KeptTraining:
         """
         if monotonic() - self._written < self._every_s and not last:
             return
-        header = TrainingHeader(facts=self._facts, losses=losses)
+        header = TrainingHeader(identity=self._identity, losses=losses)
         state = {
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
@@ -109,7 +101,7 @@ class KeptTraining:
 
 
 def read_header(path: Path) -> TrainingHeader:
-    """What a kept training follows from and how far it is; every byte of the file is checked.
+    """Read what a saved training follows from and how far it is; every byte is checked.
 
     Raises:
         ConfigError: the file is damaged, or of another version.
@@ -118,42 +110,15 @@ def read_header(path: Path) -> TrainingHeader:
         return _header(path, line)
 
 
-def steps_held(path: Path, kept_for: Mapping[str, str]) -> int | None:
-    """How many steps a file holds; None if it was kept for anything but just this.
+def saved_steps(path: Path, identity: Mapping[str, str]) -> int | None:
+    """Return how many steps a file holds; None if it is of a run with another identity.
 
     Raises:
         ConfigError: the file is damaged, or of another version.
     """
     header = read_header(path)
-    same = all(header.facts.get(name) == fact for name, fact in kept_for.items())
+    same = all(header.identity.get(name) == value for name, value in identity.items())
     return len(header.losses) if same else None
-
-
-def facts_of(
-    model: nn.Module, tokens: Mapping[str, Tensor], how: Any, kept_for: Mapping[str, str]
-) -> dict[str, str]:
-    """What the steps of a training follow from, by name.
-
-    Args:
-        model: as it is prepared.
-        tokens: the text, by the tensors' names.
-        how: the settings, an attrs value.
-        kept_for: what the caller adds.
-    """
-    shapes = [(name, tuple(value.shape)) for name, value in model.named_parameters()]
-    schemes = [(name, layer.scheme, layer.activations) for name, layer in prepared_layers(model)]
-    text = [value.cpu().contiguous().numpy().tobytes() for value in tokens.values()]
-    settings = {f"tuning.{name}": repr(value) for name, value in asdict(how).items()}
-    layers = digest_of(repr((shapes, schemes)).encode())
-    return {**kept_for, **settings, "layers": layers, "tokens": digest_of(*text)}
-
-
-def digest_of(*contents: bytes) -> str:
-    """What stands for contents that are too large to be shown."""
-    whole = hashlib.blake2b(digest_size=16)
-    for content in contents:
-        whole.update(len(content).to_bytes(8, "little") + content)
-    return DIGEST + whole.hexdigest()
 
 
 def _header(path: Path, line: bytes) -> TrainingHeader:
@@ -166,24 +131,18 @@ def _header(path: Path, line: bytes) -> TrainingHeader:
         ) from error
 
 
-def _check_facts(path: Path, held: Mapping[str, str], now: Mapping[str, str]) -> None:
-    names = [name for name in {**now, **held} if held.get(name) != now.get(name)]
-    if names:
-        told = ", ".join(_change(name, held.get(name), now.get(name)) for name in names)
+def _check_identity(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    changed = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+    if changed:
+        changes = [describe_change(name, before.get(name), now.get(name)) for name in changed]
         raise ConfigError(
-            f"{path} is of a run with other settings: {told}; give those again, or remove it to"
-            " begin anew"
+            f"{path} is of a run with other settings: {', '.join(changes)}; give those again, or"
+            " remove it to begin anew"
         )
 
 
-def _change(name: str, before: str | None, now: str | None) -> str:
-    if any(fact is not None and fact.startswith(DIGEST) for fact in (before, now)):
-        return f"{name} changed"
-    return f"{name} is {now or 'not given'}, was {before or 'not given'}"
-
-
 def _random_states() -> dict[str, Tensor]:
-    """Of torch's generators, which dropout draws from, by kind of device."""
+    """Return the states of torch's generators, which dropout draws from, by kind of device."""
     states = {"cpu": torch.get_rng_state()}
     if torch.accelerator.is_available():
         kind = str(torch.accelerator.current_accelerator())

@@ -20,7 +20,7 @@ from torch import Tensor
 from ms_compress.errors import ConfigError, DataError
 from ms_compress.files.untrusted import read_json
 
-__all__ = ["batches", "held_out", "read_batch", "read_tokens", "rows"]
+__all__ = ["held_out", "read_batch", "read_tokens", "rows"]
 
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson")
 """How the names of instruction sets end."""
@@ -30,34 +30,13 @@ Rows = dict[str, Tensor]
 """`tokens` and `targets`, (R, S) int64, and of conversations `weights`, (R, S) float32."""
 
 
-def batches(
-    folder: str | Path,
-    *,
-    split: str,
-    sequence_length: int,
-    batch_size: int,
-    seed: int = 0,
-) -> Iterator[Rows]:
-    """Batches without end, each with `tokens` and `targets`, (B, S) int64.
-
-    Documents follow one another as plain text, as every runtime reads them.
-
-    Raises:
-        ConfigError: ms-data is not installed.
-        DataError: the folder holds no shards, not this split, or too little of it.
-    """
-    stream = _text_stream(folder, split, sequence_length, batch_size, seed)
-    for batch in stream:
-        yield {name: torch.as_tensor(batch[name]).long() for name in ("tokens", "targets")}
-
-
 def rows(
     folder: str | Path, *, split: str, sequence_length: int, count: int, seed: int = 0
 ) -> Rows:
-    """The first so many rows of a split in the order of a seed, fewer if there are no more.
+    """Read the first `count` rows of a split in the order of a seed, fewer if there are no more.
 
     Raises:
-        DataError: as of `batches`.
+        DataError: the folder holds no shards, not this split, or too little of it.
     """
     if _holds_conversations(folder, split):
         return _conversations(Path(folder), split, sequence_length, count, seed)
@@ -72,7 +51,7 @@ def rows(
 def held_out(
     dataset: str | Path, *, sequence_length: int, count: int, chat: str | Path | None = None
 ) -> Rows:
-    """Rows to measure on: of the split `held_out`, or an instruction set in JSON Lines, all of it.
+    """Read rows to measure on: the split `held_out`, or all of an instruction set in JSON Lines.
 
     Raises:
         DataError: it is no dataset, or has no such split.
@@ -91,7 +70,7 @@ def held_out(
 def read_batch(
     dataset: str | Path, *, count: int, length: int, chat: str | Path | None = None
 ) -> Rows:
-    """Rows to train on: `tokens`, and `targets`, which of conversations are the answers alone.
+    """Read rows to train on: `tokens`, and `targets`; of conversations, the answers alone.
 
     Args:
         dataset: a folder of ms-data's shards with a split `train`, a JSON list of lists of
@@ -115,7 +94,7 @@ def read_batch(
 def read_tokens(
     dataset: str | Path, *, count: int, length: int, chat: str | Path | None = None
 ) -> Tensor:
-    """Rows of tokens (count, length) int64 to calibrate on: conversations follow one another.
+    """Read tokens (count, length) int64 to calibrate on; conversations follow one another.
 
     Args:
         dataset: as of `read_batch`.
@@ -163,7 +142,7 @@ def _from_json(path: Path) -> Tensor:
 
 @contextmanager
 def _conversations_in(dataset: str | Path, chat: str | Path | None) -> Iterator[Path | None]:
-    """The shards of a dataset's conversations; None of plain text."""
+    """Give the shards of a dataset's conversations; None for plain text."""
     path = Path(dataset)
     if not path.is_file():
         yield path if _holds_conversations(path, "train") else None
@@ -175,7 +154,7 @@ def _conversations_in(dataset: str | Path, chat: str | Path | None) -> Iterator[
 
 
 def _is_instruction_set(path: Path) -> bool:
-    """By its name, or as its first line is a JSON object."""
+    """Whether a file is an instruction set: by its name, or as its first line is a JSON object."""
     if path.name.endswith(LINES):
         return True
     try:
@@ -187,7 +166,7 @@ def _is_instruction_set(path: Path) -> bool:
 
 @contextmanager
 def _rendered(path: Path, chat: str | Path | None) -> Iterator[Path]:
-    """Conversations of JSON Lines as shards, in a folder that goes again."""
+    """Render conversations of JSON Lines as shards, in a temporary folder."""
     ms_data = _ms_data()
     tokenizer = None if chat is None else Path(chat) / "tokenizer.json"
     if tokenizer is None or not tokenizer.is_file():
@@ -219,7 +198,7 @@ def _holds_conversations(folder: str | Path, split: str) -> bool:
 
 
 def _conversations(folder: Path, split: str, length: int, count: int, seed: int) -> Rows:
-    """A conversation a row, cut off at its end, in the order of a seed."""
+    """Read one conversation a row, cut off at the row's end, in the order of a seed."""
     stream = _ms_data().InstructionStream(
         folder,
         sequence_length=length,
@@ -241,7 +220,7 @@ def _conversations(folder: Path, split: str, length: int, count: int, seed: int)
 
 
 def _joined(folder: Path, most: int) -> Tensor:
-    """Tokens of conversations one after another, at least `most` of them if there are so many."""
+    """Join the tokens of conversations, at least `most` of them if there are so many."""
     samples = _ms_data().Samples(folder, "train")
     parts, held = [], 0
     for number in range(len(samples)):

@@ -1,4 +1,7 @@
-"""Losses of a student against a teacher's logits. Shapes: B rows, S positions, V vocabulary."""
+"""The distillation loss of a student against its teacher's logits.
+
+Shapes: B rows, S positions, V vocabulary.
+"""
 
 import torch
 from torch import Tensor
@@ -24,7 +27,7 @@ def distillation_loss(
     skew: float = 0.1,
     targets: Tensor | None = None,
 ) -> Tensor:
-    """Mean divergence of a student's distribution from its teacher's, in nats a token.
+    """Return the mean divergence of a student's distribution from its teacher's, in nats a token.
 
     With p the teacher's and q the student's probabilities at a temperature τ, times τ²:
     `forward` KL(p ‖ q) (Hinton et al. 2015, arXiv:1503.02531), `reverse` KL(q ‖ p) (MiniLLM,
@@ -72,7 +75,7 @@ def distillation_loss(
 def _divergences(
     student: Tensor, teacher: Tensor, kind: Divergence, temperature: float, skew: float
 ) -> Tensor:
-    """Of each position, (...) float32."""
+    """Return the divergence of each position, (...) float32."""
     log_q = F.log_softmax(student.float() / temperature, -1)
     log_p = F.log_softmax(teacher.detach().float() / temperature, -1)
     if kind == "reverse":
@@ -90,7 +93,7 @@ def _divergences(
 def _without_nan(
     student: Tensor, teacher: Tensor, kind: Divergence, counted: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Logits whose divergence is finite where the definition is.
+    """Return logits whose divergence is finite where the definition is.
 
     Positions that do not count are alike in both. Where the distribution that is averaged over has
     none of an entry, 0 · (-inf) is to be 0, in the gradient too.

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ms_compress.settings import number, one_of, whole
 from ms_compress.training.distillation import Divergence, distillation_loss
 
-__all__ = ["DistillationLoss", "Output", "engine_teacher"]
+__all__ = ["DistillationLoss", "StageOutput", "engine_teacher"]
 
 IGNORED = -100
 
@@ -24,24 +24,24 @@ Head = Callable[[slice], Tensor]
 """Logits (B, s, V) of a slice of positions."""
 
 
-class Output(Protocol):
-    """What this loss asks of a student's last stage."""
+class StageOutput(Protocol):
+    """What the loss asks of a student's last pipeline stage."""
 
     def logits(self, positions: slice) -> Tensor:
-        """Logits (B, s, V) of some positions."""
+        """Return logits (B, s, V) of some positions."""
         ...
 
 
 @frozen(kw_only=True, eq=False)
 class DistillationLoss:
-    """Mean divergence from a teacher over the targets of the global batch.
+    """A loss: the mean divergence from a teacher over the targets of the global batch.
 
     It follows `ms_parallel.engine.loss.Loss`:
     `Engine.update(batch, DistillationLoss(teacher=...))`.
     """
 
     teacher: Callable[[Mapping[str, Tensor]], Head]
-    """Of a batch, what gives the teacher's logits; see `engine_teacher`."""
+    """Given a batch, returns what gives the teacher's logits; see `engine_teacher`."""
     kind: Divergence = field(default="forward", validator=one_of("forward", "reverse", "skewed"))
     temperature: float = field(default=1.0, validator=number(least=1e-3))
     skew: float = field(default=0.1, validator=number(below=1.0))
@@ -49,21 +49,20 @@ class DistillationLoss:
     """Positions whose logits exist at once."""
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
-        """Number of targets that are not -100."""
+        """Count the targets that are not -100."""
         return float((batch["targets"] != IGNORED).sum())
 
-    def __call__(self, output: Output, batch: Mapping[str, Tensor]) -> Tensor:
-        """Sum of the divergences of this microbatch's targets, a float32 scalar."""
+    def __call__(self, output: StageOutput, batch: Mapping[str, Tensor]) -> Tensor:
+        """Add up the divergences of this microbatch's targets to a float32 scalar."""
         targets = batch["targets"]
         head = self.teacher(batch)
         total = torch.zeros((), device=targets.device)
         for first in range(0, targets.shape[1], self.chunk):
             part = slice(first, min(first + self.chunk, targets.shape[1]))
-            piece = checkpoint(self._sum, output, head, targets, part, use_reentrant=False)
-            total = total + piece
+            total = total + checkpoint(self._sum, output, head, targets, part, use_reentrant=False)
         return total
 
-    def _sum(self, output: Output, head: Head, targets: Tensor, part: slice) -> Tensor:
+    def _sum(self, output: StageOutput, head: Head, targets: Tensor, part: slice) -> Tensor:
         with torch.no_grad():
             theirs = head(part)
         mean = distillation_loss(
@@ -78,7 +77,7 @@ class DistillationLoss:
 
 
 def engine_teacher(model: Any) -> Callable[[Mapping[str, Tensor]], Head]:
-    """A whole model of ms-parallel as a teacher, in evaluation mode and without gradients.
+    """Make a whole model of ms-parallel a teacher, in evaluation mode and without gradients.
 
     Args:
         model: `ms_parallel.load_model(folder)`; positions and documents of a batch are heeded.

@@ -20,7 +20,7 @@ Hook = Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]
 
 
 class HiddenStates:
-    """What the layers of both models have given in the last forward, (B, S, H) each."""
+    """The outputs of both models' layers in the last forward, (B, S, H) each."""
 
     def __init__(self) -> None:
         self.student: list[Tensor] = []
@@ -29,7 +29,7 @@ class HiddenStates:
     @classmethod
     @contextmanager
     def watched(cls, student: nn.Module, teacher: nn.Module) -> "Iterator[HiddenStates]":
-        """Both models' layers, until the block is left.
+        """Record the outputs of both models' layers until the block is left.
 
         Raises:
             LayerError: one of them is no decoder that we know.
@@ -52,7 +52,7 @@ class HiddenStates:
                 handle.remove()
 
     def distance(self) -> Tensor:
-        """`hidden_distance` of the last forward; forgets it."""
+        """Return `hidden_distance` of the last forward, and forget its outputs."""
         found = hidden_distance(self.student, self.teacher)
         self.student.clear()
         self.teacher.clear()
@@ -60,7 +60,7 @@ class HiddenStates:
 
 
 def hidden_distance(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
-    """Mean over layers of the mean square of what differs, over the teacher's variance.
+    """Return the mean over layers of the mean squared difference, over the teacher's variance.
 
     Args:
         student: (B, S, H) of each layer, with gradient.

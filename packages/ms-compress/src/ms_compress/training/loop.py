@@ -1,4 +1,4 @@
-"""A plain training loop on one process: what compression needs of one, and no more.
+"""The training loop, on one process: what compression needs of one, and no more.
 
 Larger models train under any loop or engine; a prepared model is an ordinary one.
 """
@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from ms_compress.errors import ConfigError, DataError, DivergedError
 from ms_compress.models.logits import next_token_logits
 from ms_compress.quantisation.layers import FACTOR
-from ms_compress.training.checkpoint import KeptTraining, facts_of
+from ms_compress.training.checkpoint import TrainingCheckpoint
 from ms_compress.training.distillation import distillation_loss
 from ms_compress.training.hidden_states import HiddenStates
+from ms_compress.training.identity import identity_of
 from ms_compress.training.options import Tuning
 
 __all__ = ["Tuning", "tune"]
@@ -29,15 +30,15 @@ BATCH = ("tokens", "targets", "weights")
 def tune(
     model: nn.Module,
     text: Tensor | Mapping[str, Tensor],
-    how: Tuning,
+    options: Tuning,
     *,
     teacher: nn.Module | None = None,
     before_step: Callable[[int], object] | None = None,
     after_step: Callable[[int], object] | None = None,
     on_loss: Callable[[int, float], object] | None = None,
-    kept: Path | None = None,
-    kept_for: Mapping[str, str] | None = None,
-    keep_every_s: float = 60.0,
+    checkpoint: Path | None = None,
+    checkpoint_identity: Mapping[str, str] | None = None,
+    checkpoint_every_s: float = 60.0,
 ) -> list[float]:
     """Train a model on rows of text, in a shuffled order that the seed fixes.
 
@@ -47,17 +48,17 @@ def tune(
             ones; or `tokens` and `targets`, (R, L) int64, where targets of -100 do not count, and
             `weights`, (R, L) float32, what each target counts, if they differ. They may lie on
             another device than the model.
-        how: the settings.
+        options: the settings.
         teacher: gives the logits to distil; it is left in evaluation mode.
         before_step: called with the step's number, such as a schedule of pruning.
         after_step: likewise, such as `keep_zeros`.
         on_loss: called with the number of steps made and the last one's loss.
-        kept: a file that the state is written to while it trains and at its end, and gone on from
-            if it is there: the weights are then those of a run that was never stopped. It is left
-            to the caller.
-        kept_for: what else the run follows from, by name, such as the model's and the teacher's
-            folders: a file that was kept for another is refused, and what differs is named.
-        keep_every_s: seconds between two writes.
+        checkpoint: a file that the state is written to while it trains and at its end, and gone on
+            from if it is there: the weights are then those of a run that was never stopped. It is
+            left to the caller.
+        checkpoint_identity: what else the run follows from, by name, such as the model's and the
+            teacher's folders: a checkpoint with another one is refused, and what differs is named.
+        checkpoint_every_s: seconds between two writes.
 
     Returns:
         The loss of each step.
@@ -67,26 +68,40 @@ def tune(
         DataError: a row has nothing to learn.
         DivergedError: a later loss is not finite.
     """
-    batch = _as_batch(text, how)
-    state = None
-    if kept is not None:
-        facts = {**(kept_for or {}), "a teacher": str(teacher is not None)}
-        state = KeptTraining(kept, facts_of(model, batch, how, facts), every_s=keep_every_s)
-    with _watched(model, teacher, how) as states:
-        losses = _train(model, batch, how, teacher, states, before_step, after_step, on_loss, state)
+    batch = _as_batch(text, options)
+    saved = None
+    if checkpoint is not None:
+        more = {**(checkpoint_identity or {}), "a teacher": str(teacher is not None)}
+        identity = identity_of(model, batch, options, more)
+        saved = TrainingCheckpoint(checkpoint, identity, every_s=checkpoint_every_s)
+    with _watched(model, teacher, options) as states:
+        losses = _train(
+            model,
+            batch,
+            options,
+            lambda part: _loss(model, part, options, teacher, states),
+            saved,
+            before_step=before_step or _nothing,
+            after_step=after_step or _nothing,
+            on_loss=on_loss or _nothing,
+        )
     model.eval()
     return losses
 
 
-def _as_batch(text: Tensor | Mapping[str, Tensor], how: Tuning) -> dict[str, Tensor]:
-    """`tokens`, `targets` and `weights` of `sequence_length`."""
+def _nothing(*_: object) -> None:
+    """Stand in for a callback that was not given."""
+
+
+def _as_batch(text: Tensor | Mapping[str, Tensor], options: Tuning) -> dict[str, Tensor]:
+    """Return `tokens`, `targets` and `weights`, cut to `sequence_length`."""
     if isinstance(text, Tensor):
         text = {"tokens": text[:, :-1], "targets": text[:, 1:]}
-    tokens, length = text["tokens"], how.sequence_length
-    if how.batch_size > len(tokens) > 0:
+    tokens, length = text["tokens"], options.sequence_length
+    if options.batch_size > len(tokens) > 0:
         raise ConfigError(
-            f"batch_size is {how.batch_size}, and there are {len(tokens)} rows of tokens; give as"
-            " many rows, or a smaller batch"
+            f"batch_size is {options.batch_size}, and there are {len(tokens)} rows of tokens; give"
+            " as many rows, or a smaller batch"
         )
     if not len(tokens) or tokens.shape[1] < length:
         raise ConfigError(
@@ -107,9 +122,9 @@ def _as_batch(text: Tensor | Mapping[str, Tensor], how: Tuning) -> dict[str, Ten
 
 
 def _watched(
-    model: nn.Module, teacher: nn.Module | None, how: Tuning
+    model: nn.Module, teacher: nn.Module | None, options: Tuning
 ) -> AbstractContextManager[HiddenStates | None]:
-    if teacher is None or how.hidden_weight == 0:
+    if teacher is None or options.hidden_weight == 0:
         return nullcontext()
     return HiddenStates.watched(model, teacher)
 
@@ -117,80 +132,81 @@ def _watched(
 def _train(
     model: nn.Module,
     batch: Mapping[str, Tensor],
-    how: Tuning,
-    teacher: nn.Module | None,
-    states: HiddenStates | None,
-    before_step: Callable[[int], object] | None,
-    after_step: Callable[[int], object] | None,
-    on_loss: Callable[[int, float], object] | None,
-    kept: KeptTraining | None,
+    options: Tuning,
+    loss_of: Callable[[Mapping[str, Tensor]], Tensor],
+    checkpoint: TrainingCheckpoint | None,
+    *,
+    before_step: Callable[[int], object],
+    after_step: Callable[[int], object],
+    on_loss: Callable[[int, float], object],
 ) -> list[float]:
-    optimizer = _optimizer(model, how)
+    optimizer = _optimizer(model, options)
     model.train()
     device = next(model.parameters()).device
-    losses = [] if kept is None else kept.resume(model, optimizer)
+    losses = [] if checkpoint is None else checkpoint.load(model, optimizer)
     done = len(losses)
-    for step, rows in zip(range(how.steps), _batches(len(batch["tokens"]), how), strict=False):
+    order = _batches(len(batch["tokens"]), options)
+    for step, rows in zip(range(options.steps), order, strict=False):
         if step < done:
             continue
-        if before_step is not None:
-            before_step(step)
-        part = {name: value[rows].to(device) for name, value in batch.items()}
-        loss = _loss(model, part, how, teacher)
-        if states is not None:
-            loss = loss + how.hidden_weight * states.distance()
+        before_step(step)
+        loss = loss_of({name: value[rows].to(device) for name, value in batch.items()})
         if not bool(torch.isfinite(loss)):
             if not step:
                 raise ConfigError(f"step 0: the loss is {loss.item()}; look at the model's weights")
             raise DivergedError(f"step {step}: the loss is {loss.item()}; lower learning_rate")
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), how.max_grad_norm)
+        nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
         for group in optimizer.param_groups:
-            group["lr"] = how.rate(step) * group["ratio"]
+            group["lr"] = options.rate(step) * group["ratio"]
         optimizer.step()
         optimizer.zero_grad()
-        if after_step is not None:
-            after_step(step)
+        after_step(step)
         losses.append(loss.item())
-        if on_loss is not None:
-            on_loss(step + 1, losses[-1])
-        if kept is not None:
-            kept.keep(model, optimizer, losses, last=step + 1 == how.steps)
+        on_loss(step + 1, losses[-1])
+        if checkpoint is not None:
+            checkpoint.save(model, optimizer, losses, last=step + 1 == options.steps)
     return losses
 
 
-def _optimizer(model: nn.Module, how: Tuning) -> torch.optim.Optimizer:
-    """AdamW, with `ratio` in each group: what its learning rate is multiplied by."""
+def _optimizer(model: nn.Module, options: Tuning) -> torch.optim.Optimizer:
+    """Make AdamW, with `ratio` in each group: what its learning rate is multiplied by."""
     scales = [p for name, p in model.named_parameters() if name.endswith(FACTOR)]
     known = {id(p) for p in scales}
     groups = [
         {
             "params": [p for p in model.parameters() if id(p) not in known],
-            "weight_decay": how.weight_decay,
+            "weight_decay": options.weight_decay,
             "ratio": 1.0,
         },
-        {"params": scales, "weight_decay": 0.0, "ratio": how.scale_rate},
+        {"params": scales, "weight_decay": 0.0, "ratio": options.scale_rate},
     ]
-    return torch.optim.AdamW(groups, lr=how.learning_rate)
+    return torch.optim.AdamW(groups, lr=options.learning_rate)
 
 
 def _loss(
-    model: nn.Module, part: Mapping[str, Tensor], how: Tuning, teacher: nn.Module | None
+    model: nn.Module,
+    part: Mapping[str, Tensor],
+    options: Tuning,
+    teacher: nn.Module | None,
+    states: HiddenStates | None,
 ) -> Tensor:
+    """Return the loss of the text, of the teacher's logits and its hidden states, as weighed."""
     tokens, targets = part["tokens"], part["targets"]
     logits = next_token_logits(model, tokens)
-    plain = _of_text(logits, targets, part.get("weights"))
-    if teacher is None or (how.distil_weight == 0 and how.hidden_weight == 0):
-        return plain
+    loss = _of_text(logits, targets, part.get("weights"))
+    if teacher is None or (options.distil_weight == 0 and options.hidden_weight == 0):
+        return loss
     with torch.no_grad():
         aim = next_token_logits(teacher.eval(), tokens)
     some = targets if bool((targets == IGNORED).any()) else None
-    apart = distillation_loss(logits, aim, kind=how.divergence, targets=some)
-    return how.distil_weight * apart + (1 - how.distil_weight) * plain
+    divergence = distillation_loss(logits, aim, kind=options.divergence, targets=some)
+    loss = options.distil_weight * divergence + (1 - options.distil_weight) * loss
+    return loss if states is None else loss + options.hidden_weight * states.distance()
 
 
 def _of_text(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    """Mean loss of the targets that count, each as much as its weight."""
+    """Return the mean loss of the targets that count, each as much as its weight."""
     flat = logits.float().flatten(0, 1), targets.flatten()
     if weights is None:
         return F.cross_entropy(*flat)
@@ -198,12 +214,12 @@ def _of_text(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
     return (each * weights.flatten()).sum() / weights.sum()
 
 
-def _batches(rows: int, how: Tuning) -> Iterator[Tensor]:
-    """Row numbers of each batch; every row once before any comes again."""
-    generator = torch.Generator().manual_seed(how.seed)
+def _batches(rows: int, options: Tuning) -> Iterator[Tensor]:
+    """Yield row numbers of each batch; every row comes once before any comes again."""
+    generator = torch.Generator().manual_seed(options.seed)
     waiting = torch.empty(0, dtype=torch.int64)
     while True:
-        while len(waiting) < how.batch_size:
+        while len(waiting) < options.batch_size:
             waiting = torch.cat((waiting, torch.randperm(rows, generator=generator)))
-        yield waiting[: how.batch_size]
-        waiting = waiting[how.batch_size :]
+        yield waiting[: options.batch_size]
+        waiting = waiting[options.batch_size :]

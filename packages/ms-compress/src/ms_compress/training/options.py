@@ -1,4 +1,4 @@
-"""How a model is trained on after it was compressed, as one value; it needs no torch."""
+"""Settings of the training after compression; reading them needs no torch."""
 
 import math
 from typing import Literal
@@ -14,7 +14,7 @@ Divergence = Literal["forward", "reverse", "skewed"]
 
 @frozen(kw_only=True)
 class Tuning:
-    """How a model is trained on after it was compressed."""
+    """Settings of the training after compression."""
 
     steps: int = field(default=100, validator=whole())
     """Steps of training."""
@@ -44,7 +44,7 @@ class Tuning:
     are to be the teacher's too. For a model in few bits, 20 was better than none."""
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, from 0."""
+        """Return the learning rate of a step, from 0."""
         warmup = max(1, self.steps // 10)
         if step < warmup:
             return self.learning_rate * (step + 1) / warmup

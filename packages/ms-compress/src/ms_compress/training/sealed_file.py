@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from ms_compress.errors import ConfigError
 from ms_compress.files.durable import replace
 
-__all__ = ["Payload", "check_seal", "opened", "write_sealed"]
+__all__ = ["Payload", "opened", "write_sealed"]
 
 DIGEST_CHARACTERS = 128
 CHUNK_BYTES = 2**20
@@ -46,19 +46,9 @@ def write_sealed(path: Path, header: bytes, write: Callable[[BinaryIO], object])
     replace(path, write_all)
 
 
-def check_seal(path: Path) -> None:
-    """Compare a file with its digest, every byte of it.
-
-    Raises:
-        ConfigError: it is damaged, or cannot be read.
-    """
-    with opened(path):
-        pass
-
-
 @contextmanager
 def opened(path: Path) -> "Iterator[tuple[bytes, Payload]]":
-    """The header and the payload of a sealed file, once its digest was found right.
+    """Open a sealed file whose digest is right; gives its header and its payload.
 
     Raises:
         ConfigError: it is damaged, or cannot be read.
@@ -80,7 +70,7 @@ def opened(path: Path) -> "Iterator[tuple[bytes, Payload]]":
 
 
 class Payload(io.RawIOBase):
-    """A file from some byte on, as a file of its own.
+    """A file from some byte on, read as a file of its own.
 
     Args:
         file: is read.
@@ -92,11 +82,11 @@ class Payload(io.RawIOBase):
         file.seek(start)
 
     def readable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -105,7 +95,7 @@ class Payload(io.RawIOBase):
         return self._file.seek(there, whence) - self._start
 
     def tell(self) -> int:
-        """The place in the payload."""
+        """Return the place in the payload."""
         return self._file.tell() - self._start
 
     def readinto(self, buffer: Any) -> int:
@@ -114,7 +104,7 @@ class Payload(io.RawIOBase):
 
 
 class _Hashing:
-    """Hashes what it passes on."""
+    """A writer that hashes what it passes on."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -129,7 +119,7 @@ class _Hashing:
 
 
 def _digest(file: BinaryIO) -> bytes:
-    """Of the rest of a file, in hexadecimal."""
+    """Return the digest of the rest of a file, in hexadecimal."""
     whole = hashlib.blake2b()
     while chunk := file.read(CHUNK_BYTES):
         whole.update(chunk)

@@ -1,4 +1,4 @@
-"""The folder beside the one asked for, in which a build works."""
+"""Guards the folder in which a build works, beside the one asked for."""
 
 import fcntl
 import os
@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ms_data.building.journal import JOURNAL
 from ms_data.errors import OutputError
 from ms_data.files.durable import writing
 
-__all__ = ["build_folder", "free_place"]
+__all__ = ["build_folder", "free_place", "refuse_inside"]
 
 _OURS = re.compile(
     r"(shard-\d{5,}\.msd|index\.json|build\.json|tokenizer\.json|tokenizer_config\.json|"
@@ -21,7 +22,7 @@ _OURS = re.compile(
 
 
 def free_place(out: str | Path) -> Path:
-    """The real path of a folder that does not exist yet, or is empty.
+    """Resolves the path of a folder that must not exist yet, or be empty.
 
     Raises:
         OutputError: something stands there, or no folder can be renamed to it.
@@ -35,13 +36,25 @@ def free_place(out: str | Path) -> Path:
     return folder
 
 
-@contextmanager
-def build_folder(aside: Path, journal: str) -> Iterator[None]:
-    """The folder to build in, held by this process alone; removed if it is of no further use.
+def refuse_inside(folder: Path, corpus: str | Path) -> None:
+    """Refuses a folder in which a later build would read what this one writes.
 
-    Args:
-        aside: the folder.
-        journal: name of the file in it that makes it worth keeping.
+    Raises:
+        OutputError: the folder lies in the corpus, and is not hidden.
+    """
+    place = Path(os.path.realpath(corpus))
+    if not place.is_dir() or not folder.is_relative_to(place):
+        return
+    if not any(part.startswith(".") for part in folder.relative_to(place).parts):
+        raise OutputError(
+            f"{folder} lies in the corpus {corpus}, which the next build would read it with; "
+            "choose a folder outside"
+        )
+
+
+@contextmanager
+def build_folder(aside: Path) -> Iterator[None]:
+    """Holds the folder to build in, for this process alone; removes it if it is of no further use.
 
     Raises:
         OutputError: another process holds it, it holds files of something else, or it cannot be
@@ -57,7 +70,7 @@ def build_folder(aside: Path, journal: str) -> Iterator[None]:
             with writing(aside):
                 yield
         except BaseException as error:
-            if (aside / journal).exists():
+            if (aside / JOURNAL).exists():
                 error.add_note(f"what is done is kept in {aside}: the same command goes on there")
             else:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -80,7 +93,7 @@ def _lock(descriptor: int, aside: Path) -> None:
 
 
 def _refuse_foreign(aside: Path) -> None:
-    """What a build did not write it must not remove."""
+    """Refuses a folder with files that no build wrote, which must not be removed."""
     foreign = sorted(path.name for path in aside.iterdir() if not _OURS.fullmatch(path.name))
     if foreign:
         raise OutputError(

@@ -1,19 +1,23 @@
-"""How far a build has come, kept beside its shards so that a killed build can go on."""
+"""The journal of a build, kept beside its shards so that a killed build can go on."""
 
 import os
+from collections.abc import Container
 from pathlib import Path
 
 import msgspec
 
+from ms_data.corpus.corpus import Corpus, Position
 from ms_data.disk.format import checksum
 from ms_data.disk.writer import DatasetState
 from ms_data.errors import OutputError
 from ms_data.files.durable import write_file
 from ms_data.files.untrusted import read_bytes
 
-__all__ = ["Journal", "Recipe", "load_journal", "save_journal"]
+__all__ = ["JOURNAL", "Journal", "Progress", "Recipe", "load_journal", "save_journal"]
 
+JOURNAL = "journal.msgpack"
 _CHECKSUM_BYTES = 8
+_NAMES = {"chat": "the chat template or its settings", "tokenizer": "the tokenizer's checksum"}
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,61 +30,77 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     text_key: str
     libraries: str
     """Versions of tokenizers and zstandard."""
-    chat: str = ""
+    chat: str
     """Template, kind and settings of an instruction set, as a checksum; empty for text."""
+    skip_invalid: bool
+    document_limit_mib: int
 
-    def differences(self, other: "Recipe") -> list[str]:
-        """What `other` says otherwise, a line's part each."""
+    def differences(self, other: "Recipe", *, besides: Container[str]) -> list[str]:
+        """Names the fields that differ in `other`, besides some, with both values."""
         return [
-            f"{_NAMES.get(name, name)} is {_said(getattr(other, name))}, was "
-            f"{_said(getattr(self, name))}"
+            f"{_NAMES.get(name, name)} is {getattr(other, name)!r}, was {getattr(self, name)!r}"
             for name in self.__struct_fields__
-            if getattr(self, name) != getattr(other, name)
+            if name not in besides and getattr(self, name) != getattr(other, name)
         ]
 
 
-_NAMES = {"chat": "the chat template or its settings", "tokenizer": "the tokenizer's checksum"}
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of a corpus is done."""
+
+    position: Position = Position()
+    text_bytes: int = 0
+    """The documents as UTF-8."""
+    skipped: int = 0
+    """Documents left out because they are not valid text."""
+    left_out: dict[str, int] = {}
+    """Files of a folder left out because they are no text, by what they are."""
 
 
-def _said(value: object) -> str:
-    return repr(value) if value != "" else "not given"
-
-
-class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.2"):
-    """One moment of a build at which everything counted here is safely on disk."""
+class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.3"):
+    """The state of a build at a moment when all that it counts is safely on disk."""
 
     recipe: Recipe
-    skip_invalid: bool
-    document_limit_bytes: int
-    file: int
-    """Files of the corpus that are done."""
-    documents: int
-    """Documents that are done of the file after them."""
+    progress: Progress
     files_read: str
     """Names, sizes and times of the files that were read so far, as a checksum."""
-    text_bytes: int
-    skipped: int
-    left_out: dict[str, int]
-    """Files that are no text, by what they are."""
     dataset: DatasetState
 
+    def check(self, recipe: Recipe, source: Corpus, folder: Path) -> None:
+        """Checks that a build can go on from here.
 
-def save_journal(path: Path, journal: Journal) -> None:
-    """Writes a journal whole or not at all.
+        Raises:
+            OutputError: it has other settings or another corpus; names what differs.
+        """
+        # What was invalid may be left out from here on, which no earlier document depends on.
+        besides = "skip_invalid" if recipe.skip_invalid else "document_limit_mib"
+        differing = self.recipe.differences(recipe, besides=[besides])
+        if source.identity(self.progress.position.file + 1) != self.files_read:
+            differing.append("the corpus has other files, or other content")
+        if differing:
+            raise OutputError(
+                f"{folder} holds an interrupted build that cannot go on with other settings: "
+                f"{'; '.join(differing)}; give what it had, or remove the folder"
+            )
+
+
+def save_journal(folder: Path, journal: Journal) -> None:
+    """Writes the journal of a build whole or not at all.
 
     Raises:
         OutputError: the disk is full or the place cannot be written.
     """
     content = msgspec.msgpack.encode(journal)
-    write_file(path, checksum(content).to_bytes(_CHECKSUM_BYTES, "little") + content)
+    sealed = checksum(content).to_bytes(_CHECKSUM_BYTES, "little") + content
+    write_file(folder / JOURNAL, sealed)
 
 
-def load_journal(path: Path) -> Journal | None:
-    """The journal of an interrupted build, or None where there is none.
+def load_journal(folder: Path) -> Journal | None:
+    """Reads the journal of an interrupted build; None where there is none.
 
     Raises:
         OutputError: the journal is damaged.
     """
+    path = folder / JOURNAL
     if not os.path.lexists(path):
         return None
     content = read_bytes(path, error=OutputError)
@@ -90,6 +110,4 @@ def load_journal(path: Path) -> Journal | None:
             raise ValueError("its checksum does not match")
         return msgspec.msgpack.decode(body, type=Journal)
     except (ValueError, RecursionError) as error:
-        raise OutputError(
-            f"{path}: damaged ({error}); remove {path.parent} to build anew"
-        ) from error
+        raise OutputError(f"{path}: damaged ({error}); remove {folder} to build anew") from error

@@ -1,19 +1,21 @@
-"""What a build notes beside its shards, so that the same command again has nothing to do."""
+"""The record of a finished build, so that the same command again has nothing to do."""
 
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import xxhash
 
-from ms_data.building.journal import Recipe
+from ms_data.building.journal import Progress, Recipe
 from ms_data.corpus.corpus import Corpus
+from ms_data.disk.format import ShardEntry, sealed
 from ms_data.disk.split import read_index
-from ms_data.errors import DataError, OutputError, shown
+from ms_data.errors import DataError, OutputError, printable
+from ms_data.files.durable import write_file
 from ms_data.files.untrusted import decode_json, read_bytes
 
-__all__ = ["BUILD_FILE", "Finished", "Summary", "encode_finished", "left_out_words", "summary_of"]
+__all__ = ["BuildRecord", "Summary", "omissions", "save_record", "summary_of"]
 
 BUILD_FILE = "build.json"
 LIMIT_BYTES = 1 << 20
@@ -39,57 +41,68 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     built_before: bool = False
     """Whether all of it was there already, so that nothing was done."""
 
+    @classmethod
+    def of(cls, shards: Sequence[ShardEntry], progress: Progress) -> "Summary":
+        """Sums up these shards."""
+        splits: Counter[str] = Counter()
+        for shard in shards:
+            splits[shard.split] += shard.tokens
+        return cls(
+            folder="",
+            documents=sum(shard.documents for shard in shards),
+            tokens=splits.total(),
+            shards=len(shards),
+            size_bytes=sum(shard.size_bytes for shard in shards),
+            text_bytes=progress.text_bytes,
+            skipped=progress.skipped,
+            left_out=progress.left_out,
+            splits=dict(splits),
+        )
+
     @property
     def omissions(self) -> str:
         """What was left out, as a part of a line; empty where nothing was."""
-        skipped = f", {self.skipped:,} invalid ones left out" if self.skipped else ""
-        return skipped + left_out_words(self.left_out)
+        return omissions(self.left_out, self.skipped)
 
 
-def left_out_words(left_out: Mapping[str, int]) -> str:
-    """How many files are no text and what they are, as a part of a line; empty where none is."""
+def omissions(left_out: Mapping[str, int], skipped: int = 0) -> str:
+    """Says what was left out, for the end of a line; empty where nothing was."""
     count = sum(left_out.values())
     kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(left_out.items()))
     files = "file" if count == 1 else "files"
-    return f", {count:,} {files} left out as no text ({kinds})" if count else ""
+    invalid = f", {skipped:,} invalid ones left out" if skipped else ""
+    return invalid + (f", {count:,} {files} left out as no text ({kinds})" if count else "")
 
 
-class Finished(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ms-data.build.1"
+class BuildRecord(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ms-data.build.2"
 ):
     """What a dataset was built from, and with which settings."""
 
     recipe: Recipe
-    skip_invalid: bool
-    document_limit_bytes: int
     listing: str
     """Names and sizes of the files of the corpus, as a checksum."""
     content: str
     """Their bytes, as a checksum."""
     summary: Summary
     checksum: str = ""
-    """Hexadecimal xxh3-128 of the rest."""
-
-    def differences(self, other: "Finished") -> list[str]:
-        """What `other` was asked for otherwise, a line's part each."""
-        found = self.recipe.differences(other.recipe)
-        if self.skip_invalid != other.skip_invalid:
-            found.append(f"skip_invalid is {other.skip_invalid}, was {self.skip_invalid}")
-        if self.listing != other.listing:
-            found.append("the corpus has other files, or other content")
-        return found
+    """Hexadecimal xxh3-128 of this record with an empty checksum."""
 
 
-def encode_finished(finished: Finished) -> bytes:
-    """The one byte string that stands for it, checksum filled in."""
-    bare = msgspec.structs.replace(finished, checksum="")
-    checksum = xxhash.xxh3_128_hexdigest(msgspec.json.encode(bare))
-    filled = msgspec.structs.replace(finished, checksum=checksum)
-    return msgspec.json.format(msgspec.json.encode(filled), indent=1) + b"\n"
+def save_record(folder: Path, recipe: Recipe, source: Corpus, summary: Summary) -> None:
+    """Writes the record of a finished build; reads all of the corpus for its checksum.
+
+    Raises:
+        OutputError: the disk is full or the place cannot be written.
+    """
+    record = BuildRecord(
+        recipe=recipe, listing=source.listing, content=source.content(), summary=summary
+    )
+    write_file(folder / BUILD_FILE, sealed(record, "checksum"))
 
 
-def summary_of(folder: Path, wanted: Finished, source: Corpus, out: str | Path) -> Summary | None:
-    """The summary of the build that stands whole in `folder`, if it is the one that is wanted.
+def summary_of(folder: Path, recipe: Recipe, source: Corpus, out: str | Path) -> Summary | None:
+    """Returns the summary of the finished build in `folder`, if it is the one asked for.
 
     Raises:
         OutputError: it is another one, and which setting differs; or its shards are damaged.
@@ -98,16 +111,19 @@ def summary_of(folder: Path, wanted: Finished, source: Corpus, out: str | Path) 
     if not os.path.exists(path) or not os.path.exists(folder / "index.json"):
         return None
     content = read_bytes(path, error=OutputError, limit_bytes=LIMIT_BYTES)
-    before = decode_json(content, Finished, where=path, error=OutputError)
-    if encode_finished(before) != content:
-        raise OutputError(f"{shown(path)}: damaged; remove {shown(out)} to build anew")
-    differing = before.differences(wanted)
+    before = decode_json(content, BuildRecord, where=path, error=OutputError)
+    if sealed(before, "checksum") != content:
+        raise OutputError(f"{printable(path)}: damaged; remove {printable(out)} to build anew")
+    # A larger limit alone, under which all documents were valid, gives the same bytes.
+    differing = before.recipe.differences(recipe, besides=["document_limit_mib"])
+    if before.listing != source.listing:
+        differing.append("the corpus has other files, or other content")
     changed = source.changed_since(path.stat().st_mtime_ns)
     if changed and not differing and source.content() != before.content:
-        differing.append(f"the corpus has other content, as {shown(changed)} may")
+        differing.append(f"the corpus has other content, as {printable(changed)} may")
     if differing:
         raise OutputError(
-            f"{shown(out)} is not empty: it holds another build: "
+            f"{printable(out)} is not empty: it holds another build: "
             f"{'; '.join(differing)}; choose another folder, or remove it"
         )
     _check_sizes(folder, out)
@@ -118,12 +134,12 @@ def _check_sizes(folder: Path, out: str | Path) -> None:
     try:
         shards = read_index(folder).shards
     except DataError as error:
-        raise OutputError(f"{error}; or remove {shown(out)} to build anew") from error
+        raise OutputError(f"{error}; or remove {printable(out)} to build anew") from error
     for shard in shards:
         path = folder / shard.name
         size = path.stat().st_size if path.exists() else 0
         if size != shard.size_bytes:
             raise OutputError(
-                f"{shown(path)}: damaged: {size} bytes where {shard.size_bytes} were written; "
-                f"remove {shown(out)} to build anew"
+                f"{printable(path)}: damaged: {size} bytes where {shard.size_bytes} were written; "
+                f"remove {printable(out)} to build anew"
             )

@@ -1,4 +1,4 @@
-"""Instruction sets as they are published: their forms recognised strictly, one row at a time.
+"""Reads the rows of instruction sets, in the forms in which they are published.
 
 | form | keys |
 |---|---|
@@ -10,7 +10,7 @@ A row may carry further keys of its own (an id, a source); one that fits two for
 message with a key, role or type that its form doesn't have, is refused with the reason.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ __all__ = ["Conversation", "Message", "alpaca_messages", "read_conversation", "r
 Message = dict[str, Any]
 """`role`, `content`, and what the role allows, as a chat template reads it."""
 
-_ROLES = {"system", "developer", "user", "assistant", "tool"}
+_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 _KEYS = {
     "role",
     "content",
@@ -48,16 +48,16 @@ _SHAREGPT_ROLES = {
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """Messages to learn from; those of the role `assistant` are learnt."""
+    """Messages, of which those of the role `assistant` are trained on."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     weight: float = 1.0
-    """Of this sample's loss, 0 or more."""
+    """How much this sample's loss counts, 0 or more."""
 
 
 def read_conversation(row: Mapping[str, Any]) -> Conversation:
-    """The conversation in one row of an instruction set.
+    """Reads the conversation in one row of an instruction set.
 
     Raises:
         ValueError: the row fits none of the forms, or more than one; names the place in it.
@@ -77,42 +77,17 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation:
 
 
 def read_messages(value: object, name: str) -> list[Message]:
-    """A list of OpenAI messages, checked one by one; `name` says where they stand."""
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{name} must be a list of messages, not {_shown(value)}")
-    return [_message(one, f"{name}[{at}]") for at, one in enumerate(value)]
+    """Reads a list of OpenAI messages; `name` says where they stand."""
+    return [_message(one, place) for place, one in _objects(value, name, "messages", _KEYS)]
 
 
 def read_sharegpt(value: object, name: str) -> list[Message]:
-    """A list of ShareGPT turns as messages."""
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{name} must be a list of turns, not {_shown(value)}")
-    messages: list[Message] = []
-    for at, turn in enumerate(value):
-        place = f"{name}[{at}]"
-        if not isinstance(turn, dict) or not {"from", "value"} <= set(turn):
-            raise ValueError(f"{place} must have `from` and `value`, not {_shown(turn)}")
-        if unknown := sorted(set(turn) - _SHAREGPT_KEYS):
-            raise ValueError(
-                f"{place} has an unknown key {unknown[0]!r}; it may have {sorted(_SHAREGPT_KEYS)}"
-            )
-        role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
-        if role is None:
-            have = ", ".join(_SHAREGPT_ROLES)
-            raise ValueError(f"{place}.from is {_shown(turn['from'])}; it must be one of {have}")
-        text = _text(turn["value"], f"{place}.value")
-        if turn["from"] == "function_call":
-            messages.append({"role": role, "content": "", "tool_calls": _calls(text, place)})
-        else:
-            messages.append({"role": role, "content": text})
-        if turn.get("weight") is not None:
-            messages[-1]["weight"] = _weight(turn["weight"], f"{place}.weight")
-        _check_filled(messages[-1], place)
-    return messages
+    """Reads a list of ShareGPT turns as messages."""
+    return [_turn(one, place) for place, one in _objects(value, name, "turns", _SHAREGPT_KEYS)]
 
 
 def alpaca_messages(row: Mapping[str, Any]) -> list[Message]:
-    """System, history and instruction of an Alpaca row; `input` follows after a blank line."""
+    """Reads system, history and instruction of an Alpaca row; `input` follows a blank line."""
     messages = read_system(row)
     history = row.get("history") or []
     if not isinstance(history, list):
@@ -131,7 +106,7 @@ def alpaca_messages(row: Mapping[str, Any]) -> list[Message]:
 
 
 def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The `tools` of a row: JSON schemas, or text that holds them; an empty list is none."""
+    """Reads the `tools` of a row, JSON schemas or text that holds them; an empty list is none."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
@@ -146,7 +121,7 @@ def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def read_number(row: Mapping[str, Any], name: str, default: float = 1.0) -> float:
-    """A number of 0 or more that a row may carry."""
+    """Reads a number of 0 or more that a row may carry."""
     value = row.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
         raise ValueError(f"{name} is {_shown(value)}; it must be a number of 0 or more")
@@ -154,7 +129,7 @@ def read_number(row: Mapping[str, Any], name: str, default: float = 1.0) -> floa
 
 
 def read_system(row: Mapping[str, Any]) -> list[Message]:
-    """The message of a row's `system`; none where it has none."""
+    """Reads the message of a row's `system`; none where it has none."""
     if not row.get("system"):
         return []
     return [{"role": "system", "content": _text(row["system"], "system")}]
@@ -171,9 +146,8 @@ def _sharegpt(row: Mapping[str, Any]) -> list[Message]:
 def _alpaca(row: Mapping[str, Any]) -> list[Message]:
     if "output" not in row:
         raise ValueError("`instruction` without `output`; an Alpaca row has both")
-    answer: Message = {"role": "assistant", "content": _text(row["output"], "output")}
-    _check_filled(answer, "output")
-    return [*alpaca_messages(row), answer]
+    answer = {"role": "assistant", "content": _text(row["output"], "output")}
+    return [*alpaca_messages(row), _checked(answer, "output")]
 
 
 _FORMS: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
@@ -183,36 +157,68 @@ _FORMS: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
 }
 
 
-def _message(value: object, place: str) -> Message:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+def _objects(
+    value: object, name: str, what: str, keys: set[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Gives each object of a list, whose keys must be among these, with its place."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{name} must be a list of {what}, not {_shown(value)}")
+    for at, one in enumerate(value):
+        place = f"{name}[{at}]"
+        if not isinstance(one, dict):
+            raise ValueError(f"{place} must be an object, not {_shown(one)}")
+        if unknown := sorted(set(one) - keys):
+            raise ValueError(
+                f"{place} has an unknown key {unknown[0]!r}; it may have {sorted(keys)}"
+            )
+        yield place, one
+
+
+def _role(value: object, roles: Mapping[str, str], place: str) -> str:
+    if not isinstance(value, str) or value not in roles:
+        raise ValueError(f"{place} is {_shown(value)}; it must be one of {', '.join(roles)}")
+    return roles[value]
+
+
+def _message(value: dict[str, Any], place: str) -> Message:
+    if "role" not in value:
         raise ValueError(
             f"{place} must have a `role`, as in role and content; it is {_shown(value)}"
         )
-    if value["role"] not in _ROLES:
-        raise ValueError(
-            f"{place}.role is {value['role']!r}; it must be one of {', '.join(sorted(_ROLES))}"
-        )
-    if unknown := sorted(set(value) - _KEYS):
-        raise ValueError(f"{place} has an unknown key {unknown[0]!r}; it may have {sorted(_KEYS)}")
+    _role(value["role"], _ROLES, f"{place}.role")
     message = {key: one for key, one in value.items() if one is not None}
     content = message.get("content")
     if isinstance(content, list):
         for at, part in enumerate(content):
             if not isinstance(part, dict) or part.get("type") != "text":
-                raise ValueError(f"{place}.content[{at}] is no text; only text can be learnt from")
+                raise ValueError(f"{place}.content[{at}] is no text; nothing else is trained on")
             _text(part.get("text"), f"{place}.content[{at}].text")
     elif content is not None:
         _text(content, f"{place}.content")
-    if "weight" in message:
-        _weight(message["weight"], f"{place}.weight")
-    _check_filled(message, place)
-    return message
+    return _checked(message, place)
 
 
-def _check_filled(message: Message, place: str) -> None:
+def _turn(value: dict[str, Any], place: str) -> Message:
+    if not {"from", "value"} <= set(value):
+        raise ValueError(f"{place} must have `from` and `value`, not {_shown(value)}")
+    role = _role(value["from"], _SHAREGPT_ROLES, f"{place}.from")
+    text = _text(value["value"], f"{place}.value")
+    message: Message = {"role": role, "content": text}
+    if value["from"] == "function_call":
+        message |= {"content": "", "tool_calls": _calls(text, place)}
+    if value.get("weight") is not None:
+        message["weight"] = value["weight"]
+    return _checked(message, place)
+
+
+def _checked(message: Message, place: str) -> Message:
+    """Checks that a message is not empty and its weight is 0 or 1."""
+    if message.get("weight", 0) not in (0, 1):
+        raise ValueError(f"{place}.weight is {_shown(message['weight'])}; it must be 0 or 1")
     filled = message.get("content") or message.get("tool_calls")
     if message["role"] in ("assistant", "user") and not filled:
         raise ValueError(f"{place} is an empty message of the {message['role']}")
+    return message
 
 
 def _calls(text: str, place: str) -> list[dict[str, Any]]:
@@ -224,12 +230,6 @@ def _calls(text: str, place: str) -> list[dict[str, Any]]:
             f"{place}.value must be JSON with `name` and `arguments`, not {_shown(text)}"
         ) from error
     return [{"type": "function", "function": function}]
-
-
-def _weight(value: Any, place: str) -> Any:
-    if value not in (0, 1):
-        raise ValueError(f"{place} is {_shown(value)}; it must be 0 or 1")
-    return value
 
 
 def _text(value: object, place: str) -> str:

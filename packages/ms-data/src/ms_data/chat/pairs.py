@@ -1,4 +1,4 @@
-"""Preference pairs as they are published: a prompt, a chosen and a rejected answer.
+"""Reads preference pairs as they are published: a prompt, a chosen and a rejected answer.
 
 | keys | what they hold |
 |---|---|
@@ -7,7 +7,7 @@
 | `conversations` or `messages`, `chosen`, `rejected` | a history, and one answer each |
 | `instruction`, `input`, `chosen`, `rejected` | Alpaca's prompt, and one text each |
 
-`system` comes first in the prompt of each form. `margin` says by how much the chosen one is
+`system` comes first in the prompt of every form. `margin` says by how much the chosen one is
 better, `weight` how much the pair counts.
 """
 
@@ -42,7 +42,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_pair(row: Mapping[str, Any]) -> Pair:
-    """The pair in one row of a preference set.
+    """Reads the pair in one row of a preference set.
 
     Raises:
         ValueError: the row fits none of the forms; names the place in it.
@@ -61,7 +61,7 @@ def read_pair(row: Mapping[str, Any]) -> Pair:
     if not prompt:
         raise ValueError("no prompt: give `prompt`, or message lists that begin alike")
     if prompts != ["instruction"]:
-        prompt = _told(read_system(row), prompt)
+        prompt = _with_system(read_system(row), prompt)
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer or answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
             raise ValueError(f"{name} must begin and end with a message of the assistant")
@@ -88,8 +88,8 @@ def _prompt(row: Mapping[str, Any], key: str) -> list[Message]:
     return read_messages(value, key)
 
 
-def _told(system: list[Message], prompt: list[Message]) -> list[Message]:
-    """The prompt behind the row's system message, which it may begin with already."""
+def _with_system(system: list[Message], prompt: list[Message]) -> list[Message]:
+    """Puts the row's system message before the prompt, unless it is there already."""
     if system and prompt[0]["role"] == "system":
         if prompt[:1] != system:
             raise ValueError("`system` is not the system message of the prompt; keep one of them")
@@ -107,7 +107,7 @@ def _answer(value: object, name: str) -> list[Message]:
 
 
 def _shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """How many messages both begin with, the last message of either never among them."""
+    """Counts the messages that both begin with, never the last message of either."""
     shared = 0
     for one, other in zip(chosen[:-1], rejected[:-1], strict=False):
         if one != other:

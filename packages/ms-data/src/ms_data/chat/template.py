@@ -1,15 +1,15 @@
-"""Messages to text through a tokenizer's own chat template, and which part of it is learnt.
+"""Renders messages with a tokenizer's own chat template, and finds what is trained on.
 
 A template is a Jinja program that comes with a tokenizer. It runs in Jinja's immutable sandbox,
 with the same settings, filters and globals that transformers gives it, so that the text is the
 same (tests hold both against each other), and in a process of its own with limits of time, memory
 and size (`chat.worker`), so that a template can neither hang nor fill this one. What the
-assistant says is found
+assistant says, which is trained on, is found
 
 1. by the template's own marks, `{% generation %}` to `{% endgeneration %}`, where it has them;
 2. otherwise by prefixes: the text up to an answer, with the prompt that asks for it, must begin
    the text with that answer, and this must begin the whole. Where a template rewrites what came
-   earlier the proof fails, and the conversation is refused instead of being learnt wrongly.
+   earlier the proof fails, and the conversation is refused instead of being trained on wrongly.
 """
 
 import json
@@ -23,7 +23,7 @@ import xxhash
 
 from ms_data.chat.messages import Message
 from ms_data.chat.process import ask
-from ms_data.errors import DataError, SettingError, TokenizerError, shown
+from ms_data.errors import DataError, SettingError, TokenizerError, printable
 from ms_data.files.untrusted import decoding, read_json, read_text
 
 __all__ = ["ChatTemplate", "Rendered"]
@@ -46,7 +46,7 @@ class ChatTemplate:
     Args:
         source: Jinja text.
         special_tokens: such as `bos_token`, as the template reads them.
-        today: the date that the template is told if it asks; None is the day it runs.
+        today: the date that the template prints if it asks for it; None is the day it runs.
 
     Raises:
         SettingError: jinja2 is not installed.
@@ -68,9 +68,13 @@ class ChatTemplate:
         self.source = source
         self.special_tokens = dict(special_tokens or {})
         self.today = today
+        self.asks_date = "strftime_now" in source
+        """Whether the template prints the date."""
+        seen = [source, self.special_tokens, str(today) if self.asks_date else ""]
+        content = json.dumps(seen, sort_keys=True).encode()
+        self.digest = xxhash.xxh3_128_hexdigest(content)
+        """Hexadecimal xxh3-128 of all that its text depends on but the messages."""
         self._probed = False
-        told = json.dumps([source, self.special_tokens, str(today)], sort_keys=True)
-        self._name = xxhash.xxh3_128_hexdigest(told.encode())
         self._reads = self._compile()
 
     @classmethod
@@ -103,10 +107,10 @@ class ChatTemplate:
         try:
             return cls(source, special_tokens=tokens, today=today)
         except TokenizerError as error:
-            raise TokenizerError(f"{shown(path)}: {error}") from error
+            raise TokenizerError(f"{printable(path)}: {error}") from error
 
     def with_tokens_of(self, folder: Path | None) -> "ChatTemplate":
-        """This template, told the special tokens it reads if it wasn't told any.
+        """Returns this template with the special tokens that it reads, if it was given none.
 
         Args:
             folder: the tokenizer's, with a `tokenizer_config.json` that names them.
@@ -121,20 +125,15 @@ class ChatTemplate:
         config = folder / "tokenizer_config.json" if folder else None
         if config is None or not config.exists():
             raise SettingError(
-                f"the chat template reads {asked[0]}, which nothing tells it; give the folder of "
+                f"the chat template reads {asked[0]}, which is given nowhere; give the folder of "
                 "a tokenizer with tokenizer_config.json as the tokenizer or as the template"
             )
         try:
             known = _special_tokens(_read_config(config))
         except TokenizerError as error:
             raise TokenizerError(f"{error}; fetch the tokenizer's folder again") from error
-        told = {name: known[name] for name in asked if name in known}
-        return ChatTemplate(self.source, special_tokens=told, today=self.today)
-
-    @property
-    def marks_answers(self) -> bool:
-        """Whether the template itself says which part is the assistant's."""
-        return "endgeneration" in self.source
+        tokens = {name: known[name] for name in asked if name in known}
+        return ChatTemplate(self.source, special_tokens=tokens, today=self.today)
 
     def files(self) -> dict[str, bytes]:
         """The files that `load` reads this template from, by name."""
@@ -144,18 +143,6 @@ class ChatTemplate:
             "tokenizer_config.json": config.encode() + b"\n",
         }
 
-    @property
-    def asks_date(self) -> bool:
-        """Whether the template prints the date."""
-        return "strftime_now" in self.source
-
-    @property
-    def digest(self) -> str:
-        """Hexadecimal xxh3-128 of all that its text depends on but the messages."""
-        asks = str(self.today) if self.asks_date else ""
-        told = json.dumps([self.source, self.special_tokens, asks], sort_keys=True)
-        return xxhash.xxh3_128_hexdigest(told.encode())
-
     def render(
         self,
         messages: Sequence[Message],
@@ -164,7 +151,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
-        """The text of some messages, as transformers' `apply_chat_template` gives it.
+        """Renders messages as transformers' `apply_chat_template` does.
 
         Args:
             messages: at least one; None as a value is the same as no such key.
@@ -180,19 +167,19 @@ class ChatTemplate:
         more = {"prompt": bool(add_generation_prompt), "variables": variables}
         return str(self._ask("render", messages, tools, **more)["text"])
 
-    def learnt(
+    def render_for_training(
         self,
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         first: int = 0,
     ) -> Rendered:
-        """The text of a conversation and the spans of the assistant's messages.
+        """Renders a conversation and finds the spans of the assistant's messages.
 
         Args:
-            messages: of any roles; those of the assistant are learnt unless their `weight` is 0.
+            messages: of any roles; the assistant's are trained on unless their `weight` is 0.
             tools: JSON schemas of functions.
-            first: messages before this one are not learnt.
+            first: messages before this one are not trained on.
 
         Raises:
             ValueError: the template refuses the messages, or it cannot be proved which part is
@@ -204,7 +191,7 @@ class ChatTemplate:
         turns = [at for at, one in enumerate(messages) if one["role"] == "assistant"]
         wanted = [at for at in turns if at >= first and messages[at].get("weight", 1)]
         plain = [{key: one[key] for key in one if key != "weight"} for one in messages]
-        answer = self._ask("learnt", plain, tools, turns=turns, wanted=wanted)
+        answer = self._ask("train", plain, tools, turns=turns, wanted=wanted)
         text: str = answer["text"]
         spans = [(start, stop) for start, stop in answer["spans"] if text[start:stop].strip()]
         if not spans:
@@ -215,15 +202,15 @@ class ChatTemplate:
         return Rendered(text, tuple(spans))
 
     def _probe(self) -> None:
-        """Refuses a template that prints no answer where it should be learnt.
+        """Refuses a template that prints no answer where it should be trained on.
 
         Raises:
-            ValueError: an answer's words are not in what would be learnt.
+            ValueError: an answer's words are not in what would be trained on.
         """
         self._probed = True
         asked = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": _PROBE}]
         try:
-            text, spans = self.learnt(asked)
+            text, spans = self.render_for_training(asked)
         except TokenizerError:
             raise
         except ValueError:  # it wants other messages than these; what it is given is judged alone
@@ -242,58 +229,49 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         **more: Any,
     ) -> dict[str, Any]:
-        """What the other process answers about some messages."""
+        """Asks the process that renders about some messages."""
         if not messages:
             raise ValueError("a conversation without messages; give at least one")
         request = {
-            "do": do,
-            "name": self._name,
             "messages": list(messages),
             "tools": list(tools) if tools else None,
             "variables": {},
             **more,
         }
         try:
-            answer = ask(request)
+            answer = self._request(do, request)
             if "unknown" in answer:
                 self._compile()
-                answer = ask(request)
+                answer = self._request(do, request)
         except DataError:
             raise
         except (RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"the messages are no JSON: {error}; mend them") from error
-        if "limit" in answer:
-            raise _beyond_limits(answer["limit"])
         if "refused" in answer:
             raise ValueError(answer["refused"])
         return answer
 
     def _compile(self) -> tuple[str, ...]:
-        """Compiles the template in the other process; returns the special tokens it reads."""
-        answer = ask(
-            {
-                "do": "compile",
-                "name": self._name,
-                "source": self.source,
-                "tokens": self.special_tokens,
-                "today": str(self.today) if self.today else None,
-            }
-        )
-        if "limit" in answer:
-            raise _beyond_limits(answer["limit"])
+        """Compiles the template; returns the special tokens that it reads."""
+        today = str(self.today) if self.today else None
+        about = {"source": self.source, "tokens": self.special_tokens, "today": today}
+        answer = self._request("compile", about)
         if "invalid" in answer:
             raise TokenizerError(f"not a valid chat template: {answer['invalid']}")
         return tuple(answer["reads"])
 
-
-def _beyond_limits(what: str) -> TokenizerError:
-    return TokenizerError(
-        f"the chat template {what}, so it was stopped; look at what it does, or take another one"
-    )
+    def _request(self, do: str, about: Mapping[str, Any]) -> dict[str, Any]:
+        answer = ask({"do": do, "name": self.digest, **about})
+        if "limit" in answer:
+            raise TokenizerError(
+                f"the chat template {answer['limit']}, so it was stopped; look at what it does, or "
+                "take another one"
+            )
+        return answer
 
 
 def _from_folder(folder: Path, name: str | None) -> tuple[str, dict[str, Any]]:
-    """Template and special tokens of a tokenizer's folder."""
+    """Reads the template and the special tokens of a tokenizer's folder."""
     path = folder / "tokenizer_config.json"
     config = _read_config(path) if path.exists() else {}
     if (folder / "chat_template.jinja").exists():
@@ -318,7 +296,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether all text in a value can be written down, which half a character can't."""
+    """Whether all text in a value is Unicode that can be encoded, without lone surrogates."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -327,7 +305,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Such as `bos_token`, by name."""
+    """The special tokens of a tokenizer_config.json, such as `bos_token`, by name."""
     named = {key: value for key, value in config.items() if key.endswith("_token")}
     texts = {
         key: value.get("content") if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""The content of a plain or packed file, in blocks and lines of bounded size."""
+"""Reads plain and packed files in blocks and lines of bounded size."""
 
 import gzip
 import io
@@ -7,7 +7,9 @@ from typing import Any
 
 import zstandard
 
-__all__ = ["READ_BYTES", "lines_of", "unpacked"]
+__all__ = ["PACKINGS", "READ_BYTES", "lines_of", "unpacked", "whole"]
+
+PACKINGS = ("gz", "zst")
 
 READ_BYTES = 1 << 20
 """No block is longer, however well it was packed."""
@@ -20,7 +22,7 @@ _LARGEST_WINDOW = 1 << 27
 
 
 def unpacked(raw: io.BufferedReader, packing: str) -> Iterator[bytes]:
-    """The content of an open file that is packed by `gz`, `zst` or not at all."""
+    """Reads an open file that is packed by `gz`, `zst` or not at all."""
     if packing == "zst":
         yield from _unpacked_zstd(raw)
         return
@@ -52,7 +54,7 @@ def _zstd() -> Any:
 
 
 def lines_of(blocks: Iterator[bytes], limit: int) -> Iterator[bytes | None]:
-    """Each line without its end, or None for one of more than `limit` bytes."""
+    """Gives each line without its end, or None for one of more than `limit` bytes."""
     rest: list[bytes] = []
     size = 0
     for block in blocks:
@@ -69,7 +71,16 @@ def lines_of(blocks: Iterator[bytes], limit: int) -> Iterator[bytes | None]:
             rest = []
     if size > limit:
         yield None
-    elif rest:
-        tail = b"".join(rest)
-        if tail:
-            yield tail
+    elif tail := b"".join(rest):
+        yield tail
+
+
+def whole(blocks: Iterator[bytes], limit: int) -> bytes | None:
+    """Joins all blocks, or returns None where they are more than `limit` bytes."""
+    parts: list[bytes] = []
+    for block in blocks:
+        parts.append(block)
+        limit -= len(block)
+        if limit < 0:
+            return None
+    return b"".join(parts)

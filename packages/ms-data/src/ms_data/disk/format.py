@@ -1,4 +1,4 @@
-"""What lies on disk: the index of a dataset and the layout of a shard.
+"""Defines what lies on disk: the index of a dataset and the layout of a shard.
 
 A dataset is a folder: `index.json`, `tokenizer.json` and shards. A shard is, in this order,
 
@@ -40,6 +40,7 @@ __all__ = [
     "encode_index",
     "frames_of",
     "header_words",
+    "sealed",
     "token_type_for",
 ]
 
@@ -66,7 +67,7 @@ Kind = Literal["text", "conversations", "preferences"]
 """What the documents of a dataset are."""
 
 LEARNT = np.uint32(1 << 31)
-"""The bit of a word that says that its token is learnt, in datasets that are not text."""
+"""The bit of a word that says that its token is trained on, in datasets that are not text."""
 
 SHARD_NAME = re.compile(r"shard-[0-9]{5,9}\.msd")
 _SPLIT_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -77,18 +78,18 @@ def checksum(content: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(content)
 
 
-def token_type_for(vocabulary_size: int) -> TokenType:
-    """The narrowest type that holds every token of a vocabulary."""
-    return "uint16" if vocabulary_size <= 1 << 16 else "uint32"
+def token_type_for(vocabulary_size: int, kind: Kind = "text") -> TokenType:
+    """The narrowest type that holds every token of a vocabulary, and the loss bit."""
+    return "uint16" if vocabulary_size <= 1 << 16 and kind == "text" else "uint32"
 
 
 def header_words(kind: Kind) -> int:
-    """Words before the tokens of each document."""
+    """Counts the words of the header before the tokens of each document."""
     return {"text": 0, "conversations": 1, "preferences": 3}[kind]
 
 
 def frames_of(tokens: int, frame_tokens: int) -> int:
-    """How many frames hold `tokens` tokens; only the last one may be short."""
+    """Counts the frames that hold `tokens` tokens; only the last one may be short."""
     return -(-tokens // frame_tokens)
 
 
@@ -175,11 +176,18 @@ class Index(
         return tuple(dict.fromkeys(shard.split for shard in self.shards))
 
 
+def sealed(value: msgspec.Struct, field: str) -> bytes:
+    """Encodes `value` with its own checksum.
+
+    Its member `field` becomes the hexadecimal xxh3-128 of the same with that member empty.
+    """
+    name = xxhash.xxh3_128_hexdigest(_encode(msgspec.structs.replace(value, **{field: ""})))
+    return _encode(msgspec.structs.replace(value, **{field: name}))
+
+
 def encode_index(index: Index) -> bytes:
-    """The one byte string that stands for `index`, fingerprint filled in."""
-    bare = msgspec.structs.replace(index, fingerprint="")
-    name = xxhash.xxh3_128_hexdigest(_encode(bare))
-    return _encode(msgspec.structs.replace(index, fingerprint=name))
+    """Encodes an index with its fingerprint; the same index always gives the same bytes."""
+    return sealed(index, "fingerprint")
 
 
 def decode_index(content: bytes) -> Index:
@@ -194,8 +202,8 @@ def decode_index(content: bytes) -> Index:
     return index
 
 
-def _encode(index: Index) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(index), indent=1) + b"\n"
+def _encode(value: msgspec.Struct) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 
 def _require(holds: bool, name: str, value: object) -> None:

@@ -1,9 +1,11 @@
-"""A folder of shards read as one long row of tokens a split."""
+"""Reads a split of a dataset as one long row of tokens."""
 
 import os
+from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -11,9 +13,9 @@ from numpy.typing import NDArray
 
 from ms_data.disk.format import Index, Kind, decode_index
 from ms_data.disk.shard import Frame, Shard
-from ms_data.errors import DamageError, SettingError, shown
+from ms_data.errors import DamageError, SettingError, printable
 
-__all__ = ["Passage", "Split", "read_index"]
+__all__ = ["Split", "read_index"]
 
 OPEN_SHARDS = 128
 """Shards that a reader keeps open: one descriptor and a table of some 100 kB each."""
@@ -36,7 +38,7 @@ def read_index(folder: Path) -> Index:
     path = folder / "index.json"
     if not os.path.lexists(str(path).replace("\0", "\ufffd")):
         raise SettingError(
-            f"{shown(folder)} holds no dataset (no index.json); build one with `ms-data build`"
+            f"{printable(folder)} holds no dataset (no index.json); build one with `ms-data build`"
         )
     try:
         size = path.stat().st_size
@@ -50,20 +52,11 @@ def read_index(folder: Path) -> Index:
     except RecursionError as error:
         raise DamageError(path, "index", "is nested too deeply") from error
     except (ValueError, OverflowError) as error:
-        raise DamageError(path, "index", shown(error)) from error
+        raise DamageError(path, "index", printable(error)) from error
 
 
 INDEX_LIMIT_BYTES = 1 << 28
 """More than a million shards."""
-
-
-class Passage(NamedTuple):
-    """Consecutive tokens of a split."""
-
-    tokens: NDArray[np.unsignedinteger]
-    """Shape (n,)."""
-    ends: NDArray[np.int64]
-    """Shape (e,), increasing: one past the last token of each document that ends inside."""
 
 
 class Split:
@@ -99,8 +92,7 @@ class Split:
         if not self._entries:
             have = ", ".join(self.index.splits)
             raise SettingError(f"{folder} has no split {name!r}; it has: {have}")
-        sizes = [entry.tokens for entry in self._entries]
-        self._starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+        self._starts = [0, *accumulate(entry.tokens for entry in self._entries)]
         self._shards: OrderedDict[int, Shard] = OrderedDict()
         self._frames: OrderedDict[tuple[int, int], Frame] = OrderedDict()
         self._cached_frames = cached_frames
@@ -108,7 +100,7 @@ class Split:
     @property
     def tokens(self) -> int:
         """Tokens in the split."""
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     @property
     def documents(self) -> int:
@@ -116,46 +108,57 @@ class Split:
         return sum(entry.documents for entry in self._entries)
 
     def all_ends(self) -> NDArray[np.int64]:
-        """One past the last token of each document, shape (documents,); decodes every frame.
+        """Finds one past the last token of each document, shape (documents,); decodes every frame.
 
         Raises:
             DamageError: a frame is damaged.
         """
-        ends = []
-        for shard in range(len(self._entries)):
-            opened = self._open(shard)
-            for number in range(opened.frames):
-                base = int(self._starts[shard]) + number * self.index.frame_tokens
-                ends.append(opened.read(number).ends + base)
+        ends: list[NDArray[np.int64]] = []
+        for number, start in enumerate(self._starts[:-1]):
+            shard = self._open(number)
+            starts = range(start, self._starts[number + 1], self.index.frame_tokens)
+            ends += [shard.read(frame).ends + first for frame, first in enumerate(starts)]
         return np.concatenate(ends)
 
-    def read(self, start: int, stop: int) -> Passage:
-        """The tokens from `start` to `stop`, which must lie inside the split.
+    def read(self, start: int, stop: int) -> NDArray[np.unsignedinteger]:
+        """Reads the tokens from `start` to `stop`, which must lie inside the split.
 
         Raises:
-            DamageError: a frame under the passage is damaged.
+            DamageError: a frame that holds some is damaged.
         """
-        tokens = np.empty(stop - start, self.index.token_type)
-        return Passage(tokens, self.read_into(tokens, start))
+        parts = self._parts(start, stop)
+        return np.concatenate([frame.tokens[low:high] for frame, low, high in parts])
 
     def read_into(self, out: NDArray[np.unsignedinteger], start: int) -> NDArray[np.int64]:
-        """Fills `out`, shape (n,), from token `start`; returns ends as a Passage has them."""
+        """Fills `out`, shape (n,), with the tokens from `start`.
+
+        Returns:
+            Shape (e,), increasing: one past the last token of each document that ends inside.
+
+        Raises:
+            DamageError: a frame that holds some is damaged.
+        """
         ends: list[NDArray[np.int64]] = []
         done = 0
-        while done < len(out):
-            at = start + done
-            shard = int(np.searchsorted(self._starts, at, side="right")) - 1
-            number, skip = divmod(at - int(self._starts[shard]), self.index.frame_tokens)
-            frame = self._frame(shard, number)
-            taken = frame.tokens[skip : skip + len(out) - done]
-            out[done : done + len(taken)] = taken
-            low, high = np.searchsorted(frame.ends, (skip, skip + len(taken)), side="right")
-            ends.append(frame.ends[low:high] + (done - skip))
-            done += len(taken)
+        for frame, low, high in self._parts(start, start + len(out)):
+            out[done : done + high - low] = frame.tokens[low:high]
+            first, last = np.searchsorted(frame.ends, (low, high), side="right")
+            ends.append(frame.ends[first:last] + (done - low))
+            done += high - low
         return np.concatenate(ends)
 
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[Frame, int, int]]:
+        """Gives each frame that holds tokens from `start` to `stop`, and where they stand in it."""
+        while start < stop:
+            shard = bisect_right(self._starts, start) - 1
+            number, low = divmod(start - self._starts[shard], self.index.frame_tokens)
+            frame = self._frame(shard, number)
+            high = min(len(frame.tokens), low + stop - start)
+            yield frame, low, high
+            start += high - low
+
     def _frame(self, shard: int, number: int) -> Frame:
-        """A decoded frame; the last used ones are kept, because passages often share one."""
+        """Returns a decoded frame; the last used ones are kept, because samples share them."""
         key = (shard, number)
         frame = self._frames.get(key)
         if frame is None:

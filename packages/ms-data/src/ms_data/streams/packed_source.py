@@ -1,4 +1,4 @@
-"""One set of conversations, drawn in its order and packed into rows of its own."""
+"""Draws one set of conversations in its order, and packs it into rows of its own."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -43,40 +43,38 @@ class PackedSource:
         segments left out because they hold no target."""
         self._draws, self._packer = draws, packer
         self._length, self._long = length, long
-        if not any(self._segments(one) for one in range(len(samples))):
+        if not any(self._segments(one)[0] for one in range(len(samples))):
             raise SettingError(
                 f"{samples.folder}: no sample of split {samples.split!r} has anything to learn "
                 f"within {length} tokens; raise sequence_length, or look at the data"
             )
 
     def draw(self) -> list[Row]:
-        """Draws one sample; returns the rows that are full by it."""
+        """Draws one sample; returns the rows that it fills."""
         number = self._draws[self.counters["drawn"]]
         self.counters["drawn"] += 1
-        segments = self._segments(number)
-        self.counters["without_targets"] += len(self._cut(number)) - len(segments)
+        segments, without_targets = self._segments(number)
+        self.counters["without_targets"] += without_targets
         if self.samples.sizes[number] > self._length:
             self.counters["split" if self._long == "split" else "truncated"] += 1
         return [row for segment in segments for row in self._packer.add(segment)]
 
     def flush(self) -> list[Row]:
-        """Returns the rows that are not full."""
+        """Closes the rows that are not full, and returns them."""
         return self._packer.flush()
 
-    def _cut(self, number: int) -> list[Segment]:
+    def _segments(self, number: int) -> tuple[list[Segment], int]:
+        """Finds the segments of a sample that hold a target, and counts those that do not."""
         size = int(self.samples.sizes[number])
-        return cut_sample(number, size, self._length, split=self._long == "split")
-
-    def _segments(self, number: int) -> list[Segment]:
-        """The segments of a sample that hold a target."""
-        segments = self._cut(number)
-        if 1 < self.samples.sizes[number] <= self._length:
-            return segments
+        segments = cut_sample(number, size, self._length, split=self._long == "split")
+        if 1 < size <= self._length:
+            return segments, 0
         mask = self.samples.conversation(number).loss_mask
-        return [one for one in segments if mask[one.start + 1 : one.stop + 1].any()]
+        kept = [one for one in segments if mask[one.start + 1 : one.stop + 1].any()]
+        return kept, len(segments) - len(kept)
 
     def read(self, segment: Segment, weighting: Weighting) -> RowPart:
-        """A segment as a part of a row.
+        """Reads a segment as a part of a row.
 
         Args:
             segment: which tokens.
@@ -109,7 +107,7 @@ class PackedSource:
         self.counters = {name: count(state[name]) for name in _COUNTERS}
 
     def segment(self, values: Any) -> Segment:
-        """A segment from its JSON values.
+        """Makes a segment from its JSON values.
 
         Raises:
             ValueError: there is no such segment.

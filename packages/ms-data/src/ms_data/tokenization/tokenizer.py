@@ -1,9 +1,8 @@
-"""Text to tokens and back: a thin face over a `tokenizers` file, and training a new one."""
+"""Turns text into tokens and back: a thin face over a `tokenizers` file."""
 
 import json
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,16 @@ import xxhash
 from numpy.typing import NDArray
 
 from ms_data.chat.template import Rendered
-from ms_data.corpus.corpus import DOCUMENT_LIMIT_MIB, Corpus, find_corpus
 from ms_data.disk.split import read_index
-from ms_data.errors import CorpusError, DamageError, SettingError, TokenizerError, shown
-from ms_data.files.durable import write_file, write_files, writing
+from ms_data.errors import DamageError, TokenizerError, printable
+from ms_data.files.durable import write_files, writing
 from ms_data.files.untrusted import read_bytes
 
-__all__ = ["END_OF_TEXT", "Tokenizer", "train_tokenizer"]
+__all__ = ["END_OF_TEXT", "LARGEST_VOCABULARY", "Tokenizer"]
 
 END_OF_TEXT = "<|endoftext|>"
-SMALLEST_VOCABULARY = 257
-"""All bytes and the end of a text."""
-
 LARGEST_VOCABULARY = (1 << 31) - 1
 """What the 31 bits of a token on disk can tell apart."""
-
-LONGEST_WORD = 1000
-"""Characters without a border between them that the trainer is given at a time."""
-# Each run is looked at from its start alone, so that no text takes long to look through.
-ENDLESS_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD},}}")
 
 # The end of a document goes by these names in published tokenizers, most telling first.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
@@ -54,8 +44,8 @@ class Tokenizer:
     """
 
     def __init__(self, content: bytes, *, end_of_text: str | int | None = None) -> None:
-        with _calling("not a tokenizer.json of the `tokenizers` library"):
-            self._model = _plain(content)
+        with _binding("not a tokenizer.json of the `tokenizers` library"):
+            self._model = _load_model(content)
         self._model.encode_special_tokens = True
         self.content = content
         self.folder: Path | None = None
@@ -92,7 +82,7 @@ class Tokenizer:
         try:
             tokenizer = cls(content, end_of_text=end_of_text)
         except TokenizerError as error:
-            raise TokenizerError(f"{shown(path)}: {error}") from error
+            raise TokenizerError(f"{printable(path)}: {error}") from error
         tokenizer.folder = folder
         return tokenizer
 
@@ -102,27 +92,25 @@ class Tokenizer:
         return xxhash.xxh3_128_hexdigest(self.content)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of one text, without an end."""
-        with _calling("cannot encode a text"):
-            ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
-        return ids
+        """Encodes one text, without an end of text."""
+        return _ids(self._model, text)
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """The tokens of each text, each followed by the end of text; uses all cores.
+        """Encodes each text and its end of text, shape (n,) each; uses all cores.
 
         Raises:
             TokenizerError: a text becomes the end of text itself, which would end a document in
                 its midst; or the tokenizer fails.
         """
-        with _calling("cannot encode a text"):
+        with _binding("cannot encode a text"):
             encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         found = [np.array([*one.ids, self.end_of_text], np.int64) for one in encoded]
         for text, ids in zip(texts, found, strict=True):
             if (ids[:-1] == self.end_of_text).any():
                 raise TokenizerError(
                     f"makes a text its end of text, token {self.end_of_text} "
-                    f"({self.end_of_text_name!r}), as in {shown(text)!r}; name a special token, "
-                    "which no text can spell, with --end-of-text"
+                    f"({self.end_of_text_name!r}), as in {printable(text)!r}; name a special "
+                    "token, which no text can spell, with --end-of-text"
                 )
         return found
 
@@ -133,7 +121,7 @@ class Tokenizer:
         return name or ""
 
     def files(self, special_tokens: Mapping[str, str] | None = None) -> dict[str, bytes]:
-        """The files, by name, of a folder that `transformers.AutoTokenizer` opens.
+        """Makes the files, by name, of a folder that `transformers.AutoTokenizer` opens.
 
         Args:
             special_tokens: such as `bos_token`, by name; the end of text is `eos_token` and
@@ -162,41 +150,39 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """Tokens that stand for no text, by name."""
+        """Names of the tokens that stand for no text."""
         added = self._model.get_added_tokens_decoder().values()
         return tuple(token.content for token in added if token.special)
 
     def encode_chat(self, text: str) -> list[int]:
-        """The tokens of a rendered conversation, in which special tokens are what they spell."""
-        with _calling("cannot encode a conversation"):
-            ids: list[int] = self._chat_model().encode(text, add_special_tokens=False).ids
-        return ids
+        """Encodes a rendered conversation, in which a special token's name is that token."""
+        return _ids(self._chat_model(), text)
 
     def encode_chats(
         self, chats: Sequence[Rendered]
     ) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
-        """Tokens (n,) of each rendered conversation, and which of them its spans touch, (n,)."""
+        """Encodes rendered conversations: tokens (n,) and the loss mask (n,) of their spans."""
         texts = [chat.text for chat in chats]
-        with _calling("cannot encode a conversation"):
+        with _binding("cannot encode a conversation"):
             encoded = self._chat_model().encode_batch(texts, add_special_tokens=False)
         found = []
         for chat, one in zip(chats, encoded, strict=True):
             offsets = np.array(one.offsets, np.int64).reshape(-1, 2)
-            learnt = np.zeros(len(offsets), np.bool_)
+            mask = np.zeros(len(offsets), np.bool_)
             for start, stop in chat.spans:
                 first = np.searchsorted(offsets[:, 1], start, side="right")
-                learnt[first : np.searchsorted(offsets[:, 0], stop, side="left")] = True
-            found.append((np.array(one.ids, np.int64), learnt))
+                mask[first : np.searchsorted(offsets[:, 0], stop, side="left")] = True
+            found.append((np.array(one.ids, np.int64), mask))
         return found
 
     def _chat_model(self) -> tokenizers.Tokenizer:
         if self._chat is None:
-            self._chat = _plain(self.content)
+            self._chat = _load_model(self.content)
             self._chat.encode_special_tokens = False
         return self._chat
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some tokens; ends of text are left out."""
+        """Decodes tokens to text; special tokens are left out."""
         text: str = self._model.decode([int(one) for one in ids], skip_special_tokens=True)
         return text
 
@@ -217,114 +203,31 @@ class Tokenizer:
         )
 
 
+def _ids(model: tokenizers.Tokenizer, text: str) -> list[int]:
+    with _binding("cannot encode a text"):
+        ids: list[int] = model.encode(text, add_special_tokens=False).ids
+    return ids
+
+
 @contextmanager
-def _calling(what: str) -> Iterator[None]:
-    """Turns whatever the binding raises, its Rust's panics too, into one line."""
+def _binding(what: str) -> Iterator[None]:
+    """Turns whatever the `tokenizers` library raises, Rust's panics too, into one line."""
     try:
         yield
     except BaseException as error:  # nothing narrower than Exception, and a panic is not even that
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise TokenizerError(
-            f"{what} ({shown(' '.join(str(error).split()))}); train one with `ms-data tokenizer`, "
-            "or fetch it again"
+            f"{what} ({printable(' '.join(str(error).split()))}); train one with "
+            "`ms-data tokenizer`, or fetch it again"
         ) from error
 
 
-def _plain(content: bytes) -> tokenizers.Tokenizer:
-    """A model that gives the same text the same tokens every time, and all of them."""
+def _load_model(content: bytes) -> tokenizers.Tokenizer:
+    """Loads a model without truncation, padding or dropout: a text always has the same tokens."""
     model = tokenizers.Tokenizer.from_str(content.decode())
     model.no_truncation()
     model.no_padding()
     if isinstance(model.model, tokenizers.models.BPE):
         model.model.dropout = None
     return model
-
-
-def train_tokenizer(
-    corpus: str | Path,
-    *,
-    vocab_size: int,
-    out: str | Path | None = None,
-    text_key: str = "text",
-    skip_invalid: bool = False,
-    document_limit_mib: int = DOCUMENT_LIMIT_MIB,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-    on_leave_out: Callable[[str], None] = lambda kind: None,
-) -> Tokenizer:
-    """Learns a byte-level BPE from a corpus; any text can be encoded with it.
-
-    Args:
-        corpus: as for `build`.
-        vocab_size: most tokens to learn, the 256 bytes and the end of text included.
-        out: where to write it: a file if it ends in .json, else a folder that
-            `transformers.AutoTokenizer` opens too; None keeps it in memory.
-        text_key: the member of a JSON line that holds the text.
-        skip_invalid: leave out what is not valid text.
-        document_limit_mib: a document, once unpacked, of more than so many MiB is not valid.
-        on_progress: hears how many of how many bytes of the corpus are read.
-        on_leave_out: hears of each file of a folder that is no text what it is.
-
-    Raises:
-        SettingError: vocab_size has no room for the bytes, or shards have none for it.
-        CorpusError: the corpus is missing, empty or malformed.
-        OutputError: `out` cannot be written.
-    """
-    if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
-        raise SettingError(
-            f"vocab_size is {vocab_size}; it must be {SMALLEST_VOCABULARY} or more, "
-            f"which is every byte and the end of text, and {LARGEST_VOCABULARY} at most"
-        )
-    source = find_corpus(
-        corpus,
-        text_key=text_key,
-        skip_invalid=skip_invalid,
-        document_limit_mib=document_limit_mib,
-    )
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    trainer: Any = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    model.train_from_iterator(_texts(source, on_progress, on_leave_out), trainer)
-    tokenizer = Tokenizer(model.to_str(pretty=True).encode())
-    if out is None:
-        return tokenizer
-    if Path(out).suffix == ".json" or (os.path.exists(out) and not os.path.isdir(out)):
-        write_file(Path(out), tokenizer.content)
-    else:
-        tokenizer.save(out)
-    return tokenizer
-
-
-def _without_endless_words(text: str) -> Iterator[str]:
-    """Cut a text inside whatever would be one word of a thousand characters or more.
-
-    The trainer's time grows with the square of a word's length, and such a word teaches nothing.
-    """
-    begin = 0
-    for run in ENDLESS_WORD.finditer(text):
-        for end in range(run.start() + LONGEST_WORD, run.end(), LONGEST_WORD):
-            yield text[begin:end]
-            begin = end
-    yield text[begin:]
-
-
-def _texts(
-    source: Corpus,
-    on_progress: Callable[[int, int], None],
-    on_leave_out: Callable[[str], None],
-) -> Iterator[str]:
-    document = None
-    for document in source.documents(on_leave_out=on_leave_out):
-        on_progress(document.read_bytes, source.size_bytes)
-        yield from _without_endless_words(document.text)
-    if document is None:
-        raise CorpusError(
-            f"{source.name} is empty: no text in {len(source.files)} files; "
-            "give a corpus that holds text"
-        )

@@ -1,4 +1,4 @@
-"""From an entry to a chip's machine code, and the facts that a budget counts, with no chip here."""
+"""From an entry to a chip's machine code, and what it takes of the chip, with no chip here."""
 
 import os
 import re
@@ -9,16 +9,16 @@ from typing import Any
 
 from attrs import frozen
 
-from ms_kernels.aot.catalogue import Entry
 from ms_kernels.aot.targets import Target
+from ms_kernels.backends.triton.launching import kernel
+from ms_kernels.core.entries import Entry
 from ms_kernels.errors import BackendError
-from ms_kernels.triton.launching import kernel
 
-__all__ = ["Compiled", "Facts", "compile_entry", "compiler_version", "own_arguments"]
+__all__ = ["Compiled", "Resources", "compile_entry", "compiler_version", "own_arguments"]
 
 
 @frozen(kw_only=True)
-class Facts:
+class Resources:
     """What one kernel takes of a chip: its budget."""
 
     registers: int
@@ -46,7 +46,7 @@ class Compiled:
     """Name and type of what it takes, in order."""
     scratch: int
     """Pointers to scratch memory that follow them; always null."""
-    facts: Facts
+    resources: Resources
     ttir: str
     """The kernel before it was lowered to a chip."""
 
@@ -111,7 +111,7 @@ def compile_entry(entry: Entry, target: Target) -> Compiled:
         symbol=str(made.metadata.name),
         parameters=own_arguments(entry),
         scratch=_scratch(made, target),
-        facts=_nvidia_facts(made) if target.backend == "cuda" else _amd_facts(made),
+        resources=_nvidia_resources(made) if target.backend == "cuda" else _amd_resources(made),
         ttir=str(made.asm["ttir"]),
     )
 
@@ -134,20 +134,20 @@ def _taken(count: int, made: Any) -> int:
     return count - own
 
 
-def _nvidia_facts(made: Any) -> Facts:
+def _nvidia_resources(made: Any) -> Resources:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", told.stdout + told.stderr)
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage.stdout + usage.stderr)
     if found is None:
-        raise BackendError(f"cuobjdump told nothing of {made.metadata.name}: {told.stderr[:200]}")
+        raise BackendError(f"cuobjdump says nothing of {made.metadata.name}: {usage.stderr[:200]}")
     ptx = str(made.asm["ptx"])
     matrix = len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)", ptx))
-    return Facts(
+    return Resources(
         registers=int(found[1]),
         spilled_bytes=int(found[2]) + int(found[3]),
         shared_bytes=int(made.metadata.shared),
@@ -163,7 +163,7 @@ def _nvidia_facts(made: Any) -> Facts:
     )
 
 
-def _amd_facts(made: Any) -> Facts:
+def _amd_resources(made: Any) -> Resources:
     code = str(made.asm["amdgcn"])
 
     def count(name: str) -> int:
@@ -171,7 +171,7 @@ def _amd_facts(made: Any) -> Facts:
         return int(found[1]) if found else 0
 
     widths = re.findall(r"(?:global|buffer|flat)_(?:load|store)_(?:dword|b)(x?\d*)\b", code)
-    return Facts(
+    return Resources(
         registers=count("vgpr_count") + count("agpr_count"),
         spilled_bytes=4 * count("vgpr_spill_count"),
         shared_bytes=int(made.metadata.shared),

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ms_kernels.aot.manifest import Kernel, Manifest, read_manifest
+from ms_kernels.contracts.values import is_number, is_whole
 from ms_kernels.errors import ArgumentError, BackendError, shown
 from ms_kernels.files.untrusted import decoding
-from ms_kernels.values import is_number, is_whole
 
 __all__ = ["Library", "load"]
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from ms_kernels.aot.compiling import Compiled
 from ms_kernels.aot.manifest import Kernel, Parameter
 from ms_kernels.aot.targets import Target
+from ms_kernels.core.entries import DIVISORS
 
 __all__ = ["describe", "header", "table"]
 
@@ -17,17 +18,13 @@ STATUSES = (
     ("MS_DRIVER_ERROR", "the driver reported an error"),
 )
 
-_DIVISORS = frozenset({"classes", "choices", "group", "group_size", "groups", "heads", "page"})
-_DIVISORS |= {"parts", "positions", "rows_each", "width"}
-"""Sizes that may not be 0."""
-
 _C = {"pointer": "void *", "i32": "int64_t ", "i64": "int64_t ", "f32": "float "}
 _KINDS = {"i32": "i32", "i64": "i64", "fp32": "f32"}
 
 
 def describe(compiled: Compiled) -> Kernel:
     """Describe one kernel for the manifest."""
-    entry, facts = compiled.entry, compiled.facts
+    entry, resources = compiled.entry, compiled.resources
     extra = [Parameter(name, "i64", taken=False) for name in entry.extra]
     own = [
         Parameter(
@@ -45,11 +42,11 @@ def describe(compiled: Compiled) -> Kernel:
         tiles=entry.tiles,
         limits=dict(entry.limits),
         constants=dict(entry.constants),
-        registers=facts.registers,
-        spilled_bytes=facts.spilled_bytes,
-        shared_bytes=facts.shared_bytes,
-        matrix_instructions=facts.matrix_instructions,
-        vector_bits=facts.vector_bits,
+        registers=resources.registers,
+        spilled_bytes=resources.spilled_bytes,
+        shared_bytes=resources.shared_bytes,
+        matrix_instructions=resources.matrix_instructions,
+        vector_bits=resources.vector_bits,
     )
 
 
@@ -61,7 +58,8 @@ def header(target: Target, kernels: Sequence[Kernel]) -> str:
  *
  * Every function launches one kernel on a stream of the current device and returns at once.
  * Pointers are device addresses, multiples of 16; sizes and strides count elements. What a kernel
- * computes, and which tensors must be contiguous, its source in ms_kernels/triton/kernels says.
+ * computes, and which tensors must be contiguous, its source says: a module named kernels in
+ * ms_kernels/operators.
  */
 #ifndef MS_KERNELS_H
 #define MS_KERNELS_H
@@ -141,7 +139,7 @@ __asm__(".section .rodata\\n.balign 64\\ncode_{name}:\\n.incbin \\"{name}.{targe
         ".byte 0\\n.previous\\n");
 extern const unsigned char code_{name}[] __attribute__((visibility("hidden")));
 static ms_kernel kernel_{name} = {{"{name}", "{made.symbol}", code_{name},
-                                  {threads}, {made.facts.shared_bytes}, {{0}}}};"""
+                                  {threads}, {made.resources.shared_bytes}, {{0}}}};"""
 
 
 def _function(made: Compiled, kernel: Kernel) -> str:
@@ -158,7 +156,7 @@ def _function(made: Compiled, kernel: Kernel) -> str:
         elif each.kind != "f32":
             most = kernel.limits.get(each.name)
             most = most or ("INT32_MAX" if each.kind == "i32" else "INT64_MAX")
-            least = "INT64_MIN" if each.name == "ignore_index" else str(int(each.name in _DIVISORS))
+            least = "INT64_MIN" if each.name == "ignore_index" else str(int(each.name in DIVISORS))
             detail = f'"{each.name}", {each.name}, {least}, {most}, {each.multiple_of}'
             checks.append(f'check_size("{kernel.name}", {detail})')
             if each.kind == "i32":

@@ -5,9 +5,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ms_kernels.arguments import check_backends, contract_of, dtype_of, present
-from ms_kernels.check import Finding
-from ms_kernels.check import check as compare_all
+from ms_kernels.checking import Finding
+from ms_kernels.checking import check as compare_all
+from ms_kernels.commands.arguments import check_backends, contract_of, dtype_of, present
 
 __all__ = ["check"]
 

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
-from ms_kernels.arguments import check_backends, contract_of, dtype_of, present
-from ms_kernels.dispatch import CONTRACTS, IMPLEMENTATIONS, describe_call
+from ms_kernels.commands.arguments import check_backends, contract_of, dtype_of, present
+from ms_kernels.core.chips import chip_of
+from ms_kernels.core.choice import obstacle_to
+from ms_kernels.core.dispatch import describe_call
+from ms_kernels.core.tables import write_table
 from ms_kernels.errors import TableError
 from ms_kernels.files.untrusted import decoding
-from ms_kernels.measure import in_turn, one_pass
-from ms_kernels.registry import obstacle_to
-from ms_kernels.tuner import largest, tune
-from ms_kernels.tuning import chip_of, write_table
+from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
+from ms_kernels.tuning.measure import in_turn, one_pass
+from ms_kernels.tuning.tuner import largest, tune
 
 __all__ = ["bench"]
 
@@ -40,7 +42,7 @@ def bench(options: argparse.Namespace) -> int:
         table = tune(
             device,
             operators=options.operator,
-            told=lambda line: print(line, file=sys.stderr, flush=True),
+            on_progress=lambda line: print(line, file=sys.stderr, flush=True),
         )
         write_table(table, path)
         print(json.dumps({"table": str(path)}) if options.json else f"wrote {path}")

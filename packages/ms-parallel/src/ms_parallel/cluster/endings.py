@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from ms_parallel.cluster.connect import is_first, launched, rank, world_size
 from ms_parallel.cluster.failures import LOST
+from ms_parallel.cluster.process import is_first, launched, rank, world_size
 from ms_parallel.cluster.watch import Heartbeat, position
 from ms_parallel.entry import BAD_INPUT, FAILED, INTERRUPTED, one_line
 from ms_parallel.errors import LaunchError, ParallelError, StageError

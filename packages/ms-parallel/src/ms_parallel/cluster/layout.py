@@ -1,48 +1,78 @@
 """How many processes split what: the axes of a run, and each process's place on them.
 
-Axes from outermost to innermost: pipeline, data, context, tensor. The innermost talks most,
-so its ranks are neighbours.
+Each field of `Layout` is an axis; nothing else lists them. The innermost axis talks most, so its
+ranks are neighbours.
 """
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from math import prod
+from typing import Any, Literal
 
-from attrs import field, fields, frozen
+from attrs import Attribute, field, fields, frozen
 
 from ms_parallel.errors import LayoutError
 
-__all__ = ["Layout", "ModelShape", "Place"]
+__all__ = ["AXES", "Axis", "Layout", "ModelShape", "Place", "row_axes"]
 
-AXES = ("pipeline", "data", "context", "tensor")
 MOST_RANKS = 1 << 20
-_NOT_YET = ("context", "expert")
+Splits = Literal["layers", "rows", "sequence", "matrices", "experts"]
 
 
-def _positive(instance: object, attribute: object, value: object) -> None:
-    name = getattr(attribute, "name", "?")
+@frozen(kw_only=True)
+class Axis:
+    """One way of splitting a run over processes."""
+
+    splits: Splits
+    """What its ranks share out. Ranks that split `rows` read different rows of a batch, shard the
+    weights, and add up gradients and weights of losses."""
+    outermost: int | None
+    """Its place among the axes, 0 for the one whose ranks lie farthest apart; None for an axis that
+    has no ranks of its own."""
+    supported: bool = True
+
+
+def _axis(splits: Splits, outermost: int | None, *, supported: bool = True) -> Any:
+    """A field of `Layout` that says how many ranks an axis has."""
+    axis = Axis(splits=splits, outermost=outermost, supported=supported)
+    return field(default=1, validator=_check_size, metadata={"axis": axis})
+
+
+def _check_size(instance: object, attribute: "Attribute[int]", value: object) -> None:
+    name, axis = attribute.name, attribute.metadata["axis"]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise LayoutError(f"layout axis {name!r} is {value!r}; give a whole number of at least 1")
     if value > MOST_RANKS:
         raise LayoutError(f"layout axis {name!r} is above {MOST_RANKS}; give a smaller number")
-    if name in _NOT_YET and value > 1:
+    if not axis.supported and value > 1:
         raise LayoutError(f"layout axis {name}={value} is not supported yet; leave it at 1")
 
 
-@frozen(kw_only=True)
 class Place:
-    """One process's coordinates; each counts from 0."""
+    """One process's coordinate on each axis, as attributes; each counts from 0.
 
-    pipeline: int = 0
-    data: int = 0
-    context: int = 0
-    tensor: int = 0
-    count: int = field(default=1, eq=False)
-    """Ranks on the data axis: how many readers share out a batch."""
+    Args:
+        rank: which of the `count` readers of rows this process is; a stream asks for both.
+        count: how many readers share out a batch.
+        coordinates: by the names of axes; 0 where none is given.
+    """
 
-    @property
-    def rank(self) -> int:
-        """Which of the `count` readers this process is; a stream asks its place for both."""
-        return self.data
+    def __init__(self, *, rank: int = 0, count: int = 1, **coordinates: int) -> None:
+        self.rank, self.count = rank, count
+        self.coordinates = {axis: coordinates.pop(axis, 0) for axis in AXES}
+        if coordinates:
+            raise LayoutError(_unknown_axis(next(iter(coordinates)), list(AXES)))
+
+    def __getattr__(self, axis: str) -> int:
+        if axis in AXES:
+            return self.coordinates[axis]
+        raise AttributeError(axis)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Place) and self.coordinates == other.coordinates
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.coordinates.values()))
 
 
 @frozen(kw_only=True)
@@ -66,21 +96,26 @@ class Layout:
         LayoutError: a value is not a whole number of at least 1, or an axis is not supported yet.
     """
 
-    data: int = field(default=1, validator=_positive)
+    data: int = _axis("rows", 1)
     """Ranks that read different rows of a batch and shard the weights among them."""
-    tensor: int = field(default=1, validator=_positive)
+    tensor: int = _axis("matrices", 3)
     """Ranks that split each matrix, and the sequence between matrices."""
-    pipeline: int = field(default=1, validator=_positive)
+    pipeline: int = _axis("layers", 0)
     """Stages that share out the blocks."""
-    context: int = field(default=1, validator=_positive)
+    context: int = _axis("sequence", 2, supported=False)
     """Ranks that split the sequence in attention; not supported yet."""
-    expert: int = field(default=1, validator=_positive)
+    expert: int = _axis("experts", None, supported=False)
     """Ranks that share out experts; not supported yet."""
 
     @property
     def world_size(self) -> int:
         """Processes that the layout needs."""
-        return self.pipeline * self.data * self.context * self.tensor
+        return prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def readers(self) -> int:
+        """How many groups of processes read different rows of a batch."""
+        return prod(getattr(self, axis) for axis in row_axes())
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
@@ -106,7 +141,7 @@ class Layout:
         Raises:
             LayoutError: a key is unknown (the nearest known one is named) or given twice.
         """
-        known = [axis.name for axis in fields(cls)]
+        known = [each.name for each in fields(cls)]
         values: dict[str, object] = {}
         for key, value in config.items():
             axis = key.removesuffix("_parallel")
@@ -128,7 +163,10 @@ class Layout:
         coordinates = {}
         for axis in reversed(AXES):
             rank, coordinates[axis] = divmod(rank, getattr(self, axis))
-        return Place(**coordinates, count=self.data)
+        reader = 0
+        for axis in row_axes():
+            reader = reader * getattr(self, axis) + coordinates[axis]
+        return Place(rank=reader, count=self.readers, **coordinates)
 
     def rank(self, place: Place) -> int:
         """The rank that stands at a place: the inverse of `place`.
@@ -190,6 +228,20 @@ class Layout:
     def __str__(self) -> str:
         parts = [f"{a.name}={n}" for a in fields(type(self)) if (n := getattr(self, a.name)) > 1]
         return ",".join(parts) or "data=1"
+
+
+AXES = tuple(
+    each.name
+    for each in sorted(fields(Layout), key=lambda each: each.metadata["axis"].outermost or 0)
+    if each.metadata["axis"].outermost is not None
+)
+"""The axes that have ranks of their own, outermost first."""
+
+
+def row_axes() -> tuple[str, ...]:
+    """The axes whose ranks read different rows of a batch, outermost first."""
+    axes = {each.name: each.metadata["axis"] for each in fields(Layout)}
+    return tuple(name for name in AXES if axes[name].splits == "rows")
 
 
 def _unknown_axis(key: str, known: list[str]) -> str:

@@ -8,6 +8,7 @@ torchrun would have said.
 import os
 import re
 
+from ms_parallel.cluster.process import variable
 from ms_parallel.errors import LaunchError
 
 __all__ = ["adopt_scheduler", "first_node"]
@@ -30,7 +31,7 @@ def adopt_scheduler() -> None:
         _adopt_step()
         return
     for name in COUNTS:
-        if _number(name, 1) > 1:
+        if variable(name, 1) > 1:
             raise LaunchError(
                 f"{name} is {os.environ[name]} but nothing says where the processes meet; start"
                 " them by `srun COMMAND` or `torchrun --nproc-per-node N COMMAND`, or unset"
@@ -39,16 +40,16 @@ def adopt_scheduler() -> None:
 
 
 def _adopt_step() -> None:
-    size = _number("SLURM_STEP_NUM_TASKS", _number("SLURM_NTASKS", 1))
+    size = variable("SLURM_STEP_NUM_TASKS", variable("SLURM_NTASKS", 1))
     if size == 1:
         return
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
-    job, step = _number("SLURM_JOB_ID", 0), _number("SLURM_STEP_ID", 0)
+    job, step = variable("SLURM_JOB_ID", 0), variable("SLURM_STEP_ID", 0)
     os.environ.setdefault("MASTER_ADDR", first_node(nodes))
     os.environ.setdefault("MASTER_PORT", str(PORTS[(131 * job + step) % len(PORTS)]))
-    os.environ["RANK"] = str(_number("SLURM_PROCID", 0))
+    os.environ["RANK"] = str(variable("SLURM_PROCID", 0))
     os.environ["WORLD_SIZE"] = str(size)
-    os.environ.setdefault("LOCAL_RANK", str(_number("SLURM_LOCALID", 0)))
+    os.environ.setdefault("LOCAL_RANK", str(variable("SLURM_LOCALID", 0)))
 
 
 def first_node(nodes: str) -> str:
@@ -66,12 +67,3 @@ def first_node(nodes: str) -> str:
             f"SLURM's list of nodes is {nodes!r}; set MASTER_ADDR to the host of rank 0"
         )
     return "".join(part for part in found.groups() if part)
-
-
-def _number(name: str, otherwise: int) -> int:
-    value = os.environ.get(name)
-    if value is None:
-        return otherwise
-    if not value.isdecimal():
-        raise LaunchError(f"{name} is {value[:40]!r}; it must be a whole number, or use torchrun")
-    return int(value)

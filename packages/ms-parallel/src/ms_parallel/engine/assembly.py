@@ -1,24 +1,27 @@
 """What an engine runs: the configuration, the plan and this process's stages of a given model."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
+from ms_parallel import operators
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.heads import add_heads
+from ms_parallel.engine.options import EngineOptions
 from ms_parallel.errors import ConfigError
-from ms_parallel.models import ModelConfig, StagedModel, architecture, model_plan
+from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.models.registry import architectures, parameter_shapes
-from ms_parallel.operators import Ops
-from ms_parallel.pipeline.choice import Tables
+from ms_parallel.models.registry import architecture, architectures, model_plan, parameter_shapes
+from ms_parallel.models.staged import StagedModel
 from ms_parallel.split.own_model import WHOLE, OwnModelConfig, build_own, check_own
 from ms_parallel.split.recompute import Recompute
 from ms_parallel.split.stages import build_stage, cut_layers
-from ms_parallel.weights import has_weights, initialise, load_weights
+from ms_parallel.weights.initial import initialise
+from ms_parallel.weights.load import has_weights, load_weights
 
 __all__ = ["Given", "build_stages", "describe"]
 
@@ -55,42 +58,55 @@ def build_stages(
     model: Given,
     config: ModelConfig,
     plan: ModelPlan,
-    tables: Tables,
+    placement: Sequence[int],
+    split: Sequence[int] | None,
     groups: Groups,
-    *,
-    mixed_precision: bool,
-    recompute: Recompute,
-    seed: int,
-    ops: Ops,
-    prepare: Callable[[Any], object] | None,
+    options: EngineOptions,
 ) -> dict[int, StagedModel]:
-    """This process's stages by number, split and sharded, with their weights."""
+    """This process's stages by number, split and sharded, with their weights.
+
+    Args:
+        model: what was given.
+        config: of the model.
+        plan: of the model.
+        placement: pipeline rank of each stage.
+        split: layers of each stage; None for as even as can be.
+        groups: the layout's processes.
+        options: the engine's.
+    """
+    prepare = _preparation(options)
+    how: Any = {"mixed_precision": options.mixed_precision, "recompute": options.recompute}
     if isinstance(model, nn.Module):
-        settings: Any = {"mixed_precision": mixed_precision, "recompute": recompute}
-        own = build_own(model, plan, groups, prepare=prepare, **settings)
-        return {0: cast(StagedModel, own)}
+        return {0: cast(StagedModel, build_own(model, plan, groups, prepare=prepare, **how))}
     if groups.device.type == "cpu":
         _check_memory(config, groups.layout)
-    folder = _weights_in(model)
-    layers = cut_layers(config.num_hidden_layers, len(tables.placement), plan.cuts, tables.layers)
-    stages = {}
-    for stage, home in enumerate(tables.placement):
-        if home != groups.place.pipeline:
-            continue
-        stages[stage] = build_stage(
-            config,
-            layers[stage],
-            groups,
-            mixed_precision=mixed_precision,
-            recompute=recompute,
-            ops=ops,
-            prepare=prepare,
-        )
-        if folder is None:
-            initialise(stages[stage], seed)
-        else:
-            load_weights(stages[stage], folder)
+    layers = cut_layers(config.num_hidden_layers, len(placement), plan.cuts, split)
+    ops = options.ops or operators
+    stages = {
+        stage: build_stage(config, layers[stage], groups, ops=ops, prepare=prepare, **how)
+        for stage, home in enumerate(placement)
+        if home == groups.place.pipeline
+    }
+    if options.weights != "unset":
+        folder = _weights_in(model) if options.weights == "initial" else Path(options.weights)
+        for stage in stages.values():
+            if folder is None:
+                initialise(stage, options.seed)
+            else:
+                load_weights(stage, folder)
     return stages
+
+
+def _preparation(options: EngineOptions) -> Callable[[Any], object]:
+    """What is done to a stage before it is sharded: what the user asks for, then extra heads."""
+
+    def prepare(stage: Any) -> None:
+        if options.prepare is not None:
+            options.prepare(stage)
+        if options.heads:
+            add_heads(stage, options.heads)
+
+    return prepare
 
 
 def _check_memory(config: ModelConfig, layout: Layout) -> None:

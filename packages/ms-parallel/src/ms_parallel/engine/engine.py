@@ -1,45 +1,44 @@
 """Runs a model under any layout: one object that trainers of every kind ask for work."""
 
-import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import evolve, field, frozen
 from torch import Tensor, nn
 
 from ms_parallel import operators
-from ms_parallel.cluster.groups import Groups, connect
+from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.adamw import AdamW
 from ms_parallel.engine.assembly import Given, build_stages, describe
 from ms_parallel.engine.generation import Sampling, generate
-from ms_parallel.engine.gradients import (
-    is_counted,
-    reduce_gradients,
-    scale,
-    squared_norm,
-)
-from ms_parallel.engine.loss import Batch, HeadOutput, LogitsOutput, Loss, Output
+from ms_parallel.engine.heads import heads_of
+from ms_parallel.engine.loss import Batch, Loss, LossWithStatistics, Output
 from ms_parallel.engine.microbatches import cut_batch, measure
-from ms_parallel.engine.optimizer import AdamW, AdamWConfig, learning_rate
+from ms_parallel.engine.optimizer import learning_rate
+from ms_parallel.engine.options import EngineOptions
+from ms_parallel.engine.output import HeadOutput, LogitsOutput
 from ms_parallel.engine.state import load_state, state_of
-from ms_parallel.errors import ConfigError, ParallelError
-from ms_parallel.models import KeyValueCache
-from ms_parallel.models.plan import ModelPlan
+from ms_parallel.engine.trainable import Trainable
+from ms_parallel.errors import ConfigError, ModelError, ParallelError
+from ms_parallel.models.cache import KeyValueCache
+from ms_parallel.models.staged import StagedModel
+from ms_parallel.models.tokenizer_files import TokenizerFiles
 from ms_parallel.operators import Ops
-from ms_parallel.pipeline.choice import Choice, Tables
-from ms_parallel.pipeline.recorder import Recorder, gather_times
+from ms_parallel.pipeline.choice import Tables
+from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.pipeline.runtime import Runtime, call_stage
-from ms_parallel.pipeline.step_file import RecordedStep
 from ms_parallel.split.own_model import OwnModelConfig, call_own
-from ms_parallel.split.part import drop_gathered, local_part
+from ms_parallel.split.part import drop_gathered, is_whole_here
 from ms_parallel.split.precision import warn_of_slow_bfloat16
-from ms_parallel.split.recompute import Recompute
-from ms_parallel.split.tensor_parallel import is_whole
+from ms_parallel.weights.save import save_model
 
-__all__ = ["Engine", "Update"]
+__all__ = ["Adapters", "Engine", "Update"]
 
 
 @frozen(kw_only=True)
@@ -47,14 +46,27 @@ class Update:
     """What one update did; the same on every process."""
 
     loss: float
-    """Mean loss over the global batch."""
+    """Mean loss over the global batch; NaN where nothing had a loss."""
     grad_norm: float
-    """Euclidean norm of the whole gradient, before it was clipped."""
+    """Euclidean norm of the whole gradient, before it was clipped; NaN where nothing had a loss."""
     learning_rate: float
     tokens: int
     """Tokens of the global batch."""
-    skipped: bool = False
-    """The gradient was not finite, or nothing had a loss: weights and moments are as before."""
+    skipped: Literal["no_targets", "nonfinite"] | None = None
+    """Why weights and moments are as before: nothing had a loss, or the gradient was not finite;
+    None where the update was performed."""
+    statistics: Mapping[str, float] = field(factory=dict)
+    """The loss's statistics, by name, each divided by the global weight."""
+
+
+class Adapters(Protocol):
+    """Small weights that are trained beside a model's own."""
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """The model as it was before, while the block runs."""
+
+    def save_pretrained(self, folder: Path, /) -> None:
+        """Write them; every process calls it."""
 
 
 class Engine:
@@ -66,24 +78,7 @@ class Engine:
             `ms_parallel.split.own_model`), which is taken over with its weights: those of the first
             process, on all.
         layout: how the processes split the work; one process by default.
-        optimizer: AdamW's settings.
-        schedule: a generator's name, such as `"1f1b"` or `"zb-v"`; the path of a CSV file in
-            torch.distributed.pipelining's form; or a table. A file or table is of its own number of
-            microbatches. Each stage of it gets its share of the layers, or as many as a `Staged`,
-            what `search_schedule` finds, says.
-        microbatch_size: rows of this data rank that pass at once, the last time perhaps fewer;
-            None for all of them.
-        mixed_precision: compute in bfloat16; weights, moments and sums stay float32.
-        recompute: `"full"` keeps only each block's input and runs it again in the backward.
-        seed: of fresh weights, which are the same under every layout.
-        device: `"cpu"` or an accelerator; by default the machine's best.
-        ops: operators of the model; plain torch by default.
-        on_nonfinite: what a gradient with an infinity or NaN does: `"skip"` the update and say
-            so, or `"raise"`. Weights are never touched by it.
-        groups: processes that are already connected; by default `layout` is connected here.
-        plan: how a module of your own may be split; without one, over the data axis alone.
-        prepare: called with each stage of this process once it is split over the tensor axis and
-            before it is sharded; may change layers in place. Parameters that it adds begin at zero.
+        options: fields of `EngineOptions`.
 
     Raises:
         LayoutError: the layout does not fit the processes or the model.
@@ -93,79 +88,73 @@ class Engine:
         ModelError: the folder's model cannot be read.
     """
 
-    def __init__(
-        self,
-        model: Given,
-        layout: Layout | None = None,
-        *,
-        optimizer: AdamWConfig | None = None,
-        schedule: Choice = "1f1b",
-        microbatch_size: int | None = None,
-        mixed_precision: bool = False,
-        recompute: Recompute = "none",
-        seed: int = 0,
-        device: str | torch.device | None = None,
-        ops: Ops | None = None,
-        on_nonfinite: Literal["skip", "raise"] = "skip",
-        groups: Groups | None = None,
-        plan: ModelPlan | None = None,
-        prepare: Callable[[Any], object] | None = None,
-    ) -> None:
-        if microbatch_size is not None and microbatch_size < 1:
-            raise ConfigError(f"microbatch_size is {microbatch_size}; give at least 1, or None")
-        if on_nonfinite not in ("skip", "raise"):
-            raise ConfigError(f"on_nonfinite is {on_nonfinite!r}; give skip or raise")
-        layout = groups.layout if groups else layout or Layout()
-        self.config, self.plan = describe(model, plan, layout, recompute)
-        self.groups = groups or connect(layout, device=device)
-        if mixed_precision and dist.get_rank() == 0:
+    def __init__(self, model: Given, layout: Layout | None = None, **options: Any) -> None:
+        self.options = chosen = EngineOptions(**options)
+        layout = chosen.groups.layout if chosen.groups else layout or Layout()
+        self.config, self.plan = describe(model, chosen.plan, layout, chosen.recompute)
+        self.groups = chosen.groups or connect(layout, device=chosen.device)
+        if chosen.mixed_precision and dist.get_rank() == 0:
             warn_of_slow_bfloat16(self.device)
-        self.ops: Ops = ops or operators
-        self.microbatch_size = microbatch_size
-        self.on_nonfinite = on_nonfinite
+        self.ops: Ops = chosen.ops or operators
+        self.microbatch_size = chosen.microbatch_size
         self.step = 0
         """Updates asked for so far, skipped ones included."""
-        self.tables = Tables(schedule, layout.pipeline)
+        self.tables = Tables(chosen.schedule, layout.pipeline)
         self.placement = self.tables.placement
         """Pipeline rank of each stage."""
         self.stages = build_stages(
-            model,
-            self.config,
-            self.plan,
-            self.tables,
-            self.groups,
-            mixed_precision=mixed_precision,
-            recompute=recompute,
-            seed=seed,
-            ops=self.ops,
-            prepare=prepare,
+            model, self.config, self.plan, self.placement, self.tables.layers, self.groups, chosen
         )
         own = isinstance(model, nn.Module)
         self.runtime = Runtime(self.stages, self.groups, call_own if own else call_stage)
-        self.parameters: dict[str, Tensor] = {
-            name: parameter
-            for stage in self.stages.values()
-            for name, parameter in stage.named_parameters()
-            if parameter.requires_grad or not own
-        }
-        # Kept, as matching hundreds of names against patterns each step would cost.
-        self.whole = [
-            name for name in self.parameters if layout.tensor > 1 and is_whole(name, self.plan)
-        ]
-        self.counted = [
-            name
-            for name in self.parameters
-            if is_counted(name, self.plan, self.placement, self.groups)
-        ]
-        local = {name: local_part(parameter) for name, parameter in self.parameters.items()}
-        self.optimizer = AdamW(local, optimizer or AdamWConfig())
+        self.trained = self._trainable(frozen_too=not own)
+        self.adapters: Adapters | None = None
+        """What is trained instead of the model's own weights; see `adapt`."""
 
     @property
     def device(self) -> torch.device:
         """Where this process computes."""
         return self.groups.device
 
-    def update(self, batch: Mapping[str, Any], loss: Loss) -> Update:
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """What this process trains, by name."""
+        return self.trained.parameters
+
+    @property
+    def optimizer(self) -> AdamW:
+        """The optimizer over them."""
+        return self.trained.optimizer
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the groups of processes that read different rows this one is in."""
+        return self.groups.place.rank
+
+    @property
+    def data_ranks(self) -> int:
+        """How many such groups there are."""
+        return self.groups.place.count
+
+    @property
+    def vocabulary_size(self) -> int | None:
+        """Tokens that the model knows; None where a module of your own does not say."""
+        return getattr(self.config, "vocab_size", None)
+
+    @property
+    def context(self) -> int | None:
+        """Positions of the longest row that the model takes; None where there is no limit."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The whole model, where this process holds all of it and nothing of it is split."""
+        if self.groups.layout.world_size > 1 or len(self.stages) > 1:
+            return None
+        (stage,) = self.stages.values()
+        return stage if all(map(is_whole_here, stage.parameters())) else None
+
+    def update(self, batch: Mapping[str, Any], loss: Loss | LossWithStatistics) -> Update:
         """One step of the optimizer on the global batch, of which `batch` is this data rank's rows.
 
         Args:
@@ -179,68 +168,97 @@ class Engine:
         """
         rows = self._microbatches(batch)
         weight, tokens = measure(rows, loss, self.groups)
-        rate = learning_rate(self.step, self.optimizer.config)
-        if weight <= 0.0:
-            self.step += 1
-            return Update(loss=0.0, grad_norm=0.0, learning_rate=rate, tokens=tokens, skipped=True)
-
-        losses = self.backward(rows, loss, weight)
-        gradients = reduce_gradients(
-            self.parameters, self.whole, self.plan.tied, self.placement, self.groups
+        names = loss.statistics if isinstance(loss, LossWithStatistics) else ()
+        update = Update(
+            loss=nan,
+            grad_norm=nan,
+            learning_rate=learning_rate(self.step, self.optimizer.config),
+            tokens=tokens,
+            skipped="no_targets",
+            statistics=dict.fromkeys(names, nan),
         )
-        value, norm = self._summary(losses, gradients)
-        finite = bool(np.isfinite(value) and np.isfinite(norm))
-        if finite:
-            self._apply(gradients, norm, rate)
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        if not finite and self.on_nonfinite == "raise":
+        if weight > 0.0:
+            update = self._update(rows, loss, weight, names, update)
+        self.step += 1
+        return update
+
+    def _update(
+        self,
+        rows: Sequence[Batch],
+        loss: Loss | LossWithStatistics,
+        weight: float,
+        names: Sequence[str],
+        update: Update,
+    ) -> Update:
+        """Perform an update of rows that have a loss."""
+        statistics: list[Tensor] = []
+        losses = self.backward(rows, loss, weight, statistics)
+        gradients = self.trained.gradients()
+        facts = torch.zeros(2 + len(names), device=self.device)
+        if losses and self.groups.place.tensor == 0:
+            facts[0] = torch.stack(losses).sum()
+            if names:
+                facts[2:] = torch.stack(statistics).sum(0) / weight
+        facts[1] = self.trained.squared_norm(gradients)
+        value, square, *means = self.groups.all_reduce(facts).tolist()
+        norm = square**0.5
+        finite = isfinite(value) and isfinite(norm)
+        self.trained.step(gradients if finite else None, norm, update.learning_rate)
+        if not finite and self.options.on_nonfinite == "raise":
             raise ParallelError(
                 f"update {self.step}: loss {value}, gradient norm {norm}: not finite; weights are "
                 "unchanged; lower the learning rate or look at this batch"
             )
-        self.step += 1
-        _mark_step(self.stages.values())
-        return Update(
-            loss=value, grad_norm=norm, learning_rate=rate, tokens=tokens, skipped=not finite
+        return evolve(
+            update,
+            loss=value,
+            grad_norm=norm,
+            skipped=None if finite else "nonfinite",
+            statistics=dict(zip(names, means, strict=True)),
         )
 
-    def backward(self, microbatches: Sequence[Batch], loss: Loss, weight: float) -> list[Tensor]:
+    def backward(
+        self,
+        microbatches: Sequence[Batch],
+        loss: Loss | LossWithStatistics,
+        weight: float,
+        statistics: list[Tensor] | None = None,
+    ) -> list[Tensor]:
         """Forwards and backwards of an update; gradients are left in the parameters.
+
+        Args:
+            microbatches: this data rank's rows.
+            loss: of each.
+            weight: what their sum is divided by.
+            statistics: takes those of each microbatch, where the loss has any.
 
         Returns:
             Each microbatch's share of the loss; an empty list away from the last stage.
         """
 
         def finish(hidden: Tensor, microbatch: Batch) -> Tensor:
-            return loss(self._output(hidden), microbatch) / weight
+            found = loss(self._output(hidden), microbatch)
+            if isinstance(found, tuple):
+                found, others = found
+                if statistics is not None:
+                    statistics.append(others.detach())
+            return found / weight
 
         on_device = [self._to_device(microbatch) for microbatch in microbatches]
         return self.runtime.run(self.tables.training(len(on_device)), on_device, finish)
 
     def recorded_update(
-        self, batch: Mapping[str, Any], loss: Loss
-    ) -> tuple[Update, RecordedStep | None]:
-        """`update`, and when each rank of this pipeline computed what; every process calls it.
+        self, batch: Mapping[str, Any], loss: Loss | LossWithStatistics
+    ) -> tuple[Update, Recorder]:
+        """`update`, and a recorder of what this rank computed when; every process calls it.
 
-        Returns:
-            What `update` does, and the recorded step, None where nothing had a loss.
+        `ms_parallel.pipeline.step_file.recorded_step` gathers those of all ranks.
         """
-        recorder, step = Recorder(self.device), self.step
-        self.runtime.recorder = recorder
+        recorder = self.runtime.recorder = Recorder(self.device)
         try:
-            update = self.update(batch, loss)
+            return self.update(batch, loss), recorder
         finally:
             self.runtime.recorder = None
-        if recorder.schedule is None:
-            return update, None
-        return update, RecordedStep(
-            step=step,
-            layout=str(self.groups.layout),
-            name=recorder.schedule.name,
-            table=recorder.schedule.to_csv(),
-            times_ns=tuple(map(tuple, gather_times(recorder, self.groups))),
-        )
 
     @torch.no_grad()
     def evaluate(
@@ -254,8 +272,7 @@ class Engine:
         results = self.forward(self._microbatches(batch), function)
         for stage in self.stages.values():
             drop_gathered(stage)
-        whole = torch.cat(results) if results else None
-        return self.runtime.mailbox.share(whole, self.placement[-1])
+        return self.share(torch.cat(results) if results else None)
 
     def forward(
         self,
@@ -271,6 +288,19 @@ class Engine:
             lambda hidden, microbatch: function(self._output(hidden), microbatch),
             caches=caches,
         )
+
+    def share(self, result: Tensor | None) -> Tensor:
+        """What the last stage has made (None elsewhere), on every process of its data rank."""
+        return self.runtime.mailbox.share(result, self.placement[-1])
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows of all data ranks, in their order; each gives as many."""
+        if self.data_ranks == 1:
+            return rows
+        mine = rows.contiguous().to(self.device)
+        parts = [torch.empty_like(mine) for _ in range(self.data_ranks)]
+        dist.all_gather(parts, mine, group=self.groups.group("rows"))
+        return torch.cat(parts)
 
     def generate(
         self,
@@ -293,7 +323,7 @@ class Engine:
             top_k: only so many likeliest tokens are ever chosen; None for all.
             top_p: only the likeliest that together reach this probability are ever chosen.
             min_p: only those of at least this share of the likeliest one's probability are.
-            seed: of chance; the same under every layout gives the same tokens.
+            seed: of the random numbers; the same under every layout gives the same tokens.
             stop_token: ends a row: one token or any of several; by default those that the model's
                 configuration names as `eos_token_id`. None lets each row run to max_new_tokens.
 
@@ -314,9 +344,50 @@ class Engine:
         chosen: Any = self.config.eos_token_id if stop_token == "eos" else stop_token
         return () if chosen is None else (chosen,) if isinstance(chosen, int) else tuple(chosen)
 
+    def adapt(self, make: Callable[[Mapping[int, nn.Module]], Adapters]) -> None:
+        """Train small weights beside the model's own, which are frozen, from now on.
+
+        Args:
+            make: takes this process's stages by number, freezes them and puts adapters into them,
+                in place; what it returns is `adapters`.
+
+        Raises:
+            ConfigError: the layout splits matrices or sequences, or a rank has several stages.
+        """
+        layout = self.groups.layout
+        several = len(set(self.placement)) < len(self.placement)
+        if layout.tensor > 1 or layout.context > 1 or several:
+            raise ConfigError(
+                "adapters are trained over data and pipeline with one stage a rank; leave tensor "
+                "and context at 1 in the layout, and choose a schedule such as 1f1b"
+            )
+        self.adapters = make(self.stages)
+        self.trained = self._trainable(frozen_too=False)
+
+    def save(
+        self, folder: str | Path, *, tokenizer: str | Path | TokenizerFiles | None = None
+    ) -> None:
+        """Write the model to a folder that `load_model` and transformers read; all processes call.
+
+        Args:
+            folder: see `save_model`.
+            tokenizer: whose files go beside the model.
+
+        Raises:
+            ModelError: it is a module of your own, or the folder cannot be written.
+            NonFiniteError: a weight is NaN or infinite.
+        """
+        stages = [stage for stage in self.stages.values() if isinstance(stage, StagedModel)]
+        if not stages:
+            raise ModelError(
+                f"a {self.config.model_type} of your own is saved by your own code; take"
+                " engine.state_dict()"
+            )
+        save_model(stages, folder, tokenizer=tokenizer)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, moments and counters by name, ready for torch.distributed.checkpoint."""
-        return state_of(self)
+        return state_of(self.trained, self.step)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave; another layout's goes through the checkpoint first.
@@ -324,7 +395,17 @@ class Engine:
         Raises:
             CheckpointError: names or shapes are not this engine's.
         """
-        load_state(self, state)
+        self.step = load_state(self.trained, state)
+
+    def _trainable(self, *, frozen_too: bool) -> Trainable:
+        return Trainable(
+            self.stages,
+            self.plan,
+            self.placement,
+            self.groups,
+            self.options.optimizer,
+            frozen_too=frozen_too,
+        )
 
     def _microbatches(self, batch: Mapping[str, Any]) -> list[Batch]:
         return cut_batch(batch, self.microbatch_size, self.groups.layout.tensor)
@@ -338,30 +419,5 @@ class Engine:
         if isinstance(self.config, OwnModelConfig):
             return LogitsOutput(hidden)
         last = self.stages[len(self.placement) - 1]
-        return HeadOutput(hidden, last.head_weight, self.ops, self.groups)
-
-    def _summary(
-        self, losses: Sequence[Tensor], gradients: Mapping[str, Tensor]
-    ) -> tuple[float, float]:
-        """Loss of the global batch and norm of its gradient, each part counted once."""
-        counted = [gradients[name] for name in self.counted]
-        facts = torch.zeros(2, device=self.device)
-        if losses and self.groups.place.tensor == 0:
-            facts[0] = torch.stack(list(losses)).sum()
-        facts[1] = squared_norm(counted, self.device)
-        value, square = self.groups.all_reduce(facts).tolist()
-        return value, square**0.5
-
-    def _apply(self, gradients: Mapping[str, Tensor], norm: float, rate: float) -> None:
-        limit = self.optimizer.config.max_grad_norm
-        if limit is not None and norm > limit:
-            scale(list(gradients.values()), limit / (norm + 1e-6))
-        local = {name: local_part(parameter) for name, parameter in self.parameters.items()}
-        self.optimizer.step(local, gradients, rate)
-
-
-def _mark_step(stages: Iterable[nn.Module]) -> None:
-    """Tell ms-profile, where it runs, that weights moved: no torch optimizer is here to show it."""
-    profiler = sys.modules.get("ms_profile")
-    if profiler is not None:
-        profiler.mark_step(*stages)
+        heads = heads_of(last, self.options.heads)
+        return HeadOutput(hidden, last.head_weight, self.ops, self.groups, heads)

@@ -1,23 +1,45 @@
 """Continues prompts token by token, with a key-value cache, under any layout."""
 
 import hashlib
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from attrs import frozen
-from torch import Tensor
+from torch import Tensor, nn
 
+from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.loss import Batch, Output
 from ms_parallel.errors import ConfigError
-from ms_parallel.models import KeyValueCache
+from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.split.part import drop_gathered
 
-if TYPE_CHECKING:
-    from ms_parallel.engine.engine import Engine
+__all__ = ["Forwards", "Sampling", "generate", "pick"]
 
-__all__ = ["Sampling", "generate", "pick"]
+
+class Forwards(Protocol):
+    """What generation asks of an engine."""
+
+    @property
+    def groups(self) -> Groups:
+        """The layout's processes."""
+
+    @property
+    def stages(self) -> Mapping[int, nn.Module]:
+        """This process's, by number."""
+
+    def forward(
+        self,
+        microbatches: Sequence[Batch],
+        function: Callable[[Output, Batch], Tensor],
+        *,
+        caches: Mapping[int, KeyValueCache] | None = ...,
+    ) -> list[Tensor]:
+        """`function(output, microbatch)` of each; an empty list away from the last stage."""
+
+    def share(self, result: Tensor | None) -> Tensor:
+        """What the last stage has made, on every process of its data rank."""
 
 
 @frozen(kw_only=True)
@@ -47,7 +69,7 @@ class Sampling:
 
 @torch.no_grad()
 def generate(
-    engine: "Engine",
+    engine: Forwards,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -67,14 +89,14 @@ def generate(
     caches = {stage: KeyValueCache() for stage in engine.stages}
     written: list[Tensor] = []
     done = torch.zeros(len(prompts), dtype=torch.bool)
-    parts = (engine.groups.place.data, engine.groups.layout.data)
+    parts = (engine.groups.place.rank, engine.groups.place.count)
     batch, held = window.first(), window.width
     for index in range(max_new_tokens):
         logits = _forward(engine, batch, caches, at=window.width - 1 if index == 0 else 0)
         for cache in caches.values():
             cache.rewind(held)
         chosen = None if logits is None else pick(logits, sampling, index, *parts)
-        tokens = engine.runtime.mailbox.share(chosen, engine.placement[-1]).cpu()
+        tokens = engine.share(chosen).cpu()
         written.append(tokens)
         if stops:
             done |= torch.isin(tokens, torch.tensor(sorted(stops)))
@@ -128,7 +150,7 @@ class _Window:
 
 
 def _forward(
-    engine: "Engine", batch: Batch, caches: dict[int, KeyValueCache], at: int
+    engine: Forwards, batch: Batch, caches: dict[int, KeyValueCache], at: int
 ) -> Tensor | None:
     """Logits (B, V) of one position on the last stage, None on others."""
 
@@ -181,10 +203,10 @@ def _cut(scores: Tensor, sampling: Sampling) -> Tensor:
     return scores
 
 
-def _all_done(engine: "Engine", done: Tensor) -> bool:
+def _all_done(engine: Forwards, done: Tensor) -> bool:
     """Whether every row of every data rank has stopped; all must take the same steps."""
-    flag = done.all().int().reshape(1).to(engine.device)
-    return bool(engine.groups.all_reduce(flag, "data", dist.ReduceOp.MIN))
+    flag = done.all().int().reshape(1).to(engine.groups.device)
+    return bool(engine.groups.all_reduce(flag, "rows", dist.ReduceOp.MIN))
 
 
 def _until(tokens: list[int], stops: Collection[int]) -> list[int]:

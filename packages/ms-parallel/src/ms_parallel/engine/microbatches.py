@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.engine.loss import Batch, Loss
+from ms_parallel.engine.loss import Batch, Loss, LossWithStatistics
 from ms_parallel.errors import ConfigError
 
 __all__ = ["cut_batch", "measure"]
@@ -43,15 +43,17 @@ def cut_batch(batch: Mapping[str, Any], size: int | None, tensor: int) -> list[B
     ]
 
 
-def measure(microbatches: Sequence[Batch], loss: Loss, groups: Groups) -> tuple[float, int]:
+def measure(
+    microbatches: Sequence[Batch], loss: Loss | LossWithStatistics, groups: Groups
+) -> tuple[float, int]:
     """Weight and number of tokens of the global batch, of which these are this data rank's part."""
     weight = sum(loss.weight(microbatch) for microbatch in microbatches)
     tokens = sum(microbatch["tokens"].numel() for microbatch in microbatches)
-    if groups.layout.data == 1:
+    if groups.place.count == 1:
         return weight, tokens
     # Two float32 words a number: exact to 2^48, on devices without float64 collectives too.
     total = torch.tensor([weight, tokens], dtype=torch.float64)
     coarse = total.float()
     fine = (total - coarse).float()
-    both = groups.all_reduce(torch.cat([coarse, fine]).to(groups.device), "data").tolist()
+    both = groups.all_reduce(torch.cat([coarse, fine]).to(groups.device), "rows").tolist()
     return both[0] + both[2], round(both[1] + both[3])

@@ -1,16 +1,13 @@
 """An engine's state as one flat dict that torch.distributed.checkpoint saves and loads."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ms_parallel.engine.trainable import Trainable
 from ms_parallel.errors import CheckpointError
 from ms_parallel.split.part import laid_out_like, local_part
-
-if TYPE_CHECKING:
-    from ms_parallel.engine.engine import Engine
 
 __all__ = ["load_state", "state_of"]
 
@@ -18,34 +15,37 @@ MOMENTS = ("optimizer.exp_avg.", "optimizer.exp_avg_sq.")
 TAKEN, STEP = "optimizer.taken", "engine.step"
 
 
-def state_of(engine: "Engine") -> dict[str, Tensor]:
+def state_of(trained: Trainable, step: int) -> dict[str, Tensor]:
     """Weights under their own names, moments under `optimizer.exp_avg.NAME` and the like.
 
     Tensors share the engine's storage. A tied copy goes under its owner's name, on each stage
     that holds one: the planner keeps one of equal parts.
     """
-    owners = {copy: owner for owner, copy in engine.plan.tied}
+    owners = {copy: owner for owner, copy in trained.plan.tied}
     state: dict[str, Tensor] = {}
-    for own_name, parameter in engine.parameters.items():
+    for own_name, parameter in trained.parameters.items():
         name = owners.get(own_name, own_name)
         if name in state:
             continue
         state[name] = parameter.detach()
-        for prefix, moment in zip(MOMENTS, engine.optimizer.moments[own_name], strict=True):
+        for prefix, moment in zip(MOMENTS, trained.optimizer.moments[own_name], strict=True):
             state[prefix + name] = laid_out_like(parameter, moment)
-    state[TAKEN] = torch.tensor(engine.optimizer.taken, dtype=torch.int64)
-    state[STEP] = torch.tensor(engine.step, dtype=torch.int64)
+    state[TAKEN] = torch.tensor(trained.optimizer.taken, dtype=torch.int64)
+    state[STEP] = torch.tensor(step, dtype=torch.int64)
     return state
 
 
 @torch.no_grad()
-def load_state(engine: "Engine", state: Mapping[str, Tensor]) -> None:
+def load_state(trained: Trainable, state: Mapping[str, Tensor]) -> int:
     """Take over a dict of the form of `state_of` under the same layout.
+
+    Returns:
+        The step that it was taken at.
 
     Raises:
         CheckpointError: names or shapes are not this engine's.
     """
-    own = state_of(engine)
+    own = state_of(trained, 0)
     missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if missing or unknown:
         problem = f"lacks {missing[0]!r}" if missing else f"has unknown {unknown[0]!r}"
@@ -59,16 +59,16 @@ def load_state(engine: "Engine", state: Mapping[str, Tensor]) -> None:
             )
         if target.data_ptr() != source.data_ptr():
             target.copy_(source)
-    engine.optimizer.taken = int(state[TAKEN])
-    engine.step = int(state[STEP])
-    _refresh_copies(engine)
+    trained.optimizer.taken = int(state[TAKEN])
+    _refresh_copies(trained)
+    return int(state[STEP])
 
 
-def _refresh_copies(engine: "Engine") -> None:
+def _refresh_copies(trained: Trainable) -> None:
     """Where one process holds an owner and its tied copy, only the owner was loaded."""
-    for owner, copy in engine.plan.tied:
-        if owner in engine.parameters and copy in engine.parameters:
-            local_part(engine.parameters[copy]).copy_(local_part(engine.parameters[owner]))
-            moments = engine.optimizer.moments
+    for owner, copy in trained.plan.tied:
+        if owner in trained.parameters and copy in trained.parameters:
+            local_part(trained.parameters[copy]).copy_(local_part(trained.parameters[owner]))
+            moments = trained.optimizer.moments
             for target, source in zip(moments[copy], moments[owner], strict=True):
                 target.copy_(source)

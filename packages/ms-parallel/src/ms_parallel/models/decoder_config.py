@@ -1,14 +1,16 @@
 """What a decoder of the Llama kind is made of."""
 
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol, cast
 
-from attrs import field, frozen
+from attrs import field, fields, frozen
 from attrs.validators import optional
 
 from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.config import TokenId, above_zero, boolean, check_heads, positive
 from ms_parallel.models.family import Family, families
+from ms_parallel.settings import nearest
 
 __all__ = ["DecoderConfig", "RopeScaling"]
 
@@ -48,6 +50,20 @@ class RopeScaling:
             )
 
 
+def _rope_scaling(value: Any) -> Any:
+    """Take a mapping of settings for the value that they are of."""
+    if not isinstance(value, Mapping):
+        return value
+    known = [setting.name for setting in fields(RopeScaling)]
+    for key in value:
+        if key not in known:
+            raise ConfigError(f"unknown rope_scaling setting {key!r}; {nearest(key, known)}")
+    missing = [each for each in ("kind", "factor") if each not in value]
+    if missing:
+        raise ConfigError(f"rope_scaling lacks {missing[0]!r}; give kind and factor")
+    return RopeScaling(**value)
+
+
 @frozen(kw_only=True)
 class DecoderConfig:
     """A decoder of the Llama family; the names are those of Hugging Face's config.json.
@@ -68,7 +84,8 @@ class DecoderConfig:
     """Width of one head; need not be hidden_size / num_attention_heads."""
     rms_norm_eps: float = field(default=1e-6, validator=above_zero)
     rope_theta: float = field(default=10000.0, validator=above_zero)
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | None = field(default=None, converter=_rope_scaling)
+    """A mapping of its settings will do."""
     tie_word_embeddings: bool = field(default=False, validator=boolean)
     """The head's weight is the embedding's."""
     attention_bias: bool = field(default=False, validator=boolean)

@@ -7,12 +7,12 @@ from importlib import import_module
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ms_parallel.errors import ModelError
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.models.staged import StagedModel
-from ms_parallel.operators import Ops
+from ms_parallel.operators.protocol import Ops
 
 __all__ = ["Family", "families", "family_of"]
 
@@ -37,8 +37,8 @@ class Family(Protocol):
 
     def build(
         self, config: Any, *, ops: Ops | None, layers: range | None, first: bool, last: bool
-    ) -> StagedModel:
-        """The model or one stage of it, with unset weights."""
+    ) -> nn.Module:
+        """The `StagedModel` or one stage of it, with unset weights."""
 
     def plan(self, config: Any, /) -> ModelPlan:
         """How the model may be split."""

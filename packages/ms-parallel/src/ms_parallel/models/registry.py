@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,12 +11,12 @@ from attrs import asdict, evolve, fields
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.untrusted import read_json
 from ms_parallel.models.config import ModelConfig, TokenId, token_ids
-from ms_parallel.models.decoder_config import RopeScaling
 from ms_parallel.models.family import families, family_of
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles
-from ms_parallel.operators import Ops
+from ms_parallel.operators.protocol import Ops
+from ms_parallel.settings import nearest
 
 __all__ = [
     "architecture",
@@ -56,7 +55,7 @@ def architecture(
     if known is None:
         known = _named(_spelled(str(name_or_folder)))
     if known is None:
-        remedy = _nearest(str(name_or_folder), architectures())
+        remedy = nearest(str(name_or_folder), architectures())
         raise ConfigError(
             f"unknown architecture {str(name_or_folder)[:200]!r}; {remedy}"
             f" (or give a folder with a config.json)"
@@ -86,28 +85,13 @@ def _override(config: ModelConfig, overrides: dict[str, Any]) -> ModelConfig:
     names = [setting.name for setting in fields(kind)]
     for key in overrides:
         if key not in names:
-            raise ConfigError(f"unknown model setting {key!r}; {_nearest(key, names)}")
-    scaling = overrides.get("rope_scaling")
-    if isinstance(scaling, Mapping):
-        known = [setting.name for setting in fields(RopeScaling)]
-        for key in scaling:
-            if key not in known:
-                raise ConfigError(f"unknown rope_scaling setting {key!r}; {_nearest(key, known)}")
-        missing = [each for each in ("kind", "factor") if each not in scaling]
-        if missing:
-            raise ConfigError(f"rope_scaling lacks {missing[0]!r}; give kind and factor")
-        overrides["rope_scaling"] = RopeScaling(**scaling)
+            raise ConfigError(f"unknown model setting {key!r}; {nearest(key, names)}")
     if "head_dim" not in overrides and overrides.keys() & {"hidden_size", "num_attention_heads"}:
         sizes = {**asdict(cast(Any, config)), **overrides}
         hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
         if isinstance(hidden, int) and isinstance(heads, int):  # else refused by name below
             overrides["head_dim"] = hidden // max(1, heads)
     return cast(ModelConfig, evolve(cast(Any, config), **overrides))
-
-
-def _nearest(given: str, known: list[str]) -> str:
-    near = get_close_matches(given, known, n=1, cutoff=0.4)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
 def build_model(
@@ -130,7 +114,8 @@ def build_model(
     Raises:
         ModelError: no model has this kind of configuration.
     """
-    return family_of(config).build(config, ops=ops, layers=layers, first=first, last=last)
+    model = family_of(config).build(config, ops=ops, layers=layers, first=first, last=last)
+    return cast(StagedModel, model)
 
 
 def model_plan(config: ModelConfig) -> ModelPlan:

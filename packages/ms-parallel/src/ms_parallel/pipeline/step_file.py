@@ -5,16 +5,18 @@ from pathlib import Path
 
 import msgspec
 
+from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import ConfigError, ScheduleError
 from ms_parallel.files.durable import write_file, writing
 from ms_parallel.files.untrusted import decode_json, decoding, read_bytes
+from ms_parallel.pipeline.recorder import Recorder, gather_times
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.schedules.table.costs import Costs
 from ms_parallel.schedules.table.schedule import Schedule
-from ms_parallel.schedules.timeline.measured import observed, observed_costs
-from ms_parallel.schedules.timeline.simulate import Timeline
+from ms_parallel.schedules.timeline.measured import measured, measured_costs
+from ms_parallel.schedules.timeline.timeline import Timeline
 
-__all__ = ["RecordedStep", "is_recording", "read_step", "write_step"]
+__all__ = ["RecordedStep", "is_recording", "read_step", "recorded_step", "write_step"]
 
 LIMIT_BYTES = 1 << 28
 NS_PER_MS = 1_000_000
@@ -23,7 +25,7 @@ NS_PER_MS = 1_000_000
 class RecordedStep(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="timeline.v1"
 ):
-    """What `Engine.recorded_update` gathers."""
+    """One update, as `recorded_step` gathers it."""
 
     step: int
     """Updates made before this one."""
@@ -42,17 +44,39 @@ class RecordedStep(
 
     def timeline(self) -> Timeline:
         """When everything ran, in milliseconds."""
-        return observed(self.schedule, self._times_ms())
+        return measured(self.schedule, self._times_ms())
 
     def costs(self) -> Costs:
-        """Mean times of each stage, in milliseconds; see `observed_costs`."""
-        return observed_costs(self.schedule, self._times_ms())
+        """Mean times of each stage, in milliseconds; see `measured_costs`."""
+        return measured_costs(self.schedule, self._times_ms())
 
     def _times_ms(self) -> list[list[tuple[Fraction, Fraction]]]:
         return [
             [(Fraction(begin, NS_PER_MS), Fraction(end, NS_PER_MS)) for begin, end in row]
             for row in _from_zero(self.times_ns)
         ]
+
+
+def recorded_step(recorder: Recorder, groups: Groups, step: int) -> RecordedStep | None:
+    """Gather what all ranks of this pipeline have recorded; every process calls it.
+
+    Args:
+        recorder: of `Engine.recorded_update`.
+        groups: the layout's processes.
+        step: updates made before this one.
+
+    Returns:
+        The step, None where nothing had a loss.
+    """
+    if recorder.schedule is None:
+        return None
+    return RecordedStep(
+        step=step,
+        layout=str(groups.layout),
+        name=recorder.schedule.name,
+        table=recorder.schedule.to_csv(),
+        times_ns=tuple(map(tuple, gather_times(recorder, groups))),
+    )
 
 
 def write_step(path: Path, step: RecordedStep) -> None:

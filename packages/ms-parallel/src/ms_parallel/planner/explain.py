@@ -1,9 +1,6 @@
-"""A schedule told and drawn: made by name, read or searched for; proved and simulated."""
+"""Explains a schedule: made by name, read or searched for; proved, simulated and drawn."""
 
-import re
-from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from attrs import frozen
@@ -12,22 +9,21 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.files.durable import write_file
 from ms_parallel.pipeline.choice import SEARCH, is_file, read_schedule
 from ms_parallel.pipeline.step_file import RecordedStep, is_recording, read_step
+from ms_parallel.planner.cost_text import Given, as_recorded, costs_of, parse_costs
 from ms_parallel.schedules.checks.verify import verify
-from ms_parallel.schedules.drawing.draw import draw_html, draw_svg
+from ms_parallel.schedules.drawing.page import draw_html
+from ms_parallel.schedules.drawing.svg import draw_svg
 from ms_parallel.schedules.generators.registry import named_schedule
 from ms_parallel.schedules.solver.search import search
-from ms_parallel.schedules.table.costs import Costs
 from ms_parallel.schedules.table.schedule import Schedule
-from ms_parallel.schedules.timeline.simulate import Timeline, simulate
-from ms_parallel.settings import check_path, nearest
+from ms_parallel.schedules.timeline.simulate import simulate
+from ms_parallel.schedules.timeline.timeline import Timeline
+from ms_parallel.settings import check_path
 
-__all__ = ["ScheduleFacts", "Told", "draw_to", "parse_costs", "tell"]
+__all__ = ["Explanation", "ScheduleFacts", "draw_to", "explain"]
 
-COSTS = ("forward", "backward_input", "backward_weight", "activation", "latency")
 MOST_CELLS = 1 << 20
 """Forwards of a schedule that is still proved in seconds."""
-MOST_DIGITS, SMALLEST = 40, 1e-30
-"""Of one cost."""
 PICTURES = {".svg": draw_svg, ".html": draw_html}
 
 
@@ -49,6 +45,9 @@ class ScheduleFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Most activation memory of each rank."""
     messages: int
     """That cross from one rank to another in a step."""
+    overlapped_pairs: int = 0
+    """Pairs of a forward and a backward that the table overlaps; they are performed, and timed
+    here, one after the other."""
     critical_path: tuple[str, ...]
     """Actions that explain the makespan, as `rank:action`, in order."""
     lower_bound: float | None = None
@@ -59,8 +58,8 @@ class ScheduleFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @frozen(kw_only=True)
-class Told:
-    """What `tell` found."""
+class Explanation:
+    """What `explain` found."""
 
     facts: ScheduleFacts
     timeline: Timeline
@@ -78,7 +77,7 @@ class Told:
         return () if self.measured is None else ("simulated", "measured")
 
 
-def tell(
+def explain(
     choice: str,
     *,
     ranks: int | None = None,
@@ -86,7 +85,7 @@ def tell(
     costs: str = "",
     memory_cap: float | None = None,
     measured: str | None = None,
-) -> Told:
+) -> Explanation:
     """Make, read or search for a schedule, prove it, and play it.
 
     Args:
@@ -109,28 +108,38 @@ def tell(
     given, recorded = parse_costs(costs), _recorded(choice, measured)
     schedule, bound = _made(choice, ranks, microbatches, given, memory_cap, recorded)
     report = verify(schedule)
-    played = _costs(given, schedule.stages)
+    played = costs_of(given, schedule.stages)
     if recorded is not None:
-        played = _as_recorded(given, recorded, schedule.stages)
+        played = as_recorded(given, recorded, schedule.stages)
     line = simulate(schedule, played)
     real = recorded.timeline() if recorded else None
-    facts = ScheduleFacts(
-        name=schedule.name or choice,
+    facts = msgspec.structs.replace(
+        _facts(line, schedule.name or choice, report.messages),
+        overlapped_pairs=sum(bool(action.parts) for row in schedule.actions for action in row),
+        lower_bound=bound,
+    )
+    if real is not None:
+        facts = msgspec.structs.replace(
+            facts, measured_makespan=float(real.makespan), measured_bubble=float(real.bubble)
+        )
+    return Explanation(facts=facts, timeline=line, measured=real)
+
+
+def _facts(line: Timeline, name: str, messages: int) -> ScheduleFacts:
+    schedule, makespan = line.schedule, line.makespan
+    return ScheduleFacts(
+        name=name,
         ranks=schedule.ranks,
         stages=schedule.stages,
         microbatches=schedule.microbatches,
         placement=schedule.placement,
-        makespan=float(line.makespan),
+        makespan=float(makespan),
         bubble=float(line.bubble),
-        idle=tuple(float(1 - busy / line.makespan) if line.makespan else 0.0 for busy in line.busy),
+        idle=tuple(float(1 - busy / makespan) if makespan else 0.0 for busy in line.busy),
         peak_memory=tuple(map(float, line.peak_memory)),
-        messages=report.messages,
+        messages=messages,
         critical_path=tuple(f"{rank}:{span.action}" for rank, span in line.critical_path),
-        lower_bound=bound,
-        measured_makespan=float(real.makespan) if real else None,
-        measured_bubble=float(real.bubble) if real else None,
     )
-    return Told(facts=facts, timeline=line, measured=real)
 
 
 def _recorded(choice: str, measured: str | None) -> RecordedStep | None:
@@ -145,7 +154,7 @@ def _made(
     choice: str,
     ranks: int | None,
     microbatches: int | None,
-    given: dict[str, list[Fraction]],
+    given: Given,
     memory_cap: float | None,
     recorded: RecordedStep | None,
 ) -> tuple[Schedule, float | None]:
@@ -162,14 +171,14 @@ def _made(
         raise ConfigError(f"{choice} needs sizes; give --stages and --microbatches")
     if choice == SEARCH:
         stages = max([ranks, *map(len, given.values())])
-        costs = _costs(given, stages)
+        costs = costs_of(given, stages)
         if recorded is not None:
-            costs = _as_recorded(given, recorded, stages)
+            costs = as_recorded(given, recorded, stages)
         found = search(costs, memory_cap, microbatches=microbatches, ranks=ranks)
         return found.schedule, float(found.lower_bound)
     # What is generated from costs has one stage a rank; the rest does not look at them.
     fits = ranks > 0 and all(len(values) in (1, ranks) for values in given.values())
-    own = _costs(given, ranks) if fits else None
+    own = costs_of(given, ranks) if fits else None
     return named_schedule(choice, ranks, microbatches, costs=own), None
 
 
@@ -184,66 +193,8 @@ def _read(path: str, ranks: int | None, microbatches: int | None) -> Schedule:
     return schedule
 
 
-def parse_costs(text: str) -> dict[str, list[Fraction]]:
-    """Costs by name from text such as `forward=1:1:1.4,latency=0.1`.
-
-    Raises:
-        ConfigError: a name is unknown or a value is no number.
-    """
-    found: dict[str, list[Fraction]] = {}
-    for part in filter(None, text.split(",")):
-        name, _, values = part.strip().partition("=")
-        if name not in COSTS:
-            raise ConfigError(f"cost {name!r} is not known; {nearest(name, COSTS)}")
-        try:
-            found[name] = [_cost(value) for value in values.split(":")]
-        except (ValueError, ZeroDivisionError):
-            raise ConfigError(
-                f"cost {part.strip()[:60]!r} is not a number; write {name}=1.3, or 1:1:1.4 a stage"
-            ) from None
-    return found
-
-
-def _cost(text: str) -> Fraction:
-    if len(text) > MOST_DIGITS:
-        raise ValueError(text)
-    if "/" in text:
-        return Fraction(text)
-    value = float(text)  # a Fraction of 1e999999999 would be a number of a billion digits
-    if value == 0 and not re.search("[1-9]", re.split("[eE]", text)[0]):
-        return Fraction(0)
-    if not SMALLEST <= abs(value) <= 1 / SMALLEST:
-        raise ValueError(text)
-    return Fraction(text)
-
-
-def _as_recorded(given: dict[str, list[Fraction]], recorded: RecordedStep, stages: int) -> Costs:
-    """A recorded step's mean costs in milliseconds, but for those that are given."""
-    own = recorded.costs()
-    mean: dict[str, list[Fraction]] = {}
-    for name in COSTS[:-1]:
-        values = getattr(own, name)
-        # Another number of stages shares out the same layers.
-        mean[name] = [sum(values, Fraction(0)) / stages] * stages
-        if len(values) == stages or name == "activation":
-            mean[name] = list(values) if len(values) == stages else [Fraction(1)] * stages
-    return _costs({**mean, "latency": [own.latency], **given}, stages)
-
-
-def _costs(given: dict[str, list[Fraction]], stages: int) -> Costs:
-    """One value for all stages, or one for each; what is not given costs 1, a message nothing."""
-    each: dict[str, Any] = {
-        name: given.get(name, [Fraction(1)]) * (stages if len(given.get(name, [1])) == 1 else 1)
-        for name in COSTS[:-1]
-    }
-    (latency, *more) = given.get("latency", [Fraction(0)])
-    if more:
-        raise ConfigError("latency takes one value; it is the same between all ranks")
-    return Costs(**each, latency=latency)
-
-
-def draw_to(path: str | Path, told: Told) -> None:
-    """Write what was told as .svg or .html, or the schedule as .csv; whole or not at all.
+def draw_to(path: str | Path, explained: Explanation) -> None:
+    """Write an explanation as .svg or .html, or the schedule as .csv; whole or not at all.
 
     Raises:
         ConfigError: the suffix is another.
@@ -252,10 +203,10 @@ def draw_to(path: str | Path, told: Told) -> None:
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix == ".csv":
-        text = told.timeline.schedule.to_csv()
+        text = explained.timeline.schedule.to_csv()
     elif suffix in PICTURES:
-        unit = "" if told.measured is None else "ms"
-        text = PICTURES[suffix](*told.lines, titles=told.titles, unit=unit)
+        unit = "" if explained.measured is None else "ms"
+        text = PICTURES[suffix](*explained.lines, titles=explained.titles, unit=unit)
     else:
         raise ConfigError(f"{path}: {suffix!r} is no picture; end it in .svg, .html or .csv")
     check_path("--out", path)

@@ -28,7 +28,7 @@ class FoundSchedule(
 ):
     """A table, how many layers each stage has, and what both were found for."""
 
-    asked: dict[str, int | str | None]
+    conditions: dict[str, int | str | None]
     """What the costs and the table depend on; for anything else the search is made again."""
     table: str
     """In torch.distributed.pipelining's CSV form."""

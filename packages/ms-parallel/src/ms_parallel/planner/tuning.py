@@ -1,27 +1,100 @@
-"""Finds the schedule and the split of the layers that measured costs make shortest."""
+"""Measures a model on its processes, and searches for the schedule and the split of its layers."""
 
 from collections.abc import Callable
-from functools import partial
+from statistics import median
 from typing import Any
 
 import msgspec
+import torch
+import torch.distributed as dist
 
 from ms_parallel.cluster.agreement import first_does
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.errors import ConfigError, LayoutError, ScheduleError
-from ms_parallel.models import ModelConfig, model_plan
+from ms_parallel.engine.engine import Engine
+from ms_parallel.engine.loss import Batch, NextTokenLoss
+from ms_parallel.engine.microbatches import cut_batch, measure
+from ms_parallel.errors import ConfigError, LayoutError
+from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.registry import model_plan
+from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.planner.found_schedule import FoundSchedule
-from ms_parallel.planner.measurement import PER_SECOND, measure_layers
-from ms_parallel.schedules.generators.one_stage.one_f_one_b import one_f_one_b
-from ms_parallel.schedules.solver.balance import Balanced, LayerCosts, balance
-from ms_parallel.schedules.table.placements import looped, one_a_rank, vee
-from ms_parallel.schedules.timeline.simulate import Timeline, simulate
-from ms_parallel.split.stages import cut_layers
+from ms_parallel.planner.probes import (
+    MICROBATCHES,
+    MemoryRuntime,
+    message_times,
+    random_batch,
+    segment_costs,
+    segment_layers,
+    segment_stages,
+)
+from ms_parallel.planner.shortest import shortest_schedule
+from ms_parallel.schedules.table.action import Kind
+from ms_parallel.schedules.table.segments import SegmentCosts
 
-__all__ = ["asked_of", "find", "search_schedule"]
+__all__ = ["conditions_of", "measure_segments", "search_schedule"]
 
-PER_MS = PER_SECOND // 1000
-EFFORT = 0.5
+STEPS = 3
+"""That are timed, after one that is not."""
+MAX = dist.ReduceOp.MAX
+
+
+def measure_segments(
+    config: ModelConfig, groups: Groups, *, rows: int, sequence_length: int, **options: Any
+) -> SegmentCosts:
+    """Time and memory of one microbatch in each segment; the same on every process.
+
+    Some steps pass through an engine made for it, every segment a stage of its own; weights of a
+    run, its random numbers and its place in the data are not touched. All processes call this.
+
+    Args:
+        config: the model.
+        groups: the layout's processes.
+        rows: of a microbatch.
+        sequence_length: tokens of a row.
+        options: of the engine, such as `recompute` and `mixed_precision`.
+
+    Returns:
+        Times in microseconds, memory in bytes; the slowest data and tensor rank counts.
+    """
+    layers = segment_layers(config)
+    staged = segment_stages(layers, groups.layout.pipeline)
+    engine = Engine(config, groups=groups, **{**options, "schedule": staged})
+    batch = random_batch(config.vocab_size, rows, sequence_length)
+    times = [_timed(engine, batch) for _ in range(1 + STEPS)][1:]
+    own = torch.zeros(5, len(layers))
+    for index, kind in enumerate((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)):
+        for stage in engine.stages:
+            own[index, stage] = median(t for step in times for t in step[kind, stage])
+    memory = engine.runtime = MemoryRuntime(engine.runtime)
+    _step(engine, batch)
+    for stage in engine.stages:
+        own[3, stage] = memory.kept_bytes[stage]
+        own[4, stage] = memory.retained_bytes[stage]
+    links = torch.tensor(message_times(groups, memory.message_bytes))
+    most = groups.all_reduce(torch.cat([own.flatten(), links]).to(groups.device), op=MAX).cpu()
+    return segment_costs(layers, most[:-2].view(5, -1), *most[-2:].tolist())
+
+
+def _step(engine: Engine, batch: Batch) -> None:
+    """One step without an optimizer; gradients are dropped."""
+    loss, rows = NextTokenLoss(), len(batch["tokens"]) // MICROBATCHES
+    microbatches = cut_batch(batch, rows, engine.groups.layout.tensor)
+    weight, _ = measure(microbatches, loss, engine.groups)
+    engine.backward(microbatches, loss, weight)
+    for parameter in engine.parameters.values():
+        parameter.grad = None
+
+
+def _timed(engine: Engine, batch: Batch) -> dict[tuple[Kind, int], list[float]]:
+    """Seconds of each computation, by kind and stage."""
+    recorder = engine.runtime.recorder = Recorder(engine.device)
+    _step(engine, batch)
+    engine.runtime.recorder = None
+    found: dict[tuple[Kind, int], list[float]] = {}
+    row = engine.tables.training(MICROBATCHES).computations()[engine.groups.place.pipeline]
+    for action, (begin, end) in zip(row, recorder.times_ns(), strict=True):
+        found.setdefault((action.kind, action.stage), []).append((end - begin) / 1e9)
+    return found
 
 
 def search_schedule(
@@ -32,13 +105,14 @@ def search_schedule(
     sequence_length: int,
     microbatch_size: int | None = None,
     memory_cap_bytes: int | None = None,
-    measure: Callable[..., LayerCosts] = measure_layers,
+    measure: Callable[..., SegmentCosts] = measure_segments,
     **options: Any,
 ) -> FoundSchedule:
     """Measure this model on these processes, and search; the same result on every process.
 
     All processes call this before they build their engine with `schedule=found.staged`. Stages one
-    a rank, in a V and in a loop of two are tried, each with the layers shared out to suit it.
+    a rank, in a V and in a loop of two are tried, each with the layers shared out to suit it. Pairs
+    of a forward and a backward are not tried, as the runtime does not overlap them.
 
     Args:
         config: the model.
@@ -47,7 +121,7 @@ def search_schedule(
         sequence_length: tokens of a row.
         microbatch_size: rows that pass at once; None for all of them.
         memory_cap_bytes: most activation memory of a rank; None for as much as 1F1B takes.
-        measure: what gives the costs of the layers.
+        measure: what gives the costs of the segments.
         options: of the engine that will perform it, such as `recompute` and `mixed_precision`.
 
     Raises:
@@ -61,22 +135,31 @@ def search_schedule(
             f"{rows} rows of a data rank do not divide into microbatches of {size}; a schedule is"
             " searched for microbatches of one size, so choose a divisor"
         )
-    asked = asked_of(config, groups, rows, sequence_length, size, memory_cap_bytes, options)
-    units, ranks = len(model_plan(config).cuts), groups.layout.pipeline
-    if units < ranks:
-        raise LayoutError(f"{units} layers for pipeline={ranks}; use at most {units} ranks")
+    conditions = conditions_of(
+        config, groups, rows, sequence_length, size, memory_cap_bytes, options
+    )
+    segments, ranks = len(model_plan(config).cuts), groups.layout.pipeline
+    if segments < ranks:
+        raise LayoutError(f"{segments} layers for pipeline={ranks}; use at most {segments} ranks")
     costs = measure(config, groups, rows=size, sequence_length=sequence_length, **options)
     # What is computed again would be kept from I to W, more than recomputation spares.
-    whole = asked["recompute"] == "full"
-    found = first_does(
-        partial(
-            _encoded, costs, ranks, rows // size, memory_cap_bytes, asked=asked, split=not whole
+    whole = conditions["recompute"] == "full"
+
+    def encoded() -> bytes:
+        found = shortest_schedule(
+            costs,
+            ranks,
+            rows // size,
+            memory_cap_bytes,
+            conditions=conditions,
+            split=not whole,
         )
-    )
-    return msgspec.json.decode(found, type=FoundSchedule)
+        return msgspec.json.encode(found)
+
+    return msgspec.json.decode(first_does(encoded), type=FoundSchedule)
 
 
-def asked_of(
+def conditions_of(
     config: ModelConfig,
     groups: Groups,
     rows: int,
@@ -85,7 +168,7 @@ def asked_of(
     memory_cap_bytes: int | None,
     options: dict[str, Any],
 ) -> dict[str, int | str | None]:
-    """What a found schedule is for, as it stands in its file."""
+    """What a found schedule depends on, as it stands in its file."""
     return {
         "layout": str(groups.layout),
         "architecture": config.model_type,
@@ -96,81 +179,4 @@ def asked_of(
         "memory_cap_bytes": memory_cap_bytes,
         "recompute": str(options.get("recompute", "none")),
         "mixed_precision": int(options.get("mixed_precision", False)),
-    }
-
-
-def _encoded(*arguments: Any, **named: Any) -> bytes:
-    return msgspec.json.encode(find(*arguments, **named))
-
-
-def find(
-    costs: LayerCosts,
-    ranks: int,
-    microbatches: int,
-    memory_cap_bytes: int | None,
-    *,
-    asked: dict[str, int | str | None],
-    split: bool = True,
-    effort: float = EFFORT,
-) -> FoundSchedule:
-    """The shortest of the schedules on all placements; pure, and the same for the same costs.
-
-    Raises:
-        ScheduleError: the cap is below the least that works.
-    """
-    plain = _plain(costs, ranks, microbatches)
-    cap = memory_cap_bytes or int(max(plain.peak_memory))
-    placements = [one_a_rank(ranks), vee(ranks), looped(ranks, 2)][: 3 if ranks > 1 else 1]
-    tried: list[Balanced] = []
-    refusals: list[Exception] = []
-    for placement in placements:
-        if len(placement) > costs.layers:
-            continue
-        try:
-            tried.append(
-                balance(
-                    costs,
-                    cap,
-                    placement=placement,
-                    microbatches=microbatches,
-                    split=split,
-                    effort=effort / len(placements),
-                )
-            )
-        except ScheduleError as refusal:
-            refusals.append(refusal)
-    if not tried:
-        raise refusals[0]
-    best = min(tried, key=lambda each: each.found.makespan)
-    return FoundSchedule(
-        asked=asked,
-        table=best.found.schedule.to_csv(),
-        layers=best.split,
-        makespan_ms=float(best.found.makespan) / PER_MS,
-        lower_bound_ms=float(best.found.lower_bound) / PER_MS,
-        one_f_one_b_ms=float(plain.makespan) / PER_MS,
-        peak_bytes=tuple(map(int, best.found.peak_memory)),
-        memory_cap_bytes=cap,
-        costs=_told(costs),
-    )
-
-
-def _plain(costs: LayerCosts, ranks: int, microbatches: int) -> Timeline:
-    """1F1B with layers shared out as an engine does unasked."""
-    even = cut_layers(costs.layers, ranks, range(costs.layers))
-    return simulate(one_f_one_b(ranks, microbatches), costs.stages([len(each) for each in even]))
-
-
-def _told(costs: LayerCosts) -> dict[str, tuple[float, ...]]:
-    times = {
-        "forward_ms": costs.forward,
-        "backward_input_ms": costs.backward_input,
-        "backward_weight_ms": costs.backward_weight,
-        "latency_ms": [costs.latency],
-        "transfer_ms": [costs.transfer],
-    }
-    sizes = {"activation_bytes": costs.activation, "retained_bytes": costs.retained}
-    return {
-        **{name: tuple(float(each) / PER_MS for each in values) for name, values in times.items()},
-        **{name: tuple(map(float, values)) for name, values in sizes.items()},
     }

@@ -4,29 +4,31 @@ Pure: nothing here imports torch or starts anything.
 """
 
 from ms_parallel.schedules.checks.verify import Report, verify
-from ms_parallel.schedules.drawing.draw import draw_html, draw_svg, draw_text, path_text
+from ms_parallel.schedules.drawing.legend import path_text
+from ms_parallel.schedules.drawing.page import draw_html
+from ms_parallel.schedules.drawing.svg import draw_svg
+from ms_parallel.schedules.drawing.text import draw_text
 from ms_parallel.schedules.generators.looped.breadth_first import breadth_first
 from ms_parallel.schedules.generators.looped.interleaved import interleaved_one_f_one_b
 from ms_parallel.schedules.generators.one_stage.gpipe import gpipe
 from ms_parallel.schedules.generators.one_stage.one_f_one_b import one_f_one_b
-from ms_parallel.schedules.generators.one_stage.zb1p import zb1p
-from ms_parallel.schedules.generators.one_stage.zb2p import zb2p
-from ms_parallel.schedules.generators.one_stage.zb_h1 import zb_h1
-from ms_parallel.schedules.generators.one_stage.zb_h2 import zb_h2
+from ms_parallel.schedules.generators.one_stage.zb_h import zb_h1, zb_h2
+from ms_parallel.schedules.generators.one_stage.zb_p import zb1p, zb2p
 from ms_parallel.schedules.generators.registry import GENERATORS, named_schedule
 from ms_parallel.schedules.generators.vee.dualpipe_v import dualpipe_v
-from ms_parallel.schedules.generators.vee.v_half import v_half
-from ms_parallel.schedules.generators.vee.v_min import v_min
+from ms_parallel.schedules.generators.vee.v_memory import v_half, v_min
 from ms_parallel.schedules.generators.vee.zb_v import zb_v
-from ms_parallel.schedules.solver.balance import Balanced, LayerCosts, balance
+from ms_parallel.schedules.solver.balance import Balanced, balance
 from ms_parallel.schedules.solver.search import Found, search
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.communication import with_communication
 from ms_parallel.schedules.table.costs import Costs
 from ms_parallel.schedules.table.placements import looped, one_a_rank, vee
 from ms_parallel.schedules.table.schedule import Schedule
-from ms_parallel.schedules.timeline.measured import observed, observed_costs
-from ms_parallel.schedules.timeline.simulate import Span, Timeline, measured, simulate
+from ms_parallel.schedules.table.segments import SegmentCosts
+from ms_parallel.schedules.timeline.measured import measured, measured_costs
+from ms_parallel.schedules.timeline.simulate import simulate
+from ms_parallel.schedules.timeline.timeline import Span, Timeline
 
 __all__ = [
     "GENERATORS",
@@ -35,9 +37,9 @@ __all__ = [
     "Costs",
     "Found",
     "Kind",
-    "LayerCosts",
     "Report",
     "Schedule",
+    "SegmentCosts",
     "Span",
     "Timeline",
     "balance",
@@ -50,9 +52,8 @@ __all__ = [
     "interleaved_one_f_one_b",
     "looped",
     "measured",
+    "measured_costs",
     "named_schedule",
-    "observed",
-    "observed_costs",
     "one_a_rank",
     "one_f_one_b",
     "path_text",

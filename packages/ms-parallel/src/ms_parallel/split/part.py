@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 __all__ = [
     "Part",
     "drop_gathered",
+    "is_whole_here",
     "laid_out_like",
     "local_gradient",
     "local_part",
@@ -49,6 +50,11 @@ def local_part(tensor: Tensor) -> Tensor:
     """This process's part of a tensor, detached, sharing its storage."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def is_whole_here(tensor: Tensor) -> bool:
+    """Whether this process holds all of a tensor."""
+    return not isinstance(tensor, DTensor)
 
 
 def whole_of(tensor: Tensor) -> Tensor:

@@ -8,8 +8,10 @@ from torch import nn
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import LayoutError
-from ms_parallel.models import ModelConfig, StagedModel, build_model, model_plan
-from ms_parallel.operators import Ops
+from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.registry import build_model, model_plan
+from ms_parallel.models.staged import StagedModel
+from ms_parallel.operators.protocol import Ops
 from ms_parallel.split.recompute import Recompute, recompute_blocks
 from ms_parallel.split.sharding import shard_model
 from ms_parallel.split.tensor_parallel import split_model

@@ -4,7 +4,6 @@ import hashlib
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -12,26 +11,12 @@ import msgspec
 from ms_parallel.errors import ConfigError
 from ms_parallel.files.durable import write_file, writing
 from ms_parallel.files.untrusted import read_json
+from ms_parallel.training.optional import data_package
 from ms_parallel.training.options import Options
 
-__all__ = ["data_package", "prepare"]
+__all__ = ["prepare"]
 
 SHARDS, SOURCE, TOKENIZER = "shards", "shards-source.json", "tokenizer.json"
-
-
-def data_package() -> ModuleType:
-    """The package ms_data.
-
-    Raises:
-        ConfigError: it is not installed; names the extra.
-    """
-    try:
-        import ms_data
-    except ImportError as error:
-        raise ConfigError(
-            "training on a dataset needs ms-data; install it: pip install 'ms-parallel[data]'"
-        ) from error
-    return ms_data
 
 
 def prepare(dataset_path: str | Path, options: Options) -> Path:

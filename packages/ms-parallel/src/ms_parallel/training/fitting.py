@@ -3,27 +3,31 @@
 from pathlib import Path
 from typing import Any
 
+from ms_parallel import checkpoint
+from ms_parallel.cluster import process
 from ms_parallel.cluster.agreement import first_does
-from ms_parallel.cluster.groups import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.errors import ConfigError
-from ms_parallel.models import architecture
-from ms_parallel.operators import Ops
+from ms_parallel.models.registry import architecture
 from ms_parallel.pipeline.choice import SEARCH, Choice
-from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
-from ms_parallel.planner.tuning import asked_of, search_schedule
+from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.schedules.table.schedule import Schedule
-from ms_parallel.training.dataset import data_package
+from ms_parallel.training.optional import data_package, operators_of
 from ms_parallel.training.options import Options
 from ms_parallel.training.tokenizer import with_ends
+from ms_parallel.weights.load import has_weights
 
-__all__ = ["build_engine", "find_schedule", "fit_model", "microbatch"]
+__all__ = ["build_engine", "fit_model", "layout_of", "microbatch"]
 
-GIB = 1 << 30
 VOCABULARY_MULTIPLE = 64
 """A model's vocabulary is rounded up to it, so that many values of `tensor` divide it."""
+
+
+def layout_of(options: Options) -> Layout:
+    """The layout asked for, or all processes on the data axis."""
+    return options.parallel_config or Layout(data=process.world_size())
 
 
 def fit_model(options: Options, layout: Layout, shards: Path | None) -> Any:
@@ -71,12 +75,12 @@ def _check_sizes(options: Options, layout: Layout, config: Any) -> None:
             f"sequence_length={length} does not divide over tensor={layout.tensor}; choose a"
             f" multiple of {layout.tensor}"
         )
-    if options.batch_size % layout.data:
+    if options.batch_size % layout.readers:
         raise ConfigError(
-            f"batch_size={options.batch_size} does not divide over data={layout.data}; choose a"
-            f" multiple of {layout.data}"
+            f"batch_size={options.batch_size} does not divide over data={layout.readers}; choose a"
+            f" multiple of {layout.readers}"
         )
-    rows, size = options.batch_size // layout.data, options.microbatch_size
+    rows, size = options.batch_size // layout.readers, options.microbatch_size
     if size is not None and rows % size and options.schedule == SEARCH:
         raise ConfigError(
             f"microbatch_size={size} does not divide the {rows} samples of a data rank, and a"
@@ -88,50 +92,11 @@ def microbatch(options: Options, layout: Layout) -> int | None:
     """Samples that pass at once: as asked, or with a pipeline so few that its stages are busy."""
     if options.microbatch_size is not None or layout.pipeline == 1:
         return options.microbatch_size
-    rows = options.batch_size // layout.data
+    rows = options.batch_size // layout.readers
     if isinstance(options.schedule, Schedule) and rows % options.schedule.microbatches == 0:
         return rows // options.schedule.microbatches
     busy = [n for n in range(1, rows + 1) if rows % n == 0 and rows // n >= 2 * layout.pipeline]
     return max(busy, default=1)
-
-
-def find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedule | None:
-    """The schedule that was found for this run, now or when it began; None if none is to be found.
-
-    All processes call this; it connects them.
-
-    Raises:
-        ConfigError: the file that the run began with is damaged.
-        ScheduleError: schedule_memory_gib is below the least that works.
-    """
-    if options.schedule != SEARCH or layout.pipeline == 1:
-        return None
-    groups, rows = connect(layout, device=options.device), options.batch_size // layout.data
-    cap = None
-    if options.schedule_memory_gib is not None:
-        cap = int(options.schedule_memory_gib * GIB)
-    size = microbatch(options, layout) or rows
-    own: dict[str, Any] = {
-        "mixed_precision": options.mixed_precision,
-        "recompute": options.recompute,
-    }
-    asked = asked_of(config, groups, rows, options.sequence_length, size, cap, own)
-    path = options.output_dir / FILE
-    known = first_does(lambda: read_found(path))
-    if known is not None and known.asked == asked:
-        return known
-    found = search_schedule(
-        config,
-        groups,
-        rows=rows,
-        sequence_length=options.sequence_length,
-        microbatch_size=size,
-        memory_cap_bytes=cap,
-        ops=_ops(options.ops),
-        **own,
-    )
-    first_does(lambda: write_found(path, found))
-    return found
 
 
 def build_engine(
@@ -139,37 +104,39 @@ def build_engine(
 ) -> Engine:
     """The engine of a run of `total` steps; connects the processes."""
     schedule: Choice = options.schedule if options.schedule != SEARCH else "1f1b"
-    warmup = total // 20 if options.warmup_steps is None else options.warmup_steps
     return Engine(
         config,
         layout,
-        optimizer=AdamWConfig(
-            learning_rate=options.learning_rate,
-            warmup_steps=min(warmup, total - 1),
-            decay_steps=total,
-            final_ratio=options.final_learning_rate_ratio,
-            betas=options.betas,  # type: ignore[arg-type]  # mypy misreads tuple as a converter
-            epsilon=options.epsilon,
-            weight_decay=options.weight_decay,
-            max_grad_norm=options.max_grad_norm,
-        ),
+        optimizer=_optimizer(options, total),
         schedule=found.staged if found else schedule,
         microbatch_size=microbatch(options, layout),
         mixed_precision=options.mixed_precision,
-        recompute=options.recompute,  # type: ignore[arg-type]
+        recompute=options.recompute,
         seed=options.seed,
+        weights=_weights(options),
         device=options.device,
-        ops=_ops(options.ops),
+        ops=operators_of(options.ops),
     )
 
 
-def _ops(name: str) -> Ops | None:
-    if name == "torch":
-        return None
-    try:
-        import ms_kernels
-    except ImportError as error:
-        raise ConfigError(
-            "ops='ms_kernels' needs ms-kernels; install it: pip install 'ms-parallel[kernels]'"
-        ) from error
-    return ms_kernels
+def _optimizer(options: Options, total: int) -> AdamWConfig:
+    warmup = total // 20 if options.warmup_steps is None else options.warmup_steps
+    return AdamWConfig(
+        learning_rate=options.learning_rate,
+        warmup_steps=min(warmup, total - 1),
+        decay=options.learning_rate_decay,
+        decay_steps=total,
+        final_ratio=options.final_learning_rate_ratio,
+        betas=options.betas,
+        epsilon=options.epsilon,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+    )
+
+
+def _weights(options: Options) -> str | Path:
+    """What the engine begins with: nothing where a checkpoint is loaded next."""
+    if first_does(lambda: checkpoint.was_begun(options.output_dir / "checkpoints")):
+        return "unset"
+    folder = options.model_folder
+    return folder if folder is not None and has_weights(folder) else "initial"

@@ -1,6 +1,8 @@
 """The loss on text that is never trained on; the same number on every process."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -8,14 +10,13 @@ from torch import Tensor
 
 from ms_parallel.cluster.agreement import sums
 from ms_parallel.cluster.layout import Place
-from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import Batch, Output
-from ms_parallel.training.dataset import data_package
-from ms_parallel.training.options import Options
+from ms_parallel.training.optional import data_package
 
 __all__ = ["HeldOut"]
 
 SPLIT = "held_out"
+Evaluate = Callable[[Mapping[str, Any], Callable[[Output, Batch], Tensor]], Tensor]
 
 
 @frozen(kw_only=True)
@@ -29,30 +30,45 @@ class HeldOut:
     place: Place
 
     @classmethod
-    def find(cls, shards: Path, options: Options, place: Place, rows: int) -> "HeldOut | None":
+    def find(
+        cls,
+        shards: Path,
+        place: Place,
+        rows: int,
+        *,
+        sequence_length: int,
+        batch_size: int,
+        batches: int,
+    ) -> "HeldOut | None":
         """The held-out text of a dataset, None where it has none or too little.
 
         Args:
             shards: folder of the dataset.
-            options: the run's.
             place: this process's, among those that read different rows.
             rows: a batch is a multiple of it.
+            sequence_length: tokens of a row.
+            batch_size: rows of a batch, at most.
+            batches: of one evaluation, at most.
         """
         split = data_package().inspect(shards).splits.get(SPLIT)
-        samples = split.tokens // options.sequence_length if split else 0
-        size = min(options.batch_size, samples // rows * rows)
+        samples = split.tokens // sequence_length if split else 0
+        size = min(batch_size, samples // rows * rows)
         if not size:
             return None
         return cls(
             shards=shards,
-            sequence_length=options.sequence_length,
+            sequence_length=sequence_length,
             batch_size=size,
-            batches=min(options.evaluate_batches, samples // size),
+            batches=min(batches, samples // size),
             place=place,
         )
 
-    def loss(self, engine: Engine) -> float:
-        """Mean of -log p of a held-out token, in nats; the same text at every call."""
+    def loss(self, evaluate: Evaluate) -> float:
+        """Mean of -log p of a held-out token, in nats; the same text at every call.
+
+        Args:
+            evaluate: an engine's.
+        """
         stream = data_package().TokenStream(
             self.shards,
             sequence_length=self.sequence_length,
@@ -63,7 +79,7 @@ class HeldOut:
         )
         total = count = 0.0
         for _ in range(self.batches):
-            rows = engine.evaluate(next(stream), _sum_and_count).double().sum(0).tolist()
+            rows = evaluate(next(stream), _sum_and_count).double().sum(0).tolist()
             total, count = total + rows[0], count + rows[1]
         # Every rank of a replica has the same rows: numerator and divisor are both that many
         # times too great.

@@ -6,9 +6,8 @@ from typing import Any
 import msgspec
 import torch
 
-from ms_parallel.cluster.layout import Layout, Place
-from ms_parallel.models import model_plan
-from ms_parallel.models.registry import parameter_shapes
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.models.registry import model_plan, parameter_shapes
 from ms_parallel.pipeline.choice import SEARCH, Choice, Tables
 from ms_parallel.planner.found_schedule import FILE, read_found
 from ms_parallel.schedules.checks.verify import verify
@@ -70,7 +69,7 @@ def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Fac
     """
     config = fit_model(options, layout, shards)
     shapes = parameter_shapes(config)
-    rows = options.batch_size // layout.data
+    rows = options.batch_size // layout.readers
     size = microbatch(options, layout) or rows
     plan = model_plan(config)
     count = -(-rows // size)
@@ -131,7 +130,7 @@ def _rank(
         if any(_stage_has(name, layers, config) for layers in stages):
             whole += shape.numel()
             split = layout.tensor if plan.split_dim(name) is not None else 1
-            held += -(-shape.numel() // (split * layout.data))
+            held += -(-shape.numel() // (split * layout.readers))
     width = BFLOAT16_BYTES if options.mixed_precision else FLOAT32_BYTES
     position_bytes = config.hidden_size * ACTIVATION_BYTES * width // BFLOAT16_BYTES
     if options.recompute == "full":
@@ -166,15 +165,14 @@ def picture(layout: Layout) -> str:
     """
     if layout.world_size > MOST_DRAWN:
         return f"{layout.world_size:,} ranks, too many to draw"
-    rows = [["", *(f"data {data}" for data in range(layout.data))]]
+    cells: dict[tuple[int, int], list[str]] = {}
+    for rank in range(layout.world_size):
+        place = layout.place(rank)
+        cells.setdefault((place.pipeline, place.rank), []).append(str(rank))
+    rows = [["", *(f"data {reader}" for reader in range(layout.readers))]]
     for stage in range(layout.pipeline):
-        row = [f"pipeline {stage}"]
-        for data in range(layout.data):
-            places = (
-                Place(pipeline=stage, data=data, tensor=tensor) for tensor in range(layout.tensor)
-            )
-            row.append("[" + " ".join(str(layout.rank(place)) for place in places) + "]")
-        rows.append(row)
-    widths = [max(len(row[column]) for row in rows) for column in range(layout.data + 1)]
+        ranks = (" ".join(cells[stage, reader]) for reader in range(layout.readers))
+        rows.append([f"pipeline {stage}", *(f"[{each}]" for each in ranks)])
+    widths = [max(len(row[column]) for row in rows) for column in range(layout.readers + 1)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import define, field, setters
+from attrs import field, frozen
 
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.optimizer import betas, decay
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import OnEvent
 from ms_parallel.pipeline.choice import SEARCH
@@ -15,7 +16,9 @@ from ms_parallel.schedules.generators.registry import GENERATORS
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.settings import a_path, flag, nearest, number, one_of, text, whole
 
-__all__ = ["KeywordOptions", "Options"]
+__all__ = ["Length", "Options"]
+
+MOST_EPOCHS = 10**6
 
 
 def _model_config(value: Any) -> dict[str, Any]:
@@ -44,18 +47,6 @@ def _layout(value: Any) -> Layout | None:
     return Layout.from_config(value)
 
 
-def _betas(instance: object, attribute: Any, value: Any) -> None:
-    fits = len(value) == 2 and all(isinstance(b, int | float) and 0 <= b < 1 for b in value)
-    if not fits:
-        raise ConfigError(f"betas is {value!r}; give two numbers from 0 up to, not including, 1")
-
-
-def _pair(value: Any) -> Any:
-    if not isinstance(value, list | tuple):
-        raise ConfigError(f"betas is {value!r}; give two numbers from 0 up to, not including, 1")
-    return tuple(value)
-
-
 def _schedule(instance: object, attribute: Any, value: Any) -> None:
     if isinstance(value, Schedule | Path):
         return
@@ -66,14 +57,23 @@ def _schedule(instance: object, attribute: Any, value: Any) -> None:
         raise ConfigError(f"schedule is {value!r}; {nearest(value, names)} Or name a CSV file")
 
 
-@define(kw_only=True, on_setattr=setters.frozen, eq=False, slots=False)
-class KeywordOptions:
-    """Keyword options of `DistributedTrainer`; keys of a run file.
+@frozen(kw_only=True, eq=False)
+class Options:
+    """All that a training run is made of but its dataset and length; the keys of a run file.
 
     Raises:
         ConfigError: a value is of the wrong kind or out of range.
+        LayoutError: the layout is not one.
     """
 
+    model_arch: str = field(converter=str, validator=a_path)
+    """`llama`, `mistral`, `qwen2`, `qwen3`, or a folder with a Hugging Face config.json."""
+    parallel_config: Layout | None = field(default=None, converter=_layout)
+    """Axes such as `{"tensor_parallel": 2}`; None puts all processes on `data`."""
+    optimizer: str = field(default="AdamW", validator=one_of("AdamW"))
+    """The optimizer's name."""
+    mixed_precision: bool = field(default=False, validator=flag)
+    """Compute in bfloat16; weights, moments and sums stay float32."""
     output_dir: Path = field(default=Path("runs/train"), converter=_folder, validator=a_path)
     """Where shards, checkpoints, events and the trained model go. The same folder resumes."""
     model_config: dict[str, Any] = field(factory=dict, converter=_model_config)
@@ -88,11 +88,13 @@ class KeywordOptions:
     """The highest rate, after the warm-up."""
     warmup_steps: int | None = field(default=None, validator=whole(least=0, optional=True))
     """Updates over which the rate rises; None for a twentieth of all."""
+    learning_rate_decay: str = field(default="cosine", validator=decay)
+    """How the rate falls to its end at the last update: `cosine` or `linear`."""
     final_learning_rate_ratio: float = field(default=0.1, validator=number(most=1.0))
-    """Where the cosine ends at the last update, as a share of learning_rate."""
+    """Where the decay ends, as a share of learning_rate."""
     weight_decay: float = field(default=0.1, validator=number())
     """Decay of matrices; norms and biases are never decayed."""
-    betas: tuple[float, float] = field(default=(0.9, 0.95), converter=_pair, validator=_betas)
+    betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas)
     """AdamW's decay of the first and second moment."""
     epsilon: float = field(default=1e-8, validator=number(least=1e-30))
     """AdamW's guard against division by zero."""
@@ -146,20 +148,6 @@ class KeywordOptions:
     on_event: OnEvent | None = field(default=None)
     """Called on rank 0 with each event; None writes JSON lines to output_dir/events.jsonl."""
 
-
-@define(on_setattr=setters.frozen, eq=False, slots=False)
-class Options(KeywordOptions):
-    """All that a run is made of but its dataset and length."""
-
-    model_arch: str = field(converter=str, validator=a_path)
-    """`llama`, `mistral`, `qwen2`, `qwen3`, or a folder with a Hugging Face config.json."""
-    parallel_config: Layout | None = field(default=None, converter=_layout)
-    """Axes such as `{"tensor_parallel": 2}`; None puts all processes on `data`."""
-    optimizer: str = field(default="AdamW", validator=one_of("AdamW"))
-    """The optimizer's name."""
-    mixed_precision: bool = field(default=False, validator=flag)
-    """Compute in bfloat16; weights, moments and sums stay float32."""
-
     @property
     def model_folder(self) -> Path | None:
         """The Hugging Face folder that `model_arch` names, if it is one."""
@@ -173,3 +161,24 @@ class Options(KeywordOptions):
             return self.tokenizer
         own = self.model_folder / "tokenizer.json"
         return own if os.path.isfile(own) else None
+
+
+@frozen(kw_only=True)
+class Length:
+    """How long a run trains: epochs or steps.
+
+    Raises:
+        ConfigError: not exactly one of them is given, or it is out of range.
+    """
+
+    epochs: float | None = field(
+        default=None, validator=number(least=1e-9, most=MOST_EPOCHS, optional=True)
+    )
+    """Passes over the training text; batches straddle epochs without a seam."""
+    steps: int | None = field(default=None, validator=whole(optional=True))
+    """Updates."""
+
+    def __attrs_post_init__(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            both = "both" if self.steps is not None else "neither"
+            raise ConfigError(f"{both} of epochs and steps given; give one of them")

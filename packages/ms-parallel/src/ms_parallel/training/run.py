@@ -20,7 +20,7 @@ from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.errors import CheckpointError, DamageError, ParallelError
 from ms_parallel.events import OnEvent
 from ms_parallel.files.untrusted import decoding
-from ms_parallel.pipeline.step_file import write_step
+from ms_parallel.pipeline.step_file import recorded_step, write_step
 from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.progress import RunDisplay, Throughput
 from ms_parallel.training.held_out import HeldOut
@@ -94,7 +94,7 @@ class Run:
         """Where they lie."""
         return self.options.output_dir / "checkpoints"
 
-    def tell_changes(self, changes: Sequence[str]) -> None:
+    def note_changes(self, changes: Sequence[str]) -> None:
         """Say which settings are not what they were when the run was last begun."""
         for change in changes:
             self.show.note(f"changed: {change}")
@@ -187,7 +187,7 @@ class Run:
         with self.stop.listening():
             while self.engine.step < self.total:
                 update = self._step(pace)
-                skipped = skipped + 1 if update.skipped else 0
+                skipped = skipped + 1 if update.skipped == "nonfinite" else 0
                 self._check_finite(update, skipped)
                 step, began = self.engine.step, monotonic()
                 last = step == self.total
@@ -230,7 +230,9 @@ class Run:
         """One update, recorded if it is due."""
         if not _due(self.engine.step + 1, self.options.record_every):
             return self.engine.update(batch, NextTokenLoss())
-        update, recorded = self.engine.recorded_update(batch, NextTokenLoss())
+        step = self.engine.step
+        update, recorder = self.engine.recorded_update(batch, NextTokenLoss())
+        recorded = recorded_step(recorder, self.engine.groups, step)
         if recorded is not None:
             name = f"step-{self.engine.step:08}.json"
             path = self.options.output_dir / "timelines" / name
@@ -238,7 +240,9 @@ class Run:
         return update
 
     def _check_finite(self, update: Update, skipped: int) -> None:
-        if skipped:
+        if update.skipped == "no_targets":
+            self.show.note(f"step {self.engine.step}: nothing had a loss; step skipped")
+        elif update.skipped:
             self.show.note(f"step {self.engine.step}: gradient is not finite; step skipped")
         if skipped == SKIPPED_IN_A_ROW:
             raise ParallelError(
@@ -251,7 +255,7 @@ class Run:
         if self.held_out is None:
             return None
         position.activity = "held-out evaluation"
-        loss, step = self.held_out.loss(self.engine), self.engine.step
+        loss, step = self.held_out.loss(self.engine.evaluate), self.engine.step
         self.standing.held_out_loss, self.standing.held_out_step = loss, step
         if step == 0:
             self.standing.first_held_out_loss = loss

@@ -1,67 +1,49 @@
 """The face that users type: a model, a layout, a dataset, and one call that trains."""
 
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attrs import define, field, frozen
+from attrs import asdict
 
-from ms_parallel.cluster import connect as launch
 from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.connection import connect, join
 from ms_parallel.cluster.endings import end_scripts_plainly
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.cluster.process import is_first, rank
 from ms_parallel.cluster.slurm import adopt_scheduler
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import JsonLines
-from ms_parallel.files.durable import publish, write_synced, writing
-from ms_parallel.planner.found_schedule import FoundSchedule
+from ms_parallel.pipeline.choice import SEARCH
+from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
+from ms_parallel.planner.tuning import conditions_of, search_schedule
 from ms_parallel.progress import RunDisplay, duration
-from ms_parallel.settings import MOST
-from ms_parallel.training.dataset import data_package, prepare
-from ms_parallel.training.fitting import build_engine, find_schedule, fit_model, microbatch
+from ms_parallel.training.dataset import prepare
+from ms_parallel.training.fitting import (
+    build_engine,
+    fit_model,
+    layout_of,
+    microbatch,
+)
 from ms_parallel.training.held_out import HeldOut
-from ms_parallel.training.options import Options
+from ms_parallel.training.optional import data_package, operators_of
+from ms_parallel.training.options import Length, Options
 from ms_parallel.training.ownership import held
+from ms_parallel.training.result import Result, write_model
 from ms_parallel.training.run import Run, Stream
 from ms_parallel.training.tokenizer import run_tokenizer
-from ms_parallel.weights import has_weights, load_weights, save_model
 
-MOST_EPOCHS = 10**6
+GIB = 1 << 30
 
 __all__ = ["DistributedTrainer", "Result", "Stream"]
 
 
-@frozen(kw_only=True)
-class Result:
-    """What a run has come to; the same on every process, but for `sample`."""
-
-    step: int
-    """Updates made, over all launches."""
-    finished: bool
-    """False if a signal stopped the run; the same command goes on."""
-    stopped_by: str | None
-    """The signal that stopped the run, SIGTERM or SIGINT (Ctrl-C); None if it finished."""
-    loss: float
-    """Of the last step's batch, in nats a token."""
-    held_out_loss: float | None
-    """At the end; None without held-out text."""
-    first_held_out_loss: float | None
-    """Before the first step."""
-    tokens: int
-    """Tokens trained on."""
-    seconds: float
-    """Time in steps, over all launches."""
-    model_folder: Path | None
-    """The trained model as a Hugging Face folder; None if not finished."""
-    sample: str | None
-    """What the model writes after `sample_prompt`."""
-
-
-@define(eq=False, slots=False)
-class DistributedTrainer(Options):
+class DistributedTrainer:
     """Pre-trains a decoder on a dataset under any layout, and goes on where it was interrupted.
+
+    Nothing starts before `train`.
 
     Args:
         model_arch: `llama`, `mistral`, `qwen2`, `qwen3`, or a folder with a Hugging Face
@@ -70,19 +52,35 @@ class DistributedTrainer(Options):
             processes on `data`.
         optimizer: `AdamW`.
         mixed_precision: compute in bfloat16; weights, moments and sums stay float32.
-
-    All other settings are keywords: see `Options`. Nothing starts before `train`.
+        settings: all other fields of `Options`.
 
     Raises:
         ConfigError: a setting is of the wrong kind or out of range.
         LayoutError: the layout is not one.
     """
 
-    _run: Run | None = field(default=None, init=False, repr=False)
-    _shards: Path = field(default=Path(), init=False, repr=False)
+    def __init__(
+        self,
+        model_arch: str | Path,
+        parallel_config: Layout | Mapping[str, int] | str | None = None,
+        optimizer: str = "AdamW",
+        mixed_precision: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.options = Options(
+            model_arch=model_arch,
+            parallel_config=parallel_config,
+            optimizer=optimizer,
+            mixed_precision=mixed_precision,
+            **settings,
+        )
+        self._run: Run | None = None
+        self._shards = Path()
 
-    def __attrs_pre_init__(self) -> None:
-        end_scripts_plainly()
+    @classmethod
+    def from_options(cls, options: Options) -> "DistributedTrainer":
+        """The trainer of a run that is described already."""
+        return cls(**asdict(options, recurse=False))
 
     def train(
         self, dataset_path: str | Path, epochs: float | None = None, steps: int | None = None
@@ -105,27 +103,23 @@ class DistributedTrainer(Options):
             FolderError: another process works in output_dir, or it belongs to another run.
             ms_data.DataError: the dataset cannot be used.
         """
-        _check_length(epochs, steps)
+        length, options = Length(epochs=epochs, steps=steps), self.options
+        end_scripts_plainly()
         adopt_scheduler()
-        layout = self.layout
-        launch.join(layout, timeout_s=self.timeout_s)
-        fit_model(self, layout, None)  # what can be told now should not wait for the shards
+        layout = layout_of(options)
+        join(layout, device=options.device, timeout_s=options.timeout_s)
+        fit_model(options, layout, None)  # what can be said now should not wait for the shards
         with (
-            held(self, dataset_path, epochs=epochs, steps=steps) as changes,
+            held(options, dataset_path, epochs=epochs, steps=steps) as changes,
             self._events() as emit,
         ):
-            self._shards = first_does(lambda: prepare(dataset_path, self))
-            run = self._assemble(layout, epochs, steps, emit)
+            self._shards = first_does(lambda: prepare(dataset_path, options))
+            run = self._assemble(layout, length, emit)
             try:
-                run.tell_changes(changes)
+                run.note_changes(changes)
                 return self._perform(run)
             finally:
                 run.show.close()
-
-    @property
-    def layout(self) -> Layout:
-        """The layout asked for, or all processes on the data axis."""
-        return self.parallel_config or Layout(data=launch.world_size())
 
     def evaluate(self) -> float | None:
         """The held-out loss of the model as it is; None without held-out text.
@@ -151,7 +145,7 @@ class DistributedTrainer(Options):
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
-            seed=self.seed,
+            seed=self.options.seed,
             stop_token=tokenizer.end_of_text,
         )
         text: str = tokenizer.decode([t for t in written if t < tokenizer.vocabulary_size])
@@ -165,83 +159,77 @@ class DistributedTrainer(Options):
     @contextmanager
     def _events(self) -> Iterator[Any]:
         """Rank 0's callable, and one that does nothing elsewhere."""
-        if not launch.is_first():
+        if not is_first():
             yield lambda kind, fields: None
-        elif self.on_event is not None:
-            yield self.on_event
+        elif self.options.on_event is not None:
+            yield self.options.on_event
         else:
-            lines = JsonLines(self.output_dir / "events.jsonl")
+            lines = JsonLines(self.options.output_dir / "events.jsonl")
             try:
                 yield lines
             finally:
                 lines.close()
 
-    def _assemble(self, layout: Layout, epochs: float | None, steps: int | None, emit: Any) -> Run:
-        data = data_package()
-        config = fit_model(self, layout, self._shards)
-        place = layout.place(launch.rank())
+    def _assemble(self, layout: Layout, length: Length, emit: Any) -> Run:
+        options, data = self.options, data_package()
+        config = fit_model(options, layout, self._shards)
+        place = layout.place(rank())
         stream = data.TokenStream(
             self._shards,
-            sequence_length=self.sequence_length,
-            batch_size=self.batch_size,
-            seed=self.seed,
+            sequence_length=options.sequence_length,
+            batch_size=options.batch_size,
+            seed=options.seed,
             place=place,
         )
-        total = steps or round((epochs or 0) * stream.samples_per_epoch) // self.batch_size
+        samples = round((length.epochs or 0) * stream.samples_per_epoch)
+        total = length.steps or samples // options.batch_size
         if not total:
             raise ConfigError(
-                f"{epochs} epochs of {stream.samples_per_epoch} samples of {self.sequence_length}"
-                f" tokens do not fill one batch of {self.batch_size}; lower batch_size or"
-                " sequence_length, or give more epochs"
+                f"{length.epochs} epochs of {stream.samples_per_epoch} samples of"
+                f" {options.sequence_length} tokens do not fill one batch of"
+                f" {options.batch_size}; lower batch_size or sequence_length, or give more epochs"
             )
-        found = find_schedule(self, config, layout)
-        engine = build_engine(self, config, layout, total, found)
-        if (folder := self.model_folder) and has_weights(folder):
-            for stage in engine.stages.values():
-                load_weights(stage, folder)
-        rows = layout.data * (microbatch(self, layout) or 1)
+        found = _find_schedule(options, config, layout)
+        engine = build_engine(options, config, layout, total, found)
+        rows = layout.readers * (microbatch(options, layout) or 1)
         return Run(
             engine=engine,
             stream=stream,
-            held_out=HeldOut.find(self._shards, self, place, rows),
+            held_out=HeldOut.find(
+                self._shards,
+                place,
+                rows,
+                sequence_length=options.sequence_length,
+                batch_size=options.batch_size,
+                batches=options.evaluate_batches,
+            ),
             total=total,
-            options=self,
+            options=options,
             found=found,
             show=RunDisplay(
-                total=total, every=self.log_every, active=self.progress and launch.is_first()
+                total=total, every=options.log_every, active=options.progress and is_first()
             ),
             emit=emit,
         )
 
     def _perform(self, run: Run) -> Result:
         count = sum(parameter.numel() for parameter in run.engine.parameters.values())
-        run.emit(
-            "begin", {"steps": run.total, "layout": str(self.layout), "local_parameters": count}
-        )
+        layout = str(run.engine.groups.layout)
+        run.emit("begin", {"steps": run.total, "layout": layout, "local_parameters": count})
         if run.found is not None:
-            _tell_schedule(run, run.found)
+            _note_schedule(run, run.found)
         run.resume()
         resumed = run.engine.step
         self._run = run
         finished = run.go()
-        standing = run.standing
-        folder = self._export(run) if finished else None
-        sample = None
-        if finished and self.sample_prompt is not None:
-            sample = self.generate(self.sample_prompt, max_new_tokens=self.sample_tokens)
-            run.show.note(f"sample:\n{_printable(self.sample_prompt + sample)}")
-        if not finished:
-            run.show.note(
-                f"stopped by {run.stop.signal_name} at step {run.engine.step} of"
-                f" {run.total}; a checkpoint is saved, the same command goes on"
-            )
-        elif resumed == run.engine.step:
-            run.show.note(f"already trained to step {resumed}; nothing left to do")
-        else:
-            run.show.note(
-                f"trained {run.engine.step} steps in {duration(standing.seconds)}: {folder}"
-            )
+        folder = self._write_model(run) if finished else None
+        sample, prompt = None, self.options.sample_prompt
+        if finished and prompt is not None:
+            sample = self.generate(prompt, max_new_tokens=self.options.sample_tokens)
+            run.show.note(f"sample:\n{_printable(prompt + sample)}")
+        _note_end(run, folder, resumed)
         run.emit("end", {"step": run.engine.step, "finished": int(finished)})
+        standing = run.standing
         return Result(
             step=run.engine.step,
             finished=finished,
@@ -255,39 +243,67 @@ class DistributedTrainer(Options):
             sample=sample,
         )
 
-    def _export(self, run: Run) -> Path:
-        """The model as a Hugging Face folder with its tokenizer; whole or not at all."""
-        folder = self.output_dir / "model"
-        made = folder / "training.json"
-        if first_does(lambda: made.is_file() and made.read_bytes() == run.mark()):
-            return folder
-        aside = folder.with_name("model.partial")
-        first_does(lambda: shutil.rmtree(aside, ignore_errors=True))
-        tokenizer = run_tokenizer(self._shards, self.model_folder)
-        save_model(list(run.engine.stages.values()), aside, tokenizer=tokenizer)
-        first_does(lambda: self._publish(aside, folder, run.mark()))
-        return folder
-
-    def _publish(self, aside: Path, folder: Path, mark: bytes) -> None:
-        with writing(folder):
-            write_synced(aside / "training.json", mark)
-            shutil.rmtree(folder, ignore_errors=True)
-            publish(aside, folder)
+    def _write_model(self, run: Run) -> Path:
+        """Write the trained model as a Hugging Face folder with its tokenizer."""
+        tokenizer = run_tokenizer(self._shards, self.options.model_folder)
+        folder = self.options.output_dir / "model"
+        return write_model(folder, run.mark, partial(run.engine.save, tokenizer=tokenizer))
 
 
-def _check_length(epochs: float | None, steps: int | None) -> None:
-    if (epochs is None) == (steps is None):
-        both = "both" if steps is not None else "neither"
-        raise ConfigError(f"{both} of epochs and steps given; give one of them")
-    whole = isinstance(steps, int) and not isinstance(steps, bool)
-    if steps is not None and not (whole and 1 <= steps <= MOST):
-        raise ConfigError(f"steps is {steps!r}; give a whole number of at least 1, at most {MOST}")
-    number = isinstance(epochs, int | float) and not isinstance(epochs, bool)
-    if epochs is not None and not (number and 0 < epochs <= MOST_EPOCHS):
-        raise ConfigError(f"epochs is {epochs!r}; give a number above 0, up to {MOST_EPOCHS}")
+def _note_end(run: Run, folder: Path | None, resumed: int) -> None:
+    """Say how a run has ended that began, or went on, at step `resumed`."""
+    step = run.engine.step
+    if folder is None:
+        run.show.note(
+            f"stopped by {run.stop.signal_name} at step {step} of {run.total}; a checkpoint is"
+            " saved, the same command goes on"
+        )
+    elif resumed == step:
+        run.show.note(f"already trained to step {resumed}; nothing left to do")
+    else:
+        run.show.note(f"trained {step} steps in {duration(run.standing.seconds)}: {folder}")
 
 
-def _tell_schedule(run: Run, found: FoundSchedule) -> None:
+def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedule | None:
+    """The schedule that was found for this run, now or when it began; None if none is to be found.
+
+    All processes call this; it connects them.
+
+    Raises:
+        ConfigError: the file that the run began with is damaged.
+        ScheduleError: schedule_memory_gib is below the least that works.
+    """
+    if options.schedule != SEARCH or layout.pipeline == 1:
+        return None
+    groups, rows = connect(layout, device=options.device), options.batch_size // layout.readers
+    cap = None
+    if options.schedule_memory_gib is not None:
+        cap = int(options.schedule_memory_gib * GIB)
+    size = microbatch(options, layout) or rows
+    own: dict[str, Any] = {
+        "mixed_precision": options.mixed_precision,
+        "recompute": options.recompute,
+    }
+    conditions = conditions_of(config, groups, rows, options.sequence_length, size, cap, own)
+    path = options.output_dir / FILE
+    known = first_does(lambda: read_found(path))
+    if known is not None and known.conditions == conditions:
+        return known
+    found = search_schedule(
+        config,
+        groups,
+        rows=rows,
+        sequence_length=options.sequence_length,
+        microbatch_size=size,
+        memory_cap_bytes=cap,
+        ops=operators_of(options.ops),
+        **own,
+    )
+    first_does(lambda: write_found(path, found))
+    return found
+
+
+def _note_schedule(run: Run, found: FoundSchedule) -> None:
     run.emit(
         "schedule",
         {

@@ -12,7 +12,7 @@ from torch import Tensor
 from ms_parallel.errors import ModelError
 from ms_parallel.models.registry import build_model, model_plan, parameter_shapes, read_config
 from ms_parallel.models.staged import StagedModel
-from ms_parallel.operators import Ops
+from ms_parallel.operators.protocol import Ops
 from ms_parallel.split.part import Part, drop_gathered, part_of
 from ms_parallel.weights.finite import is_finite
 from ms_parallel.weights.folder import INDEX, WeightFolder

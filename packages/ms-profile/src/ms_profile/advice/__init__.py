@@ -1,6 +1,6 @@
 """Advice: one rule a file, each of which cites its events and what following it could gain."""
 
 from ms_profile.advice.finding import Evidence, Finding
-from ms_profile.advice.registry import RULES, advise
+from ms_profile.advice.rules import RULES, advise
 
 __all__ = ["RULES", "Evidence", "Finding", "advise"]

@@ -1,1 +1,1 @@
-"""What the traces of a run show together: time by cause, waiting, operators, memory."""
+"""What the traces of a run show together: time by cause, collectives, waiting, operators."""

@@ -5,16 +5,18 @@ without a device the host's operators are the compute.
 """
 
 import re
-from collections.abc import Sequence
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from ms_profile.trace.columns import Category, Trace
+from ms_profile.trace.columns import Trace
 from ms_profile.trace.intervals import Intervals, clip, intersect, length_ns, subtract, union
 from ms_profile.trace.steps import Step, find_steps
+from ms_profile.vendors import any_vendors
+from ms_profile.vendors.category import Category
 
 __all__ = ["DATA", "PHASES", "Activity", "Breakdown", "break_down", "find_activity"]
 
@@ -29,12 +31,11 @@ PHASES: Final = {
     "host": "nothing of the above: Python, other code, or waiting that was not recorded",
 }
 
-COMMUNICATION_OPERATOR: Final = re.compile(r"c10d::|_?c10d_functional|record_param_comms|nccl:")
+COMMUNICATION_OPERATOR: Final = any_vendors("communication_operator")
 DATA: Final = re.compile(r"enumerate\(DataLoader\)#|data_wait|DataLoader")
 GARBAGE: Final = re.compile(r"gc generation|gc\.collect|garbage")
-SYNCHRONISE: Final = re.compile(
-    r"(cuda|acl|hip)\w*Synchronize\w*|aclrtSynchronize\w*|aten::(item|_local_scalar_dense)$"
-)
+SYNCHRONISE: Final = any_vendors("synchronising_call")
+HOST: Final = (Category.OPERATOR, Category.ANNOTATION, Category.RUNTIME, Category.PYTHON)
 NOTHING: Final = np.zeros((0, 2), np.int64)
 
 
@@ -55,9 +56,10 @@ class Activity:
     unmeasured: tuple[str, ...] = ()
     """Phases that this trace cannot show; their time counts as "host"."""
     known_garbage: Intervals = NOTHING
-    """Of `garbage`, what was known from elsewhere and is no span of the trace."""
+    """The part of `garbage` that was known from elsewhere and is no span of the trace."""
 
-    def partition(self) -> dict[str, Intervals]:
+    @cached_property
+    def parts(self) -> dict[str, Intervals]:
         """Intervals by phase, each instant in the first phase that claims it."""
         taken = NOTHING
         parts = {}
@@ -66,6 +68,12 @@ class Activity:
             parts[name] = subtract(own, taken)
             taken = _join(taken, own)
         return parts
+
+    def in_steps(self, intervals: Intervals) -> Intervals:
+        """The part of the intervals that lies inside of the recorded steps."""
+        return np.concatenate(
+            [NOTHING, *(clip(intervals, step.start_ns, step.end_ns) for step in self.steps)]
+        )
 
 
 @frozen(kw_only=True)
@@ -90,40 +98,41 @@ def find_activity(
     trace: Trace, garbage: Intervals | None = None, data: Intervals | None = None
 ) -> Activity:
     """Sort out what a trace shows; `garbage` and `data` are intervals known from elsewhere."""
-    device = trace.rows(Category.KERNEL)
-    has_device = len(device) > 0
+    device = _spans(trace, trace.rows(Category.KERNEL))
+    has_device = len(trace.rows(Category.KERNEL)) > 0
     host = _host_compute(trace)
-    stalls = _join(_flagged(trace, DATA), NOTHING if data is None else data)
-    pauses = _join(_flagged(trace, GARBAGE), NOTHING if garbage is None else garbage)
+    stalls = _join(_spans(trace, trace.named(DATA, *HOST)), NOTHING if data is None else data)
+    known_garbage = NOTHING if garbage is None else garbage
+    pauses = _join(_spans(trace, trace.named(GARBAGE, *HOST)), known_garbage)
     unmeasured: tuple[str, ...] = () if has_device else ("copy", "synchronise", "launch")
     if garbage is None and not len(pauses):
         unmeasured += ("garbage",)
     if data is None and not len(stalls):
         unmeasured += ("data",)
+    waits = _spans(trace, trace.named(SYNCHRONISE, *HOST))
     runtime = _spans(trace, trace.rows(Category.RUNTIME))
     return Activity(
-        compute=_spans(trace, device) if has_device else host,
+        compute=device if has_device else host,
         collective=_spans(trace, trace.rows(Category.COLLECTIVE)),
         copy=_spans(trace, trace.rows(Category.COPY)),
         garbage=pauses,
         data=stalls,
-        synchronise=_flagged(trace, SYNCHRONISE) if has_device else NOTHING,
+        synchronise=waits if has_device else NOTHING,
         launch=_join(host, runtime) if has_device else NOTHING,
         steps=find_steps(trace),
         has_device=has_device,
         unmeasured=unmeasured,
-        known_garbage=NOTHING if garbage is None else garbage,
+        known_garbage=known_garbage,
     )
 
 
-def break_down(activity: Activity, steps: Sequence[Step] | None = None) -> tuple[Breakdown, ...]:
+def break_down(activity: Activity) -> tuple[Breakdown, ...]:
     """Split each step's wall time among `PHASES`."""
-    parts = activity.partition()
     hidden = intersect(activity.collective, activity.compute)
     found = []
-    for step in activity.steps if steps is None else steps:
+    for step in activity.steps:
         start, end = step.start_ns, step.end_ns
-        phases = {name: length_ns(clip(own, start, end)) for name, own in parts.items()}
+        phases = {name: length_ns(clip(own, start, end)) for name, own in activity.parts.items()}
         phases["host"] = step.duration_ns - sum(phases.values())
         found.append(
             Breakdown(
@@ -138,35 +147,18 @@ def break_down(activity: Activity, steps: Sequence[Step] | None = None) -> tuple
 
 def _host_compute(trace: Trace) -> Intervals:
     """Where operators ran on any thread, but for those that only launch communication."""
+    launching = trace.named(COMMUNICATION_OPERATOR, Category.OPERATOR)
+    waiting = trace.named(DATA, Category.ANNOTATION)
+    away = np.concatenate([launching, waiting, trace.rows(Category.COLLECTIVE)])
+    is_away = np.zeros(len(trace), bool)
+    is_away[away] = True
     rows = trace.rows(Category.OPERATOR)
-    launching = _matching(trace, COMMUNICATION_OPERATOR)[trace.name[rows]]
-    waiting = trace.rows(Category.ANNOTATION)
-    waiting = waiting[_matching(trace, DATA)[trace.name[waiting]]]
-    parts = []
+    rows = rows[~is_away[rows]]
+    parts = [NOTHING]
     for thread in np.unique(trace.thread[rows]):
-        here = trace.thread[rows] == thread
-        busy = _spans(trace, rows[here & ~launching])
-        away = np.concatenate([rows[here & launching], waiting[trace.thread[waiting] == thread]])
-        if (carried := _collectives_of(trace, thread)) is not None:
-            away = np.concatenate([away, carried])
-        parts.append(subtract(busy, _spans(trace, away)))
-    return _join(*parts) if parts else NOTHING
-
-
-def _collectives_of(trace: Trace, thread: int) -> NDArray[np.int64] | None:
-    rows = trace.rows(Category.COLLECTIVE)
-    rows = rows[trace.thread[rows] == thread]
-    return rows if len(rows) else None
-
-
-def _matching(trace: Trace, pattern: re.Pattern[str]) -> NDArray[np.bool_]:
-    return np.array([pattern.match(name) is not None for name in trace.names] or [False], bool)
-
-
-def _flagged(trace: Trace, pattern: re.Pattern[str]) -> Intervals:
-    """Host spans whose name matches."""
-    host = trace.rows(Category.OPERATOR, Category.ANNOTATION, Category.RUNTIME, Category.PYTHON)
-    return _spans(trace, host[_matching(trace, pattern)[trace.name[host]]])
+        busy, others = (own[trace.thread[own] == thread] for own in (rows, away))
+        parts.append(subtract(_spans(trace, busy), _spans(trace, others)))
+    return _join(*parts)
 
 
 def _spans(trace: Trace, rows: NDArray[np.int64]) -> Intervals:

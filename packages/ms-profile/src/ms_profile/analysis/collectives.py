@@ -8,11 +8,12 @@ from typing import Final
 import numpy as np
 from attrs import evolve, frozen
 
-from ms_profile.trace.columns import Category, Trace
+from ms_profile.trace.columns import Trace
 from ms_profile.trace.messages import element_bytes
 from ms_profile.trace.steps import Step
+from ms_profile.vendors.category import Category
 
-__all__ = ["Collective", "Meeting", "find_collectives", "match_collectives"]
+__all__ = ["Collective", "MatchedCollective", "find_collectives", "match_collectives"]
 
 KINDS: Final = (
     ("all_reduce", re.compile(r"all_?reduce", re.IGNORECASE)),
@@ -39,17 +40,17 @@ class Collective:
     row: int
     kind: str
     group: str
-    """The process group's name; empty where the backend doesn't say."""
+    """The process group's name; empty where the backend gives none."""
     ranks: tuple[int, ...]
-    """Members where the profiler said so."""
+    """The group's members; empty where the profiler lists none."""
     size_bytes: int | None
-    """Of this rank's message; None where shapes were not recorded."""
+    """Size of this rank's message; None where shapes were not recorded."""
     start_ns: int
     end_ns: int
 
 
 @frozen(kw_only=True)
-class Meeting:
+class MatchedCollective:
     """One collective as the ranks saw it; instants in ns of one common clock."""
 
     key: Hashable
@@ -103,7 +104,7 @@ def _size(size_bytes: int) -> int | None:
 
 def match_collectives(
     found: Mapping[int, Sequence[Collective]], steps: Mapping[int, Sequence[Step]]
-) -> tuple[Meeting, ...]:
+) -> tuple[MatchedCollective, ...]:
     """Pair the collectives of several ranks: the n-th of its kind, group and size on each.
 
     Where ranks saw unequal numbers, those of a step pair if they are equal in number there.
@@ -121,12 +122,12 @@ def match_collectives(
                     continue
                 kind = "send_receive"
             series[kind, one.group, one.ranks, one.size_bytes][rank].append(one)
-    meetings = []
+    matched: list[MatchedCollective] = []
     for signature, by_rank in series.items():
         if len(by_rank) < 2:
             continue
         if len({len(own) for own in by_rank.values()}) == 1:
-            meetings += _meet(signature, by_rank)
+            matched += _match(signature, by_rank)
             continue
         by_step: dict[Hashable, dict[int, list[Collective]]] = defaultdict(dict)
         for rank, own in by_rank.items():
@@ -134,14 +135,14 @@ def match_collectives(
                 by_step[_step_of(one, steps[rank])].setdefault(rank, []).append(one)
         for step, parts in by_step.items():
             if step is not None and len({len(own) for own in parts.values()}) == 1:
-                meetings += _meet((signature, step), parts)
-    return tuple(sorted(meetings, key=lambda one: max(one.starts_ns.values())))
+                matched += _match((signature, step), parts)
+    return tuple(sorted(matched, key=lambda one: max(one.starts_ns.values())))
 
 
-def _meet(signature: Hashable, by_rank: Mapping[int, list[Collective]]) -> list[Meeting]:
+def _match(signature: Hashable, by_rank: Mapping[int, list[Collective]]) -> list[MatchedCollective]:
     ranks = sorted(by_rank)
     return [
-        Meeting(
+        MatchedCollective(
             key=(signature, number),
             kind=parts[0].kind,
             group=parts[0].group,

@@ -2,14 +2,14 @@
 
 Medians and median deviations of the logarithms are compared, as a few steps are always outliers,
 by Student's distribution. Steps of one run resemble their neighbours: three of them count as one. A
-regression is called when chance alone makes B slower by as much in fewer than 2% of cases, and when
-it is 3% or more: less than that differs between two runs of one program.
+regression is one that runs of equal pace would show in fewer than 2% of cases (its p-value), and
+that is 3% or more: less than that differs between two runs of one program.
 
 A run's event log has every step, and most of them untraced; where both runs have one, its steps are
-compared, and the traces only say what moved. Steps are also longer where other programs have the
-CPUs; the log knows how long each waited for one. A regression is one with that wait and without it.
+compared, and the traces only show what moved. Steps are also longer where other programs have the
+CPUs; the log holds how long each waited for one. A regression is one with that wait and without it.
 
-One run of each cannot tell how far two runs of one program lie apart, so 2.5% is taken for it.
+One run of each does not show how far two runs of one program lie apart, so 2.5% is taken for it.
 Where there are more of A or of B, the runs' medians are compared as they scatter from run to run.
 """
 
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 LEAST_STEPS = 4
-CHANCE = 0.02
+SIGNIFICANCE = 0.02
 LEAST_CHANGE = 0.03
 ALIKE = 3.0
 RUNS_APART = 0.025
@@ -73,13 +73,13 @@ class Comparison:
     """What differs between two runs."""
 
     step: Change
-    """Of the median step, the slowest rank's."""
-    chance: float
-    """How often chance alone makes B slower by as much."""
+    """Change of the median step, taken on its slowest rank."""
+    p_value: float
+    """How often runs of equal pace would make B look slower by as much."""
     detectable: float | None
     """Relative slow-down that 9 in 10 such pairs of runs would show as a regression.
 
-    None where so few steps, or so unlike, show not even a tenfold one.
+    None where the steps are so few, or scatter so much, that not even a tenfold one would show.
     """
     steps: tuple[int, int]
     """How many of A and of B were compared."""
@@ -101,15 +101,15 @@ class RecordedSteps:
 
     wall_ns: Times
     """The slowest rank's."""
-    unhindered_ns: Times | None
-    """Without the longest wait of a rank for a CPU; None where that was not counted."""
+    without_cpu_wait_ns: Times | None
+    """The same less the longest wait of a rank for a CPU; None where that was not counted."""
 
     @property
-    def hindered_share(self) -> float | None:
+    def cpu_wait_share(self) -> float | None:
         """Share of the time in which a rank waited for a CPU."""
-        if self.unhindered_ns is None:
+        if self.without_cpu_wait_ns is None:
             return None
-        return float(1 - self.unhindered_ns.sum() / self.wall_ns.sum())
+        return float(1 - self.without_cpu_wait_ns.sum() / self.wall_ns.sum())
 
 
 def compare(
@@ -145,12 +145,12 @@ def compare(
     change = Change(name="step", before_ns=_typical(old), after_ns=_typical(new))
     return Comparison(
         step=change,
-        chance=slower,
+        p_value=slower,
         detectable=_most([_detectable(a, b, least_change) for a, b in pairs]),
         steps=(sum(map(len, old)), sum(map(len, new))),
         runs=(len(old), len(new)),
-        regression=slower < CHANCE and min(shares) >= least_change,
-        improvement=faster < CHANCE and max(shares) <= -least_change,
+        regression=slower < SIGNIFICANCE and min(shares) >= least_change,
+        improvement=faster < SIGNIFICANCE and max(shares) <= -least_change,
         phases=phases,
         not_measurable=not_measurable,
         operators=_operators(before, after),
@@ -158,9 +158,9 @@ def compare(
 
 
 def _series(old: Sequence[RecordedSteps], new: Sequence[RecordedSteps]) -> list[tuple[Runs, Runs]]:
-    """What must agree that B is slower: wall times, and those without waits for a CPU."""
+    """Pairs of series that must all show B slower: wall times, and those without CPU waits."""
     pairs: list[tuple[Runs, Runs]] = [([a.wall_ns for a in old], [b.wall_ns for b in new])]
-    left = [[one.unhindered_ns for one in own] for own in (old, new)]
+    left = [[one.without_cpu_wait_ns for one in own] for own in (old, new)]
     counted = [[one for one in own if one is not None] for own in left]
     if counted == left:
         pairs.append((counted[0], counted[1]))
@@ -192,7 +192,7 @@ def recorded_steps(folder: Path) -> RecordedSteps | None:
     waits: dict[int, dict[int, float]] = defaultdict(dict)
     for event in events:
         length, wait = event.fields.get("step_time_s"), event.fields.get("cpu_wait_s")
-        usual = "traced" not in event.fields and (event.step or 0) >= run.window.skip
+        usual = "traced" not in event.fields and (event.step or 0) >= run.schedule.skip
         if (
             event.step is not None
             and usual
@@ -211,7 +211,7 @@ def recorded_steps(folder: Path) -> RecordedSteps | None:
     waited = np.array([max(waits[step].values()) for step in full]) if counted else None
     # A step is never all wait: logarithms are taken of what is left.
     left = None if waited is None else np.maximum(wall - waited, 0.01 * wall)
-    return RecordedSteps(wall_ns=wall, unhindered_ns=left)
+    return RecordedSteps(wall_ns=wall, without_cpu_wait_ns=left)
 
 
 def step_times(analysis: Analysis) -> Times:
@@ -235,7 +235,7 @@ def step_times(analysis: Analysis) -> Times:
 
 
 def compare_runs(before: Runs, after: Runs, *, seed: int = 0) -> float:
-    """How often chance makes the median step of `after` as much larger as it is, 0 to 1.
+    """The p-value, 0 to 1, of the median step of `after` being as much larger as it is.
 
     Args:
         before: step times of each run of one kind, each (N,), positive, in order.
@@ -274,10 +274,10 @@ def _between_runs(before: Runs, after: Runs) -> tuple[float, float, float]:
 
 
 def _detectable(before: Runs, after: Runs, least_change: float) -> float | None:
-    """The slow-down that comes out beyond chance in 9 of 10 pairs of such runs."""
+    """The slow-down that is significant in 9 of 10 pairs of such runs."""
     _, error, freedom = _difference(before, after)
     draws = np.random.default_rng(0).standard_t(freedom, DRAWS)
-    beyond, most = np.quantile(draws, [1 - CHANCE, POWER])
+    beyond, most = np.quantile(draws, [1 - SIGNIFICANCE, POWER])
     logarithm = float(error * (beyond + most))
     return max(float(np.expm1(logarithm)), least_change) if logarithm < np.log(10) else None
 

@@ -11,6 +11,7 @@ from attrs import field, frozen
 
 from ms_profile.errors import ProfileError, TraceError
 from ms_profile.log.manifest import RankManifest, RunManifest, read_ranks, read_run
+from ms_profile.vendors import VENDORS
 
 __all__ = ["FoundTraces", "RunDescription", "describe_run", "find_traces"]
 
@@ -33,14 +34,14 @@ class RunDescription:
     """What was run, as far as the folder says."""
 
     name: str
-    """Of the folder or file."""
+    """Name of the folder or file."""
     command: str = ""
     """The script and its arguments, as a shell takes them; empty where not known."""
     started_wall_ns: int | None = None
     metrics: tuple[str, ...] | None = None
     """Asked for with `--metrics`; None where not known, so that all are shown."""
     steps: int | None = None
-    """Of the whole run, the longest rank's."""
+    """Steps of the whole run, those of the longest rank."""
     windows: int = 1
     """How many windows of a rank were saved, the most of any."""
     window: int = 1
@@ -85,7 +86,8 @@ def find_traces(path: Path, *, window: int | None = None) -> FoundTraces:
     if not found:
         found = sorted(path.glob(f"*{RING_SUFFIX}"))
     if not found:
-        found = sorted(path.glob("**/ASCEND_PROFILER_OUTPUT/trace_view.json"))
+        globs = [vendor.trace_files for vendor in VENDORS if vendor.trace_files]
+        found = sorted(file for each in globs for file in path.glob(each))
     if not found:
         raise TraceError(
             f"{path} has no traces; give a trace, or a folder of .json, .json.gz or .ring"
@@ -112,13 +114,13 @@ def _named(folder: Path, rank: RankManifest, window: int | None) -> Path | None:
 
 
 def _last_windows(files: Sequence[Path]) -> tuple[Path, ...]:
-    """Of each rank's windows (`rank-00000.003.json`) the last one."""
+    """The last of each rank's windows (`rank-00000.003.json`)."""
     last = {file.name.split(".")[0]: file for file in files}
     return tuple(last.values())
 
 
 def describe_run(path: Path, *, window: int | None = None) -> RunDescription:
-    """Say what was run, from the manifests of a run's folder, or of the one a file lies in."""
+    """Describe what was run, from the manifests of a run's folder, or of the one a file lies in."""
     place = Path(os.path.abspath(path))
     folder = next(
         (each for each in (place, *place.parents[:2]) if (each / "manifest.json").is_file()), None
@@ -159,14 +161,14 @@ def latest_of_each(claims: Sequence[tuple[int, Path, int]]) -> tuple[set[Path], 
     by_rank: dict[int, list[tuple[int, Path]]] = defaultdict(list)
     for rank, file, start_ns in claims:
         by_rank[rank].append((start_ns, file))
-    out: set[Path] = set()
-    said = []
+    left_out: set[Path] = set()
+    warnings = []
     for rank, files in sorted(by_rank.items()):
         *earlier, (_, kept) = sorted(files)
         for _, file in earlier:
-            out.add(file)
-            said.append(
+            left_out.add(file)
+            warnings.append(
                 f"{file.name} and {kept.name} are both of rank {rank}: {file.name}, which begins "
                 "earlier, is left out"
             )
-    return out, said
+    return left_out, warnings

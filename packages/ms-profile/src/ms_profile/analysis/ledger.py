@@ -1,10 +1,11 @@
 """The waiting ledger: each collective is transfer plus wait, and a wait is charged to its cause.
 
 A rank waits in a collective from its own entry until the last member enters; the rest is transfer.
-What made that last rank late is looked for in what it did since the two ranks last met: the phases
-in which it spent more than the rank that waits. They last met where a collective held up both; one
-that compute went on beside, as DDP's do, lets its ranks drift apart. The excess of all phases sums
-to the wait, for both left that meeting; so each phase is charged its share of the positive excess.
+What made that last rank late is looked for in what it did since a collective last held up both
+ranks: the phases in which it spent more than the rank that waits. (A collective beside which
+compute goes on, as DDP's do, holds nobody up and lets its ranks drift apart.) The excess of all
+phases sums to the wait, as both ranks left that collective together; so each phase is charged its
+share of the positive excess.
 Time that the late rank itself spent waiting for a third is passed on to the one that it waited for;
 time that it spent in transfers is the phase "link".
 """
@@ -12,26 +13,27 @@ time that it spent in transfers is the phase "link".
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from attrs import field, frozen
 
-from ms_profile.analysis.collectives import Meeting
+from ms_profile.analysis.collectives import MatchedCollective
 from ms_profile.trace.intervals import Intervals
 
-__all__ = ["Charge", "Ledger", "Suspect", "keep_ledger", "name_suspect"]
+__all__ = ["Charge", "Ledger", "Suspect", "find_suspect", "keep_ledger"]
 
 RESAMPLES = 1000
-HELD_NS = 50_000
+BLOCKED_NS = 50_000
 
 
 @frozen(kw_only=True)
 class Charge:
     """Wait of one rank in one collective, charged to a rank and what it was doing."""
 
-    meeting: int
-    """Its place in `Ledger.meetings`."""
+    collective: int
+    """Its place in `Ledger.matched`."""
     waiting: int
     cause: int
     phase: str
@@ -41,15 +43,20 @@ class Charge:
 
 @frozen(kw_only=True)
 class Ledger:
-    """Transfer and wait of every meeting, and who is charged with the waits."""
+    """Transfer and wait of every collective, and which ranks are charged with the waits."""
 
-    meetings: tuple[Meeting, ...]
+    matched: tuple[MatchedCollective, ...]
     late: tuple[int, ...]
-    """The rank that entered last, of each meeting."""
+    """The rank that entered each collective last."""
     wait_ns: tuple[dict[int, int], ...]
     transfer_ns: tuple[dict[int, int], ...]
     charges: tuple[Charge, ...]
     """Waits at the same time in two collectives are charged once; so they sum to wall time."""
+
+    @cached_property
+    def suspect(self) -> "Suspect | None":
+        """The rank and phase that caused most waiting; see `find_suspect`."""
+        return find_suspect(self)
 
     def charged_ns(self) -> dict[tuple[int, str], float]:
         """Wait charged by (rank, phase), most first."""
@@ -75,12 +82,12 @@ class Suspect:
     caused_ns: float
     """Wait of all other ranks charged to it."""
     share: float
-    """Of all charged wait."""
+    """Its part of all charged wait."""
     confidence: float
     """Share of 1,000 resamplings of the collectives in which it comes out first."""
 
 
-class _Covered:
+class _Coverage:
     """How much of a window a set of intervals covers; logarithmic in their number."""
 
     def __init__(self, intervals: Intervals) -> None:
@@ -111,48 +118,48 @@ class _Wait:
 
 
 @frozen(kw_only=True)
-class _Held:
-    """A meeting, as far as it held ranks up."""
+class _Blocking:
+    """A collective that held ranks up."""
 
     entered: int
     """When its last rank entered."""
     ends: dict[int, int]
-    """Of the ranks that were held up."""
+    """When it ended, for the ranks that were held up."""
 
 
 @frozen(kw_only=True)
-class _Book:
-    """What is known of each rank while the ledger is being written."""
+class _Progress:
+    """What is known of each rank at the current collective."""
 
-    phases: dict[int, dict[str, _Covered]]
+    phases: dict[int, dict[str, _Coverage]]
     waits: dict[int, list[_Wait]] = field(factory=lambda: defaultdict(list))
-    held: dict[int, list[_Held]] = field(factory=lambda: defaultdict(list))
-    """Of each rank the meetings that held it up."""
+    held: dict[int, list[_Blocking]] = field(factory=lambda: defaultdict(list))
+    """For each rank the collectives that held it up."""
     begins: Mapping[int, int] = field(factory=dict)
     """First traced instant of each rank; what is known of it before is not all that it did."""
 
 
 def keep_ledger(
-    meetings: Sequence[Meeting],
+    matched: Sequence[MatchedCollective],
     phases: Mapping[int, Mapping[str, Intervals]],
     begins: Mapping[int, int] | None = None,
 ) -> Ledger:
-    """Write the ledger.
+    """Split each collective into wait and transfer, and charge the waits to their causes.
 
     Args:
-        meetings: on one clock, as `ms_profile.analysis.whole_run` aligns them.
+        matched: on one clock, as `ms_profile.analysis.whole_run` aligns them.
         phases: for each rank disjoint intervals (N, 2) ns by phase on the same clock; what they
             leave is "host".
         begins: when each rank's trace begins, ns of the same clock, where some phases are also
             known from before; the first interval otherwise.
     """
     ordered = sorted(
-        (one for one in meetings if len(one.starts_ns) > 1),
+        (one for one in matched if len(one.starts_ns) > 1),
         key=lambda one: max(one.starts_ns.values()),
     )
-    book = _Book(
+    known = _Progress(
         phases={
-            rank: {name: _Covered(own) for name, own in parts.items()}
+            rank: {name: _Coverage(own) for name, own in parts.items()}
             for rank, parts in phases.items()
         },
         begins=begins
@@ -173,49 +180,49 @@ def keep_ledger(
             own_transfers[rank] = one.ends_ns[rank] - stop
             fresh = max(start, cursor[rank])
             if stop > start:
-                causes = _causes(book, rank, last, start, stop, entered)
-                book.waits[rank].append(_Wait(start, stop, causes))
+                causes = _causes(known, rank, last, start, stop, entered)
+                known.waits[rank].append(_Wait(start, stop, causes))
                 for cause, phase, share in causes if stop > fresh else ():
                     charges.append(
-                        Charge(meeting=number, waiting=rank, cause=cause, phase=phase,
+                        Charge(collective=number, waiting=rank, cause=cause, phase=phase,
                                wait_ns=share * (stop - fresh))
                     )  # fmt: skip
             cursor[rank] = max(cursor[rank], stop)
-        _remember(book, one)
+        _note_blocking(known, one)
         late.append(last)
         waits.append(own_waits)
         transfers.append(own_transfers)
     return Ledger(
-        meetings=tuple(ordered), late=tuple(late), wait_ns=tuple(waits),
+        matched=tuple(ordered), late=tuple(late), wait_ns=tuple(waits),
         transfer_ns=tuple(transfers), charges=tuple(charges),
     )  # fmt: skip
 
 
-def _remember(book: _Book, one: Meeting) -> None:
-    ends = {rank: end for rank, end in one.ends_ns.items() if _held(book, rank, one)}
+def _note_blocking(known: _Progress, one: MatchedCollective) -> None:
+    ends = {rank: end for rank, end in one.ends_ns.items() if _is_blocked(known, rank, one)}
     for rank in ends:
-        book.held[rank].append(_Held(entered=max(one.starts_ns.values()), ends=ends))
+        known.held[rank].append(_Blocking(entered=max(one.starts_ns.values()), ends=ends))
 
 
-def _held(book: _Book, rank: int, one: Meeting) -> bool:
-    """Whether a meeting held up the rank itself, and not just a thread that communicates for it."""
-    if "collective" not in book.phases.get(rank, {}):
+def _is_blocked(known: _Progress, rank: int, one: MatchedCollective) -> bool:
+    """Whether a collective held up the rank, and not just a thread that communicates for it."""
+    if "collective" not in known.phases.get(rank, {}):
         return True
     end = one.ends_ns[rank]
-    window = min(max(end - one.starts_ns[rank], 1), HELD_NS)
-    return 2 * book.phases[rank]["collective"].between(end - window, end) >= window
+    window = min(max(end - one.starts_ns[rank], 1), BLOCKED_NS)
+    return 2 * known.phases[rank]["collective"].between(end - window, end) >= window
 
 
 def _causes(
-    book: _Book, waiting: int, late: int, start: int, stop: int, entered: int
+    known: _Progress, waiting: int, late: int, start: int, stop: int, entered: int
 ) -> tuple[tuple[int, str, float], ...]:
     """Shares of a wait by rank and phase; they sum to 1."""
-    origin = _last_met(book, waiting, late, start)
+    origin = _last_shared(known, waiting, late, start)
     excess: dict[str, float] = {}
     spent_late, spent_own = float(entered - origin), float(start - origin)
-    for phase in book.phases.get(late, {}):
-        theirs = book.phases[late][phase].between(origin, entered)
-        own_phases = book.phases.get(waiting, {})
+    for phase in known.phases.get(late, {}):
+        theirs = known.phases[late][phase].between(origin, entered)
+        own_phases = known.phases.get(waiting, {})
         ours = own_phases[phase].between(origin, start) if phase in own_phases else 0
         excess[phase] = theirs - ours
         spent_late -= theirs
@@ -223,9 +230,9 @@ def _causes(
     excess["host"] = spent_late - spent_own
     # Exposed communication of the late rank is transfer, the link's, or wait, passed on.
     communicated = excess.pop("collective", 0.0)
-    passed_on = _waited(book.waits[late], origin, entered)
+    passed_on = _waited(known.waits[late], origin, entered)
     total_passed = sum(passed_on.values())
-    own_waits = sum(_waited(book.waits[waiting], origin, start).values())
+    own_waits = sum(_waited(known.waits[waiting], origin, start).values())
     more_wait = min(max(total_passed - own_waits, 0.0), max(communicated, 0.0))
     excess["link"] = communicated - more_wait
     shares: dict[tuple[int, str], float] = {
@@ -239,15 +246,15 @@ def _causes(
     return tuple((rank, phase, amount / total) for (rank, phase), amount in shares.items())
 
 
-def _last_met(book: _Book, left: int, right: int, before: int) -> int:
-    """The end of the last meeting before an instant that held up two ranks, or that instant.
+def _last_shared(known: _Progress, left: int, right: int, before: int) -> int:
+    """The end of the last collective that held up both ranks before an instant, or that instant.
 
-    Once all have entered, one rank may be through and at the next while another is told late.
+    Once all have entered, one rank may already be in the next while another notices late.
     """
-    for one in reversed(book.held[left]):
+    for one in reversed(known.held[left]):
         if right in one.ends and one.entered <= before:
             return min(max(one.ends[left], one.ends[right]), before)
-    return min(max(book.begins.get(left, before), book.begins.get(right, before)), before)
+    return min(max(known.begins.get(left, before), known.begins.get(right, before)), before)
 
 
 def _waited(waits: Sequence[_Wait], start: int, end: int) -> dict[tuple[int, str], float]:
@@ -263,7 +270,7 @@ def _waited(waits: Sequence[_Wait], start: int, end: int) -> dict[tuple[int, str
     return found
 
 
-def name_suspect(ledger: Ledger, *, floor_ns: float = 0.0, seed: int = 0) -> Suspect | None:
+def find_suspect(ledger: Ledger, *, floor_ns: float = 0.0, seed: int = 0) -> Suspect | None:
     """Name the rank and phase that cause most waiting, with a confidence; None without waits.
 
     Args:
@@ -276,13 +283,13 @@ def name_suspect(ledger: Ledger, *, floor_ns: float = 0.0, seed: int = 0) -> Sus
     for charge in ledger.charges:
         if charge.wait_ns > floor_ns:
             column = columns.setdefault((charge.cause, charge.phase), len(columns))
-            cells[charge.meeting, column] += charge.wait_ns
+            cells[charge.collective, column] += charge.wait_ns
     if not cells:
         return None
-    rows = {meeting: place for place, meeting in enumerate(sorted({m for m, _ in cells}))}
+    rows = {number: place for place, number in enumerate(sorted({n for n, _ in cells}))}
     table = np.zeros((len(rows), len(columns)))
-    for (meeting, column), amount in cells.items():
-        table[rows[meeting], column] = amount
+    for (number, column), amount in cells.items():
+        table[rows[number], column] = amount
     totals = table.sum(axis=0)
     first = int(totals.argmax())
     random = np.random.default_rng(seed)
@@ -292,6 +299,6 @@ def name_suspect(ledger: Ledger, *, floor_ns: float = 0.0, seed: int = 0) -> Sus
     return Suspect(
         rank=rank, phase=phase, caused_ns=float(totals[first]),
         share=float(totals[first] / totals.sum()),
-        # One collective alone convinces nobody: Laplace's rule keeps n of n below certainty.
+        # Laplace's rule keeps n of n below certainty, so that one collective alone decides little.
         confidence=float((winners == first).mean() * (len(rows) + 1) / (len(rows) + 2)),
     )  # fmt: skip

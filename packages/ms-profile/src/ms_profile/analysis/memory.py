@@ -7,10 +7,11 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from ms_profile.trace.columns import Category, Trace
+from ms_profile.trace.columns import Trace, matching
 from ms_profile.trace.nesting import parents
+from ms_profile.vendors.category import Category
 
-__all__ = ["MemoryLine", "PeakHolder", "memory_peaks", "memory_timeline"]
+__all__ = ["MemoryGrowth", "MemoryTimeline", "memory_growth", "memory_timeline"]
 
 MOST_POINTS = 1500
 ALLOCATOR: Final = re.compile(
@@ -19,7 +20,7 @@ ALLOCATOR: Final = re.compile(
 
 
 @frozen(kw_only=True, eq=False)
-class MemoryLine:
+class MemoryTimeline:
     """Allocated memory of one device, thinned to at most 1,500 stretches; columns (P,)."""
 
     device: int
@@ -32,7 +33,7 @@ class MemoryLine:
 
 
 @frozen(kw_only=True)
-class PeakHolder:
+class MemoryGrowth:
     """An operator and the growth of memory inside it."""
 
     name: str
@@ -41,7 +42,7 @@ class PeakHolder:
     what each call leaves behind, though others release it later."""
 
 
-def memory_timeline(trace: Trace) -> tuple[MemoryLine, ...]:
+def memory_timeline(trace: Trace) -> tuple[MemoryTimeline, ...]:
     """Return one line a device; none where the profiler didn't record memory."""
     memory = trace.memory
     lines = []
@@ -50,7 +51,7 @@ def memory_timeline(trace: Trace) -> tuple[MemoryLine, ...]:
         at, level = memory.at_ns[here], memory.allocated_bytes[here]
         edges = np.unique(np.linspace(0, len(at), min(MOST_POINTS, len(at)) + 1).astype(int))[:-1]
         lines.append(
-            MemoryLine(
+            MemoryTimeline(
                 device=device,
                 at_ns=at[edges],
                 low_bytes=np.minimum.reduceat(level, edges),
@@ -60,7 +61,7 @@ def memory_timeline(trace: Trace) -> tuple[MemoryLine, ...]:
     return tuple(lines)
 
 
-def memory_peaks(trace: Trace, *, most: int = 20) -> tuple[PeakHolder, ...]:
+def memory_growth(trace: Trace, *, most: int = 20) -> tuple[MemoryGrowth, ...]:
     """Return the operators whose own calls grow memory most, the largest first."""
     memory = trace.memory
     if not len(memory.at_ns):
@@ -78,7 +79,7 @@ def memory_peaks(trace: Trace, *, most: int = 20) -> tuple[PeakHolder, ...]:
         ((int(size), name) for name, size in zip(trace.names, sums, strict=True) if size > 0),
         key=lambda item: -item[0],
     )
-    return tuple(PeakHolder(name=name, size_bytes=size) for size, name in growing[:most])
+    return tuple(MemoryGrowth(name=name, size_bytes=size) for size, name in growing[:most])
 
 
 def _owners(trace: Trace, rows: NDArray[np.int64], at_ns: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -93,8 +94,7 @@ def _owners(trace: Trace, rows: NDArray[np.int64], at_ns: NDArray[np.int64]) -> 
     place = np.searchsorted(start, at_ns, side="right") - 1
     while (over := (place >= 0) & (start[place] + duration[place] < at_ns)).any():
         place[over] = above[place[over]]
-    allocates = np.array([ALLOCATOR.match(name) is not None for name in trace.names])
-    called = allocates[trace.name[rows]] & (above >= 0)
+    called = matching(trace.names, ALLOCATOR)[trace.name[rows]] & (above >= 0)
     while (passing := (place >= 0) & called[place]).any():
         place[passing] = above[place[passing]]
     return place

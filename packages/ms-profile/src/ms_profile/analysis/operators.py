@@ -7,13 +7,13 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from ms_profile.trace.categories import HOST_COLLECTIVE
-from ms_profile.trace.columns import Category, Trace
+from ms_profile.trace.columns import Trace, matching
 from ms_profile.trace.nesting import parents, self_times
+from ms_profile.vendors.category import Category
 
 __all__ = ["Kernel", "Operator", "kernel_table", "operator_table"]
 
 HOST = (Category.OPERATOR, Category.ANNOTATION, Category.RUNTIME, Category.COLLECTIVE)
-SHOWN = (Category.OPERATOR, Category.ANNOTATION, Category.RUNTIME, Category.COLLECTIVE)
 DEVICE = (Category.KERNEL, Category.COPY, Category.COLLECTIVE)
 
 
@@ -31,7 +31,7 @@ class Operator:
     self_ns: int
     """Time inside it and in none of its children."""
     device_ns: int | None
-    """Of the kernels that it launched itself; None where the trace has no device."""
+    """Time of the kernels that it launched itself; None where the trace has no device."""
 
 
 @frozen(kw_only=True)
@@ -115,8 +115,7 @@ def _host_rows(trace: Trace) -> NDArray[np.int64]:
 
 def _carried_by_host(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Whether each is a collective that a thread of the host carries out, as gloo's are, (N,)."""
-    flags = np.array([HOST_COLLECTIVE.match(name) is not None for name in trace.names] or [False])
-    found: NDArray[np.bool_] = flags[trace.name[rows]]
+    found: NDArray[np.bool_] = matching(trace.names, HOST_COLLECTIVE)[trace.name[rows]]
     return found
 
 

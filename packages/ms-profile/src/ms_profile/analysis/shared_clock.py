@@ -5,24 +5,25 @@ from typing import Final
 
 import numpy as np
 from msgspec import structs
-from numpy.typing import NDArray
 
-from ms_profile.analysis.collectives import Meeting
+from ms_profile.analysis.collectives import MatchedCollective
 from ms_profile.clocks.alignment import SYNCHRONISING, ClockFit, align_clocks
 from ms_profile.errors import ClockError
 
-__all__ = ["align_meetings", "correct_intervals", "shift_meeting"]
+__all__ = ["align_collectives", "shift_collective"]
 
 Instants = dict[int, dict[Hashable, int]]
 CAUSALITY_NS: Final = 200_000
 """How far two processes' readings of one host's clock may differ, with room."""
 
 
-def align_meetings(meetings: Sequence[Meeting], hosts: Mapping[int, str]) -> dict[int, ClockFit]:
+def align_collectives(
+    matched: Sequence[MatchedCollective], hosts: Mapping[int, str]
+) -> dict[int, ClockFit]:
     """Align ranks' clocks by the ends of the collectives that they shared.
 
     Args:
-        meetings: each rank's instants on its own clock.
+        matched: each rank's instants on its own clock.
         hosts: of every rank; empty where not known.
 
     Ranks on the lowest one's host share its clock, unless the collectives prove otherwise. Ranks
@@ -30,11 +31,11 @@ def align_meetings(meetings: Sequence[Meeting], hosts: Mapping[int, str]) -> dic
     """
     ends: Instants = {rank: {} for rank in hosts}
     starts: Instants = {rank: {} for rank in hosts}
-    for meeting in meetings:
-        if meeting.kind in SYNCHRONISING:
-            for rank in meeting.ends_ns:
-                ends[rank][meeting.key] = meeting.ends_ns[rank]
-                starts[rank][meeting.key] = meeting.starts_ns[rank]
+    for one in matched:
+        if one.kind in SYNCHRONISING:
+            for rank in one.ends_ns:
+                ends[rank][one.key] = one.ends_ns[rank]
+                starts[rank][one.key] = one.starts_ns[rank]
     try:
         fits = align_clocks(ends, starts)
     except ClockError:
@@ -57,8 +58,8 @@ def _causal(ends: Instants, starts: Instants, left: int, right: int) -> bool:
     )
 
 
-def shift_meeting(meeting: Meeting, fits: Mapping[int, ClockFit]) -> Meeting:
-    """Put a meeting on the reference's clock; ranks without a fit are left out."""
+def shift_collective(one: MatchedCollective, fits: Mapping[int, ClockFit]) -> MatchedCollective:
+    """Put a collective on the reference's clock; ranks without a fit are left out."""
 
     def corrected(instants: Mapping[int, int]) -> dict[int, int]:
         return {
@@ -67,13 +68,8 @@ def shift_meeting(meeting: Meeting, fits: Mapping[int, ClockFit]) -> Meeting:
             if rank in fits
         }
 
-    return Meeting(
-        key=meeting.key, kind=meeting.kind, group=meeting.group, size_bytes=meeting.size_bytes,
-        starts_ns=corrected(meeting.starts_ns), ends_ns=corrected(meeting.ends_ns),
-        rows={rank: row for rank, row in meeting.rows.items() if rank in fits},
+    return MatchedCollective(
+        key=one.key, kind=one.kind, group=one.group, size_bytes=one.size_bytes,
+        starts_ns=corrected(one.starts_ns), ends_ns=corrected(one.ends_ns),
+        rows={rank: row for rank, row in one.rows.items() if rank in fits},
     )  # fmt: skip
-
-
-def correct_intervals(intervals: NDArray[np.int64], fit: ClockFit) -> NDArray[np.int64]:
-    """Put (N, 2) intervals on the reference's clock."""
-    return fit.correct(intervals.reshape(-1)).reshape(-1, 2)

@@ -5,7 +5,7 @@ from collections import defaultdict
 import numpy as np
 from attrs import frozen
 
-from ms_profile.analysis.ledger import Ledger, name_suspect
+from ms_profile.analysis.ledger import Ledger
 from ms_profile.links.fit import LinkFit, fit_link
 
 __all__ = [
@@ -13,8 +13,8 @@ __all__ = [
     "TransferFit",
     "Verdict",
     "diagnose",
+    "find_slow_group",
     "fit_transfers",
-    "name_slow_group",
 ]
 
 FAIR_RATIO = 1.5
@@ -48,9 +48,9 @@ def fit_transfers(ledger: Ledger) -> tuple[TransferFit, ...]:
     seen at fewer than two sizes are left out: a line needs two points. Where no line comes within
     10% of all sizes, the smallest are left out until one does.
     """
-    Place = tuple[str, str, tuple[int, ...]]
-    least: dict[Place, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for one, transfers in zip(ledger.meetings, ledger.transfer_ns, strict=True):
+    Runs = dict[int, list[int]]
+    least: dict[tuple[str, str, tuple[int, ...]], Runs] = defaultdict(lambda: defaultdict(list))
+    for one, transfers in zip(ledger.matched, ledger.transfer_ns, strict=True):
         longest = max(transfers.values())
         if one.size_bytes and longest > 0:
             least[one.kind, one.group, tuple(sorted(transfers))][one.size_bytes].append(longest)
@@ -85,12 +85,12 @@ class SlowGroup:
     """Share of 1,000 resamplings of the collectives in which these ranks come out slowest."""
 
 
-def name_slow_group(ledger: Ledger, *, seed: int = 0) -> SlowGroup | None:
+def find_slow_group(ledger: Ledger, *, seed: int = 0) -> SlowGroup | None:
     """Name the ranks between which transfers are slow, from the collectives of a run.
 
     Groups that do the same kind and size are held against the fastest of them. A group without
-    peers is held against its own fastest tenth: a link that is always slow, and the only one, is
-    not to be told from a fast one. None where no group's transfers are half as long again.
+    peers is held against its own fastest tenth: a link that is always slow, and the only one,
+    looks like a fast one. None where no group's transfers are half as long again.
     """
     excess, usual = _excess_transfers(ledger)
     if not excess:
@@ -120,13 +120,11 @@ def name_slow_group(ledger: Ledger, *, seed: int = 0) -> SlowGroup | None:
 def _excess_transfers(
     ledger: Ledger,
 ) -> tuple[list[tuple[int, tuple[int, ...], float]], dict[tuple[int, ...], float]]:
-    """Every meeting's transfer over the usual; and what is usual, summed by group."""
+    """Each collective's transfer beyond the usual; and the usual transfers, summed by group."""
     runs: dict[tuple[str, int | None, int], dict[tuple[int, ...], list[tuple[int, float]]]] = (
         defaultdict(lambda: defaultdict(list))
     )
-    for number, (one, transfers) in enumerate(
-        zip(ledger.meetings, ledger.transfer_ns, strict=True)
-    ):
+    for number, (one, transfers) in enumerate(zip(ledger.matched, ledger.transfer_ns, strict=True)):
         ranks = tuple(sorted(transfers))
         signature = one.kind, one.size_bytes, len(ranks)
         runs[signature][ranks].append((number, float(np.mean(list(transfers.values())))))
@@ -160,7 +158,7 @@ def diagnose(ledger: Ledger) -> Verdict | None:
 
     None where nothing was waited for and no transfer was slow.
     """
-    suspect, slow = name_suspect(ledger), name_slow_group(ledger)
+    suspect, slow = ledger.suspect, find_slow_group(ledger)
     if slow is not None and (
         suspect is None or suspect.phase == "link" or slow.excess_ns > suspect.caused_ns
     ):
@@ -169,7 +167,7 @@ def diagnose(ledger: Ledger) -> Verdict | None:
         )
     if suspect is None:
         return None
-    everyone = sorted({rank for one in ledger.meetings for rank in one.starts_ns})
+    everyone = sorted({rank for one in ledger.matched for rank in one.starts_ns})
     between_two = suspect.phase == "link" and len(everyone) == 2
     return Verdict(
         ranks=tuple(everyone) if between_two else (suspect.rank,),

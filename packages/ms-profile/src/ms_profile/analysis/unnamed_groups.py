@@ -1,4 +1,4 @@
-"""Tell process groups apart where the backend doesn't name them, as gloo doesn't.
+"""Separate process groups where the backend doesn't name them, as gloo doesn't.
 
 Two rows of a grid that gather among themselves look like one gathering of all. But members of one
 group see a synchronising collective end at nearly one instant, and members of different groups
@@ -14,8 +14,8 @@ import numpy as np
 from attrs import evolve
 from numpy.typing import NDArray
 
-from ms_profile.analysis.collectives import Meeting
-from ms_profile.analysis.shared_clock import align_meetings
+from ms_profile.analysis.collectives import MatchedCollective
+from ms_profile.analysis.shared_clock import align_collectives
 from ms_profile.clocks.alignment import SYNCHRONISING, ClockFit
 
 __all__ = ["split_groups"]
@@ -23,18 +23,20 @@ __all__ = ["split_groups"]
 LEAST_SPREAD_NS: Final = 60_000.0
 LEAST_DISTANCE_NS: Final = 20_000.0
 MOST_CELLS: Final = 4_000_000
-LEAST_MEETINGS: Final = 3
+LEAST_MATCHED: Final = 3
 
 
-def split_groups(meetings: Sequence[Meeting], hosts: Mapping[int, str]) -> tuple[Meeting, ...]:
-    """Split meetings of unnamed groups among the ranks that truly met.
+def split_groups(
+    matched: Sequence[MatchedCollective], hosts: Mapping[int, str]
+) -> tuple[MatchedCollective, ...]:
+    """Split collectives of unnamed groups among the ranks that took part together.
 
     Args:
-        meetings: as `ms_profile.analysis.collectives.match_collectives` paired them.
+        matched: as `ms_profile.analysis.collectives.match_collectives` paired them.
         hosts: of every rank; empty where not known.
     """
-    series: dict[Hashable, list[Meeting]] = defaultdict(list)
-    for one in meetings:
+    series: dict[Hashable, list[MatchedCollective]] = defaultdict(list)
+    for one in matched:
         series[one.kind, one.group, one.size_bytes, tuple(one.starts_ns)].append(one)
     candidates = {
         key
@@ -42,26 +44,28 @@ def split_groups(meetings: Sequence[Meeting], hosts: Mapping[int, str]) -> tuple
         if not own[0].group
         and len(own[0].starts_ns) > 2
         and own[0].kind in SYNCHRONISING
-        and len(own) >= LEAST_MEETINGS
+        and len(own) >= LEAST_MATCHED
     }
     if not candidates:
-        return tuple(meetings)
-    rough = align_meetings(meetings, hosts)
+        return tuple(matched)
+    rough = align_collectives(matched, hosts)
     spread = {key: _spread(own, rough) for key, own in series.items()}
     limit = max(2 * min(spread.values()), LEAST_SPREAD_NS)
     trusted = [one for key, own in series.items() if spread[key] <= limit for one in own]
-    fits = align_meetings(trusted, hosts)
+    fits = align_collectives(trusted, hosts)
     closest = [_distances(own, fits) for key, own in series.items() if spread[key] <= limit]
     usual = [float(np.median(table[table > 0])) for table in closest if (table > 0).any()]
     apart = max(3 * min(usual, default=0.0), LEAST_DISTANCE_NS)
-    found: list[Meeting] = []
+    found: list[MatchedCollective] = []
     for key, own in series.items():
         groups = _together(own, fits, apart) if key in candidates else None
         found += own if groups is None else [_part(one, g) for one in own for g in groups]
     return tuple(found)
 
 
-def _ends(own: Sequence[Meeting], fits: Mapping[int, ClockFit]) -> NDArray[np.float64] | None:
+def _ends(
+    own: Sequence[MatchedCollective], fits: Mapping[int, ClockFit]
+) -> NDArray[np.float64] | None:
     """Ends on one clock, (K, R) ns since the first; None where a clock is not known."""
     ranks = list(own[0].ends_ns)
     if any(rank not in fits for rank in ranks):
@@ -72,13 +76,15 @@ def _ends(own: Sequence[Meeting], fits: Mapping[int, ClockFit]) -> NDArray[np.fl
     return since
 
 
-def _spread(own: Sequence[Meeting], fits: Mapping[int, ClockFit]) -> float:
+def _spread(own: Sequence[MatchedCollective], fits: Mapping[int, ClockFit]) -> float:
     """How far the ends of one kind lie apart in the median."""
     ends = _ends(own, fits)
     return float(np.median(np.ptp(ends, axis=1))) if ends is not None else float("inf")
 
 
-def _distances(own: Sequence[Meeting], fits: Mapping[int, ClockFit]) -> NDArray[np.float64]:
+def _distances(
+    own: Sequence[MatchedCollective], fits: Mapping[int, ClockFit]
+) -> NDArray[np.float64]:
     """How far each two ranks' ends lie apart in the median, (R, R) ns; empty without clocks."""
     ends = _ends(own, fits)
     if ends is None:
@@ -89,7 +95,7 @@ def _distances(own: Sequence[Meeting], fits: Mapping[int, ClockFit]) -> NDArray[
 
 
 def _together(
-    own: Sequence[Meeting], fits: Mapping[int, ClockFit], apart: float
+    own: Sequence[MatchedCollective], fits: Mapping[int, ClockFit], apart: float
 ) -> list[tuple[int, ...]] | None:
     """The ranks that end together; None where all do, or where one would be left alone."""
     ends = _ends(own, fits)
@@ -107,8 +113,8 @@ def _together(
     return [tuple(sorted(group)) for group in groups]
 
 
-def _part(one: Meeting, ranks: tuple[int, ...]) -> Meeting:
-    """One group's meeting out of several that were taken for one."""
+def _part(one: MatchedCollective, ranks: tuple[int, ...]) -> MatchedCollective:
+    """One group's collective out of several that were taken for one."""
     return evolve(
         one,
         key=(one.key, ranks),

@@ -7,13 +7,19 @@ from pathlib import Path
 
 import numpy as np
 from attrs import evolve, field, frozen
+from numpy.typing import NDArray
 
 from ms_profile.analysis.activity import Activity, Breakdown, break_down, find_activity
-from ms_profile.analysis.collectives import Collective, Meeting, find_collectives, match_collectives
+from ms_profile.analysis.collectives import (
+    Collective,
+    MatchedCollective,
+    find_collectives,
+    match_collectives,
+)
 from ms_profile.analysis.host_pauses import read_pauses
 from ms_profile.analysis.inputs import RunDescription, describe_run, find_traces, latest_of_each
 from ms_profile.analysis.ledger import Ledger, keep_ledger
-from ms_profile.analysis.shared_clock import align_meetings, correct_intervals, shift_meeting
+from ms_profile.analysis.shared_clock import align_collectives, shift_collective
 from ms_profile.analysis.unnamed_groups import split_groups
 from ms_profile.clocks.alignment import ClockFit
 from ms_profile.errors import ProfileError, TraceError
@@ -23,7 +29,6 @@ from ms_profile.trace.columns import Trace
 from ms_profile.trace.from_ring import trace_of_ring
 from ms_profile.trace.intervals import Intervals
 from ms_profile.trace.reader import read_trace
-from ms_profile.trace.steps import find_steps
 
 __all__ = ["Analysis", "RankAnalysis", "analyse", "analyse_traces"]
 
@@ -40,13 +45,30 @@ class RankAnalysis:
     clock: ClockFit | None
     """None where the rank's clock could not be put on the reference's."""
 
+    @property
+    def wall_ns(self) -> int:
+        """Wall time of the recorded steps."""
+        return sum(step.step.duration_ns for step in self.breakdowns)
+
+    def phase_ns(self, phase: str) -> int:
+        """Time of the recorded steps in one phase of `PHASES`."""
+        return sum(step.phases_ns[phase] for step in self.breakdowns)
+
+    def on_common_clock(self, instants_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Instants (N,) ns of this rank on the lowest rank's clock; as given where not known."""
+        return instants_ns if self.clock is None else self.clock.correct(instants_ns)
+
+    def common_ns(self, instant_ns: int) -> int:
+        """One instant, likewise."""
+        return int(self.on_common_clock(np.array([instant_ns], np.int64))[0])
+
 
 @frozen(kw_only=True, eq=False)
 class Analysis:
     """What the traces of a run show together."""
 
     ranks: dict[int, RankAnalysis]
-    meetings: tuple[Meeting, ...]
+    matched: tuple[MatchedCollective, ...]
     """On the clock of the lowest rank."""
     ledger: Ledger
     warnings: tuple[str, ...] = field(default=())
@@ -57,7 +79,7 @@ class Analysis:
 def analyse(path: str | os.PathLike[str], *, window: int | None = None) -> Analysis:
     """Read and analyse a trace, a recorder's ring, a folder of either, or a run's output folder.
 
-    Of a rank with several windows the last one is taken, or the one asked for.
+    Where a rank has several windows, the last one is taken, or the one asked for.
 
     Args:
         path: what to read.
@@ -99,8 +121,8 @@ def _read_all(files: Sequence[Path]) -> tuple[dict[int, Trace], list[str]]:
             warnings.append(str(error))
     claims = [(trace.rank, file, trace.span_ns[0]) for file, trace in traces.items()
               if trace.rank is not None]  # fmt: skip
-    left_out, said = latest_of_each(claims)
-    warnings += said
+    left_out, problems = latest_of_each(claims)
+    warnings += problems
     taken = {rank for rank, _, _ in claims}
     free = (rank for rank in count() if rank not in taken)
     by_rank: dict[int, Trace] = {}
@@ -140,41 +162,41 @@ def analyse_traces(
         garbage: intervals (N, 2) ns of garbage collection known from elsewhere, on each rank's own
             wall clock.
         data: likewise, of waits for the next batch.
-        warnings: what reading the traces said.
+        warnings: of reading the traces.
     """
-    said = list(warnings)
     hosts = {rank: trace.host for rank, trace in traces.items()}
     found = {rank: find_collectives(trace) for rank, trace in traces.items()}
-    steps = {rank: find_steps(trace) for rank, trace in traces.items()}
+    activities = {
+        rank: find_activity(trace, (garbage or {}).get(rank), (data or {}).get(rank))
+        for rank, trace in sorted(traces.items())
+    }
+    steps = {rank: activity.steps for rank, activity in activities.items()}
     matched = split_groups(match_collectives(found, steps), hosts)
-    fits = align_meetings(matched, hosts) if len(traces) > 1 else {}
-    ranks = {}
-    for rank, trace in sorted(traces.items()):
-        activity = find_activity(trace, (garbage or {}).get(rank), (data or {}).get(rank))
-        ranks[rank] = RankAnalysis(
-            rank=rank, trace=trace, activity=activity, breakdowns=break_down(activity),
+    fits = align_collectives(matched, hosts) if len(traces) > 1 else {}
+    ranks = {
+        rank: RankAnalysis(
+            rank=rank, trace=traces[rank], activity=activity, breakdowns=break_down(activity),
             collectives=found[rank], clock=fits.get(rank),
-        )  # fmt: skip
-    lost = sorted(ranks.keys() - fits.keys())
-    if lost and len(ranks) > 1:
-        said.append(
-            f"ranks {', '.join(map(str, lost))} share no collectives with rank {min(ranks)}: "
-            "their clocks cannot be compared, nor their waits be told from transfers"
         )
-    meetings = tuple(shift_meeting(one, fits) for one in matched) if fits else ()
+        for rank, activity in activities.items()
+    }  # fmt: skip
+    aligned = {rank: one for rank, one in ranks.items() if one.clock is not None}
+    lost = sorted(ranks.keys() - aligned.keys())
+    if lost and len(ranks) > 1:
+        warnings = (
+            *warnings,
+            f"ranks {', '.join(map(str, lost))} share no collectives with rank {min(ranks)}: "
+            "their clocks cannot be compared, nor their waits be separated from transfers",
+        )
     phases = {
         rank: {
-            name: correct_intervals(own, fits[rank])
-            for name, own in one.activity.partition().items()
+            name: one.on_common_clock(own.reshape(-1)).reshape(-1, 2)
+            for name, own in one.activity.parts.items()
         }
-        for rank, one in ranks.items()
-        if rank in fits
+        for rank, one in aligned.items()
     }
     # What is known of a rank from before its trace, its pauses, is less than what it did.
-    begins = {
-        rank: int(fits[rank].correct(np.array([one.trace.span_ns[0]]))[0])
-        for rank, one in ranks.items()
-        if rank in fits
-    }
-    ledger = keep_ledger(meetings, phases, begins)
-    return Analysis(ranks=ranks, meetings=meetings, ledger=ledger, warnings=tuple(said))
+    begins = {rank: one.common_ns(one.trace.span_ns[0]) for rank, one in aligned.items()}
+    matched = tuple(shift_collective(one, fits) for one in matched) if fits else ()
+    ledger = keep_ledger(matched, phases, begins)
+    return Analysis(ranks=ranks, matched=matched, ledger=ledger, warnings=tuple(warnings))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from attrs import asdict
 from rich.console import Console
 from rich.table import Table
 
@@ -59,7 +60,7 @@ def execute(options: argparse.Namespace) -> int:
         recorded=recorded,
     )
     if options.json:
-        print(msgspec.json.encode(_facts(found)).decode())
+        print(msgspec.json.encode(_plain(found)).decode())
     else:
         _show(found)
     return 1 if found.regression else 0
@@ -86,9 +87,9 @@ def _recorded(
                 )
             if one is None:
                 return None
-            if not several and (one.hindered_share or 0) > options.most_wait:
+            if not several and (one.cpu_wait_share or 0) > options.most_wait:
                 raise TraceError(
-                    f"not measurable: {folder} waited for a CPU {one.hindered_share:.0%} of the "
+                    f"not measurable: {folder} waited for a CPU {one.cpu_wait_share:.0%} of the "
                     "time, its host was busy; compare several runs of each (--before, --after), "
                     "runs of a quiet host, or raise --most-wait"
                 )
@@ -96,18 +97,14 @@ def _recorded(
     return kinds
 
 
-def _facts(found: Comparison) -> dict[str, Any]:
-    def plain(one: Change) -> dict[str, Any]:
-        return {"name": one.name, "before_ns": one.before_ns, "after_ns": one.after_ns,
-                "share": one.share}  # fmt: skip
+def _plain(found: Comparison) -> dict[str, Any]:
+    """The comparison for JSON, each change with its share."""
 
-    return {
-        "regression": found.regression, "improvement": found.improvement, "chance": found.chance,
-        "detectable": found.detectable, "steps": found.steps, "runs": found.runs,
-        "step": plain(found.step), "phases": [plain(one) for one in found.phases],
-        "not_measurable": found.not_measurable,
-        "operators": [plain(one) for one in found.operators],
-    }  # fmt: skip
+    def plain(one: Change) -> dict[str, Any]:
+        return {**asdict(one), "share": one.share}
+
+    series = {name: [*map(plain, getattr(found, name))] for name in ("phases", "operators")}
+    return {**asdict(found), "step": plain(found.step), **series}
 
 
 def _show(found: Comparison) -> None:
@@ -129,7 +126,7 @@ def _show(found: Comparison) -> None:
         verdict = "significant improvement"
     share = found.step.share
     change = "" if share is None else f"{share:+.1%} a step, "
-    print(f"{verdict}: {change}as much by chance in {found.chance:.1%} of cases")
+    print(f"{verdict}: {change}equal runs differ as much in {found.p_value:.1%} of cases")
     power = "with so few of them, or so unlike, no slow-down is found surely; record more"
     if found.detectable is not None:
         power = f"a slow-down of {found.detectable:.0%} is found in 9 of 10 such pairs of runs"

@@ -13,9 +13,9 @@ from ms_profile.commands.text import plain
 from ms_profile.errors import TraceError
 from ms_profile.links.matrix import read_links
 from ms_profile.metrics import METRICS, parse_metrics
-from ms_profile.report.facts import build_facts
 from ms_profile.report.page import write_report
 from ms_profile.report.perfetto import export_perfetto
+from ms_profile.report.summary import build_summary
 
 __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
 
@@ -39,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--perfetto", type=Path, metavar="FILE", help="write a trace of all ranks")
     parser.add_argument("--most-events", type=int, default=1_000_000, metavar="N",
                         help="spans in the timeline, the longest ones; 1000000")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the facts, write no page")
+    parser.add_argument("--json", action="store_true", help="print the summary, write no page")
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Analyse, write, and say in a few lines what was found."""
+    """Analyse, write the page, and print what was found in a few lines."""
     links = None
     if options.links is not None:
         links = read_links(options.links)
@@ -53,19 +53,19 @@ def execute(options: argparse.Namespace) -> int:
         raise TraceError(f"--window is {options.window}; windows are counted from 1")
     metrics = parse_metrics(options.metrics) if options.metrics else None
     analysis = analyse(options.path, window=options.window)
-    facts = build_facts(analysis, title=options.title, links=links, metrics=metrics)
     if options.json:
-        print(msgspec.json.encode(facts).decode())
+        summary = build_summary(analysis, title=options.title, links=links, metrics=metrics)
+        print(msgspec.json.encode(summary).decode())
         return 0
     folder = options.path if options.path.is_dir() else options.path.parent
     out = options.out if options.out is not None else folder / "report.html"
-    write_report(analysis, out, title=options.title, links=links, most_events=options.most_events,
-                 metrics=metrics)  # fmt: skip
+    summary = write_report(analysis, out, title=options.title, links=links,
+                           most_events=options.most_events, metrics=metrics)  # fmt: skip
     for warning in analysis.warnings:
         print(f"ms-profile: warning: {plain(warning)}", file=sys.stderr)
-    for finding in facts["advice"]:
-        print(f"{finding['rule']}: {plain(finding['title'])} (up to {finding['share']:.1%})")
-    print(f"{_count(analysis.ranks, 'rank')}, {_count(facts['advice'], 'finding')}: {out}")
+    for finding in summary["advice"]:
+        print(f"{finding['rule']}: {plain(finding['title'])} (up to {finding['gain_share']:.1%})")
+    print(f"{_count(analysis.ranks, 'rank')}, {_count(summary['advice'], 'finding')}: {out}")
     if options.perfetto is not None:
         spans = export_perfetto(analysis, options.perfetto)
         print(f"{spans} spans for ui.perfetto.dev: {options.perfetto}")

@@ -10,10 +10,10 @@ from typing import Final
 import msgspec
 
 from ms_profile.commands.text import plain
-from ms_profile.log.manifest import RankManifest, Window
+from ms_profile.log.manifest import RankManifest, TraceSchedule
 from ms_profile.metrics import METRICS, parse_metrics
-from ms_profile.recording.plan import Place, Plan
-from ms_profile.recording.run import LAUNCHED, Outcome, launch, run_here
+from ms_profile.recording.plan import Plan, ProcessRank
+from ms_profile.recording.run import LAUNCHED, RunOutcome, launch, run_here
 
 __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
 
@@ -30,7 +30,7 @@ STEPS: Final = {
     "windows": "how many windows; 0 means without end",
     "every": "steps from the start of one window to the next",
 }
-KEPT: Final[list[int]] = []
+SAVED_STDOUT: Final[list[int]] = []
 """The descriptor of stdout, where it is kept for JSON."""
 
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start N processes on this host by torchrun; without it, this process runs the script",
     )
     for name, meaning in STEPS.items():
-        default = getattr(Window(), name)
+        default = getattr(TraceSchedule(), name)
         parser.add_argument(
             f"--{name}", type=int, default=default, metavar="N", help=f"{meaning}; {default}"
         )
@@ -66,16 +66,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Run the script; the exit code is its own, or 1 if not all could be recorded."""
-    window = Window(**{name: getattr(options, name) for name in STEPS})
+    schedule = TraceSchedule(**{name: getattr(options, name) for name in STEPS})
     plan = Plan(
         script=options.train_script,
         arguments=tuple(options.arguments),
         output_dir=options.output_dir,
         metrics=parse_metrics(options.metrics),
-        window=window,
+        schedule=schedule,
     )
     if options.json:
-        _keep_stdout()
+        _save_stdout()
     if options.nproc_per_node is None:
         outcome = run_here(plan, overwrite=options.overwrite)
     else:
@@ -85,31 +85,30 @@ def execute(options: argparse.Namespace) -> int:
             options=_options_of(plan),
             overwrite=options.overwrite,
         )
-    if Place.here().rank == 0 and LAUNCHED not in os.environ:
-        _tell(plan, outcome, as_json=options.json)
+    if ProcessRank.from_environment().rank == 0 and LAUNCHED not in os.environ:
+        _print_outcome(plan, outcome, as_json=options.json)
     # Under a launcher a rank that fails takes the others with it: a loss is not worth that.
     return outcome.exit_code or (0 if outcome.complete or "RANK" in os.environ else 1)
 
 
-def _keep_stdout() -> None:
+def _save_stdout() -> None:
     """Keep stdout for the one JSON document; what the script prints goes to stderr."""
     sys.stdout.flush()
-    KEPT.append(os.dup(1))
+    SAVED_STDOUT.append(os.dup(1))
     os.dup2(2, 1)
 
 
 def _options_of(plan: Plan) -> list[str]:
     """The options that make the same plan in each of the processes."""
-    window = plan.window
-    numbers = [word for name in STEPS for word in (f"--{name}", str(getattr(window, name)))]
+    numbers = [word for name in STEPS for word in (f"--{name}", str(getattr(plan.schedule, name)))]
     named = ["--train-script", str(plan.script), "--output-dir", str(plan.output_dir)]
     return [*named, "--metrics", ",".join(plan.metrics), *numbers, "--", *plan.arguments]
 
 
-def _tell(plan: Plan, outcome: Outcome, *, as_json: bool) -> None:
-    """Say what was recorded; to stderr in words, for stdout is the script's, or JSON's."""
+def _print_outcome(plan: Plan, outcome: RunOutcome, *, as_json: bool) -> None:
+    """Print what was recorded; words go to stderr, as stdout is the script's or JSON's."""
     if as_json:
-        os.write(KEPT[0], msgspec.json.encode(outcome.ranks) + b"\n")
+        os.write(SAVED_STDOUT[0], msgspec.json.encode(outcome.ranks) + b"\n")
     for rank in outcome.ranks:
         if rank.status == "running":
             print(f"ms-profile: rank {rank.rank} {_end_of(rank, outcome)}", file=sys.stderr)
@@ -124,7 +123,7 @@ def _tell(plan: Plan, outcome: Outcome, *, as_json: bool) -> None:
     if not traced:
         unsaid = any(rank.exit_code is None for rank in outcome.ranks)
         lost = any(not rank.complete for rank in outcome.ranks)
-        reason = _cut_short(plan) if unsaid else _nothing(plan.window, steps)
+        reason = _cut_short(plan) if unsaid else _why_nothing(plan.schedule, steps)
         print(f"ms-profile: {'no trace was saved' if lost else reason}", file=sys.stderr)
         return
     print(
@@ -134,7 +133,7 @@ def _tell(plan: Plan, outcome: Outcome, *, as_json: bool) -> None:
     )
 
 
-def _end_of(rank: RankManifest, outcome: Outcome) -> str:
+def _end_of(rank: RankManifest, outcome: RunOutcome) -> str:
     """How a rank ended that could not report."""
     code = outcome.exit_codes.get(rank.rank)
     if code is None:
@@ -153,10 +152,10 @@ def _cut_short(plan: Plan) -> str:
     )
 
 
-def _nothing(window: Window, steps: int) -> str:
+def _why_nothing(schedule: TraceSchedule, steps: int) -> str:
     if not steps:
         return "no step was traced: no torch optimizer stepped in this process"
-    first = window.skip + window.warmup
+    first = schedule.skip + schedule.warmup
     return (
         f"no step was traced: the script ended after {steps} steps and the first window starts "
         f"at step {first}; lower --skip"

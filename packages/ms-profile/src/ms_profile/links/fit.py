@@ -15,7 +15,7 @@ class LinkFit(Struct, frozen=True, kw_only=True):
     latency_s: float
     """Alpha: seconds that a message of no bytes takes one way."""
     bandwidth_bytes_per_s: float | None
-    """Beta: bytes a second; None where time did not grow with size, so that it cannot be told."""
+    """Beta: bytes a second; None where time did not grow with size, and so shows none."""
     residual: float
     """Root mean square of (measured - fitted) / measured."""
 

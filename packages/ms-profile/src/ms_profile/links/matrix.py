@@ -11,7 +11,7 @@ from ms_profile.errors import FormatError
 from ms_profile.files.untrusted import read_json
 from ms_profile.links.fit import LinkFit
 
-__all__ = ["LinkMatrix", "PairLink", "SlowLink", "name_slow_link", "read_links"]
+__all__ = ["LinkMatrix", "PairLink", "SlowLink", "find_slow_link", "read_links"]
 
 MOST_RANKS: Final = 4096
 LONGEST_S: Final = 1e6
@@ -36,11 +36,11 @@ class LinkMatrix(Struct, frozen=True, kw_only=True, tag="ms-profile.links.1", ta
     world_size: int
     backend: str
     hosts: tuple[str, ...]
-    """Of each rank."""
+    """Each rank's host."""
     pairs: tuple[PairLink, ...]
 
     def __post_init__(self) -> None:
-        """Hold the parts against one another, of a file that somebody wrote.
+        """Check that the parts fit together, as a file may hold anything.
 
         Raises:
             ValueError: they do not fit together.
@@ -77,10 +77,10 @@ class SlowLink:
     """Share of the message sizes, smoothed, at which it is the slowest pair by a clear margin."""
 
 
-def name_slow_link(links: LinkMatrix) -> SlowLink | None:
+def find_slow_link(links: LinkMatrix) -> SlowLink | None:
     """Name the pair that is slower than the median pair by half or more; None where none is.
 
-    Two or fewer pairs cannot tell which of them is the odd one.
+    With two pairs or fewer, no pair can be called the slow one.
     """
     if len(links.pairs) < 3:
         return None

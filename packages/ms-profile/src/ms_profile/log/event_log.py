@@ -1,4 +1,4 @@
-"""`EventLog`: what a rank reports, in a file of its own that survives the death of its process.
+"""`EventLog`: a rank's events, in a file of its own that outlives its process.
 
 Records gather in memory and are flushed as one compressed block when 64 KiB or one second of them
 have come together, by the caller or by a thread that sleeps in between. A flush is one `write`;
@@ -63,7 +63,7 @@ class Segment(Struct, frozen=True, kw_only=True, tag="ms-profile.events.1", tag_
 
 
 class StepMetrics(Struct, frozen=True, kw_only=True):
-    """The fields of an event of kind `step`; those that nobody measured are None."""
+    """The fields of an event of kind `step`; those that were not measured are None."""
 
     step: int
     loss: float | None = None

@@ -13,8 +13,10 @@ there, for a name is written after its file.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, BinaryIO, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -27,13 +29,13 @@ __all__ = [
     "RankManifest",
     "RunManifest",
     "TraceFile",
-    "Window",
-    "event_stem",
+    "TraceSchedule",
     "rank_path",
     "read_ranks",
     "read_run",
     "ring_path",
     "trace_path",
+    "whole_file",
     "write_whole",
 ]
 
@@ -45,7 +47,7 @@ LARGEST_MANIFEST_BYTES: Final = 1 << 26
 T = TypeVar("T", bound=Struct)
 
 
-class Window(Struct, frozen=True, kw_only=True):
+class TraceSchedule(Struct, frozen=True, kw_only=True):
     """Which steps are traced: `windows` times `active` steps, the first after `skip` steps."""
 
     skip: int = 2
@@ -76,9 +78,9 @@ class RunManifest(
     script: str
     arguments: tuple[str, ...] = ()
     started_wall_ns: Instant
-    window: Window
+    schedule: TraceSchedule
     versions: dict[str, str]
-    """Of ms-profile, python, and torch where known."""
+    """The versions of ms-profile, python, and torch where known."""
 
 
 class TraceFile(Struct, frozen=True, kw_only=True):
@@ -114,7 +116,7 @@ class RankManifest(Struct, frozen=True, kw_only=True, tag="ms-profile.rank.1", t
     steps: Count = 0
     traces: tuple[TraceFile, ...] = ()
     complete: bool = True
-    """False when something that was to be recorded was lost; `warnings` says what."""
+    """False when something that was to be recorded was lost; `warnings` has what."""
     warnings: tuple[str, ...] = ()
     """What could not be recorded, one sentence each."""
 
@@ -129,27 +131,23 @@ def trace_path(folder: Path, rank: int, window: int) -> Path:
     return folder / "traces" / f"rank-{rank:05d}.{window:03d}.json"
 
 
-def event_stem(folder: Path, rank: int) -> Path:
-    """What the names of a rank's event files start with."""
-    return folder / "events" / f"rank-{rank:05d}"
-
-
 def ring_path(folder: Path, rank: int) -> Path:
     """Where a rank's ring lies."""
     return folder / "ring" / f"rank-{rank:05d}.ring"
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that appears whole or not at all.
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that appears under its name once it is written without an error.
 
     Raises:
-        OSError: the disk is full or the folder cannot be written.
+        OSError: the disk is full or the folder cannot be written; what stood there before stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with aside.open("wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
@@ -157,6 +155,12 @@ def write_whole(path: Path, content: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         aside.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all; see `whole_file`."""
+    with whole_file(path) as file:
+        file.write(content)
 
 
 def encode(manifest: Struct) -> bytes:

@@ -1,7 +1,7 @@
 """How long a thread was ready to run while other processes had the CPUs, as Linux counts it.
 
-A step that took longer because the host was busy is no slower step; `compare` tells them apart by
-this. Reading it takes 3 µs.
+A step that took longer because the host was busy is no slower step: `compare` leaves this time out.
+Reading it takes 3 µs.
 """
 
 import os
@@ -11,7 +11,7 @@ __all__ = ["CpuWait"]
 
 
 class CpuWait:
-    """The wait of the thread that asks; none where the kernel does not count it."""
+    """Counts the waiting of the thread that calls it, where the kernel does so."""
 
     def __init__(self) -> None:
         self._thread = 0
@@ -19,7 +19,7 @@ class CpuWait:
         self._last_ns = 0
 
     def since_last_ns(self) -> int | None:
-        """Nanoseconds since this thread last asked; None on its first time, or if not counted."""
+        """Nanoseconds waited since this thread's last call; None at its first or if unknown."""
         try:
             first = self._thread != threading.get_native_id()
             if first:

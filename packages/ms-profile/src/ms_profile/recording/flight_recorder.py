@@ -1,4 +1,4 @@
-"""Which process group each collective belongs to, where the backend's own scopes don't say it.
+"""Which process group each collective belongs to, where the backend's scopes don't name it.
 
 torch's flight recorder keeps the last collectives with their groups, at 1.5 µs each, but without
 durations on gloo; Kineto has the durations, but not the groups. What the flight recorder saw in a

@@ -1,4 +1,4 @@
-"""Act once a module has been imported, whoever imports it."""
+"""Call a function once a module has been imported, by any code."""
 
 import importlib.abc
 import importlib.util

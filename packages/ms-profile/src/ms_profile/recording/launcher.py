@@ -1,7 +1,7 @@
-"""torchrun that also says with which code each failed process ended: `launch` runs this module.
+"""torchrun, with a file of the exit code of each failed process: `launch` runs this module.
 
 torchrun's own exit code is 1 however its processes end, and a process that dies by a signal or by
-`os._exit` can say nothing itself. Needs torch.
+`os._exit` cannot report it itself. Needs torch.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What to capture and where: the plan of a run, this process's place in it, and its folder."""
+"""The plan of a run: what is recorded, where it goes, and which of the processes this one is."""
 
 import os
 import sys
@@ -9,13 +9,13 @@ from pathlib import Path
 from attrs import field, frozen
 
 from ms_profile.errors import CaptureError, number_in_environment
-from ms_profile.log.manifest import Window
-from ms_profile.recording.trace_schedule import check_window
+from ms_profile.log.manifest import TraceSchedule
+from ms_profile.recording.trace_schedule import check_schedule
 from ms_profile.version import __version__
 
-__all__ = ["Place", "Plan", "clear_run", "versions"]
+__all__ = ["Plan", "ProcessRank", "clear_run", "versions"]
 
-PLACES = (
+LAUNCHERS = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
@@ -23,17 +23,17 @@ PLACES = (
 
 
 @frozen(kw_only=True)
-class Place:
-    """Where this process stands among the run's."""
+class ProcessRank:
+    """This process's rank among those of the run."""
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
 
     @classmethod
-    def here(cls) -> "Place":
-        """As the launcher's environment says: torchrun's, Open MPI's or Slurm's; else alone."""
-        for rank, local, size in PLACES:
+    def from_environment(cls) -> "ProcessRank":
+        """Read what torchrun, Open MPI or Slurm set; rank 0 of 1 where none of them did."""
+        for rank, local, size in LAUNCHERS:
             if rank in os.environ and size in os.environ:
                 return cls(
                     rank=number_in_environment(rank, 0),
@@ -50,7 +50,7 @@ def _absolute(folder: Path) -> Path:
 
 @frozen(kw_only=True)
 class Plan:
-    """What to capture, and where to put it."""
+    """What to record, and where to put it."""
 
     script: Path
     """The training script."""
@@ -60,7 +60,9 @@ class Plan:
     """A folder that holds no run yet."""
     metrics: tuple[str, ...]
     """Names of `METRICS`."""
-    window: Window = field(factory=Window, validator=lambda _, __, value: check_window(value))
+    schedule: TraceSchedule = field(
+        factory=TraceSchedule, validator=lambda _, __, value: check_schedule(value)
+    )
     """Which steps are traced."""
 
 
@@ -72,7 +74,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def clear_run(folder: Path, place: Place) -> None:
+def clear_run(folder: Path, own: ProcessRank) -> None:
     """Remove what an earlier run left: this rank's files, and for rank 0 those of no rank now.
 
     Raises:
@@ -80,11 +82,11 @@ def clear_run(folder: Path, place: Place) -> None:
     """
     if not folder.exists():
         return
-    if any(folder.iterdir()) and not (folder / "manifest.json").exists() and place.rank == 0:
+    if any(folder.iterdir()) and not (folder / "manifest.json").exists() and own.rank == 0:
         raise CaptureError(f"{folder} holds no run; it is not cleared, choose another --output-dir")
     for path in folder.glob("*/rank-*"):
         rank = int(path.name[5:10]) if path.name[5:10].isdigit() else -1
-        if rank == place.rank or (place.rank == 0 and rank >= place.world_size):
+        if rank == own.rank or (own.rank == 0 and rank >= own.world_size):
             path.unlink(missing_ok=True)
-    if place.rank == 0:
+    if own.rank == 0:
         (folder / "manifest.json").unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """`Recorder`: always on, and cheap enough for it: a process's spans in a ring that outlives it.
 
 Steps, modules, optimizers and garbage collection are recorded as they happen; collectives and
-DataLoader's waits, which only Kineto sees, are collected every 2 to 10 seconds. See `ring` for what
-a kill leaves, `capture.watch` for how steps are told, `capture.scopes` for the collectives.
+DataLoader's waits, which only Kineto sees, are collected every 2 to 10 seconds. See `log.ring` for
+what a kill leaves, `step_watch` for how steps are found, `scopes` for the collectives.
 """
 
 import gc
@@ -33,7 +33,7 @@ ACTIVE: Final[list["Recorder"]] = []
 
 
 def mark_step(*models: "nn.Module") -> None:
-    """Tell this process's recorders that the weights were just updated.
+    """Note in this process's recorders that the weights were just updated.
 
     Only a training that steps without one of torch's optimizers has to call it; where nothing
     records, it does nothing.

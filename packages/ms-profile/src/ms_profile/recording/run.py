@@ -19,19 +19,19 @@ from attrs import field, frozen
 from ms_profile.errors import CaptureError
 from ms_profile.files.untrusted import decoding
 from ms_profile.log.manifest import RankManifest, rank_path, read_ranks
-from ms_profile.recording.plan import Place, Plan, clear_run
+from ms_profile.recording.plan import Plan, ProcessRank, clear_run
 from ms_profile.recording.script import Termination, run_script
 from ms_profile.recording.session import Session
 
-__all__ = ["LAUNCHED", "Outcome", "launch", "run_here"]
+__all__ = ["LAUNCHED", "RunOutcome", "launch", "run_here"]
 
 LAUNCHED: Final = "MS_PROFILE_LAUNCHED"
-"""Set in the processes that `launch` starts: what was recorded is told by it, not by each."""
+"""Set in the processes that `launch` starts: it prints what was recorded, they don't."""
 
 
 @frozen(kw_only=True)
-class Outcome:
-    """How a run ended, and what was recorded."""
+class RunOutcome:
+    """How a run ended, and what it recorded."""
 
     exit_code: int
     """The script's own."""
@@ -40,20 +40,20 @@ class Outcome:
     complete: bool
     """Whether everything that was to be recorded was."""
     exit_codes: Mapping[int, int] = field(factory=dict)
-    """Of ranks that failed, as the launcher saw it: minus its number where by a signal."""
+    """What the launcher saw of ranks that failed; minus the number of a signal that ended one."""
 
 
-def run_here(plan: Plan, *, overwrite: bool = False) -> Outcome:
+def run_here(plan: Plan, *, overwrite: bool = False) -> RunOutcome:
     """Run the plan's script in this process, which may be one of several under a launcher.
 
     Raises:
         CaptureError: no such script, torch is missing, or the output folder holds another run.
     """
     _check(plan)
-    place = Place.here()
+    here = ProcessRank.from_environment()
     if overwrite:
-        clear_run(plan.output_dir, place)
-    session = Session(plan, place)
+        clear_run(plan.output_dir, here)
+    session = Session(plan, here)
     own_process = os.getpid()
     terminated = 128 + signal.SIGTERM, "terminated by SIGTERM"
     termination = Termination(lambda: session.finish(*terminated))
@@ -66,12 +66,14 @@ def run_here(plan: Plan, *, overwrite: bool = False) -> Outcome:
         sys.exit(ending.exit_code)
     with termination.saving():
         session.finish(ending.exit_code, ending.error)
-    return Outcome(exit_code=ending.exit_code, ranks=(session.manifest,), complete=session.complete)
+    return RunOutcome(
+        exit_code=ending.exit_code, ranks=(session.manifest,), complete=session.complete
+    )
 
 
 def launch(
     plan: Plan, *, processes: int, options: Sequence[str], overwrite: bool = False
-) -> Outcome:
+) -> RunOutcome:
     """Run the plan's script in `processes` processes of this host, started by torchrun.
 
     Args:
@@ -86,7 +88,7 @@ def launch(
     if processes < 1:
         raise CaptureError(f"--nproc-per-node is {processes}; at least one process is needed")
     _check(plan)
-    everyone = Place(rank=0, world_size=0)
+    everyone = ProcessRank(rank=0, world_size=0)
     if overwrite:
         clear_run(plan.output_dir, everyone)
     if rank_path(plan.output_dir, 0).exists():
@@ -99,7 +101,7 @@ def launch(
         code = _torchrun(processes, options, endings)
         exit_codes = _read_exit_codes(endings)
     ranks = tuple(read_ranks(plan.output_dir))
-    return Outcome(
+    return RunOutcome(
         exit_code=_first_failure(ranks, exit_codes) or code if code else 0,
         ranks=ranks,
         complete=len(ranks) == processes and all(_complete(rank) for rank in ranks),

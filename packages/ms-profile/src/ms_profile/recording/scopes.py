@@ -1,4 +1,4 @@
-"""Collectives with durations at next to no cost: Kineto restricted to the scopes that users name.
+"""Record collectives with durations at little cost: Kineto, restricted to user scopes.
 
 Every Work of a process group opens such a scope (`gloo:all_reduce`), and so do DataLoader,
 optimizers, DDP and FSDP; operators don't. So a step has a handful of records instead of thousands,
@@ -12,12 +12,11 @@ what encloses a boundary closes; and where the script keeps a scope open over ma
 ends for good.
 
 torch offers the restriction only below its public profiler; where it is missing, the ring has no
-collectives and the run says so. A profiler that the script starts takes Kineto over: then this
-stops, and starts again once that has ended.
+collectives and a warning names the reason. A profiler that the script starts takes Kineto over:
+then this stops, and starts again once that has ended.
 """
 
 import os
-import re
 import threading
 import time
 from bisect import bisect_right
@@ -30,6 +29,7 @@ from torch.autograd import profiler as autograd_profiler
 
 from ms_profile.clocks.clock_pair import read_clocks
 from ms_profile.log.ring import Kind, Ring
+from ms_profile.vendors import any_vendors
 
 __all__ = ["ScopeRecorder", "kind_of_scope"]
 
@@ -39,7 +39,7 @@ SHARE: Final = 2500
 """A collection is to take at most one part in so many of the time."""
 STRETCH: Final = 5
 """Times the interval that is waited at the most to keep to that: a kill loses as much."""
-COLLECTIVE: Final = re.compile(r"(gloo|nccl|hccl|mpi|ucc|xccl|fake):")
+COLLECTIVE: Final = any_vendors("host_backend", "device_backend", end=":")
 
 
 def kind_of_scope(name: str) -> Kind:
@@ -159,7 +159,7 @@ class ScopeRecorder:
 def _lasting_scope(events: Iterable[Any], steps: int) -> str | None:
     """The name of a scope that was open at the end of a session and is not closed every step.
 
-    Of a session that was cut off after a step or none, nothing can be told.
+    A session that was cut off within its first step shows nothing.
     """
     closed: Counter[str] = Counter()
     still_open: list[str] = []

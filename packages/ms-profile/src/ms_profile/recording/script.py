@@ -13,11 +13,11 @@ from attrs import frozen
 
 from ms_profile.errors import CaptureError
 
-__all__ = ["Ending", "Termination", "run_script"]
+__all__ = ["ScriptExit", "Termination", "run_script"]
 
 
 @frozen
-class Ending:
+class ScriptExit:
     """How a script ended."""
 
     exit_code: int
@@ -25,7 +25,7 @@ class Ending:
     """The last line of its traceback; None when it did not fail by an exception."""
 
 
-def run_script(script: Path, arguments: Sequence[str]) -> Ending:
+def run_script(script: Path, arguments: Sequence[str]) -> ScriptExit:
     """Execute a script as `__main__` in this process.
 
     Its traceback is printed as Python prints it, without the frames of the profiler; the exit code
@@ -43,7 +43,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> Ending:
         raise CaptureError(f"{script} is no Python source: {error}") from None
     except SyntaxError as error:
         traceback.print_exception(error.with_traceback(None), limit=0)
-        return Ending(1, f"SyntaxError: {error}")
+        return ScriptExit(1, f"SyntaxError: {error}")
     module = ModuleType("__main__")
     module.__dict__.update({"__file__": path, "__builtins__": __builtins__})
     sys.modules["__main__"] = module
@@ -52,22 +52,22 @@ def run_script(script: Path, arguments: Sequence[str]) -> Ending:
     try:
         exec(code, module.__dict__)
     except SystemExit as ending:
-        return _ending_of(ending)
+        return _exit_of(ending)
     except BaseException as error:
         _print(error)
         last = traceback.format_exception_only(error)[-1].strip()
-        return Ending(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1, last)
-    return Ending(0, None)
+        return ScriptExit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1, last)
+    return ScriptExit(0, None)
 
 
-def _ending_of(ending: SystemExit) -> Ending:
+def _exit_of(ending: SystemExit) -> ScriptExit:
     """What `sys.exit(code)` makes of its argument."""
     if ending.code is None:
-        return Ending(0, None)
+        return ScriptExit(0, None)
     if isinstance(ending.code, int):
-        return Ending(ending.code & 0xFF, None)
+        return ScriptExit(ending.code & 0xFF, None)
     print(ending.code, file=sys.stderr)  # noqa: T201 - Python itself prints it here
-    return Ending(1, str(ending.code))
+    return ScriptExit(1, str(ending.code))
 
 
 def _print(error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""One process of a run: what is recorded while the script runs, and saved however it ends."""
+"""One process of a run: record while its script runs, and save however it ends."""
 
 import os
 import resource
@@ -21,10 +21,10 @@ from ms_profile.log.manifest import (
     ring_path,
     write_whole,
 )
-from ms_profile.metrics import Recording
+from ms_profile.metrics import Collect, collected_for
 from ms_profile.recording.cpu_wait import CpuWait
 from ms_profile.recording.import_hook import when_imported
-from ms_profile.recording.plan import Place, Plan, versions
+from ms_profile.recording.plan import Plan, ProcessRank, versions
 from ms_profile.recording.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Session"]
 
 MOST_COLLECTIVES: Final = "4096"
-SLOW_FACTS_NS: Final = 1_000_000_000
+SLOW_METRICS_NS: Final = 1_000_000_000
 
 
 OPEN: Final[list["Session"]] = []
@@ -61,11 +61,11 @@ class Session:
         RecordError: the output folder cannot be written.
     """
 
-    def __init__(self, plan: Plan, place: Place) -> None:
-        self._plan, self._place = plan, place
-        self._recording = Recording.of(plan.metrics)
+    def __init__(self, plan: Plan, own: ProcessRank) -> None:
+        self._plan, self._own = plan, own
+        self._collect = collected_for(plan.metrics)
         restarted = number_in_environment("TORCHELASTIC_RESTART_COUNT", 0) > 0
-        if rank_path(plan.output_dir, place.rank).exists() and not restarted:
+        if rank_path(plan.output_dir, own.rank).exists() and not restarted:
             raise CaptureError(
                 f"{plan.output_dir} already holds a run; choose another --output-dir, "
                 "or pass --overwrite"
@@ -82,12 +82,12 @@ class Session:
             self._open_files()
         except OSError as error:
             raise RecordError(f"{plan.output_dir} cannot be written: {error}") from error
-        self._since_ns = self._facts_ns = time.monotonic_ns()
+        self._since_ns = self._metrics_ns = time.monotonic_ns()
         self._data_wait_s = 0.0
         self._cpu_wait = CpuWait()
         host = self.manifest.host
         self.events("run_start", {"script": str(plan.script), "host": host, "pid": os.getpid()})
-        if place.world_size > 1 and self._recording.groups:
+        if own.world_size > 1 and Collect.GROUPS in self._collect:
             # torch reads it when imported: it is to keep the collectives' groups; see `groups`.
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", MOST_COLLECTIVES)
         OPEN.append(self)
@@ -114,8 +114,8 @@ class Session:
         )
 
     def _check_files(self) -> None:
-        """Note what the script, or whoever else, removed while it was being recorded."""
-        folder, rank = self._plan.output_dir, self._place.rank
+        """Note which of the run's files were removed while it was being recorded."""
+        folder, rank = self._plan.output_dir, self._own.rank
         wanted = [rank_path(folder, rank), ring_path(folder, rank), self.events.path]
         wanted += [folder / trace.path for trace in self._traces]
         wanted += [folder / "manifest.json"] if rank == 0 else []
@@ -127,7 +127,7 @@ class Session:
             )
 
     def abandon(self) -> None:
-        """In a forked child: stop without a word; the parent goes on."""
+        """Stop silently in a forked child; the parent goes on."""
         self._finished = True
         OPEN.remove(self)
         self._cpu_wait.close()
@@ -135,11 +135,11 @@ class Session:
             self._tracer.abandon()
 
     def _open_files(self) -> None:
-        folder, place = self._plan.output_dir, self._place
+        folder, own = self._plan.output_dir, self._own
         self.manifest = RankManifest(
-            rank=place.rank,
-            local_rank=place.local_rank,
-            world_size=place.world_size,
+            rank=own.rank,
+            local_rank=own.local_rank,
+            world_size=own.world_size,
             host=socket.gethostname(),
             pid=os.getpid(),
             device="cpu",
@@ -147,21 +147,21 @@ class Session:
             start=read_clocks(),
         )
         """What was recorded, as last written."""
-        if place.rank == 0:
+        if own.rank == 0:
             write_whole(folder / "manifest.json", encode(self._run_manifest()))
-        path = ring_path(folder, place.rank)
-        self._recorder = Recorder(path, rank=place.rank, on_step=self._on_step)
-        self.events = EventLog(folder / "events", rank=place.rank, world_size=place.world_size)
-        write_whole(rank_path(folder, place.rank), encode(self.manifest))
+        path = ring_path(folder, own.rank)
+        self._recorder = Recorder(path, rank=own.rank, on_step=self._on_step)
+        self.events = EventLog(folder / "events", rank=own.rank, world_size=own.world_size)
+        write_whole(rank_path(folder, own.rank), encode(self.manifest))
 
     def _run_manifest(self) -> RunManifest:
         return RunManifest(
-            world_size=self._place.world_size,
+            world_size=self._own.world_size,
             metrics=self._plan.metrics,
             script=str(self._plan.script.resolve()),
             arguments=self._plan.arguments,
             started_wall_ns=time.time_ns(),
-            window=self._plan.window,
+            schedule=self._plan.schedule,
             versions=versions(),
         )
 
@@ -173,9 +173,9 @@ class Session:
 
         self._tracer = Tracer(
             self._plan.output_dir,
-            self._place.rank,
-            self._plan.window,
-            self._recording,
+            self._own.rank,
+            self._plan.schedule,
+            self._collect,
             on_saving=self.events.flush,
             on_saved=self._on_trace,
             on_problem=self._loss,
@@ -204,26 +204,26 @@ class Session:
             fields["cpu_wait_s"] = waited_ns / 1e9
         if self._tracer is not None and self._tracer.tracing:
             fields["traced"] = 1
-        if now - self._facts_ns >= SLOW_FACTS_NS:
-            self._facts_ns = now
-            fields |= self._slow_facts()
+        if now - self._metrics_ns >= SLOW_METRICS_NS:
+            self._metrics_ns = now
+            fields |= self._slow_metrics()
         self.events("step", fields)
 
-    def _slow_facts(self) -> dict[str, Value]:
-        """What is told about once a second, if asked for: memory, the wait for data since then."""
+    def _slow_metrics(self) -> dict[str, Value]:
+        """Metrics reported about once a second, if asked for: memory, the wait for data."""
         import torch
 
-        facts: dict[str, Value] = {}
-        if self._recording.data_waits:
+        metrics: dict[str, Value] = {}
+        if Collect.DATA_WAITS in self._collect:
             waited = self._recorder.data_wait_s
-            facts["data_wait_s"] = waited - self._data_wait_s
+            metrics["data_wait_s"] = waited - self._data_wait_s
             self._data_wait_s = waited
-        if not self._recording.memory:
-            return facts
-        facts["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if Collect.MEMORY not in self._collect:
+            return metrics
+        metrics["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if torch.accelerator.is_available():
-            facts["memory_bytes"] = torch.accelerator.memory_allocated()
-        return facts
+            metrics["memory_bytes"] = torch.accelerator.memory_allocated()
+        return metrics
 
     def _finish_recording(self) -> None:
         before = self._recorder.steps
@@ -267,8 +267,8 @@ class Session:
             **changes,
         )
         try:
-            write_whole(rank_path(self._plan.output_dir, self._place.rank), encode(self.manifest))
+            write_whole(rank_path(self._plan.output_dir, self._own.rank), encode(self.manifest))
         except OSError as error:
-            self._loss(f"the manifest of rank {self._place.rank} is out of date: {error}")
+            self._loss(f"the manifest of rank {self._own.rank} is out of date: {error}")
             lost = tuple(self._warnings)
             self.manifest = msgspec.structs.replace(self.manifest, warnings=lost, complete=False)

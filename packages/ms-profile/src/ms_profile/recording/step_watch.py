@@ -1,9 +1,9 @@
-"""See a training script's steps and modules from outside, by the hooks that torch offers for it.
+"""Record a training script's steps and modules from outside, by torch's own hooks.
 
 A step goes from the first forward after an optimizer's step to the next such forward: so gradient
 accumulation is one step, and two optimizers that step in turn are one. Where no model is called, a
-step ends when one of its optimizers is about to step again. Who steps without torch's optimizers
-calls `mark_step`.
+step ends when one of its optimizers is about to step again. A training that steps without torch's
+optimizers calls `mark_step`.
 
 The models are found when an optimizer steps for the first time: they are the outermost modules that
 own its parameters. Modules are watched down to `DEPTH` below them; hooks on everything would cost
@@ -34,7 +34,7 @@ __all__ = ["StepWatch", "find_models", "modules_to_watch"]
 DEPTH: Final = 2
 MOST_MODULES: Final = 512
 MARKED: Final = 0
-"""Stands for `mark` among the optimizers, which are told apart by their ids."""
+"""Stands for `mark` among the optimizers, which are kept by their ids."""
 INNER: Final = int(Kind.MODULE)
 CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
 
@@ -80,7 +80,7 @@ class StepWatch:
             handle.remove()
 
     def mark(self, models: Iterable[nn.Module]) -> None:
-        """Take note that weights were updated, by whomever, and watch the models they belong to."""
+        """Note that weights were updated, and watch the models that they belong to."""
         for model in models:
             self._watch_model(model)
         if MARKED in self._stepped and not self._forward_seen:

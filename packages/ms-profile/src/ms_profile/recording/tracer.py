@@ -15,49 +15,49 @@ import torch
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerAction, profile
 
-from ms_profile.log.manifest import TraceFile, Window, trace_path
-from ms_profile.metrics import Recording
+from ms_profile.log.manifest import TraceFile, TraceSchedule, trace_path
+from ms_profile.metrics import Collect
 from ms_profile.recording.flight_recorder import KEY, recorded_groups
-from ms_profile.recording.trace_schedule import Phase, phase_of
+from ms_profile.recording.trace_schedule import StepAction, action_at
 
 __all__ = ["Tracer"]
 
 logger = logging.getLogger(__name__)
 ROOM_BYTES = 1 << 17
 ACTIONS = {
-    Phase.REST: ProfilerAction.NONE,
-    Phase.WARM: ProfilerAction.WARMUP,
-    Phase.RECORD: ProfilerAction.RECORD,
-    Phase.LAST: ProfilerAction.RECORD_AND_SAVE,
+    StepAction.REST: ProfilerAction.NONE,
+    StepAction.WARM: ProfilerAction.WARMUP,
+    StepAction.RECORD: ProfilerAction.RECORD,
+    StepAction.LAST: ProfilerAction.RECORD_AND_SAVE,
 }
 
 
 class Tracer:
-    """Trace the steps that a window names.
+    """Trace the steps that a schedule names.
 
     Args:
         folder: the run's output folder.
         rank: of this process.
-        window: which steps.
-        recording: what beside times.
+        schedule: which steps.
+        collect: what beside times.
         on_saving: called before a file is written, which may take the room that is left.
-        on_saved: told of each file.
-        on_problem: told what could not be recorded, one sentence each.
+        on_saved: called with each file.
+        on_problem: called with a sentence on what could not be recorded.
     """
 
     def __init__(
         self,
         folder: Path,
         rank: int,
-        window: Window,
-        recording: Recording,
+        schedule: TraceSchedule,
+        collect: Collect,
         *,
         on_saving: Callable[[], None] = lambda: None,
         on_saved: Callable[[TraceFile], None],
         on_problem: Callable[[str], None],
     ) -> None:
-        self._folder, self._rank, self._window = folder, rank, window
-        self._recording, self._on_saved, self._on_problem = recording, on_saved, on_problem
+        self._folder, self._rank, self._schedule = folder, rank, schedule
+        self._collect, self._on_saved, self._on_problem = collect, on_saved, on_problem
         self._on_saving = on_saving
         self._profile: Any = None
         self._accelerated = torch.accelerator.is_available()
@@ -68,7 +68,7 @@ class Tracer:
 
     def busy(self, step: int) -> bool:
         """Whether the tracer needs Kineto for itself from this step on."""
-        return self._profile is not None or phase_of(self._window, step) is not Phase.REST
+        return self._profile is not None or action_at(self._schedule, step) is not StepAction.REST
 
     @property
     def tracing(self) -> bool:
@@ -77,21 +77,21 @@ class Tracer:
 
     def begin_step(self, step: int) -> None:
         """Do what is due at the boundary before `step`."""
-        phase = phase_of(self._window, step)
+        phase = action_at(self._schedule, step)
         if self._profile is None:
-            if phase in (Phase.WARM, Phase.RECORD, Phase.LAST):
+            if phase in (StepAction.WARM, StepAction.RECORD, StepAction.LAST):
                 self._start(step)
             return
-        before = phase_of(self._window, step - 1)
-        self._steps += before is not Phase.WARM
-        if before is Phase.LAST:
+        before = action_at(self._schedule, step - 1)
+        self._steps += before is not StepAction.WARM
+        if before is StepAction.LAST:
             self._note_groups()
-        elif before is Phase.WARM:
+        elif before is StepAction.WARM:
             self._since_ns = time.time_ns()
         self._profile.step()
-        if phase is Phase.REST or (phase is Phase.WARM and self._steps):
+        if phase is StepAction.REST or (phase is StepAction.WARM and self._steps):
             self._end()
-            if phase is Phase.WARM:
+            if phase is StepAction.WARM:
                 self._start(step)
 
     def finish(self) -> None:
@@ -102,7 +102,7 @@ class Tracer:
             self._end()
 
     def abandon(self) -> None:
-        """In a forked child: end the window without a word; the parent goes on with it."""
+        """End the window silently in a forked child; the parent goes on with it."""
         if self._profile is not None:
             self._profile = None
             if self._accelerated:  # its profiler cannot be reached from a child, nor used in it
@@ -115,16 +115,16 @@ class Tracer:
             self._on_problem(f"step {step}: the script's own profiler was on; nothing was traced")
             return
         traced: Any = profile(
-            schedule=lambda number: ACTIONS[phase_of(self._window, number)],
+            schedule=lambda number: ACTIONS[action_at(self._schedule, number)],
             on_trace_ready=self._save,
-            record_shapes=self._recording.shapes,
-            profile_memory=self._recording.memory,
+            record_shapes=Collect.SHAPES in self._collect,
+            profile_memory=Collect.MEMORY in self._collect,
         )
         # Its step numbers, and so the marks `ProfilerStep#n` in the trace, are to be the run's.
         traced.step_num = step
         traced.current_action = traced.schedule(step)
         warming = traced.current_action == ProfilerAction.WARMUP
-        self._first = step + (self._window.warmup if warming else 0)
+        self._first = step + (self._schedule.warmup if warming else 0)
         self._steps = 0
         self._since_ns = time.time_ns()
         self._profile = traced
@@ -137,7 +137,7 @@ class Tracer:
 
     def _note_groups(self) -> None:
         """Put what names the collectives' groups into the trace that is about to be saved."""
-        noted = recorded_groups(self._since_ns) if self._recording.groups else None
+        noted = recorded_groups(self._since_ns) if Collect.GROUPS in self._collect else None
         if noted is not None:
             self._profile.add_metadata_json(KEY, noted)
 

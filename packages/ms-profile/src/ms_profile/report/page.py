@@ -1,4 +1,4 @@
-"""The page: facts, packed columns, style and scripts in one file that needs no network."""
+"""The page: summary, packed columns, style and scripts in one file that needs no network."""
 
 import os
 import re
@@ -12,15 +12,15 @@ import msgspec
 from ms_profile.analysis.whole_run import Analysis
 from ms_profile.links.matrix import LinkMatrix
 from ms_profile.log.manifest import write_whole
-from ms_profile.report.facts import build_facts
 from ms_profile.report.payload import pack_columns
+from ms_profile.report.summary import build_summary
 from ms_profile.report.timeline import build_timeline
 
 __all__ = ["render", "write_report"]
 
-SCRIPTS = ("data.js", "format.js", "timeline.js", "timeline_keys.js", "charts.js", "tables.js",
+SCRIPTS = ("data.js", "format.js", "timeline.js", "timeline_input.js", "charts.js", "tables.js",
            "waits.js", "panels.js", "main.js")  # fmt: skip
-MARK = re.compile(r"\{\{(title|style|facts|columns|scripts)\}\}")
+MARK = re.compile(r"\{\{(title|style|summary|columns|scripts)\}\}")
 
 
 def write_report(
@@ -31,7 +31,7 @@ def write_report(
     links: LinkMatrix | None = None,
     most_events: int = 1_000_000,
     metrics: Sequence[str] | None = None,
-) -> None:
+) -> dict[str, Any]:
     """Write the report of a run as one HTML file.
 
     Args:
@@ -42,28 +42,31 @@ def write_report(
         most_events: spans that the timeline shows; of more, the longest.
         metrics: which parts to show; those that the run was asked for, else all.
 
+    Returns:
+        What the page shows beside the timeline: `build_summary`.
+
     Raises:
         OSError: the file cannot be written.
     """
     timeline = build_timeline(analysis, most_events=most_events)
     table, packed = pack_columns(timeline.columns)
-    facts = build_facts(analysis, title=title, links=links, metrics=metrics)
-    facts["timeline"] = timeline.facts
-    facts["columns"] = msgspec.to_builtins(table)
-    write_whole(Path(path), render(facts, packed).encode())
+    summary = build_summary(analysis, title=title, links=links, metrics=metrics)
+    drawn = {"timeline": timeline.layout, "columns": msgspec.to_builtins(table)}
+    write_whole(Path(path), render(summary | drawn, packed).encode())
+    return summary
 
 
-def render(facts: dict[str, Any], packed: str) -> str:
+def render(summary: dict[str, Any], packed: str) -> str:
     """Fill the page's template."""
     room = resources.files("ms_profile.report") / "assets"
     text = room.joinpath("page.html").read_text("utf-8")
     # A script element ends at "</" wherever that stands, inside of strings too.
-    safe = msgspec.json.encode(facts).decode().replace("<", "\\u003c")
+    safe = msgspec.json.encode(summary).decode().replace("<", "\\u003c")
     scripts = "\n".join(room.joinpath(name).read_text("utf-8") for name in SCRIPTS)
     parts = {
-        "title": facts["title"].replace("&", "&amp;").replace("<", "&lt;"),
+        "title": summary["title"].replace("&", "&amp;").replace("<", "&lt;"),
         "style": room.joinpath("style.css").read_text("utf-8"),
-        "facts": safe,
+        "summary": safe,
         "columns": packed,
         "scripts": scripts,
     }

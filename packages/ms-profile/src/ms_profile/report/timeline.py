@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from ms_profile.analysis.activity import DATA
 from ms_profile.analysis.activity import GARBAGE as GARBAGE_SPAN
 from ms_profile.analysis.whole_run import Analysis, RankAnalysis
-from ms_profile.trace.columns import Category, Thread
+from ms_profile.trace.columns import Thread
 from ms_profile.trace.intervals import clip
+from ms_profile.vendors.category import Category
 
 __all__ = ["Timeline", "build_timeline"]
 
@@ -30,7 +31,7 @@ SHOWN = [int(c) for c in Category if c not in (Category.OTHER, Category.OVERHEAD
 class Timeline:
     """What the page draws."""
 
-    facts: dict[str, Any]
+    layout: dict[str, Any]
     """Origin, unit, tracks, names, steps and how much was left out."""
     columns: dict[str, NDArray[Any]]
     """`start` (distance to the track's last start), `duration`, `name`, `category`."""
@@ -45,7 +46,7 @@ def build_timeline(analysis: Analysis, *, most_events: int = 1_000_000) -> Timel
     if not any(len(part["start"]) for part in parts):
         nothing = {"tracks": [], "names": [], "unit_ns": 10, "total": 0, "shown": 0, "length": 0,
                    "origin_ns": "0", "origins": {}, "steps": []}  # fmt: skip
-        return Timeline(facts=nothing, columns={})
+        return Timeline(layout=nothing, columns={})
     names: dict[str, int] = {}
     for part, rank in zip(parts, analysis.ranks.values(), strict=True):
         own = (*rank.trace.names, GARBAGE_NAME)
@@ -65,7 +66,7 @@ def _origins(analysis: Analysis) -> dict[int, int]:
 
     Ranks on one clock begin together; one whose clock is not known begins with its own first span.
     """
-    own = {rank: int(_corrected(one, one.trace.span_ns[0])) for rank, one in analysis.ranks.items()}
+    own = {rank: one.common_ns(one.trace.span_ns[0]) for rank, one in analysis.ranks.items()}
     known = [own[rank] for rank, one in analysis.ranks.items() if one.clock is not None]
     common = min(known, default=0)
     return {
@@ -73,28 +74,18 @@ def _origins(analysis: Analysis) -> dict[int, int]:
     }
 
 
-def _corrected(rank: RankAnalysis, instant_ns: int) -> int:
-    if rank.clock is None:
-        return instant_ns
-    return int(rank.clock.correct(np.array([instant_ns]))[0])
-
-
 def _rank_spans(rank: RankAnalysis, place: int) -> dict[str, NDArray[Any]]:
     trace = rank.trace
+    category = trace.category.astype(np.int64)
+    category[trace.named(DATA, Category.ANNOTATION)] = DATA_WAIT
+    category[trace.named(GARBAGE_SPAN, Category.ANNOTATION)] = GARBAGE
     rows = np.flatnonzero(np.isin(trace.category, SHOWN))
-    start, end = trace.start_ns[rows], trace.end_ns[rows]
-    if rank.clock is not None:
-        start, end = rank.clock.correct(start), rank.clock.correct(end)
-    waits = np.array([DATA.match(name) is not None for name in trace.names] or [False])
-    category = trace.category[rows].astype(np.int64)
-    category[(category == Category.ANNOTATION) & waits[trace.name[rows]]] = DATA_WAIT
-    pauses = np.array([GARBAGE_SPAN.match(name) is not None for name in trace.names] or [False])
-    category[(category == Category.ANNOTATION) & pauses[trace.name[rows]]] = GARBAGE
+    start = rank.on_common_clock(trace.start_ns[rows])
     return _with_garbage(rank, place, {
         "start": start,
-        "duration": end - start,
+        "duration": rank.on_common_clock(trace.end_ns[rows]) - start,
         "name": trace.name[rows].astype(np.int64),
-        "category": category,
+        "category": category[rows],
         "track": trace.thread[rows].astype(np.int64) + (place << 24),
     })  # fmt: skip
 
@@ -107,12 +98,10 @@ def _with_garbage(
     pauses = clip(rank.activity.known_garbage, first, last)
     if not len(pauses):
         return spans
-    start, end = pauses[:, 0], pauses[:, 1]
-    if rank.clock is not None:
-        start, end = rank.clock.correct(start), rank.clock.correct(end)
+    start = rank.on_common_clock(pauses[:, 0])
     more = {
         "start": start,
-        "duration": end - start,
+        "duration": rank.on_common_clock(pauses[:, 1]) - start,
         "name": np.full(len(pauses), len(rank.trace.names)),
         "category": np.full(len(pauses), GARBAGE),
         "track": np.full(len(pauses), RECORDER + (place << 24)),
@@ -170,10 +159,10 @@ def _finish(
     steps = []
     for rank in analysis.ranks.values():
         for step in rank.activity.steps:
-            ticks_of = [(_corrected(rank, at) - origins[rank.rank]) // unit
-                        for at in (step.start_ns, step.end_ns)]  # fmt: skip
-            steps.append([rank.rank, step.number, *ticks_of])
-    facts = {
+            edges = rank.on_common_clock(np.array([step.start_ns, step.end_ns]))
+            ticks_of = (edges - origins[rank.rank]) // unit
+            steps.append([rank.rank, step.number, *ticks_of.tolist()])
+    layout = {
         "origin_ns": str(min(origins.values())),
         "origins": {str(rank): str(origin) for rank, origin in origins.items()},
         "unit_ns": unit, "tracks": tracks, "names": names,
@@ -181,7 +170,7 @@ def _finish(
         "length": int((start + columns["duration"]).max()) // unit + 1,
     }  # fmt: skip
     return Timeline(
-        facts=facts,
+        layout=layout,
         columns={
             "start": distance,
             # Both are rounded down, so that no span runs into the next.

@@ -8,21 +8,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_profile.trace.categories import categorise
-from ms_profile.trace.columns import EXPORT, Category, CollectiveNote, Memory, Thread, Trace
+from ms_profile.trace.columns import EXPORT, CollectiveNote, Memory, Thread, Trace
 from ms_profile.trace.messages import first_message, note_of
 from ms_profile.trace.process_groups import name_groups
 from ms_profile.trace.records import MOST_NS, Record
+from ms_profile.vendors.category import Category
 
 __all__ = ["TraceBuilder"]
 
 Array = NDArray[Any]
-COLUMNS: Final = ("start", "duration", "name", "label", "thread", "external", "correlation",
-                  "shape", "moved")  # fmt: skip
+COLUMNS: Final = {
+    **dict.fromkeys(
+        ("start_ns", "duration_ns", "external", "correlation", "moved_bytes"), np.int64
+    ),
+    **dict.fromkeys(("name", "label", "thread", "shape"), np.int32),
+}
+MEMORY_COLUMNS: Final = {
+    **dict.fromkeys(("at_ns", "change_bytes", "allocated_bytes", "reserved_bytes"), np.int64),
+    **dict.fromkeys(("device", "thread"), np.int32),
+}
 LONGEST_NS: Final = 10 * 86_400 * 1_000_000_000
 """A span or a trace that lasts longer than ten days is a damaged time."""
 MOST_RANKS: Final = 1 << 24
 MICROSECONDS: Final = re.compile(r"\s*-?[0-9]{1,16}(\.[0-9]*)?\s*")
-MEMORY_COLUMNS: Final = ("at", "change", "allocated", "reserved", "device", "thread")
 
 
 class _Numbers(dict[Any, int]):
@@ -68,15 +76,15 @@ class TraceBuilder:
         shapes = b"\0".join([each.dims for each in arguments]).split(b"\0")
         count = len(spans)
         part = {
-            "start": _nanoseconds([record.ts for record in spans]),
-            "duration": _nanoseconds([record.dur for record in spans]),
+            "start_ns": _nanoseconds([record.ts for record in spans]),
+            "duration_ns": _nanoseconds([record.dur for record in spans]),
             "name": _numbered(self._names, [record.name for record in spans], np.int32, count),
             "label": _numbered(self._labels, labels, np.int32, count),
             "thread": self._number_threads(spans),
             "external": np.fromiter([each.external for each in arguments], np.int64, count),
             "correlation": np.fromiter([each.correlation for each in arguments], np.int64, count),
             "shape": _numbered(self._shapes, shapes, np.int32, count),
-            "moved": np.fromiter([each.bytes_moved for each in arguments], np.int64, count),
+            "moved_bytes": np.fromiter([each.bytes_moved for each in arguments], np.int64, count),
         }
         for name, column in part.items():
             self._parts[name].append(column)
@@ -134,10 +142,10 @@ class TraceBuilder:
         arguments = [record.args for record in allocations]
         device = [a.device_id if a.device_type > 0 else -1 for a in arguments]
         columns = {
-            "at": _nanoseconds([record.ts for record in allocations]),
-            "change": np.array([a.size_bytes for a in arguments], np.int64),
-            "allocated": np.array([a.allocated_bytes for a in arguments], np.int64),
-            "reserved": np.array([a.reserved_bytes for a in arguments], np.int64),
+            "at_ns": _nanoseconds([record.ts for record in allocations]),
+            "change_bytes": np.array([a.size_bytes for a in arguments], np.int64),
+            "allocated_bytes": np.array([a.allocated_bytes for a in arguments], np.int64),
+            "reserved_bytes": np.array([a.reserved_bytes for a in arguments], np.int64),
             "device": np.array(device, np.int32),
             "thread": np.array([self._threads[r.pid, r.tid] for r in allocations], np.int32),
         }
@@ -157,12 +165,12 @@ class TraceBuilder:
 
         Args:
             header: what stands beside the events.
-            warnings: what reading them said.
+            warnings: of reading the file.
             file_bytes: size of the file.
             damaged: events that were left out before.
             name: of the file, for the warning that counts what was left out.
         """
-        columns = {name: self._take(self._parts, name) for name in COLUMNS}
+        columns = {name: _joined(self._parts.pop(name), COLUMNS[name]) for name in COLUMNS}
         kept = self._near_the_others(columns)
         threads = tuple(
             Thread(
@@ -172,52 +180,32 @@ class TraceBuilder:
             )
             for process, thread in self._threads
         )  # fmt: skip
-        base_ns = _whole(header.get("baseTimeNanoseconds", 0)) or 0
-        start = columns.pop("start") + base_ns
-        order = kept[in_order(columns["thread"][kept], start[kept], columns["duration"][kept])]
-        names = tuple(self._names)
-        place = header.get("distributedInfo")
-        place = place if isinstance(place, dict) else {}
-        category = categorise(
-            columns["label"],
-            columns["name"],
-            columns["thread"],
-            tuple(self._labels),
-            names,
-            threads,
-        )
-        notes = name_groups(
-            header, names, columns["name"][order], start[order], category[order],
-            self._finish_notes(order, category),
-        )  # fmt: skip
+        names, base_ns = tuple(self._names), _whole(header.get("baseTimeNanoseconds", 0)) or 0
+        columns["start_ns"] += base_ns
+        keys = (columns[key][kept] for key in ("thread", "start_ns", "duration_ns"))
+        order = kept[in_order(*keys)]
+        category = categorise(columns.pop("label"), columns["name"], columns["thread"],
+                              tuple(self._labels), names, threads)  # fmt: skip
         # Each column is let go of as soon as its sorted copy is there.
-        del columns["label"]
+        spans = {key: columns.pop(key)[order] for key in tuple(columns)}
+        notes = self._finish_notes(order, category)
+        category = category[order]
         return Trace(
-            start_ns=start[order],
-            duration_ns=columns.pop("duration")[order],
-            name=columns.pop("name")[order],
-            category=category[order],
-            thread=columns.pop("thread")[order],
-            external=columns.pop("external")[order],
-            correlation=columns.pop("correlation")[order],
-            shape=columns.pop("shape")[order],
-            moved_bytes=columns.pop("moved")[order],
+            **spans,
+            category=category,
             names=names,
             shapes=tuple(shape.decode(errors="replace") for shape in self._shapes),
             threads=threads,
             memory=self._finish_memory(base_ns),
-            notes=notes,
-            rank=_whole(place.get("rank"), least=0, most=MOST_RANKS),
-            world_size=_whole(place.get("world_size"), least=1, most=MOST_RANKS),
-            host=_text(header.get("host_name")),
+            notes=name_groups(header, names, spans["name"], spans["start_ns"], category, notes),
             warnings=(*warnings, *_count(name, damaged + self._damaged)),
             file_bytes=file_bytes,
-            is_export=_is_export(header.get("otherData")),
+            **_described(header),
         )
 
     def _near_the_others(self, columns: dict[str, Array]) -> Array:
         """Rows of the spans that lie in the time of the others, and count those that don't."""
-        start, duration = columns["start"], columns["duration"]
+        start, duration = columns["start_ns"], columns["duration_ns"]
         if not len(start):
             return np.zeros(0, np.int64)
         middle = int(np.median(start))
@@ -225,22 +213,11 @@ class TraceBuilder:
         self._damaged += int(len(near) - near.sum())
         return np.flatnonzero(near)
 
-    def _take(self, parts: dict[str, list[Array]], name: str) -> Array:
-        chunks = parts.pop(name)
-        dtype = np.int64 if name in ("start", "duration", "at") else np.int32
-        return np.concatenate(chunks) if chunks else np.zeros(0, dtype)
-
     def _finish_memory(self, base_ns: int) -> Memory:
-        columns = {name: self._take(self._memory, name) for name in MEMORY_COLUMNS}
-        order = np.argsort(columns["at"], kind="stable")
-        return Memory(
-            at_ns=columns["at"][order] + base_ns,
-            change_bytes=columns["change"][order].astype(np.int64),
-            allocated_bytes=columns["allocated"][order].astype(np.int64),
-            reserved_bytes=columns["reserved"][order].astype(np.int64),
-            device=columns["device"][order],
-            thread=columns["thread"][order],
-        )
+        columns = {name: _joined(self._memory[name], MEMORY_COLUMNS[name]) for name in self._memory}
+        columns["at_ns"] += base_ns
+        order = np.argsort(columns["at_ns"], kind="stable")
+        return Memory(**{name: column[order] for name, column in columns.items()})
 
     def _finish_notes(self, order: Array, category: Array) -> dict[int, CollectiveNote]:
         position = np.full(len(category), -1)
@@ -255,6 +232,10 @@ class TraceBuilder:
                     group="", group_size=0, ranks=(),
                 )  # fmt: skip
         return notes
+
+
+def _joined(chunks: list[Array], dtype: type[np.integer[Any]]) -> Array:
+    return np.concatenate(chunks) if chunks else np.zeros(0, dtype)
 
 
 def _numbered(
@@ -307,12 +288,16 @@ def _whole(value: object, *, least: int = -MOST_NS, most: int = MOST_NS) -> int 
     return value if isinstance(value, int) and least <= value <= most else None
 
 
-def _is_export(other: object) -> bool:
-    return isinstance(other, dict) and other.get("producer") == EXPORT
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
+def _described(header: dict[str, Any]) -> dict[str, Any]:
+    """The rank and host of a trace, as far as its header names them."""
+    place, other, host = (header.get(k) for k in ("distributedInfo", "otherData", "host_name"))
+    place = place if isinstance(place, dict) else {}
+    return {
+        "rank": _whole(place.get("rank"), least=0, most=MOST_RANKS),
+        "world_size": _whole(place.get("world_size"), least=1, most=MOST_RANKS),
+        "host": host if isinstance(host, str) else "",
+        "is_export": isinstance(other, dict) and other.get("producer") == EXPORT,
+    }
 
 
 def _count(name: str, damaged: int) -> tuple[str, ...]:

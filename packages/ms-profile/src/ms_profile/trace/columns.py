@@ -3,44 +3,21 @@
 Columns of a million spans take 41 MB, where the profiler's JSON took some 400.
 """
 
-from enum import IntEnum
-from typing import Final
+import re
+from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 from numpy.typing import NDArray
 
-__all__ = ["EXPORT", "Category", "CollectiveNote", "Memory", "Thread", "Trace"]
+from ms_profile.vendors.category import Category
+
+__all__ = ["EXPORT", "CollectiveNote", "Memory", "Thread", "Trace", "matching"]
 
 
 EXPORT: Final = "ms-profile: all ranks for Perfetto"
-"""What an export of `export_perfetto` says under `otherData` as its `producer`."""
-
-
-class Category(IntEnum):
-    """What a span is, whoever's profiler wrote it."""
-
-    OTHER = 0
-    OPERATOR = 1
-    """An operator of torch on the host."""
-    ANNOTATION = 2
-    """A scope named by the program or by torch: `ProfilerStep#3`, `Optimizer.step#AdamW.step`."""
-    RUNTIME = 3
-    """A call into the driver: launches, copies, waits."""
-    KERNEL = 4
-    """Computation on a device."""
-    COPY = 5
-    """A copy or fill on a device."""
-    COLLECTIVE = 6
-    """Communication where it runs: a device's kernel, or gloo's own thread."""
-    PYTHON = 7
-    """A Python function, where stacks were recorded."""
-    DEVICE_ANNOTATION = 8
-    """A host scope as the device saw it."""
-    OVERHEAD = 9
-    """The profiler's own work."""
-    DEVICE_WAIT = 10
-    """A device's stream waiting for an event or a peer."""
+"""The `producer` under `otherData` of a file that `export_perfetto` wrote."""
 
 
 @frozen(kw_only=True)
@@ -53,18 +30,30 @@ class Thread:
     name: str = ""
 
 
+def _nothing() -> NDArray[Any]:
+    return np.zeros(0, np.int64)
+
+
+def _zeros(trace: "Trace") -> NDArray[Any]:
+    return np.zeros(len(trace.start_ns), np.int64)
+
+
+def _unknown(trace: "Trace") -> NDArray[Any]:
+    return np.full(len(trace.start_ns), -1, np.int64)
+
+
 @frozen(kw_only=True, eq=False)
 class Memory:
     """What was allocated, at every allocation and release; all columns (M,)."""
 
-    at_ns: NDArray[np.int64]
-    change_bytes: NDArray[np.int64]
-    allocated_bytes: NDArray[np.int64]
+    at_ns: NDArray[np.int64] = field(factory=_nothing)
+    change_bytes: NDArray[np.int64] = field(factory=_nothing)
+    allocated_bytes: NDArray[np.int64] = field(factory=_nothing)
     """In all after it, as the allocator counts."""
-    reserved_bytes: NDArray[np.int64]
-    device: NDArray[np.int32]
+    reserved_bytes: NDArray[np.int64] = field(factory=_nothing)
+    device: NDArray[np.int32] = field(factory=_nothing)
     """-1 is the host."""
-    thread: NDArray[np.int32]
+    thread: NDArray[np.int32] = field(factory=_nothing)
 
 
 @frozen(kw_only=True)
@@ -80,12 +69,17 @@ class CollectiveNote:
     ranks: tuple[int, ...]
 
 
+def matching(names: Sequence[str], pattern: re.Pattern[str]) -> NDArray[np.bool_]:
+    """Which names match a pattern from their start, (max(N, 1),) bool."""
+    return np.array([pattern.match(text) is not None for text in names] or [False], bool)
+
+
 @frozen(kw_only=True, eq=False)
 class Trace:
     """The spans of one rank's file, ordered by thread, start, and longest first.
 
-    All columns are (N,). Instants are nanoseconds of the wall clock where the trace says how its
-    clock stands to it, else of the trace's own.
+    All columns are (N,). Instants are nanoseconds of the wall clock where the trace relates
+    its clock to it, else of the trace's own.
     """
 
     start_ns: NDArray[np.int64]
@@ -93,18 +87,18 @@ class Trace:
     name: NDArray[np.int32]
     category: NDArray[np.uint8]
     thread: NDArray[np.int32]
-    external: NDArray[np.int64]
-    """Which operator launched it; -1 where not said. An operator carries its own number."""
-    correlation: NDArray[np.int64]
-    shape: NDArray[np.int32]
-    moved_bytes: NDArray[np.int64]
+    external: NDArray[np.int64] = field(default=Factory(_unknown, takes_self=True))
+    """Which operator launched it; -1 where not noted. An operator carries its own number."""
+    correlation: NDArray[np.int64] = field(default=Factory(_unknown, takes_self=True))
+    shape: NDArray[np.int32] = field(default=Factory(_zeros, takes_self=True))
+    moved_bytes: NDArray[np.int64] = field(default=Factory(_zeros, takes_self=True))
     names: tuple[str, ...]
-    shapes: tuple[str, ...]
+    shapes: tuple[str, ...] = ("",)
     """Number 0 is "not recorded"."""
     threads: tuple[Thread, ...]
-    memory: Memory
+    memory: Memory = field(factory=Memory)
     notes: dict[int, CollectiveNote] = field(factory=dict)
-    """Of collectives, by their row."""
+    """What was noted of collectives, by their row."""
     rank: int | None = None
     world_size: int | None = None
     host: str = ""
@@ -131,6 +125,12 @@ class Trace:
     def rows(self, *categories: Category) -> NDArray[np.int64]:
         """Rows of these categories, ascending."""
         return np.flatnonzero(np.isin(self.category, [int(c) for c in categories]))
+
+    def named(self, pattern: re.Pattern[str], *categories: Category) -> NDArray[np.int64]:
+        """Rows of these categories whose names match a pattern from their start, ascending."""
+        rows = self.rows(*categories) if categories else np.arange(len(self))
+        found: NDArray[np.int64] = rows[matching(self.names, pattern)[self.name[rows]]]
+        return found
 
     def name_of(self, row: int) -> str:
         """The name of one span."""

@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_profile.log.ring import Kind, RingRecording
-from ms_profile.trace.columns import Category, Memory, Thread, Trace
+from ms_profile.trace.columns import Thread, Trace
+from ms_profile.vendors.category import Category
 
 __all__ = ["trace_of_ring"]
 
@@ -42,29 +43,18 @@ def trace_of_ring(recording: RingRecording, *, file_bytes: int = 0, name: str = 
     thread = spans["thread"].astype(np.int32)
     offset = recording.clock.offset_ns
     order = np.lexsort((start - end, start, thread))
-    nothing = np.full(len(spans), -1, np.int64)
-    none = np.zeros(0, np.int64)
     return Trace(
         start_ns=(start + offset)[order],
         duration_ns=(end - start)[order],
         name=code[order],
         category=kinds[spans["kind"]][order],
         thread=thread[order],
-        external=nothing,
-        correlation=nothing,
-        shape=np.zeros(len(spans), np.int32),
-        moved_bytes=np.zeros(len(spans), np.int64),
         names=names,
-        shapes=("",),
         threads=tuple(_thread(recording.pid, number) for number in range(256)),
-        memory=Memory(
-            at_ns=none, change_bytes=none, allocated_bytes=none, reserved_bytes=none,
-            device=none.astype(np.int32), thread=none.astype(np.int32),
-        ),
         rank=recording.rank,
         warnings=_warnings(recording, still_open, name),
         file_bytes=file_bytes,
-    )  # fmt: skip
+    )
 
 
 def _category(code: int) -> int:
@@ -100,15 +90,17 @@ def _thread(pid: int, number: int) -> Thread:
 def _warnings(
     recording: RingRecording, still_open: NDArray[np.bool_], name: str
 ) -> tuple[str, ...]:
-    said = [
+    warnings = [
         f"{name} is a recorder's ring: steps and modules, without operators or kernels; what waits "
         "inside of a forward, a backward or an optimizer counts as compute"
     ]
     if recording.dropped:
-        said.append(f"{name}: {recording.dropped} older spans were written over")
+        warnings.append(f"{name}: {recording.dropped} older spans were written over")
     inside = [recording.name_of(int(span["name"])) for span in recording.spans[still_open]]
     if inside:
         step = int(recording.spans[still_open]["step"].max())
-        said.append(f"{name}: when it was written last, the process was in step {step}, inside of "
-                    f"{' > '.join(inside[-12:])}")  # fmt: skip
-    return tuple(said)
+        warnings.append(
+            f"{name}: when it was written last, the process was in step {step}, inside of "
+            f"{' > '.join(inside[-12:])}"
+        )
+    return tuple(warnings)

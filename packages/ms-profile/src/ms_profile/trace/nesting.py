@@ -5,22 +5,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["depths", "parents", "self_times"]
+__all__ = ["parents", "self_times"]
 
 DEEPEST = 32_000
 THREAD_SHIFT = 46  # 19 hours of nanoseconds below, 131,000 threads above
-
-
-def depths(
-    thread: NDArray[Any], start_ns: NDArray[Any], duration_ns: NDArray[Any]
-) -> NDArray[np.int64]:
-    """How many earlier spans of its thread are still open where each begins, (N,) int64.
-
-    Rows must be ordered by thread, start, and longest first.
-    """
-    keys, ends = _keys(thread, start_ns, duration_ns)
-    over = np.searchsorted(np.sort(ends), keys, side="right")
-    return np.arange(len(keys)) - over
 
 
 def parents(

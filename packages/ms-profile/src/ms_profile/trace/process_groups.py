@@ -9,8 +9,9 @@ import numpy as np
 from attrs import evolve
 from numpy.typing import NDArray
 
-from ms_profile.trace.columns import Category, CollectiveNote
+from ms_profile.trace.columns import CollectiveNote
 from ms_profile.trace.records import DAMAGE
+from ms_profile.vendors.category import Category
 
 __all__ = ["name_groups"]
 
@@ -34,7 +35,7 @@ def name_groups(
     category: NDArray[np.integer[Any]],
     notes: dict[int, CollectiveNote],
 ) -> dict[int, CollectiveNote]:
-    """Return `notes` with the groups that the header tells.
+    """Return `notes` with the process groups that the header lists.
 
     The collectives of one name and size happen in the order in which they were created; where the
     trace has another number of them than were noted, they stay without a group.
@@ -50,9 +51,9 @@ def name_groups(
     noted = _noted(header)
     if noted is None:
         return notes
-    told: dict[tuple[str, int], list[tuple[int, str]]] = defaultdict(list)
+    recorded: dict[tuple[str, int], list[tuple[int, str]]] = defaultdict(list)
     for code, number, elements, created in noted.entries:
-        told[noted.names[code], elements].append((created, noted.groups[number]))
+        recorded[noted.names[code], elements].append((created, noted.groups[number]))
     rows: dict[tuple[str, int], list[int]] = defaultdict(list)
     found = np.flatnonzero(category == Category.COLLECTIVE)
     for row in found[np.argsort(start_ns[found], kind="stable")].tolist():
@@ -62,7 +63,7 @@ def name_groups(
     members = _members(header)
     named = dict(notes)
     for key, own in rows.items():
-        groups = [group for _, group in sorted(told.get(key, ()))]
+        groups = [group for _, group in sorted(recorded.get(key, ()))]
         if len(groups) != len(own):
             continue
         for row, group in zip(own, groups, strict=True):

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from attrs import evolve
+
 from ms_profile.errors import TraceError
 from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.columns import Trace
@@ -20,8 +22,8 @@ RANK_IN_NAME = re.compile(r"rank[-_ ]?([0-9]{1,7})(?![0-9])", re.IGNORECASE)
 def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Read one trace of Kineto or of the Ascend profiler, plain or gzip, of any size.
 
-    What is damaged or cut off is left out and said in `Trace.warnings`. The rank is the one that
-    the trace names, else the one in the file's name (`rank-3`, `rank3`), else None.
+    What is damaged or cut off is left out, with a line in `Trace.warnings`. The rank is the one
+    that the trace names, else the one in the file's name (`rank-3`, `rank3`), else None.
 
     Raises:
         TraceError: there is no such file, it is empty, or it is no trace.
@@ -46,8 +48,6 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         raise TraceError(f"{source} has no spans; was the profiler stopped before a step ended?")
     named = RANK_IN_NAME.search(source.name)
     if trace.rank is None and named:
-        from attrs import evolve
-
         return evolve(trace, rank=int(named.group(1)))
     return trace
 

@@ -25,7 +25,7 @@ Length = Annotated[float, Meta(ge=0, le=MOST_US)]
 
 
 class Arguments(Struct, frozen=True, gc=False):
-    """What an event says beyond its time; absent fields keep their defaults."""
+    """What an event holds beyond its time; absent fields keep their defaults."""
 
     external: Whole = field(name="External id", default=-1)
     types: Raw = field(name="Input type", default=EMPTY)

@@ -6,7 +6,8 @@ from typing import Final
 import numpy as np
 from attrs import frozen
 
-from ms_profile.trace.columns import Category, Trace
+from ms_profile.trace.columns import Trace
+from ms_profile.vendors.category import Category
 
 __all__ = ["Step", "find_steps"]
 

@@ -32,7 +32,7 @@ TRIES = 32
 MOST_CHUNKS = 64
 END = re.compile(rb'\}\s*\]\s*(,\s*"[^"]*"\s*:[^{}\[\]]*)*\}?\s*\Z')
 
-Source = AbstractContextManager[BufferedReader | gzip.GzipFile]
+OpenFile = AbstractContextManager[BufferedReader | gzip.GzipFile]
 decode_records = msgspec.json.Decoder(list[Record]).decode
 decode_record = msgspec.json.Decoder(Record).decode
 
@@ -69,7 +69,7 @@ class TraceText:
                 raise TraceError(f"{self.path} is no gzip file: {error}") from error
             raise TraceError(f"{self.path} cannot be read: {error}") from error
 
-    def _unpacked(self, raw: BufferedReader) -> Source:
+    def _unpacked(self, raw: BufferedReader) -> OpenFile:
         start = raw.read(2)
         raw.seek(0)
         return gzip.GzipFile(fileobj=raw) if start == b"\x1f\x8b" else nullcontext(raw)
@@ -127,11 +127,11 @@ class TraceText:
 
     def _take_header(self, text: bytes) -> None:
         try:
-            facts = msgspec.json.decode(text)
+            found = msgspec.json.decode(text)
         except DAMAGE:
             return
-        if isinstance(facts, dict):
-            self.header.update(facts)
+        if isinstance(found, dict):
+            self.header.update(found)
 
     def _decode_part(self, text: bytearray) -> tuple[list[Record], int]:
         """Decode as many whole events as there are after the bracket; also where the next begins.

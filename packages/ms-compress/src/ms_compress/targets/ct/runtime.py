@@ -1,4 +1,4 @@
-"""transformers, which reads compressed-tensors."""
+"""transformers as the runtime of compressed-tensors."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ms_compress.entry import one_line
 from ms_compress.errors import ExportError
 from ms_compress.models.config_file import quantization, read_config
+from ms_compress.targets.libraries import import_library, library_errors
 
 __all__ = ["TransformersRuntime"]
+
+PURPOSE = "reading compressed-tensors needs transformers and compressed-tensors"
 
 
 class TransformersRuntime:
@@ -24,48 +26,32 @@ class TransformersRuntime:
     name = "transformers"
 
     def __init__(self, folder: Path, *, strict: bool = True) -> None:
-        try:
-            import compressed_tensors  # noqa: F401 - transformers imports it by itself
-            import transformers
-        except ImportError as error:
-            raise ExportError(
-                "reading compressed-tensors needs transformers and compressed-tensors:"
-                " pip install 'ms-compress[ct]'"
-            ) from error
-        self.model: Any
-        known: Any = transformers.AutoModelForCausalLM
+        self._library = import_library("transformers", extra="ct", purpose=PURPOSE)
+        import_library("compressed_tensors", extra="ct", purpose=PURPOSE)
         self._folder = folder
-        self._library: Any = transformers
         quantization(folder)
         dtype = _dtype(folder)
-        try:
-            with _quiet():
-                self.model, found = known.from_pretrained(
-                    folder,
-                    dtype=dtype,
-                    local_files_only=True,
-                    ignore_mismatched_sizes=True,  # they are told of, not printed
-                    output_loading_info=True,
-                )
-                _check_loaded(folder, found, strict)
-                self.model.train(False)
-                self.logits(torch.zeros(1, 1, dtype=torch.int64))  # unpacks the weights
-        except ExportError:
-            raise
-        except Exception as error:  # its parts' errors share no base but this
-            raise ExportError(
-                f"{folder}: transformers cannot read it: {one_line(str(error))}"
-            ) from error
+        with library_errors(folder, "transformers"), _quiet():
+            self.model, found = self._library.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # they are told of, not printed
+                output_loading_info=True,
+            )
+            _check_loaded(folder, found, strict)
+            self.model.train(False)
+            self.logits(torch.zeros(1, 1, dtype=torch.int64))  # unpacks the weights
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """(B, S) int64 to (B, S, V) float32."""
+        """Return logits (B, S, V) float32 of tokens (B, S) int64."""
         logits: Tensor = self.model(tokens, use_cache=False).logits
         return logits.float()
 
     @torch.no_grad()
     def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
-        """Seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
+        """Measure the seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
         began = perf_counter()
         out = self.model(torch.tensor([tokens]), use_cache=True, logits_to_keep=1)
         prefilled = perf_counter()
@@ -75,26 +61,19 @@ class TransformersRuntime:
         return prefilled - began, perf_counter() - prefilled
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, in which special tokens are what they spell; none is added."""
-        try:
-            with _quiet():
-                known = self._library.AutoTokenizer.from_pretrained(
-                    self._folder, local_files_only=True
-                )
-        except Exception as error:  # its parts' errors share no base but this
-            raise ExportError(
-                f"{self._folder}: transformers cannot read its tokenizer: {one_line(str(error))}"
-            ) from error
+        """Return tokens of a text; special tokens in it are recognised, and none is added."""
+        with library_errors(self._folder, "transformers", "read its tokenizer"), _quiet():
+            known = self._library.AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
         return list(known(text, add_special_tokens=False)["input_ids"])
 
     def ends(self) -> frozenset[int]:
-        """The tokens at which it ends a text by itself."""
+        """Return the tokens at which the runtime ends a text by itself."""
         said = self.model.generation_config.eos_token_id
         return frozenset(said if isinstance(said, list) else [] if said is None else [said])
 
     @torch.no_grad()
     def generate(self, tokens: list[int], most: int) -> list[int]:
-        """The likeliest next tokens, until one of them ends the text, `most` of them at most."""
+        """Return the likeliest next tokens until one ends the text, `most` of them at most."""
         given = torch.tensor([tokens])
         with _quiet():
             out = self.model.generate(
@@ -108,7 +87,7 @@ class TransformersRuntime:
 
 
 def _check_loaded(folder: Path, found: Mapping[str, Any], strict: bool) -> None:
-    """Where a tensor is missing, transformers draws another at random; what it lacks it leaves."""
+    """Refuse missing tensors, which transformers draws at random, and ones that it leaves out."""
     for kind in ("mismatched", "missing", *(("unexpected",) if strict else ())):
         names = sorted(key if isinstance(key, str) else key[0] for key in found[f"{kind}_keys"])
         if names:
@@ -127,7 +106,7 @@ def _dtype(folder: Path) -> torch.dtype:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Its advice on loading says nothing of a finished file, and its bars nothing of its name."""
+    """Silence transformers' advice on loading and its progress bars."""
     log = logging.getLogger("transformers")
     level = log.level
     log.setLevel(logging.ERROR)

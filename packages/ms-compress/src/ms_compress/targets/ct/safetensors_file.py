@@ -31,19 +31,19 @@ ALIGNMENT = 8
 
 @frozen(kw_only=True)
 class Slot:
-    """A tensor's place."""
+    """Shape and dtype of a tensor that will be written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def size_bytes(self) -> int:
-        """Of its values."""
+        """Bytes of its values."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class TensorFile:
-    """Writes the tensors of `slots` in their order.
+    """A file being written, the tensors of `slots` in their order.
 
     Args:
         path: must not exist.
@@ -69,7 +69,7 @@ class TensorFile:
         self.waiting = list(self.slots)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """The next tensor, which must be `name`."""
+        """Write the next tensor, which must be `name`."""
         slot = self.slots[name]
         assert self.waiting.pop(0) == name
         assert (tuple(tensor.shape), tensor.dtype) == (slot.shape, slot.dtype), name

@@ -17,31 +17,34 @@ from torch import Tensor
 from ms_compress.errors import LayerError
 from ms_compress.files.durable import sync_folder, write_synced
 from ms_compress.models.decoder_config import check_deployable
-from ms_compress.models.whole_model import Entry, Source
+from ms_compress.models.head import HEAD
+from ms_compress.models.shards import WholeTensor
+from ms_compress.models.whole_model import WholeModel
 from ms_compress.quantisation.rounding import Quantised
 from ms_compress.quantisation.scheme import Activations, Scheme
 from ms_compress.targets.ct.safetensors_file import Slot, TensorFile
+from ms_compress.targets.target import Assets
 
-__all__ = ["check", "pack", "write"]
+__all__ = ["FILE", "check", "pack", "write"]
 
 FILE = "model.safetensors"
 
 
-def check(source: Source) -> None:
+def check(model: WholeModel, assets: Assets) -> None:
     """Refuse what the format has no place for.
 
     Raises:
         ExportError: transformers has no such model.
         LayerError: an embedding is quantised, or some layers round their inputs and some do not.
     """
-    check_deployable(source.config)
-    for entry in source.entries.values():
+    check_deployable(model.config)
+    for entry in model.tensors.values():
         if entry.scheme is not None and entry.kind != "linear":
             raise LayerError(
                 f"{entry.module}: compressed-tensors holds no quantised embedding that"
                 " transformers reads; prepare the model without embeddings, and untie the head"
             )
-    quantised = [entry for entry in source.entries.values() if entry.scheme is not None]
+    quantised = [entry for entry in model.tensors.values() if entry.scheme is not None]
     rounding = [entry.module for entry in quantised if entry.activations is not None]
     plain = [entry.module for entry in quantised if entry.activations is None]
     if rounding and plain:
@@ -51,32 +54,32 @@ def check(source: Source) -> None:
         )
 
 
-def write(source: Source, folder: Path) -> None:
+def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) -> None:
     """Write the files of a folder that exists; all processes call it, the first one writes."""
-    passes = list(_passes(source.entries))
-    if not source.is_first:
+    passes = list(_passes(model.tensors))
+    if not model.is_first:
         for entry, _ in passes:
-            source.read(entry.name)
+            model.read(entry.name)
         return
     slots = {name: slot for _, places in passes for name, slot in places.items()}
     with TensorFile(folder / FILE, slots) as file:
         for entry, places in passes:
-            value = source.read(entry.name)
+            value = model.read(entry.name)
             assert value is not None
             tensors = _tensors(entry, value)
             for name in places:
                 file.write(name, tensors[name])
     # In a narrower dtype transformers would round the scales, which are float32, to it.
-    named = "torch_dtype" if "torch_dtype" in source.config else "dtype"
-    quantization = _quantization(source.entries)
-    config = {**source.config, named: "float32", "quantization_config": quantization}
+    named = "torch_dtype" if "torch_dtype" in model.config else "dtype"
+    quantization = _quantization(model)
+    config = {**model.config, named: "float32", "quantization_config": quantization}
     text = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
     write_synced(folder / "config.json", text)
     sync_folder(folder)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes (N, K) int8, from -2^(bits-1), as (N, ceil(K · bits / 32)) int32."""
+    """Pack codes (N, K) int8, from -2^(bits-1), into (N, ceil(K · bits / 32)) int32."""
     raised = (codes.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8).numpy()
     stream = np.unpackbits(raised[..., None], axis=-1, bitorder="little")[..., :bits]
     flat = stream.reshape(len(raised), -1)
@@ -85,16 +88,16 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return torch.from_numpy(words.astype(np.int32))
 
 
-def _passes(entries: Mapping[str, Entry]) -> Iterator[tuple[Entry, dict[str, Slot]]]:
-    """What to write in which order: wider dtypes first, so that each tensor begins aligned."""
+def _passes(tensors: Mapping[str, WholeTensor]) -> Iterator[tuple[WholeTensor, dict[str, Slot]]]:
+    """Order what is written: wider dtypes first, so that each tensor begins aligned."""
     for size in (8, 4, 2, 1):
-        for entry in entries.values():
+        for entry in tensors.values():
             places = {n: slot for n, slot in _slots(entry).items() if slot.dtype.itemsize == size}
             if places:
                 yield entry, places
 
 
-def _slots(entry: Entry) -> dict[str, Slot]:
+def _slots(entry: WholeTensor) -> dict[str, Slot]:
     if entry.scheme is None:
         return {entry.name: Slot(shape=entry.shape, dtype=entry.dtype)}
     rows, features = entry.shape
@@ -113,7 +116,7 @@ def _slots(entry: Entry) -> dict[str, Slot]:
     }
 
 
-def _tensors(entry: Entry, value: Quantised | Tensor) -> dict[str, Tensor]:
+def _tensors(entry: WholeTensor, value: Quantised | Tensor) -> dict[str, Tensor]:
     if isinstance(value, Tensor):
         return {entry.name: value}
     assert entry.scheme is not None
@@ -126,13 +129,14 @@ def _tensors(entry: Entry, value: Quantised | Tensor) -> dict[str, Tensor]:
     }
 
 
-def _quantization(entries: Mapping[str, Entry]) -> dict[str, Any]:
-    """The `quantization_config` of config.json."""
-    linear = [e for e in entries.values() if e.kind == "linear" and e.name.endswith(".weight")]
+def _quantization(model: WholeModel) -> dict[str, Any]:
+    """Return the `quantization_config` of config.json."""
+    weights = [each for each in model.tensors.values() if each.name.endswith(".weight")]
+    linear = [each for each in weights if each.kind == "linear"]
     scheme, first = next((e.scheme, e) for e in linear if e.scheme is not None)
     ignored = [entry.module for entry in linear if entry.scheme is None]
-    if "lm_head.weight" not in entries:
-        ignored.append("lm_head")
+    if model.is_tied:
+        ignored.append(HEAD)
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized" if _is_packed(first) else "int-quantized",
@@ -151,8 +155,8 @@ def _quantization(entries: Mapping[str, Entry]) -> dict[str, Any]:
     }
 
 
-def _is_packed(entry: Entry) -> bool:
-    """Transformers reads `int-quantized` weights with rounded inputs alone."""
+def _is_packed(entry: WholeTensor) -> bool:
+    """Whether codes are packed: unpacked ones transformers reads with rounded inputs alone."""
     assert entry.scheme is not None
     return entry.scheme.bits < 8 or entry.activations is None
 

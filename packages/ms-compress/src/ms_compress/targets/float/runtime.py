@@ -31,13 +31,13 @@ class TorchRuntime:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """(B, S) int64 to (B, S, V) float32."""
+        """Return logits (B, S, V) float32 of tokens (B, S) int64."""
         logits: Tensor = self.model(tokens)
         return logits
 
     @torch.no_grad()
     def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
-        """Seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
+        """Measure the seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
         cache = self.cache()
         began = perf_counter()
         token = self._next(torch.tensor([tokens]), cache)
@@ -47,7 +47,7 @@ class TorchRuntime:
         return prefilled - began, perf_counter() - prefilled
 
     def _next(self, tokens: Tensor, cache: Any) -> Tensor:
-        """The likeliest token after the last one, (1, 1); the head sees that one alone."""
+        """Return the likeliest token after the last one, (1, 1); the head sees that one alone."""
         hidden = self.model.blocks(self.model.embed(tokens), cache=cache)
         out: Tensor = self.model.head(self.model.finish(hidden[:, -1:])).argmax(-1)
         return out

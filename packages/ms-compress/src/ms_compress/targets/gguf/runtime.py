@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ms_compress.errors import ExportError
+from ms_compress.targets.libraries import import_library
 
 __all__ = ["LlamaRuntime"]
 
@@ -22,13 +23,10 @@ class LlamaRuntime:
     name = "llama.cpp"
 
     def __init__(self, folder: Path, *, threads: int = 1, repack: bool = False) -> None:
-        try:
-            import llama_cpp
-        except ImportError as error:
-            raise ExportError(
-                "running GGUF needs llama-cpp-python: pip install 'ms-compress[llama]'"
-            ) from error
-        self.library: Any = llama_cpp
+        llama_cpp = import_library(
+            "llama_cpp", extra="llama", purpose="running GGUF needs llama-cpp-python"
+        )
+        self.library = llama_cpp
         self.threads = threads
         self.path = folder / "model.gguf"
         _silence(llama_cpp)
@@ -75,7 +73,7 @@ class LlamaRuntime:
         return np.ctypeslib.as_array(pointer, shape=(rows, self.vocabulary)).copy()
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """(B, S) int64 to (B, S, V) float32."""
+        """Return logits (B, S, V) float32 of tokens (B, S) int64."""
         rows = []
         for row in tokens.tolist():
             context = self._context(len(row))
@@ -84,7 +82,7 @@ class LlamaRuntime:
         return torch.stack(rows)
 
     def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
-        """Seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
+        """Measure the seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
         context = self._context(len(tokens) + steps)
         began = perf_counter()
         logits = self._feed(context, tokens, 0, every=False)
@@ -96,7 +94,7 @@ class LlamaRuntime:
         return prefilled - began, ended - prefilled
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, in which special tokens are what they spell; none is added."""
+        """Return tokens of a text; special tokens in it are recognised, and none is added."""
         raw = text.encode()
         room = (self.library.llama_token * (len(raw) + 1))()
         count = self.library.llama_tokenize(
@@ -107,12 +105,12 @@ class LlamaRuntime:
         return list(room[:count])
 
     def ends(self) -> frozenset[int]:
-        """The tokens at which it ends a text by itself."""
+        """Return the tokens at which the runtime ends a text by itself."""
         is_end = self.library.llama_vocab_is_eog
         return frozenset(n for n in range(self.vocabulary) if is_end(self._texts, n))
 
     def generate(self, tokens: list[int], most: int) -> list[int]:
-        """The likeliest next tokens, until one of them ends the text, `most` of them at most."""
+        """Return the likeliest next tokens until one ends the text, `most` of them at most."""
         context, made = self._context(len(tokens) + most), list[int]()
         try:
             logits = self._feed(context, tokens, 0, every=False)
@@ -133,7 +131,7 @@ class LlamaRuntime:
 
 
 def _silence(library: Any) -> None:
-    """It writes pages to stderr otherwise. The callback must live as long as the library."""
+    """Silence the library's log. The callback must live as long as the library."""
     if not hasattr(LlamaRuntime, "quiet"):
         kind = library.llama_log_callback
         LlamaRuntime.quiet = kind(lambda level, text, data: None)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A tokenizer as GGUF metadata: byte-level BPE, which llama.cpp calls `gpt2`."""
+"""Tokenizers as GGUF metadata: byte-level BPE, which llama.cpp calls `gpt2`."""
 
 import logging
 from typing import Any, TypeVar
@@ -141,7 +141,7 @@ def _add_ends(writer: Any, ends: TextEnds) -> None:
 
 
 def _added_around(files: TokenizerFiles) -> tuple[int | None, int | None]:
-    """The tokens that are put before and after each text, if any."""
+    """Return the tokens that are put before and after each text, if any."""
     processor = _part(files, "post_processor", _Processor)
     steps = processor.processors or [processor]
     template = next((each for each in steps if each.type == "TemplateProcessing"), None)
@@ -154,7 +154,7 @@ def _added_around(files: TokenizerFiles) -> tuple[int | None, int | None]:
 
 
 def _split(files: TokenizerFiles) -> str:
-    """llama.cpp's name of how text is cut before merging."""
+    """Return llama.cpp's name of how text is split before merging."""
     cutter = _part(files, "pre_tokenizer", _Cutter)
     steps = cutter.pretokenizers or [cutter]
     byte_level = next((step for step in steps if step.type == "ByteLevel"), None)
@@ -199,7 +199,7 @@ class _Normalizer(msgspec.Struct):
 
 
 def _part(files: TokenizerFiles, name: str, kind: type[T]) -> T:
-    """A part of tokenizer.json, as far as it is read here."""
+    """Read a part of tokenizer.json, as far as it is needed here."""
     try:
         return msgspec.convert(files.document.get(name) or {}, kind)
     except msgspec.ValidationError as error:

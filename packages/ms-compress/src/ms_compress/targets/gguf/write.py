@@ -1,10 +1,9 @@
-"""GGUF files for llama.cpp, written by the `gguf` library.
+"""Writing GGUF files for llama.cpp, by the `gguf` library.
 
 llama.cpp rotates neighbouring pairs where Hugging Face's Llama rotates halves, so the rows of q
 and k change places, with their scales and biases. Source: convert_hf_to_gguf.py, `permute`.
 """
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,14 @@ from torch import Tensor
 
 from ms_compress.errors import ExportError
 from ms_compress.models.decoder_config import DecoderConfig, check_names, decoder_config
-from ms_compress.models.whole_model import Entry, Source
+from ms_compress.models.shards import WholeTensor
+from ms_compress.models.whole_model import WholeModel
 from ms_compress.quantisation.rounding import Quantised
-from ms_compress.targets.gguf.tokenizer import add_placeholders, add_tokenizer
-from ms_compress.tokenizer_files import TextEnds, TokenizerFiles
+from ms_compress.targets.gguf.tokenizer import add_placeholders, add_tokenizer, check_tokenizer
+from ms_compress.targets.libraries import import_library
+from ms_compress.targets.target import Assets
 
-__all__ = ["check", "pack", "permuted", "write"]
+__all__ = ["FILE", "check", "library", "pack", "permuted", "write"]
 
 FILE = "model.gguf"
 ENDS = {
@@ -48,71 +49,63 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def library() -> Any:
-    """The `gguf` module.
-
-    Raises:
-        ExportError: it is not installed.
-    """
-    try:
-        import gguf
-    except ImportError as error:
-        raise ExportError(
-            "GGUF files need the gguf library: pip install 'ms-compress[gguf]'"
-        ) from error
-    return gguf
+    """Import the `gguf` library, or raise ExportError."""
+    return import_library("gguf", extra="gguf", purpose="GGUF files need the gguf library")
 
 
-def check(source: Source) -> None:
+def check(model: WholeModel, assets: Assets) -> None:
     """Refuse what llama.cpp does not compute.
 
     Raises:
-        ExportError: the model as a whole.
+        ExportError: the model as a whole, or its tokenizer.
         LayerError: one of its tensors.
     """
     library()
-    config = decoder_config(source.config, "GGUF")
+    config = decoder_config(model.config, "GGUF")
     window = next((each for each in config.windows if each is not None), None)
     if window is not None:
         raise ExportError(
             f"GGUF: sliding_window is {window}, which llama.cpp does not apply to"
             f" {config.family}; set it to None if the model is used within it"
         )
-    check_names(source.entries, "GGUF")
+    check_names(model.tensors, "GGUF")
+    if assets.tokenizer is not None:
+        check_tokenizer(assets.tokenizer, assets.ends, config.vocabulary)
 
 
-def write(source: Source, folder: Path, files: TokenizerFiles | None, ends: TextEnds) -> None:
+def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) -> None:
     """Write `model.gguf` in a folder that exists; all processes call it, the first one writes."""
-    config = decoder_config(source.config, "GGUF")
-    if not source.is_first:
-        for name in source.entries:
-            source.read(name)
+    config = decoder_config(model.config, "GGUF")
+    if not model.is_first:
+        for name in model.tensors:
+            model.read(name)
         return
     gguf = library()
     architecture = "llama" if config.family in PERMUTED else config.family
     with closing(gguf.GGUFWriter(None, architecture)) as writer:
-        _add_facts(writer, gguf, config, source)
-        if files is None:
-            add_placeholders(writer, gguf, ends, config.vocabulary)
+        _add_metadata(writer, gguf, config, model)
+        if assets.tokenizer is None:
+            add_placeholders(writer, gguf, assets.ends, config.vocabulary)
         else:
-            add_tokenizer(writer, gguf, files, ends, config.vocabulary)
+            add_tokenizer(writer, gguf, assets.tokenizer, assets.ends, config.vocabulary)
         divisors = config.frequency_divisors
         if divisors is not None:
             _add_info(writer, gguf, "rope_freqs.weight", (len(divisors),), None)
-        for entry in source.entries.values():
+        for entry in model.tensors.values():
             _add_info(writer, gguf, tensor_name(entry.name), entry.shape, entry)
         writer.write_header_to_file(path=folder / FILE)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         if divisors is not None:
             writer.write_tensor_data(np.array(divisors, dtype=np.float32))
-        for entry in source.entries.values():
-            value = source.read(entry.name)
+        for entry in model.tensors.values():
+            value = model.read(entry.name)
             assert value is not None
             writer.write_tensor_data(_bytes(entry, value, config))
 
 
 def tensor_name(name: str) -> str:
-    """llama.cpp's name of a Hugging Face parameter."""
+    """Return llama.cpp's name of a Hugging Face parameter."""
     module, _, kind = name.rpartition(".")
     if module in ENDS:
         return f"{ENDS[module]}.{kind}"
@@ -121,13 +114,13 @@ def tensor_name(name: str) -> str:
 
 
 def permuted(rows: Tensor, heads: int) -> Tensor:
-    """Rows (heads · D, ...) of q or k in llama.cpp's order: of each head 0, D/2, 1, D/2 + 1, ..."""
+    """Put rows (heads · D, ...) of q or k in llama.cpp's order: 0, D/2, 1, D/2 + 1, ... a head."""
     split = rows.reshape(heads, 2, -1, *rows.shape[1:])
     return split.transpose(1, 2).reshape(rows.shape)
 
 
 def pack(value: Quantised, bits: int) -> Bytes:
-    """Blocks of 32 codes with their scale: (N, G · 18) or (N, G · 34) bytes.
+    """Pack blocks of 32 codes with their scale into (N, G · 18) or (N, G · 34) bytes.
 
     Of 4 bits, byte j of a block holds code j in its low half and code j + 16 in its high half.
     """
@@ -142,7 +135,7 @@ def pack(value: Quantised, bits: int) -> Bytes:
     return np.concatenate([scales, packed], axis=-1).reshape(rows, -1)
 
 
-def _bytes(entry: Entry, value: Quantised | Tensor, config: DecoderConfig) -> Any:
+def _bytes(entry: WholeTensor, value: Quantised | Tensor, config: DecoderConfig) -> Any:
     heads = None
     if config.family in PERMUTED:
         part = entry.module.rpartition(".")[2]
@@ -157,7 +150,7 @@ def _bytes(entry: Entry, value: Quantised | Tensor, config: DecoderConfig) -> An
 
 
 def _add_info(
-    writer: Any, gguf: Any, name: str, shape: tuple[int, ...], entry: Entry | None
+    writer: Any, gguf: Any, name: str, shape: tuple[int, ...], entry: WholeTensor | None
 ) -> None:
     count = int(np.prod(shape))
     if entry is None or entry.scheme is None:
@@ -174,8 +167,8 @@ def _type(gguf: Any, bits: int) -> Any:
     return gguf.GGMLQuantizationType.Q8_0 if bits == 8 else gguf.GGMLQuantizationType.Q4_0
 
 
-def _add_facts(writer: Any, gguf: Any, config: DecoderConfig, source: Source) -> None:
-    """What llama.cpp must know of the model beside its tensors."""
+def _add_metadata(writer: Any, gguf: Any, config: DecoderConfig, model: WholeModel) -> None:
+    """Add what llama.cpp must know of the model beside its tensors."""
     writer.add_type("model")
     writer.add_block_count(config.layers)
     writer.add_context_length(config.positions)
@@ -190,7 +183,7 @@ def _add_facts(writer: Any, gguf: Any, config: DecoderConfig, source: Source) ->
     writer.add_layer_norm_rms_eps(config.eps)
     writer.add_vocab_size(config.vocabulary)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    schemes = [e.scheme for e in source.entries.values() if e.scheme is not None]
+    schemes = [e.scheme for e in model.tensors.values() if e.scheme is not None]
     files = gguf.LlamaFileType
     kind = files.ALL_F32
     if schemes:
@@ -199,10 +192,3 @@ def _add_facts(writer: Any, gguf: Any, config: DecoderConfig, source: Source) ->
     if config.linear_factor is not None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.linear_factor)
-
-
-def tensors(path: Path) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-    """Names and values of a file's tensors, as the gguf library reads them."""
-    gguf = library()
-    for tensor in gguf.GGUFReader(path).tensors:
-        yield tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type)

@@ -1,4 +1,4 @@
-"""onnxruntime on the CPU."""
+"""onnxruntime on the CPU as the runtime of ONNX files."""
 
 from contextlib import redirect_stdout
 from io import StringIO
@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ms_compress.entry import one_line
 from ms_compress.errors import ExportError
 from ms_compress.files.untrusted import read_json
+from ms_compress.targets.libraries import import_library, library_errors
 from ms_compress.targets.tokenizer_json import encoder
 
 __all__ = ["OnnxRuntime"]
@@ -24,24 +24,17 @@ class OnnxRuntime:
     name = "onnxruntime"
 
     def __init__(self, folder: Path, *, threads: int = 1) -> None:
-        try:
-            import onnxruntime
-        except ImportError as error:
-            raise ExportError(
-                "running ONNX needs onnxruntime: pip install 'ms-compress[ort]'"
-            ) from error
+        onnxruntime = import_library(
+            "onnxruntime", extra="ort", purpose="running ONNX needs onnxruntime"
+        )
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4  # what is fatal alone: its errors are raised too
-        try:
-            with redirect_stdout(StringIO()):  # where it tells of its second try
-                self.session: Any = onnxruntime.InferenceSession(
-                    folder / "model.onnx", options, providers=["CPUExecutionProvider"]
-                )
-        except Exception as error:  # its errors share no base but this
-            raise ExportError(
-                f"{folder}: onnxruntime cannot read it: {one_line(str(error))}"
-            ) from error
+        # Standard output is where it tells of its second try.
+        with library_errors(folder, "onnxruntime"), redirect_stdout(StringIO()):
+            self.session = onnxruntime.InferenceSession(
+                folder / "model.onnx", options, providers=["CPUExecutionProvider"]
+            )
         self.folder = folder
         shapes = {each.name: each.shape for each in self.session.get_inputs()}
         self.layers = sum(name.endswith(".key") for name in shapes)
@@ -51,18 +44,18 @@ class OnnxRuntime:
         self.key_heads, self.width = sizes[1], sizes[3]
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, in which special tokens are what they spell; none is added."""
+        """Return tokens of a text; special tokens in it are recognised, and none is added."""
         return encoder(self.folder)(text)
 
     def ends(self) -> frozenset[int]:
-        """What generation_config.json names: onnxruntime itself knows nothing of texts."""
+        """Return the ends that generation_config.json names: onnxruntime knows nothing of texts."""
         path = self.folder / "generation_config.json"
         found = read_json(path, dict[str, Any], error=ExportError) if path.is_file() else {}
         said = found.get("eos_token_id")
         return frozenset(said if isinstance(said, list) else [] if said is None else [said])
 
     def generate(self, tokens: list[int], most: int) -> list[int]:
-        """The likeliest next tokens, until one of them ends the text, `most` of them at most."""
+        """Return the likeliest next tokens until one ends the text, `most` of them at most."""
         ends, made = self.ends(), list[int]()
         logits, *past = self._run(np.array([tokens], dtype=np.int64), self._empty(1))
         while len(made) < most:
@@ -73,7 +66,7 @@ class OnnxRuntime:
         return made
 
     def _run(self, tokens: Any, past: list[Any]) -> list[Any]:
-        """Logits and the keys and values of all positions so far."""
+        """Return logits, and the keys and values of all positions so far."""
         total = past[0].shape[2] + tokens.shape[1]
         names = [
             f"past_key_values.{layer}.{each}"
@@ -83,12 +76,8 @@ class OnnxRuntime:
         feed = dict(zip(names, past, strict=True))
         feed["input_ids"] = tokens
         feed["attention_mask"] = np.ones((len(tokens), total), dtype=np.int64)
-        try:
+        with library_errors(self.folder, "onnxruntime", "run it"):
             outs: list[Any] = self.session.run(None, feed)
-        except Exception as error:
-            raise ExportError(
-                f"{self.folder}: onnxruntime cannot run it: {one_line(str(error))}"
-            ) from error
         return outs
 
     def _empty(self, rows: int) -> list[Any]:
@@ -96,12 +85,12 @@ class OnnxRuntime:
         return [np.zeros(shape, dtype=np.float32) for _ in range(2 * self.layers)]
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """(B, S) int64 to (B, S, V) float32."""
+        """Return logits (B, S, V) float32 of tokens (B, S) int64."""
         out = self._run(tokens.numpy(), self._empty(len(tokens)))
         return torch.from_numpy(out[0])
 
     def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
-        """Seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
+        """Measure the seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
         began = perf_counter()
         logits, *past = self._run(np.array([tokens], dtype=np.int64), self._empty(1))
         prefilled = perf_counter()

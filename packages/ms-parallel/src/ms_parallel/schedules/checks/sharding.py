@@ -21,7 +21,7 @@ def check_shards(rank: int, row: tuple[Action, ...]) -> None:
     gathered: set[int] = set()
     reduced: set[int] = set()
     for index, action in enumerate(row):
-        for part in action.parts or (action,):
+        for part in action.flat:
             where = f"{part} (rank {rank}, action {index})"
             _check_turn(part, where, sharded, gathered)
             if part.kind is Kind.UNSHARD:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from attrs import frozen
 
 from ms_parallel.errors import ScheduleError
+from ms_parallel.schedules.checks.messages import check_pairing, check_progress
 from ms_parallel.schedules.checks.sharding import check_shards
 from ms_parallel.schedules.checks.waits import check_waits
 from ms_parallel.schedules.table.action import RECEIVES, SENDS, Action, Kind
@@ -45,8 +46,8 @@ def verify(schedule: Schedule) -> Report:
     for rank, row in enumerate(schedule.actions):
         check_shards(rank, row)
         check_waits(rank, row)
-    _check_pairing(schedule)
-    _check_progress(schedule)
+    check_pairing(schedule)
+    check_progress(schedule)
     return Report(
         peak_activations=tuple(map(_peak, schedule.actions)),
         messages=sum(a.kind in SENDS for row in schedule.actions for a in row),
@@ -55,7 +56,7 @@ def verify(schedule: Schedule) -> Report:
 
 def _flat(row: tuple[Action, ...]) -> Iterator[tuple[int, Action]]:
     for index, action in enumerate(row):
-        for part in action.parts or (action,):
+        for part in action.flat:
             yield index, part
 
 
@@ -191,81 +192,6 @@ def _disorder(
                     "swap them"
                 )
                 yield action.microbatch, action.stage, words
-
-
-def _partner(schedule: Schedule, action: Action) -> tuple[int, Action]:
-    """The rank and action at the other end of a message."""
-    kind, step = {
-        Kind.SEND_FORWARD: (Kind.RECV_FORWARD, 1),
-        Kind.RECV_FORWARD: (Kind.SEND_FORWARD, -1),
-        Kind.SEND_BACKWARD: (Kind.RECV_BACKWARD, -1),
-        Kind.RECV_BACKWARD: (Kind.SEND_BACKWARD, 1),
-    }[action.kind]
-    stage = action.stage + step
-    return schedule.placement[stage], Action(kind, stage, action.microbatch)
-
-
-def _check_pairing(schedule: Schedule) -> None:
-    sent: dict[tuple[int, int], list[tuple[Action, Action]]] = {}
-    received: dict[tuple[int, int], list[Action]] = {}
-    for rank, row in enumerate(schedule.actions):
-        for action in row:
-            if action.kind in SENDS:
-                peer, match = _partner(schedule, action)
-                sent.setdefault((rank, peer), []).append((action, match))
-            elif action.kind in RECEIVES:
-                peer, _ = _partner(schedule, action)
-                received.setdefault((peer, rank), []).append(action)
-    for (source, target), messages in sorted(sent.items()):
-        for number, ((send, match), receive) in enumerate(
-            zip(messages, received[source, target], strict=True)
-        ):
-            if match != receive:
-                raise ScheduleError(
-                    f"message {number} from rank {source} to rank {target} is sent by {send} but "
-                    f"received by {receive}; put sends and receives into the same order"
-                )
-
-
-def _check_progress(schedule: Schedule) -> None:
-    rows = [[a for a in row if a.kind in SENDS or a.kind in RECEIVES] for row in schedule.actions]
-    cursor = [0] * len(rows)
-    pending = list(range(len(rows)))
-    while pending:
-        rank = pending.pop()
-        while cursor[rank] < len(rows[rank]):
-            peer, match = _partner(schedule, rows[rank][cursor[rank]])
-            if cursor[peer] == len(rows[peer]) or rows[peer][cursor[peer]] != match:
-                break
-            cursor[rank] += 1
-            cursor[peer] += 1
-            pending.append(peer)
-    stuck = [rank for rank, row in enumerate(rows) if cursor[rank] < len(row)]
-    if stuck:
-        raise ScheduleError(_describe_deadlock(schedule, rows, cursor, stuck))
-
-
-def _describe_deadlock(
-    schedule: Schedule, rows: list[list[Action]], cursor: list[int], stuck: list[int]
-) -> str:
-    """The shortest circle; every stuck rank waits for exactly one peer, so there is one."""
-    peer_of = {rank: _partner(schedule, rows[rank][cursor[rank]])[0] for rank in stuck}
-    circles = []
-    for start in stuck:
-        path = [start]
-        while (after := peer_of[path[-1]]) not in path:
-            path.append(after)
-        circles.append(path[path.index(after) :])
-    circle = min(circles, key=lambda ranks: (len(ranks), ranks))
-    parts = []
-    for rank in circle:
-        action = rows[rank][cursor[rank]]
-        peer, match = _partner(schedule, action)
-        parts.append(
-            f"rank {rank} is at {action} (action {schedule.actions[rank].index(action)}) and "
-            f"waits for rank {peer} to reach {match}"
-        )
-    return f"deadlock: {'; '.join(parts)}; move one of these actions behind what it waits for"
 
 
 def _peak(row: tuple[Action, ...]) -> int:

@@ -10,12 +10,11 @@ the memory held is the lifespan of an activation over the interval. Differences 
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from attrs import frozen
 
 from ms_parallel.schedules.table.costs import Costs, Ticks
-from ms_parallel.schedules.table.placements import ranks_of
+from ms_parallel.schedules.table.placements import ranks_of, stages_by_rank
 
 __all__ = ["Block", "Order", "building_block", "unit_block"]
 
@@ -64,15 +63,6 @@ class Block:
                 most = max(most, here)
             held.append(most)
         return tuple(held)
-
-
-@lru_cache(maxsize=8)
-def stages_by_rank(placement: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The stages of each rank, ascending."""
-    return tuple(
-        tuple(stage for stage, home in enumerate(placement) if home == rank)
-        for rank in range(max(placement) + 1)
-    )
 
 
 def unit_block(placement: Sequence[int], delays: Sequence[int]) -> Block:

@@ -8,132 +8,17 @@ the same rank; so the most advanced microbatch can always go on and no policy ca
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from heapq import heappop, heappush
 
-from attrs import field, frozen
-
 from ms_parallel.errors import ScheduleError
-from ms_parallel.schedules.table.action import Action, Kind
-from ms_parallel.schedules.table.costs import Ticks
-from ms_parallel.schedules.table.schedule import Schedule
+from ms_parallel.schedules.construction.problem import Arrangement, Operation, Policy, Problem
 
-__all__ = ["Arrangement", "Policy", "Problem", "arrange"]
+__all__ = ["arrange"]
 
 _F, _I, _W = 0, 1, 2
-_KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _NEVER = 1 << 200
-
-
-def _integers(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(values)
-
-
-@frozen(kw_only=True)
-class Problem:
-    """What is to be scheduled; times and memory in ticks."""
-
-    ticks: Ticks
-    placement: tuple[int, ...] = field(converter=_integers)
-    microbatches: int
-    caps: tuple[int, ...] = field(converter=_integers)
-    """Most activation memory of each rank."""
-    split: bool = True
-    """False: backwards are whole; `ticks` then has their full time as that of inputs, and no time
-    or memory for weights."""
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of the pipeline."""
-        return len(self.caps)
-
-    @property
-    def lengths(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Ticks of forwards, backwards of inputs and of weights, for each stage."""
-        return self.ticks.forward, self.ticks.backward_input, self.ticks.backward_weight
-
-    @property
-    def longest_work(self) -> int:
-        """Ticks that the busiest rank computes for one microbatch."""
-        work = [0] * self.ranks
-        for stage, rank in enumerate(self.placement):
-            work[rank] += self.ticks.work(stage)
-        return max(work)
-
-    def check_cap(self, rank: int, cap: Fraction) -> None:
-        """Refuse a cap, in the unit of the costs, in which `rank` cannot work.
-
-        Raises:
-            ScheduleError: with the least that works.
-        """
-        least = Fraction(self.least(rank), self.ticks.memory_per_unit)
-        if cap < least:
-            raise ScheduleError(
-                f"rank {rank} cannot work in {float(cap):g} of activation memory; "
-                f"the least that works is {float(least):g}"
-            )
-
-    def least(self, rank: int) -> int:
-        """Memory without which `rank` cannot hold one microbatch in each of its stages."""
-        return sum(
-            size
-            for size, home in zip(self.ticks.activation, self.placement, strict=True)
-            if home == rank
-        )
-
-
-@frozen(kw_only=True)
-class Policy:
-    """How the list scheduler chooses; all times in ticks."""
-
-    period: int
-    """Due time between one microbatch and the next."""
-    forward: tuple[int, ...]
-    """For each stage the due time of microbatch 0's forward."""
-    backward: tuple[int, ...]
-    """For each stage the due time of microbatch 0's backward of inputs."""
-    weight_delay: int | None = None
-    """Time after its backward of inputs at which a backward of weights is due; None: never, it
-    only fills idle time and makes room."""
-    patience: int = 0
-    """Time that a rank idles for a known message of smaller key rather than start a forward."""
-    weight_overrun: int = 0
-    """Time by which a filling backward of weights may delay a message that is known to come."""
-    order: tuple[tuple[tuple[int, int, int], ...], ...] | None = None
-    """For each rank its forwards and backwards of inputs, to be kept in this order whatever the
-    keys; a row may hold backwards of weights, which are placed anew."""
-
-
-@frozen(kw_only=True)
-class Arrangement:
-    """What the list scheduler made."""
-
-    rows: tuple[tuple[tuple[int, int, int], ...], ...]
-    """For each rank (0 forward, 1 backward of inputs, 2 of weights; stage; microbatch)."""
-    makespan: int
-    peaks: tuple[int, ...]
-
-    def schedule(self, problem: Problem, name: str) -> Schedule:
-        """The arrangement as a table with communication."""
-        rows = [_actions(row, problem.split) for row in self.rows]
-        return Schedule.from_computations(
-            rows, problem.placement, problem.microbatches, name, problem.ticks
-        )
-
-
-def _actions(row: Sequence[tuple[int, int, int]], split: bool) -> list[Action]:
-    """Actions with whole backwards, or with I and W joined to a B where no rank waits for the I."""
-    if not split:
-        kinds = (Kind.FORWARD, Kind.BACKWARD)
-        return [Action(kinds[kind], stage, number) for kind, stage, number in row if kind != _W]
-    fused: list[Action] = []
-    for kind, stage, number in row:
-        if kind == _W and stage == 0 and fused[-1] == (Kind.BACKWARD_INPUT, 0, number, ()):
-            fused[-1] = Action(Kind.BACKWARD, 0, number)
-        else:
-            fused.append(Action(_KINDS[kind], stage, number))
-    return fused
 
 
 def arrange(problem: Problem, policy: Policy, *, limit: int | None = None) -> Arrangement:
@@ -150,13 +35,13 @@ def arrange(problem: Problem, policy: Policy, *, limit: int | None = None) -> Ar
     """
     for rank, cap in enumerate(problem.caps):
         problem.check_cap(rank, Fraction(cap, problem.ticks.memory_per_unit))
-    desk = _Desk(problem, policy, _NEVER if limit is None else limit)
-    desk.run()
-    for rank, row in enumerate(desk.rows):
-        if len(row) < 3 * problem.microbatches * len(desk.mine[rank]):
+    run = _ListScheduler(problem, policy, _NEVER if limit is None else limit)
+    run.run()
+    for rank, row in enumerate(run.rows):
+        if len(row) < 3 * problem.microbatches * len(run.mine[rank]):
             raise ScheduleError(f"rank {rank} cannot keep the order after {len(row)} actions")
     return Arrangement(
-        rows=tuple(map(tuple, desk.rows)), makespan=max(desk.free), peaks=tuple(desk.peak)
+        rows=tuple(map(tuple, run.rows)), makespan=max(run.free), peaks=tuple(run.peak)
     )
 
 
@@ -188,7 +73,7 @@ class _Head:
         self.delay = 0
 
 
-class _Desk:
+class _ListScheduler:
     """State of one run of the list scheduler."""
 
     def __init__(self, problem: Problem, policy: Policy, limit: int) -> None:
@@ -207,8 +92,8 @@ class _Desk:
         for head in (*heads[_F], *heads[_I]):
             self._connect(head, problem)
         self.choices = [[heads[kind][s] for s in row for kind in (_I, _F)] for row in self.mine]
-        self.weights: list[deque[tuple[int, int, int]]] = [deque() for _ in range(ranks)]
-        self.rows: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
+        self.weights: list[deque[Operation]] = [deque() for _ in range(ranks)]
+        self.rows: list[list[Operation]] = [[] for _ in range(ranks)]
         self.free, self.held, self.peak = [0] * ranks, [0] * ranks, [0] * ranks
         self.left = [problem.microbatches * sum(map(ticks.work, row)) for row in self.mine]
         """Ticks that each rank has yet to compute."""

@@ -19,11 +19,13 @@ from ms_parallel.schedules.construction.building_block import (
     building_block,
     unit_block,
 )
-from ms_parallel.schedules.construction.list_scheduler import Arrangement, Policy, Problem, arrange
+from ms_parallel.schedules.construction.list_scheduler import arrange
+from ms_parallel.schedules.construction.policies import follow, keep_order
+from ms_parallel.schedules.construction.problem import Arrangement, Policy, Problem
 from ms_parallel.schedules.table.costs import Ticks
-from ms_parallel.schedules.table.placements import looped, vee
+from ms_parallel.schedules.table.placements import looped, stages_by_rank, vee
 
-__all__ = ["Recipe", "best", "follow", "glance", "keep_order", "recipes"]
+__all__ = ["best", "glance", "recipes"]
 
 _COARSE_RANKS = 8
 _NO_LIMIT = (1 << 200,)
@@ -72,16 +74,6 @@ def _fits(problem: Problem, block: Block) -> bool:
     return all(need <= cap for need, cap in zip(held, problem.caps, strict=True))
 
 
-def follow(problem: Problem, block: Block) -> Policy:
-    """The policy that takes a block's starts as due times, and whatever is ready first."""
-    work = problem.longest_work
-    return Policy(
-        period=work,
-        forward=tuple(start * work // block.interval for start in block.forward),
-        backward=tuple(start * work // block.interval for start in block.backward),
-    )
-
-
 def _delays(legs: int, choices: Sequence[int]) -> list[tuple[int, ...]]:
     """Every choice of delays for the legs; beyond four legs forward and backward legs agree."""
     if legs <= 4:
@@ -90,14 +82,10 @@ def _delays(legs: int, choices: Sequence[int]) -> list[tuple[int, ...]]:
     return [(a,) * half + (b,) * half for a, b in product(choices, repeat=2)]
 
 
-def keep_order(problem: Problem, order: Sequence[Sequence[tuple[int, int, int]]]) -> Policy:
-    """The policy that keeps an order of forwards and backwards of inputs whatever the costs."""
-    return Policy(
-        period=0,
-        forward=(0,) * problem.ticks.stages,
-        backward=(0,) * problem.ticks.stages,
-        order=tuple(map(tuple, order)),
-    )
+def _eager(problem: Problem) -> Policy:
+    """Backwards first, and forwards of early stages before those of late ones."""
+    stages = problem.ticks.stages
+    return Policy(period=1, forward=tuple(range(stages)), backward=(-1,) * stages)
 
 
 def glance(problem: Problem) -> Arrangement:
@@ -106,10 +94,8 @@ def glance(problem: Problem) -> Arrangement:
     Raises:
         ScheduleError: a cap is below what one microbatch needs.
     """
-    last = problem.ticks.stages
-    eager = Policy(period=1, forward=tuple(range(last)), backward=(-1,) * last)
-    found = [arrange(problem, eager)]
-    legs = 2 * (last // problem.ranks)
+    found = [arrange(problem, _eager(problem))]
+    legs = 2 * (problem.ticks.stages // problem.ranks)
     for delay in range(3):
         block = Recipe(0, (2 * delay,) * legs).draw(problem)
         if block is not None:
@@ -128,11 +114,8 @@ def best(problem: Problem, budget: int) -> Arrangement:
     Raises:
         ScheduleError: a cap is below what one microbatch needs.
     """
-    last = problem.ticks.stages
-    eager = Policy(period=1, forward=tuple(range(last)), backward=(-1,) * last)
-    found = arrange(problem, eager)
-    actions = 3 * problem.ticks.stages * problem.microbatches
-    finalists = max(2, min(24, budget // (4 * actions)))
+    found = arrange(problem, _eager(problem))
+    finalists = max(2, min(24, budget // (4 * problem.actions)))
     overruns = (0, max(problem.ticks.backward_weight) // 3)[: 1 if finalists < 4 else 2]
     for recipe, strict in _shortlist(
         problem, min(max(budget // 1000, _BLOCKS[0]), _BLOCKS[1]), finalists
@@ -195,35 +178,17 @@ def _coarse(problem: Problem) -> Problem:
     else:
         return problem
     near = [rank * ranks // few for rank in range(few)]
-    homes: dict[int, list[int]] = {}
-    for stage, rank in enumerate(problem.placement):
-        homes.setdefault(rank, []).append(stage)
-    seen = dict.fromkeys(range(few), 0)
-    chosen = []
-    for rank in placement:
-        chosen.append(homes[near[rank]][seen[rank]])
-        seen[rank] += 1
-    ticks = problem.ticks
+    homes, coarse = stages_by_rank(problem.placement), stages_by_rank(placement)
+    chosen = [homes[near[rank]][coarse[rank].index(stage)] for stage, rank in enumerate(placement)]
 
     def pick(values: Sequence[int]) -> tuple[int, ...]:
         return tuple(values[stage] for stage in chosen)
 
-    return Problem(
-        ticks=Ticks(
-            per_unit=ticks.per_unit,
-            forward=pick(ticks.forward),
-            backward_input=pick(ticks.backward_input),
-            backward_weight=pick(ticks.backward_weight),
-            transfer=pick(ticks.transfer),
-            latency=ticks.latency,
-            memory_per_unit=ticks.memory_per_unit,
-            activation=pick(ticks.activation),
-            retained=pick(ticks.retained),
-        ),
+    return evolve(
+        problem,
+        ticks=problem.ticks.changed(pick, (*Ticks.TIMES, *Ticks.MEMORY)),
         placement=placement,
-        microbatches=problem.microbatches,
         caps=[_scaled_cap(problem, rank) for rank in near],
-        split=problem.split,
     )
 
 

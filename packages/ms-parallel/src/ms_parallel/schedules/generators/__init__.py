@@ -1,1 +1,7 @@
-"""Every schedule generator, one a file; the registry finds them."""
+"""Schedule generators by placement, one family a file; importing the room registers them all."""
+
+from importlib import import_module
+from pkgutil import walk_packages
+
+for _file in walk_packages(__path__, f"{__name__}."):
+    import_module(_file.name)

@@ -1,55 +1,80 @@
-"""Every generator under the name that commands and run files use."""
+"""Registers generators by the names of commands and run files, and makes schedules by name.
 
-from collections.abc import Callable
+A generator is a function with the decorator `generator`, in a file anywhere in this room; nothing
+else names it.
+"""
+
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
+from typing import TypeVar
+
+from attrs import frozen
 
 from ms_parallel.errors import ScheduleError
-from ms_parallel.schedules.generators.looped.breadth_first import breadth_first
-from ms_parallel.schedules.generators.looped.interleaved import interleaved_one_f_one_b
-from ms_parallel.schedules.generators.one_stage.gpipe import gpipe
-from ms_parallel.schedules.generators.one_stage.one_f_one_b import one_f_one_b
-from ms_parallel.schedules.generators.one_stage.zb1p import zb1p
-from ms_parallel.schedules.generators.one_stage.zb2p import zb2p
-from ms_parallel.schedules.generators.one_stage.zb_h1 import zb_h1
-from ms_parallel.schedules.generators.one_stage.zb_h2 import zb_h2
-from ms_parallel.schedules.generators.vee.dualpipe_v import dualpipe_v
-from ms_parallel.schedules.generators.vee.v_half import v_half
-from ms_parallel.schedules.generators.vee.v_min import v_min
-from ms_parallel.schedules.generators.vee.zb_v import zb_v
 from ms_parallel.schedules.table.costs import Costs
+from ms_parallel.schedules.table.placements import looped
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["GENERATORS", "named_schedule"]
+__all__ = ["GENERATORS", "Generator", "generator", "named_schedule"]
 
-_Maker = Callable[[int, int, Costs], Schedule]
-
-
-def _by_size(make: Callable[[int, int], Schedule]) -> _Maker:
-    return lambda ranks, microbatches, _: make(ranks, microbatches)
+_Make = TypeVar("_Make", bound=Callable[..., Schedule])
 
 
-def _by_costs(make: Callable[[Costs, int], Schedule]) -> _Maker:
-    return lambda _, microbatches, costs: make(costs, microbatches)
+@frozen(kw_only=True)
+class Generator:
+    """A generator, and what the search and `named_schedule` need to know of it."""
+
+    make: Callable[..., Schedule]
+    """Function of (ranks, microbatches); with `from_costs`, of (costs, microbatches)."""
+    placement: Callable[..., tuple[int, ...]]
+    """Rank of each stage as a function of ranks; `looped` also takes the stages a rank, which
+    `make` then takes as its third argument."""
+    from_costs: bool
+    begins_search: bool
+
+    def __call__(self, ranks: int, microbatches: int, costs: Costs) -> Schedule:
+        """Make the schedule; `costs` are those of one stage a rank."""
+        return self.make(costs if self.from_costs else ranks, microbatches)
+
+    def start(self, placement: tuple[int, ...], microbatches: int) -> Schedule | None:
+        """The schedule from which a search on this placement may begin; None if there is none."""
+        ranks = max(placement) + 1
+        rounds = (len(placement) // ranks,) if self.placement is looped else ()
+        if not self.begins_search or rounds == (1,) or self.placement(ranks, *rounds) != placement:
+            return None
+        return self.make(ranks, microbatches, *rounds)
 
 
-GENERATORS: MappingProxyType[str, _Maker] = MappingProxyType(
-    {
-        "1f1b": _by_size(one_f_one_b),
-        "breadth-first": _by_size(breadth_first),
-        "dualpipe-v": _by_size(dualpipe_v),
-        "gpipe": _by_size(gpipe),
-        "interleaved-1f1b": _by_size(interleaved_one_f_one_b),
-        "v-half": _by_size(v_half),
-        "v-min": _by_size(v_min),
-        "zb-h1": _by_size(zb_h1),
-        "zb-h2": _by_size(zb_h2),
-        "zb-v": _by_size(zb_v),
-        "zb1p": _by_costs(zb1p),
-        "zb2p": _by_costs(zb2p),
-    }
-)
-"""Name → function of (ranks, microbatches, costs of one stage a rank)."""
+_generators: dict[str, Generator] = {}
+GENERATORS: Mapping[str, Generator] = MappingProxyType(_generators)
+"""Every generator by name: a function of (ranks, microbatches, costs of one stage a rank)."""
+
+
+def generator(
+    name: str,
+    *,
+    placement: Callable[..., tuple[int, ...]],
+    from_costs: bool = False,
+    begins_search: bool = False,
+) -> Callable[[_Make], _Make]:
+    """Register the decorated function as a generator.
+
+    Args:
+        name: In commands and run files.
+        placement: Where its stages live; see `Generator`.
+        from_costs: Whether it takes costs in place of the number of ranks.
+        begins_search: Whether a search also begins from its order.
+    """
+
+    def register(make: _Make) -> _Make:
+        assert name not in _generators, f"two generators are named {name}"
+        _generators[name] = Generator(
+            make=make, placement=placement, from_costs=from_costs, begins_search=begins_search
+        )
+        return make
+
+    return register
 
 
 def named_schedule(
@@ -68,7 +93,8 @@ def named_schedule(
     """
     if name not in GENERATORS:
         near = get_close_matches(name, GENERATORS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(GENERATORS)}"
+        known = ", ".join(sorted(GENERATORS))
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {known}"
         raise ScheduleError(f"there is no schedule {name!r}; {hint}")
     if costs is None:
         costs = Costs.uniform(max(ranks, 1))

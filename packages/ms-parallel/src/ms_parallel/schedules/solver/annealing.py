@@ -12,8 +12,9 @@ from attrs import evolve
 
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.construction.building_block import Block, building_block
-from ms_parallel.schedules.construction.list_scheduler import Arrangement, Problem, arrange
-from ms_parallel.schedules.construction.portfolio import follow, keep_order
+from ms_parallel.schedules.construction.list_scheduler import arrange
+from ms_parallel.schedules.construction.policies import follow, keep_order
+from ms_parallel.schedules.construction.problem import Arrangement, Problem
 from ms_parallel.schedules.solver.play import Played, Player
 
 __all__ = ["COOL", "WARM", "anneal_blocks", "anneal_order"]
@@ -98,7 +99,7 @@ def anneal_order(
     A swap is made once, or wherever in the row the same two meet again, which keeps what is
     periodic so.
     """
-    steps = budget // (3 * problem.ticks.stages * problem.microbatches * len(heats))
+    steps = budget // (problem.actions * len(heats))
     if steps < _SHORTEST_WALK:
         return start
     best, walker = start, _Walker(problem)

@@ -1,102 +1,31 @@
-"""How many layers each stage gets, from measured costs, jointly with the schedule.
+"""How many segments of a model each stage gets, from measured costs, jointly with the schedule.
 
-Layers stay in the order of the model, so a split is its cuts. The best split of the work alone,
-by dynamic programming, begins; then cuts move one layer at a time while the schedule that
-`search` makes of them gets shorter, because what counts is the makespan with its bubbles and
-messages, not the largest stage.
+Segments stay in the order of the model, so a split is its cuts. It begins with the best split of
+the work alone, by dynamic programming; then one segment at a time moves from stage to stage while
+the schedule that `search` makes gets shorter, because what counts is the makespan with its bubbles
+and messages, not the largest stage.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from fractions import Fraction
 
-from attrs import field, frozen
+from attrs import frozen
 
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.construction.portfolio import glance
-from ms_parallel.schedules.solver.search import Found, problem_of, search
-from ms_parallel.schedules.table.costs import Costs, Number, exact
+from ms_parallel.schedules.construction.problem import problem_of
+from ms_parallel.schedules.solver.search import Found, search
+from ms_parallel.schedules.table.costs import Number
 from ms_parallel.schedules.table.placements import ranks_of
+from ms_parallel.schedules.table.segments import SegmentCosts
 
-__all__ = ["Balanced", "LayerCosts", "balance"]
+__all__ = ["Balanced", "balance"]
 
 _BUDGET = 2_000_000
-"""Actions scheduled while layers move, over all splits; some 6 s on one core."""
+"""Actions scheduled while segments move, over all splits; some 6 s on one core."""
 _GLANCES = 7
 """Arrangements of one split."""
-
-
-def _each(values: Iterable[Number]) -> tuple[Fraction, ...]:
-    return tuple(map(exact, values))
-
-
-@frozen(kw_only=True)
-class LayerCosts:
-    """Measured costs of one microbatch in each layer, in the order of the model.
-
-    The embedding and the head count as layers of their own, at the ends.
-    """
-
-    forward: tuple[Fraction, ...] = field(converter=_each)
-    """Time of the forward."""
-    backward_input: tuple[Fraction, ...] = field(converter=_each)
-    """Time of the gradients of inputs."""
-    backward_weight: tuple[Fraction, ...] = field(converter=_each)
-    """Time of the gradients of weights."""
-    activation: tuple[Fraction, ...] = field(converter=_each)
-    """Memory of a microbatch from its forward to its backward."""
-    retained: tuple[Fraction, ...] = field(converter=_each)
-    """Memory of a microbatch from its backward of inputs to that of weights; default all of it."""
-    latency: Fraction = field(default=Fraction(0), converter=exact)
-    """Time from the end of a message's transfer to its use on another rank."""
-    transfer: Fraction = field(default=Fraction(0), converter=exact)
-    """Time for which a message between stages occupies the link; the same wherever it is cut."""
-
-    @activation.default
-    def _activation(self) -> Sequence[int]:
-        return [1] * len(self.forward)
-
-    @retained.default
-    def _retained(self) -> Sequence[Fraction]:
-        return self.activation
-
-    def __attrs_post_init__(self) -> None:
-        for name in ("backward_input", "backward_weight", "activation", "retained"):
-            if len(getattr(self, name)) != len(self.forward):
-                raise ScheduleError(
-                    f"{name} has {len(getattr(self, name))} entries but forward has "
-                    f"{len(self.forward)}; give one entry a layer"
-                )
-
-    @property
-    def layers(self) -> int:
-        """Layers of the model, embedding and head included."""
-        return len(self.forward)
-
-    def work(self, layer: int) -> Fraction:
-        """Time of a layer for one microbatch, there and back."""
-        return self.forward[layer] + self.backward_input[layer] + self.backward_weight[layer]
-
-    def stages(self, split: Sequence[int]) -> Costs:
-        """Costs of the stages that have so many layers each."""
-        cuts = [sum(split[:stage]) for stage in range(len(split) + 1)]
-
-        def sums(values: Sequence[Fraction]) -> list[Fraction]:
-            return [
-                sum(values[cuts[stage] : cuts[stage + 1]], Fraction(0))
-                for stage in range(len(split))
-            ]
-
-        return Costs(
-            forward=sums(self.forward),
-            backward_input=sums(self.backward_input),
-            backward_weight=sums(self.backward_weight),
-            activation=sums(self.activation),
-            retained=sums(self.retained),
-            latency=self.latency,
-            bandwidth=1 if self.transfer else None,
-            message_bytes=[self.transfer] * len(split) if self.transfer else None,
-        )
 
 
 @frozen(kw_only=True)
@@ -104,13 +33,13 @@ class Balanced:
     """The split that `balance` chose."""
 
     split: tuple[int, ...]
-    """Layers of each stage."""
+    """Segments of each stage."""
     found: Found
     """The schedule for it, with its bound; the bound holds for this split."""
 
 
 def balance(
-    layers: LayerCosts,
+    segments: SegmentCosts,
     memory_cap: Number | Sequence[Number] | None = None,
     *,
     placement: Sequence[int],
@@ -119,10 +48,10 @@ def balance(
     seed: int = 0,
     effort: float = 1.0,
 ) -> Balanced:
-    """Choose how many layers each stage gets, and the schedule.
+    """Choose how many segments each stage gets, and the schedule.
 
     Args:
-        layers: Measured costs.
+        segments: Measured costs.
         memory_cap: Most activation memory of a rank, or of each; None for no limit.
         placement: Rank of each stage.
         microbatches: Of one step.
@@ -131,17 +60,17 @@ def balance(
         effort: As in `search`, for the last search; each split on the way costs far less.
 
     Raises:
-        ScheduleError: fewer layers than stages, or a cap below the least that works.
+        ScheduleError: fewer segments than stages, or a cap below the least that works.
     """
     stages = len(placement)
-    if layers.layers < stages:
+    if segments.count < stages:
         raise ScheduleError(
-            f"{layers.layers} layers for {stages} stages; every stage needs at least one, "
+            f"{segments.count} segments for {stages} stages; every stage needs at least one, "
             "so choose fewer stages"
         )
-    chosen = _climb(layers, memory_cap, tuple(placement), microbatches, split)
+    chosen = _climb(segments, memory_cap, tuple(placement), microbatches, split)
     found = search(
-        layers.stages(chosen),
+        segments.stages(chosen),
         memory_cap,
         microbatches=microbatches,
         placement=placement,
@@ -153,26 +82,26 @@ def balance(
 
 
 def _climb(
-    layers: LayerCosts,
+    segments: SegmentCosts,
     memory_cap: Number | Sequence[Number] | None,
     placement: tuple[int, ...],
     microbatches: int,
     split_backwards: bool,
 ) -> tuple[int, ...]:
-    """Move one layer at a time, always the best move, until none makes the schedule shorter."""
+    """Move one segment at a time, always the best move, until none makes the schedule shorter."""
     tried: dict[tuple[int, ...], Fraction | None] = {}
 
     def cost(candidate: tuple[int, ...]) -> Fraction | None:
         if candidate not in tried:
             tried[candidate] = None
             with suppress(ScheduleError):
-                costs = layers.stages(candidate)
+                costs = segments.stages(candidate)
                 problem = problem_of(costs, memory_cap, microbatches, placement, split_backwards)
                 makespan = glance(problem).makespan
                 tried[candidate] = Fraction(makespan, problem.ticks.per_unit)
         return tried[candidate]
 
-    split = _by_work(layers, len(placement))
+    split = _by_work(segments, len(placement))
     best = cost(split)
     most = _BUDGET // (_GLANCES * 3 * len(placement) * microbatches)
     for _ in range(4 * len(placement)):
@@ -180,7 +109,7 @@ def _climb(
             break
         rivals = [
             (time, rival)
-            for rival in _neighbours(split, layers, placement)
+            for rival in _neighbours(split, segments, placement)
             if (time := cost(rival)) is not None
         ]
         if not rivals or (best is not None and min(rivals)[0] >= best):
@@ -189,18 +118,18 @@ def _climb(
     return split
 
 
-def _by_work(layers: LayerCosts, stages: int) -> tuple[int, ...]:
+def _by_work(segments: SegmentCosts, stages: int) -> tuple[int, ...]:
     """The split of least largest stage; of several the one that fills the first stages most."""
     before = [Fraction(0)]
-    for layer in range(layers.layers):
-        before.append(before[-1] + layers.work(layer))
-    # worst[n]: least largest stage when the first n layers have the stages so far; cut[n]: where.
-    worst: list[Fraction | None] = [Fraction(0)] + [None] * layers.layers
+    for index in range(segments.count):
+        before.append(before[-1] + segments.work(index))
+    # worst[n]: least largest stage when the first n segments have the stages so far; cut[n]: where.
+    worst: list[Fraction | None] = [Fraction(0)] + [None] * segments.count
     cuts: list[list[int]] = []
     for _ in range(stages):
-        new: list[Fraction | None] = [None] * (layers.layers + 1)
-        cut = [0] * (layers.layers + 1)
-        for end in range(1, layers.layers + 1):
+        new: list[Fraction | None] = [None] * (segments.count + 1)
+        cut = [0] * (segments.count + 1)
+        for end in range(1, segments.count + 1):
             for begin in range(end - 1, -1, -1):
                 largest, last = worst[begin], before[end] - before[begin]
                 known = new[end]
@@ -210,7 +139,7 @@ def _by_work(layers: LayerCosts, stages: int) -> tuple[int, ...]:
                     new[end], cut[end] = max(largest, last), begin
         worst = new
         cuts.append(cut)
-    split, end = [], layers.layers
+    split, end = [], segments.count
     for cut in reversed(cuts):
         split.append(end - cut[end])
         end = cut[end]
@@ -218,10 +147,10 @@ def _by_work(layers: LayerCosts, stages: int) -> tuple[int, ...]:
 
 
 def _neighbours(
-    split: tuple[int, ...], layers: LayerCosts, placement: Sequence[int]
+    split: tuple[int, ...], segments: SegmentCosts, placement: Sequence[int]
 ) -> set[tuple[int, ...]]:
-    """Splits with one layer moved: over a cut, or from the busiest rank to any other stage."""
-    costs = layers.stages(split)
+    """Splits with one segment moved: over a cut, or from the busiest rank to any other stage."""
+    costs = segments.stages(split)
     busy = [Fraction(0)] * ranks_of(placement)
     for stage, rank in enumerate(placement):
         busy[rank] += costs.forward[stage]

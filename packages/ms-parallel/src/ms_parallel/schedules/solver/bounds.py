@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from attrs import evolve
 
-from ms_parallel.schedules.construction.list_scheduler import Problem
+from ms_parallel.schedules.construction.problem import Problem
 
 __all__ = ["lower_bound"]
 

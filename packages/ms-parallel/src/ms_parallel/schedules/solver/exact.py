@@ -9,7 +9,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from ms_parallel.errors import ScheduleError
-from ms_parallel.schedules.construction.list_scheduler import Arrangement, Problem
+from ms_parallel.schedules.construction.problem import Arrangement, Operation, Problem, Rows
 from ms_parallel.schedules.solver.play import play_rows
 from ms_parallel.schedules.table.costs import Ticks
 
@@ -23,8 +23,8 @@ _FINEST = 100_000
 class Proof:
     """What the solver found."""
 
-    rows: tuple[tuple[tuple[int, int, int], ...], ...] | None
-    """For each rank (0 forward, 1 backward of inputs, 2 of weights; stage; microbatch)."""
+    rows: Rows | None
+    """For each rank its operations; None where nothing shorter was met."""
     lower_bound: int
     """Ticks that no schedule can beat."""
 
@@ -47,7 +47,7 @@ def prove(problem: Problem, known: Arrangement, lower: int, *, seed: int, effort
     except ImportError:
         raise ScheduleError(
             "an exact search needs OR-tools, which is not installed; "
-            "pip install 'ms-parallel[search]', or search without exact=True"
+            "pip install 'ms-parallel[search]', or leave exact_search out"
         ) from None
     grain = max(1, known.makespan // _FINEST)
     coarse = evolve(problem, ticks=_rounded_down(problem.ticks, grain))
@@ -76,32 +76,18 @@ def prove(problem: Problem, known: Arrangement, lower: int, *, seed: int, effort
 
 def _rounded_down(ticks: Ticks, grain: int) -> Ticks:
     """Shorter costs: whatever bounds these from below bounds the true ones too."""
-
-    def down(values: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(value // grain for value in values)
-
-    return evolve(
-        ticks,
-        forward=down(ticks.forward),
-        backward_input=down(ticks.backward_input),
-        backward_weight=down(ticks.backward_weight),
-        transfer=down(ticks.transfer),
-        latency=ticks.latency // grain,
-    )
+    shorter = ticks.changed(lambda times: tuple(t // grain for t in times), Ticks.TIMES)
+    return evolve(shorter, latency=ticks.latency // grain)
 
 
-def _state(
-    model: Any, problem: Problem, horizon: int, lower: int
-) -> dict[tuple[int, int, int], Any]:
+def _state(model: Any, problem: Problem, horizon: int, lower: int) -> dict[Operation, Any]:
     """Variables, constraints and objective; returns the start of every action."""
-    ticks, home = problem.ticks, problem.placement
-    lengths = (ticks.forward, ticks.backward_input, ticks.backward_weight)
     makespan = model.new_int_var(lower, horizon, "makespan")
-    starts: dict[tuple[int, int, int], Any] = {}
+    starts: dict[Operation, Any] = {}
     busy: list[list[Any]] = [[] for _ in range(problem.ranks)]
-    for stage, rank in enumerate(home):
+    for stage, rank in enumerate(problem.placement):
         for kind in range(3):
-            length = lengths[kind][stage]
+            length = problem.lengths[kind][stage]
             for number in range(problem.microbatches):
                 start = model.new_int_var(0, horizon - length, "")
                 starts[kind, stage, number] = start
@@ -117,9 +103,7 @@ def _state(
     return starts
 
 
-def _connect(
-    model: Any, problem: Problem, starts: dict[tuple[int, int, int], Any], horizon: int
-) -> None:
+def _connect(model: Any, problem: Problem, starts: dict[Operation, Any], horizon: int) -> None:
     """Every action after what it needs, messages over links included."""
     ticks, home, last = problem.ticks, problem.placement, problem.ticks.stages - 1
     links: dict[tuple[int, int], list[Any]] = {}
@@ -152,9 +136,7 @@ def _connect(
         model.add_no_overlap(intervals)
 
 
-def _limit_memory(
-    model: Any, problem: Problem, starts: dict[tuple[int, int, int], Any], horizon: int
-) -> None:
+def _limit_memory(model: Any, problem: Problem, starts: dict[Operation, Any], horizon: int) -> None:
     """Whole activations from forward to end of I, what is retained to the end of W."""
     ticks = problem.ticks
     for rank, cap in enumerate(problem.caps):
@@ -177,9 +159,7 @@ def _limit_memory(
         model.add_cumulative(intervals, demands, cap)
 
 
-def _hint(
-    model: Any, problem: Problem, known: Arrangement, starts: dict[tuple[int, int, int], Any]
-) -> None:
+def _hint(model: Any, problem: Problem, known: Arrangement, starts: dict[Operation, Any]) -> None:
     """Tell the solver about the known schedule, played with the solver's costs."""
     for key, start in play_rows(problem, known.rows).items():
         model.add_hint(starts[key], start)

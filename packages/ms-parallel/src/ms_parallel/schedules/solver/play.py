@@ -1,19 +1,17 @@
-"""Starts of the actions of fixed rows: the quick inner loop where `simulate` would be too much."""
+"""Plays fixed rows: the quick inner loop of the search, for which `simulate` would be too slow."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from ms_parallel.errors import ScheduleError
-from ms_parallel.schedules.construction.list_scheduler import Problem
+from ms_parallel.schedules.construction.problem import Operation, Problem
 
 __all__ = ["Played", "Player", "play_rows"]
 
-_Op = tuple[int, int, int]
-
 
 class Played(NamedTuple):
-    """What playing rows told; all in ticks."""
+    """When the actions of rows start; all in ticks."""
 
     starts: list[int]
     """Of each action."""
@@ -33,7 +31,7 @@ class Player:
         ticks, home, count = problem.ticks, problem.placement, problem.microbatches
         stages = ticks.stages
         self.ranks, self.count, self.stages = problem.ranks, count, stages
-        self.ops: list[_Op] = [
+        self.ops: list[Operation] = [
             (kind, stage, number)
             for kind in range(3)
             for stage in range(stages)
@@ -72,12 +70,12 @@ class Player:
         """Of an action its length, the backward of weights that it allows, who uses its result, and
         on which rank if not on its own; -1 for none. In one tuple, as `play` needs all of them."""
 
-    def number(self, op: _Op) -> int:
+    def number(self, op: Operation) -> int:
         """An action's number."""
         kind, stage, microbatch = op
         return (kind * self.stages + stage) * self.count + microbatch
 
-    def _target(self, op: _Op) -> int:
+    def _target(self, op: Operation) -> int:
         kind, stage, number = op
         if kind == 0:
             return self.number((0, stage + 1, number) if stage + 1 < self.stages else (1, *op[1:]))
@@ -168,7 +166,7 @@ class Player:
         return Played(starts, arrived, max(free))
 
 
-def play_rows(problem: Problem, rows: Sequence[Sequence[_Op]]) -> dict[_Op, int]:
+def play_rows(problem: Problem, rows: Sequence[Sequence[Operation]]) -> dict[Operation, int]:
     """When each action of rows (kind, stage, microbatch) starts, each as early as it can.
 
     Raises:

@@ -1,30 +1,35 @@
 """Finds the best schedule for measured costs and a memory cap, and says how good it can be."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 
 from attrs import evolve, frozen
 
 from ms_parallel.errors import ScheduleError
-from ms_parallel.schedules.construction.list_scheduler import Arrangement, Problem, arrange
-from ms_parallel.schedules.construction.portfolio import best, keep_order
-from ms_parallel.schedules.generators.looped.interleaved import interleaved_one_f_one_b
-from ms_parallel.schedules.generators.one_stage.one_f_one_b import one_f_one_b
-from ms_parallel.schedules.generators.one_stage.zb_h1 import zb_h1
-from ms_parallel.schedules.generators.one_stage.zb_h2 import zb_h2
-from ms_parallel.schedules.generators.vee.zb_v import zb_v
+from ms_parallel.schedules.construction.list_scheduler import arrange
+from ms_parallel.schedules.construction.policies import keep_order
+from ms_parallel.schedules.construction.portfolio import best
+from ms_parallel.schedules.construction.problem import (
+    Arrangement,
+    Operation,
+    Problem,
+    Rows,
+    problem_of,
+)
+from ms_parallel.schedules.construction.tabulate import tabulate
+from ms_parallel.schedules.generators.registry import GENERATORS
 from ms_parallel.schedules.solver.annealing import COOL, WARM, anneal_blocks, anneal_order
 from ms_parallel.schedules.solver.bounds import lower_bound
 from ms_parallel.schedules.solver.exact import prove
 from ms_parallel.schedules.solver.play import play_rows
 from ms_parallel.schedules.table.action import Kind
-from ms_parallel.schedules.table.costs import Costs, Number, Ticks, exact
+from ms_parallel.schedules.table.costs import Costs, Number
 from ms_parallel.schedules.table.placements import looped, one_a_rank, ranks_of, vee
 from ms_parallel.schedules.table.schedule import Schedule, check_size
 from ms_parallel.schedules.timeline.simulate import simulate
 
-__all__ = ["Found", "problem_of", "search"]
+__all__ = ["Found", "search"]
 
 _BUDGET = 1_200_000
 """Actions scheduled at effort 1, over all trials; some 3 s on one core."""
@@ -144,59 +149,6 @@ def _placements(
     return [vee(ranks), *loops] if stages == 2 * ranks else loops
 
 
-def problem_of(
-    costs: Costs,
-    memory_cap: Number | Sequence[Number] | None,
-    microbatches: int,
-    placement: tuple[int, ...],
-    split: bool = True,
-) -> Problem:
-    """The problem that `search` solves for one placement; see there for the arguments.
-
-    Raises:
-        ScheduleError: the cap is below the least that works, or not one for each rank.
-    """
-    ticks, ranks = costs.ticks(), ranks_of(placement)
-    if not split:
-        ticks = _whole_backwards(ticks)
-    problem = Problem(
-        ticks=ticks, placement=placement, microbatches=microbatches, caps=[0] * ranks, split=split
-    )
-    most = [problem.least(rank) * microbatches for rank in range(ranks)]
-    if memory_cap is None:
-        return evolve(problem, caps=most)
-    given = [memory_cap] * ranks if isinstance(memory_cap, Number) else list(memory_cap)
-    if len(given) != ranks:
-        raise ScheduleError(
-            f"{len(given)} memory caps for {ranks} ranks; give one for all or one for each"
-        )
-    for rank in sorted(range(ranks), key=problem.least, reverse=True):
-        cap = _cap(given[rank])
-        problem.check_cap(rank, cap)
-        most[rank] = min(most[rank], int(cap * ticks.memory_per_unit))
-    return evolve(problem, caps=most)
-
-
-def _cap(value: Number) -> Fraction:
-    try:
-        return exact(value)
-    except ScheduleError:
-        raise ScheduleError(
-            f"a memory cap of {value} is no amount of memory; give a number above 0, or none at all"
-        ) from None
-
-
-def _whole_backwards(ticks: Ticks) -> Ticks:
-    nothing = (0,) * ticks.stages
-    both = zip(ticks.backward_input, ticks.backward_weight, strict=True)
-    return evolve(
-        ticks,
-        backward_input=tuple(i + w for i, w in both),
-        backward_weight=nothing,
-        retained=nothing,
-    )
-
-
 def _best_at(
     problems: Mapping[int, Problem], lowers: Mapping[int, int], budget: int, seed: int
 ) -> tuple[int, Arrangement]:
@@ -231,7 +183,7 @@ def _tighter(problems: Sequence[Problem]) -> Iterator[dict[int, Problem]]:
 def _constructed(problem: Problem, budget: int) -> tuple[Arrangement, Arrangement]:
     """The best of all, and the best that keeps a hand-made order, if there is one."""
     found, seeded = best(problem, budget), None
-    if 3 * problem.ticks.stages * problem.microbatches <= _FEW:
+    if problem.actions <= _FEW:
         for share in (Fraction(5, 6), Fraction(1, 2)):
             caps = [
                 max(problem.least(rank), int(cap * share)) for rank, cap in enumerate(problem.caps)
@@ -265,49 +217,36 @@ def _refined(
     return found
 
 
-def _seeds(problem: Problem) -> list[list[list[tuple[int, int, int]]]]:
+def _seeds(problem: Problem) -> list[list[list[Operation]]]:
     """Orders of forwards and backwards of the hand-made schedules for this placement."""
-    ranks, count = problem.ranks, problem.microbatches
-    if 3 * problem.ticks.stages * count > _SEEDED:
+    if problem.actions > _SEEDED:
         return []
-    makers: list[Callable[[int, int], Schedule]] = []
-    if problem.placement == one_a_rank(ranks):
-        makers += [one_f_one_b, zb_h1, zb_h2]
-    elif problem.placement == vee(ranks):
-        makers.append(zb_v)
-    elif problem.placement == looped(ranks, len(problem.placement) // ranks):
-        loops = len(problem.placement) // ranks
-        makers.append(lambda p, m: interleaved_one_f_one_b(p, m, loops))
     kinds = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1}
+    made = (
+        generator.start(problem.placement, problem.microbatches)
+        for generator in GENERATORS.values()
+    )
     return [
         [
             [(kinds[a.kind], a.stage, a.microbatch) for a in row if a.kind in kinds]
-            for row in make(ranks, count).computations()
+            for row in schedule.computations()
         ]
-        for make in makers
+        for schedule in made
+        if schedule is not None
     ]
 
 
-_Rows = tuple[tuple[tuple[int, int, int], ...], ...]
-
-
-def _better(problem: Problem, known: Arrangement, rows: _Rows | None) -> _Rows:
+def _better(problem: Problem, known: Arrangement, rows: Rows | None) -> Rows:
     """The shorter of two, played with the true costs; the solver saw rounded ones."""
     if rows is None:
         return known.rows
     starts = play_rows(problem, rows)
-    lengths = (
-        problem.ticks.forward,
-        problem.ticks.backward_input,
-        problem.ticks.backward_weight,
-    )
-    end = max(start + lengths[kind][stage] for (kind, stage, _), start in starts.items())
+    end = max(start + problem.lengths[kind][stage] for (kind, stage, _), start in starts.items())
     return rows if end < known.makespan else known.rows
 
 
-def _finish(problem: Problem, costs: Costs, rows: _Rows, lower: int) -> Found:
-    arrangement = Arrangement(rows=rows, makespan=0, peaks=())
-    schedule = arrangement.schedule(problem, "search")
+def _finish(problem: Problem, costs: Costs, rows: Rows, lower: int) -> Found:
+    schedule = tabulate(problem, rows, "search")
     line = simulate(schedule, costs)
     return Found(
         schedule=schedule,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ms_parallel.errors import ScheduleError
 
-__all__ = ["COMPUTE", "RECEIVES", "SENDS", "WAITS", "Action", "Kind", "parse_action"]
+__all__ = ["COMPUTE", "MESSAGES", "RECEIVES", "SENDS", "WAITS", "Action", "Kind", "parse_action"]
 
 
 class Kind(StrEnum):
@@ -29,7 +29,8 @@ class Kind(StrEnum):
     REDUCE_GRAD = "REDUCE_GRAD"
     WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"
     OVERLAP = "OVERLAP_F_B"
-    """A forward and a backward that run at the same time; they are in `Action.parts`."""
+    """A forward and a backward that torch's tables pair; they are in `Action.parts`. Our runtime
+    performs them one after the other, and `simulate` times them so."""
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
@@ -41,7 +42,8 @@ WAITS = {
     Kind.WAIT_REDUCE_GRAD: Kind.REDUCE_GRAD,
 }
 """What waits for the end of what."""
-_OF_A_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD})
+MESSAGES = SENDS | RECEIVES | {Kind.WAIT_SEND_FORWARD, Kind.WAIT_SEND_BACKWARD}
+_WHOLE_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD})
 _BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 
 
@@ -57,12 +59,17 @@ class Action(NamedTuple):
     microbatch: int = -1
     """-1 for an action on a whole stage (UNSHARD, REDUCE_GRAD and the like) and for an overlap."""
     parts: tuple["Action", ...] = ()
-    """The overlapped actions, in the order in which a runtime without overlap does them."""
+    """The two actions of a pair, in the order in which they are performed."""
 
     def __str__(self) -> str:
         if self.parts:
             return f"({';'.join(map(str, self.parts))}){self.kind.value}"
         return f"{self.stage}{self.kind.value}{self.microbatch if self.microbatch >= 0 else ''}"
+
+    @property
+    def flat(self) -> tuple["Action", ...]:
+        """The two actions of a pair, or this one."""
+        return self.parts or (self,)
 
     @property
     def computations(self) -> tuple["Action", ...]:
@@ -71,7 +78,7 @@ class Action(NamedTuple):
 
     @classmethod
     def overlap(cls, forward: "Action", backward: "Action") -> "Action":
-        """One action that runs `forward` and `backward` at the same time."""
+        """Pair a forward with a backward, as torch's OVERLAP_F_B does."""
         return cls(Kind.OVERLAP, -1, -1, (forward, backward))
 
 
@@ -102,7 +109,7 @@ def parse_action(text: str) -> Action:
     if simple is None:
         raise ScheduleError(f"{text[:80]!r} is not an action; {_FORM}")
     kind = Kind(simple[2])
-    if (kind in _OF_A_STAGE) == (simple[3] is not None):
-        word = "takes no" if kind in _OF_A_STAGE else "needs a"
+    if (kind in _WHOLE_STAGE) == (simple[3] is not None):
+        word = "takes no" if kind in _WHOLE_STAGE else "needs a"
         raise ScheduleError(f"{text!r}: {kind.value} {word} microbatch; {_FORM}")
     return Action(kind, int(simple[1]), int(simple[3]) if simple[3] else -1)

@@ -13,22 +13,15 @@ from heapq import heappop, heappush
 
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import Action, Kind
-from ms_parallel.schedules.table.costs import Ticks
+from ms_parallel.schedules.table.costs import Costs, Ticks
 
-__all__ = ["sources", "with_communication"]
+__all__ = ["Result", "duration", "results", "sources", "with_communication"]
 
-_NOMINAL = {
-    Kind.FORWARD: 2,
-    Kind.BACKWARD: 4,
-    Kind.BACKWARD_INPUT: 2,
-    Kind.BACKWARD_WEIGHT: 2,
-}
-
-_Result = tuple[bool, int, int]
+Result = tuple[bool, int, int]
 """(is a gradient, stage whose output or input gradient it is, microbatch)."""
 
 
-def sources(action: Action, stages: int) -> tuple[_Result, ...]:
+def sources(action: Action, stages: int) -> tuple[Result, ...]:
     """What a computation needs from other computations, as (is gradient, stage, microbatch)."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.FORWARD:
@@ -38,12 +31,26 @@ def sources(action: Action, stages: int) -> tuple[_Result, ...]:
     return ()
 
 
-def _results(action: Action) -> list[_Result]:
+def results(action: Action) -> list[Result]:
+    """What a computation, or each of a pair, makes for others, as (is gradient, stage, number)."""
     return [
         (part.kind is not Kind.FORWARD, part.stage, part.microbatch)
         for part in action.computations
         if part.kind is not Kind.BACKWARD_WEIGHT
     ]
+
+
+def duration(action: Action, ticks: Ticks) -> int:
+    """Ticks that an action computes; the two of a pair run one after the other."""
+    length = 0
+    for part in action.computations:
+        if part.kind is Kind.FORWARD:
+            length += ticks.forward[part.stage]
+        if part.kind is Kind.BACKWARD_INPUT or part.kind is Kind.BACKWARD:
+            length += ticks.backward_input[part.stage]
+        if part.kind is Kind.BACKWARD_WEIGHT or part.kind is Kind.BACKWARD:
+            length += ticks.backward_weight[part.stage]
+    return length
 
 
 def with_communication(
@@ -62,7 +69,7 @@ def with_communication(
             on its row.
     """
     _check_places(rows, placement)
-    weaver = _Weaver(rows, placement, ticks)
+    weaver = _Weaver(rows, placement, ticks or Costs.uniform(len(placement)).ticks())
     for rank in range(len(rows)):
         weaver.begin(rank)
     while weaver.running:
@@ -75,12 +82,12 @@ class _Weaver:
     """Plays the rows; `running` holds (end, start, rank) of each rank's current computation."""
 
     def __init__(
-        self, rows: Sequence[Sequence[Action]], placement: Sequence[int], ticks: Ticks | None
+        self, rows: Sequence[Sequence[Action]], placement: Sequence[int], ticks: Ticks
     ) -> None:
         self.rows, self.placement, self.ticks = rows, placement, ticks
         self.cursor, self.clock = [0] * len(rows), [0] * len(rows)
-        self.ready: dict[_Result, int] = {}
-        self.waiting: dict[_Result, int] = {}
+        self.ready: dict[Result, int] = {}
+        self.waiting: dict[Result, int] = {}
         self.output: list[list[Action]] = [[] for _ in rows]
         self.running: list[tuple[int, int, int]] = []
 
@@ -96,11 +103,7 @@ class _Weaver:
                     self.waiting[source] = rank
                     return
                 start = max(start, self.ready[source])
-        if self.ticks is None:
-            length = sum(_NOMINAL[part.kind] for part in action.computations)
-        else:
-            length = self.ticks.duration(action)
-        heappush(self.running, (start + length, start, rank))
+        heappush(self.running, (start + duration(action, self.ticks), start, rank))
 
     def finish(self) -> None:
         """End the computation that ends next; its messages enter both rows at this moment."""
@@ -110,16 +113,16 @@ class _Weaver:
         self.cursor[rank] += 1
         self.clock[rank] = end
         woken = []
-        for result in _results(action):
+        for result in results(action):
             crosses = _exchange(result, self.placement, self.output)
-            self.ready[result] = end + (self.ticks.latency if self.ticks and crosses else 0)
+            self.ready[result] = end + (self.ticks.latency if crosses else 0)
             if (sleeper := self.waiting.pop(result, None)) is not None:
                 woken.append(sleeper)
         for sleeper in [rank, *woken]:
             self.begin(sleeper)
 
 
-def _exchange(result: _Result, placement: Sequence[int], output: list[list[Action]]) -> bool:
+def _exchange(result: Result, placement: Sequence[int], output: list[list[Action]]) -> bool:
     """Insert the message that carries a result, and say whether there is one."""
     is_gradient, stage, microbatch = result
     consumer = stage - 1 if is_gradient else stage + 1
@@ -138,7 +141,7 @@ def _exchange(result: _Result, placement: Sequence[int], output: list[list[Actio
 def _check_places(rows: Sequence[Sequence[Action]], placement: Sequence[int]) -> None:
     for rank, row in enumerate(rows):
         for action in row:
-            for part in action.parts or (action,):
+            for part in action.flat:
                 if not 0 <= part.stage < len(placement):
                     raise ScheduleError(
                         f"{part} on rank {rank}: there is no stage {part.stage}; "
@@ -155,7 +158,7 @@ def _check_finished(
     rows: Sequence[Sequence[Action]],
     cursor: Sequence[int],
     stages: int,
-    ready: dict[_Result, int],
+    ready: dict[Result, int],
 ) -> None:
     stuck = [rank for rank, row in enumerate(rows) if cursor[rank] < len(row)]
     if not stuck:

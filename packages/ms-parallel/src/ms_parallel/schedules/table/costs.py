@@ -1,21 +1,21 @@
 """What the actions of a pipeline cost: time a stage, messages between stages, memory held."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from math import isfinite, lcm
+from typing import Any, ClassVar
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from ms_parallel.errors import ScheduleError
-from ms_parallel.schedules.table.action import Action, Kind
 
-__all__ = ["Costs", "Number", "Ticks", "exact"]
+__all__ = ["Costs", "Number", "PassCosts", "Ticks", "as_fraction"]
 
 Number = int | float | Fraction
 """A float stands for the decimal that it prints as: 0.1 is one tenth, so sums are exact."""
 
 
-def exact(value: Number) -> Fraction:
+def as_fraction(value: Number) -> Fraction:
     """The exact fraction that a number stands for.
 
     Raises:
@@ -31,41 +31,38 @@ def exact(value: Number) -> Fraction:
 
 
 def _each(values: Iterable[Number]) -> tuple[Fraction, ...]:
-    return tuple(map(exact, values))
+    return tuple(map(as_fraction, values))
 
 
 def _each_or_none(values: Iterable[Number] | None) -> tuple[Fraction, ...] | None:
     return None if values is None else _each(values)
 
 
-def _exact_or_none(value: Number | None) -> Fraction | None:
-    return None if value is None else exact(value)
+def _fraction_or_none(value: Number | None) -> Fraction | None:
+    return None if value is None else as_fraction(value)
 
 
 @frozen(kw_only=True)
-class Costs:
-    """Measured or assumed costs of one microbatch; a tuple has one entry a stage.
+class PassCosts:
+    """Time and memory of one microbatch in consecutive parts of a model, one entry a part.
 
     Times are in any one unit, memory in any other; results come in the same units.
     """
 
+    part: ClassVar[str] = "part"
+    """What an entry belongs to, for error messages."""
     forward: tuple[Fraction, ...] = field(converter=_each)
     """Time of the forward."""
     backward_input: tuple[Fraction, ...] = field(converter=_each)
     """Time of the gradients of inputs. A full backward takes this and `backward_weight`."""
     backward_weight: tuple[Fraction, ...] = field(converter=_each)
     """Time of the gradients of weights."""
-    latency: Fraction = field(default=Fraction(0), converter=exact)
-    """Time from the end of a message's transfer to its use on another rank."""
-    bandwidth: Fraction | None = field(default=None, converter=_exact_or_none)
-    """Bytes a unit of time from one rank to another, one message at a time. None: no limit."""
-    message_bytes: tuple[Fraction, ...] | None = field(default=None, converter=_each_or_none)
-    """Size of the activation that leaves a stage (its gradient is as large); None: nothing.
-    The last stage's entry has no meaning."""
     activation: tuple[Fraction, ...] = field(converter=_each)
     """Memory of a microbatch from the start of its forward to the end of its I or B."""
     retained: tuple[Fraction, ...] = field(converter=_each)
     """Memory of a microbatch from the end of its I to the end of its W; default all of it."""
+    latency: Fraction = field(default=Fraction(0), converter=as_fraction)
+    """Time from the end of a message's transfer to its use on another rank."""
 
     @activation.default
     def _activation(self) -> Sequence[int]:
@@ -76,21 +73,47 @@ class Costs:
         return self.activation
 
     def __attrs_post_init__(self) -> None:
-        stages = len(self.forward)
-        if not stages:
-            raise ScheduleError("costs of no stages; give one entry a stage")
+        if not self.forward:
+            raise ScheduleError(f"costs of no {self.part}s; give one entry a {self.part}")
         for name in ("backward_input", "backward_weight", "activation", "retained"):
-            _check_length(name, getattr(self, name), stages)
-        if self.message_bytes is not None:
-            _check_length("message_bytes", self.message_bytes, stages)
-        if self.bandwidth == 0:
-            raise ScheduleError("a bandwidth of 0 never delivers; leave it out for no limit")
-        for stage, (kept, whole) in enumerate(zip(self.retained, self.activation, strict=True)):
+            self.check_length(name, getattr(self, name))
+        for index, (kept, whole) in enumerate(zip(self.retained, self.activation, strict=True)):
             if kept > whole:
                 raise ScheduleError(
-                    f"stage {stage} retains {kept} after I but its activation is {whole}; "
+                    f"{self.part} {index} retains {kept} after I but its activation is {whole}; "
                     "give at most the activation"
                 )
+
+    def check_length(self, name: str, values: Sequence[Number]) -> None:
+        """Refuse another number of entries than `forward` has.
+
+        Raises:
+            ScheduleError: with both numbers.
+        """
+        if len(values) != len(self.forward):
+            raise ScheduleError(
+                f"{name} has {len(values)} entries but forward has {len(self.forward)}; "
+                f"give one entry a {self.part}"
+            )
+
+
+@frozen(kw_only=True)
+class Costs(PassCosts):
+    """Measured or assumed costs of one microbatch in each stage."""
+
+    part: ClassVar[str] = "stage"
+    bandwidth: Fraction | None = field(default=None, converter=_fraction_or_none)
+    """Bytes a unit of time from one rank to another, one message at a time. None: no limit."""
+    message_bytes: tuple[Fraction, ...] | None = field(default=None, converter=_each_or_none)
+    """Size of the activation that leaves a stage (its gradient is as large); None: nothing.
+    The last stage's entry has no meaning."""
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.message_bytes is not None:
+            self.check_length("message_bytes", self.message_bytes)
+        if self.bandwidth == 0:
+            raise ScheduleError("a bandwidth of 0 never delivers; leave it out for no limit")
 
     @classmethod
     def uniform(
@@ -114,7 +137,7 @@ class Costs:
 
     @property
     def stages(self) -> int:
-        """Stages that these costs are of."""
+        """How many stages have an entry."""
         return len(self.forward)
 
     def ticks(self) -> "Ticks":
@@ -142,16 +165,12 @@ class Costs:
         )
 
 
-def _check_length(name: str, values: Sequence[Fraction], stages: int) -> None:
-    if len(values) != stages:
-        raise ScheduleError(
-            f"{name} has {len(values)} entries but forward has {stages}; give one entry a stage"
-        )
-
-
 @frozen(kw_only=True)
 class Ticks:
     """Costs as integers; see `Costs` for the meaning of the fields."""
+
+    TIMES: ClassVar[tuple[str, ...]] = ("forward", "backward_input", "backward_weight", "transfer")
+    MEMORY: ClassVar[tuple[str, ...]] = ("activation", "retained")
 
     per_unit: int
     """Ticks in one unit of time."""
@@ -167,21 +186,16 @@ class Ticks:
 
     @property
     def stages(self) -> int:
-        """Stages that these costs are of."""
+        """How many stages have an entry."""
         return len(self.forward)
+
+    def changed(
+        self, change: Callable[[tuple[int, ...]], tuple[int, ...]], names: Iterable[str]
+    ) -> "Ticks":
+        """The same costs with the entries of all stages changed in the fields of these names."""
+        changes: dict[str, Any] = {name: change(getattr(self, name)) for name in names}
+        return evolve(self, **changes)
 
     def work(self, stage: int) -> int:
         """Ticks that a stage computes for one microbatch."""
         return self.forward[stage] + self.backward_input[stage] + self.backward_weight[stage]
-
-    def duration(self, action: Action) -> int:
-        """Ticks that an action computes; an overlap takes as long as its parts in turn."""
-        ticks = 0
-        for part in action.computations:
-            if part.kind is Kind.FORWARD:
-                ticks += self.forward[part.stage]
-            if part.kind is Kind.BACKWARD_INPUT or part.kind is Kind.BACKWARD:
-                ticks += self.backward_input[part.stage]
-            if part.kind is Kind.BACKWARD_WEIGHT or part.kind is Kind.BACKWARD:
-                ticks += self.backward_weight[part.stage]
-        return ticks

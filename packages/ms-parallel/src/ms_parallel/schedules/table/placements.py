@@ -1,10 +1,16 @@
 """Which rank each stage lives on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from ms_parallel.errors import ScheduleError
 
-__all__ = ["looped", "one_a_rank", "ranks_of", "vee"]
+__all__ = ["integers", "looped", "one_a_rank", "ranks_of", "stages_by_rank", "vee"]
+
+
+def integers(values: Iterable[int]) -> tuple[int, ...]:
+    """A tuple of integers: the converter of fields such as a placement."""
+    return tuple(values)
 
 
 def one_a_rank(ranks: int) -> tuple[int, ...]:
@@ -22,6 +28,15 @@ def looped(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 def vee(ranks: int) -> tuple[int, ...]:
     """Two stages a rank, down and back up: the first and the last stage share rank 0."""
     return (*range(ranks), *reversed(range(ranks)))
+
+
+@lru_cache(maxsize=8)
+def stages_by_rank(placement: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The stages of each rank, ascending."""
+    return tuple(
+        tuple(stage for stage, home in enumerate(placement) if home == rank)
+        for rank in range(max(placement) + 1)
+    )
 
 
 def ranks_of(placement: Sequence[int]) -> int:

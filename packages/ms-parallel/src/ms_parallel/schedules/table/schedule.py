@@ -5,17 +5,12 @@ from collections.abc import Iterable, Sequence
 from attrs import field, frozen
 
 from ms_parallel.errors import ScheduleError
-from ms_parallel.schedules.table.action import RECEIVES, SENDS, Action, Kind, parse_action
+from ms_parallel.schedules.table.action import MESSAGES, Action, parse_action
 from ms_parallel.schedules.table.communication import with_communication
 from ms_parallel.schedules.table.costs import Ticks
+from ms_parallel.schedules.table.placements import integers
 
 __all__ = ["Schedule", "check_size"]
-
-_WAITS_FOR_SENDS = frozenset({Kind.WAIT_SEND_FORWARD, Kind.WAIT_SEND_BACKWARD})
-
-
-def _homes(placement: Iterable[int]) -> tuple[int, ...]:
-    return tuple(placement)
 
 
 def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
@@ -26,7 +21,7 @@ def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
 class Schedule:
     """A pipeline's program as a value. It promises nothing until `verify` has passed it."""
 
-    placement: tuple[int, ...] = field(converter=_homes)
+    placement: tuple[int, ...] = field(converter=integers)
     """Rank of each stage; `(0, 1, 1, 0)` is a V over two ranks."""
     microbatches: int
     """Microbatches of one optimizer step."""
@@ -82,9 +77,8 @@ class Schedule:
         return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
 
     def computations(self) -> tuple[tuple[Action, ...], ...]:
-        """The rows without their sends and receives."""
-        drop = SENDS | RECEIVES | _WAITS_FOR_SENDS
-        return tuple(tuple(a for a in row if a.kind not in drop) for row in self.actions)
+        """For each rank its forwards and backwards in order; a pair is one entry."""
+        return tuple(tuple(a for a in row if a.computations) for row in self.actions)
 
     def to_csv(self, *, communication: bool = True) -> str:
         """The table in torch.distributed.pipelining's CSV form, a line a rank.
@@ -94,8 +88,9 @@ class Schedule:
                 without them the text is torch's "compute_only" form. Torch itself wants the
                 latter from 2.15 on, as sends in the former must then be waited for by name.
         """
-        rows = self.actions if communication else self.computations()
-        return "".join(",".join(map(str, row)) + "\n" for row in rows)
+        drop = frozenset() if communication else MESSAGES
+        rows = ([str(a) for a in row if a.kind not in drop] for row in self.actions)
+        return "".join(",".join(row) + "\n" for row in rows)
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "") -> "Schedule":
@@ -111,9 +106,8 @@ class Schedule:
         """
         rows = [_parse_line(number, line) for number, line in enumerate(text.splitlines())]
         placement = _placement_of(rows)
-        microbatches = 1 + max(a.microbatch for row in rows for each in row for a in _flat(each))
-        messages = SENDS | RECEIVES | _WAITS_FOR_SENDS
-        if any(a.kind in messages for row in rows for a in row):
+        microbatches = 1 + max(a.microbatch for row in rows for each in row for a in each.flat)
+        if any(a.kind in MESSAGES for row in rows for a in row):
             return cls(placement=placement, microbatches=microbatches, actions=rows, name=name)
         return cls.from_computations(rows, placement, microbatches, name)
 
@@ -129,10 +123,6 @@ def check_size(stages: int, microbatches: int) -> None:
             f"a schedule of {stages} stages and {microbatches} microbatches does no work; "
             "give at least 1 of each"
         )
-
-
-def _flat(action: Action) -> tuple[Action, ...]:
-    return action.parts or (action,)
 
 
 def _parse_line(rank: int, line: str) -> list[Action]:
@@ -153,7 +143,7 @@ def _placement_of(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     homes: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:
-            for part in _flat(action):
+            for part in action.flat:
                 if homes.setdefault(part.stage, rank) != rank:
                     raise ScheduleError(
                         f"{part} on line {rank + 1}: stage {part.stage} is already on line "

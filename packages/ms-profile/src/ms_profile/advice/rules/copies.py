@@ -1,25 +1,18 @@
 """Copies between host and device stand in the way of compute."""
 
-from ms_profile.advice.finding import Finding, longest_rows, rows_in_steps, worst_rank
-from ms_profile.analysis.whole_run import Analysis
-from ms_profile.trace.columns import Category
+from typing import Final
 
-__all__ = ["copies"]
+from ms_profile.advice.rule import phase_rule
+from ms_profile.vendors.category import Category
 
-LEAST_SHARE = 0.03
+__all__ = ["RULE"]
 
-
-def copies(analysis: Analysis) -> Finding | None:
-    """Fire where copies that no compute hides take 3% or more of the time."""
-    one, time_ns, share = worst_rank(analysis, "copy")
-    if share < LEAST_SHARE:
-        return None
-    return Finding(
-        rule="copies",
-        title=f"Copies that nothing hides take {share:.0%} of rank {one.rank}'s time",
-        advice="Pin host memory and copy with non_blocking=True, on a stream of their own, a "
-        "batch ahead; keep optimizer states where they are used.",
-        gain_ns=time_ns,
-        gain_share=share,
-        evidence=longest_rows(one, rows_in_steps(one, one.trace.rows(Category.COPY))),
-    )
+RULE: Final = phase_rule(
+    "copies",
+    "copy",
+    evidence=Category.COPY,
+    least_share=0.03,
+    title="Copies that nothing hides take {share:.0%} of rank {rank}'s time",
+    advice="Pin host memory and copy with non_blocking=True, on a stream of their own, a batch "
+    "ahead; keep optimizer states where they are used.",
+)

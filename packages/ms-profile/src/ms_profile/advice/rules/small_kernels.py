@@ -1,44 +1,49 @@
 """Many kernels are so short that launching them costs more than running them."""
 
+from collections.abc import Iterator
+from typing import Final
+
 import numpy as np
 
-from ms_profile.advice.finding import Finding, longest_rows, rows_in_steps, wall_ns
+from ms_profile.advice.finding import longest_rows
+from ms_profile.advice.rule import Case, Rule, rows_in_steps
 from ms_profile.analysis.whole_run import Analysis
-from ms_profile.trace.columns import Category
+from ms_profile.vendors.category import Category
 
-__all__ = ["small_kernels"]
+__all__ = ["RULE"]
 
 SHORT_NS = 10_000
-LEAST_SHARE = 0.5
-LEAST_GAIN = 0.03
+LEAST_SHORT = 0.5
+"""Share of the kernels that must be short."""
 
 
-def small_kernels(analysis: Analysis) -> Finding | None:
-    """Fire where most kernels last under 10 µs and the gaps after them cost 3% or more."""
-    best: Finding | None = None
+def look(analysis: Analysis) -> Iterator[Case]:
+    """The gaps after kernels that last under 10 µs, where most of a rank's kernels do."""
     for one in analysis.ranks.values():
         rows = rows_in_steps(one, one.trace.rows(Category.KERNEL))
-        if len(rows) < 2:
-            continue
-        rows = rows[np.lexsort((one.trace.start_ns[rows], one.trace.thread[rows]))]
+        start, thread = one.trace.start_ns[rows], one.trace.thread[rows]
+        order = np.lexsort((start, thread))
+        rows, start, thread = rows[order], start[order], thread[order]
         duration = one.trace.duration_ns[rows]
         short = duration < SHORT_NS
-        start = one.trace.start_ns[rows]
-        gap = start[1:] - (start + duration)[:-1]
-        same = one.trace.thread[rows][1:] == one.trace.thread[rows][:-1]
-        lost = np.where(same & short[:-1] & (gap > 0), np.minimum(gap, 4 * SHORT_NS), 0).sum()
-        share = float(lost) / max(wall_ns(one), 1)
-        if short.mean() < LEAST_SHARE or share < LEAST_GAIN:
+        if len(rows) < 2 or short.mean() < LEAST_SHORT:
             continue
-        found = Finding(
-            rule="small_kernels",
-            title=f"{short.mean():.0%} of the {len(rows)} kernels of rank {one.rank} last under "
-            "10 µs; the gaps after them add up",
-            advice="Fuse them: torch.compile, a fused optimizer (fused=True), fused norms and "
-            "losses, a larger microbatch.",
-            gain_ns=float(lost),
-            gain_share=share,
+        gap = start[1:] - (start + duration)[:-1]
+        lost = (thread[1:] == thread[:-1]) & short[:-1] & (gap > 0)
+        yield Case(
+            one=one,
+            gain_ns=float(np.minimum(gap, 4 * SHORT_NS)[lost].sum()),
             evidence=longest_rows(one, rows[short]),
+            numbers={"short": float(short.mean()), "kernels": len(rows)},
         )
-        best = found if best is None or found.gain_ns > best.gain_ns else best
-    return best
+
+
+RULE: Final = Rule(
+    name="small_kernels",
+    look=look,
+    least_share=0.03,
+    title="{short:.0%} of the {kernels} kernels of rank {rank} last under 10 µs; the gaps after "
+    "them add up",
+    advice="Fuse them: torch.compile, a fused optimizer (fused=True), fused norms and losses, a "
+    "larger microbatch.",
+)

@@ -1,42 +1,42 @@
 """Many collectives are so small that latency is all that they cost."""
 
+from collections.abc import Iterator
+from typing import Final
+
 import numpy as np
 
-from ms_profile.advice.finding import Finding, longest_rows, wall_ns
+from ms_profile.advice.finding import longest_rows
+from ms_profile.advice.rule import Case, Rule
 from ms_profile.analysis.whole_run import Analysis
 
-__all__ = ["small_messages"]
+__all__ = ["RULE"]
 
 SMALL_BYTES = 64 << 10
 LEAST_A_STEP = 8
-LEAST_GAIN = 0.02
 
 
-def small_messages(analysis: Analysis) -> Finding | None:
-    """Fire where 8 or more collectives a step carry under 64 KiB and take 2% of the time."""
+def look(analysis: Analysis) -> Iterator[Case]:
+    """Transfers of collectives under 64 KiB, where a rank has 8 of them a step or more."""
     ledger = analysis.ledger
+    sizes = [met.size_bytes or 0 for met in ledger.matched]
+    small = [number for number, size in enumerate(sizes) if 0 < size < SMALL_BYTES]
     for one in analysis.ranks.values():
-        small = [
-            number
-            for number, met in enumerate(ledger.meetings)
-            if met.size_bytes is not None
-            and 0 < met.size_bytes < SMALL_BYTES
-            and one.rank in met.rows
-        ]
-        steps = len(one.breakdowns)
-        transfer = float(sum(ledger.transfer_ns[n][one.rank] for n in small))
-        share = transfer / max(wall_ns(one), 1)
-        if len(small) < LEAST_A_STEP * steps or share < LEAST_GAIN:
-            continue
-        rows = np.array([ledger.meetings[n].rows[one.rank] for n in small], np.int64)
-        return Finding(
-            rule="small_messages",
-            title=f"Rank {one.rank} takes part in {len(small)} collectives under 64 KiB in "
-            f"{steps} steps",
-            advice="Send fewer and larger ones: larger DDP buckets, FSDP units of more layers, "
-            "broadcast_buffers=False, metrics reduced together and not every step.",
-            gain_ns=transfer,
-            gain_share=share,
-            evidence=longest_rows(one, rows),
-        )
-    return None
+        own = [number for number in small if one.rank in ledger.matched[number].rows]
+        if own and len(own) >= LEAST_A_STEP * len(one.breakdowns):
+            rows = np.array([ledger.matched[n].rows[one.rank] for n in own], np.int64)
+            yield Case(
+                one=one,
+                gain_ns=float(sum(ledger.transfer_ns[n][one.rank] for n in own)),
+                evidence=longest_rows(one, rows),
+                numbers={"messages": len(own)},
+            )
+
+
+RULE: Final = Rule(
+    name="small_messages",
+    look=look,
+    least_share=0.02,
+    title="Rank {rank} takes part in {messages} collectives under 64 KiB in {steps} steps",
+    advice="Send fewer and larger ones: larger DDP buckets, FSDP units of more layers, "
+    "broadcast_buffers=False, metrics reduced together and not every step.",
+)

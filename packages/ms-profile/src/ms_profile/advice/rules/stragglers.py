@@ -1,45 +1,52 @@
 """One rank makes the others wait."""
 
-from ms_profile.advice.finding import Evidence, Finding, wall_ns
-from ms_profile.analysis.ledger import name_suspect
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Final
+
+from ms_profile.advice.finding import Evidence
+from ms_profile.advice.rule import Case, Rule
 from ms_profile.analysis.whole_run import Analysis
 
-__all__ = ["stragglers"]
+__all__ = ["RULE"]
 
-LEAST_SHARE = 0.03
 LEAST_CONFIDENCE = 0.9
+MOST_EVIDENCE = 5
 
 
-def stragglers(analysis: Analysis) -> Finding | None:
-    """Fire where one rank is charged, with confidence, with 3% or more of the others' time."""
-    ledger = analysis.ledger
-    suspect = name_suspect(ledger)
+def look(analysis: Analysis) -> Iterator[Case]:
+    """The rank that waits longest for the one that is charged, with confidence, with most."""
+    ledger, suspect = analysis.ledger, analysis.ledger.suspect
     if suspect is None or suspect.confidence < LEAST_CONFIDENCE:
-        return None
+        return
     own = [c for c in ledger.charges if (c.cause, c.phase) == (suspect.rank, suspect.phase)]
-    by_rank: dict[int, float] = {}
+    waited: dict[int, float] = defaultdict(float)
     for charge in own:
-        by_rank[charge.waiting] = by_rank.get(charge.waiting, 0.0) + charge.wait_ns
-    waiting, waited = max(by_rank.items(), key=lambda item: item[1])
-    share = waited / max(wall_ns(analysis.ranks[waiting]), 1)
-    if share < LEAST_SHARE:
-        return None
-    longest = sorted(own, key=lambda charge: -charge.wait_ns)[:5]
-    return Finding(
-        rule="stragglers",
-        title=f"Rank {suspect.rank} keeps the others waiting in its {suspect.phase} phase "
-        f"(confidence {suspect.confidence:.0%})",
-        advice=f"Look at what rank {suspect.rank} does there that others don't: its host, its "
-        "data, its share of the model, its clock speed.",
-        gain_ns=waited,
-        gain_share=share,
+        waited[charge.waiting] += charge.wait_ns
+    waiting = max(waited, key=lambda rank: waited[rank])
+    yield Case(
+        one=analysis.ranks[waiting],
+        gain_ns=waited[waiting],
+        numbers={
+            "rank": suspect.rank, "phase": suspect.phase, "confidence": suspect.confidence,
+        },
         evidence=tuple(
             Evidence(
                 rank=charge.waiting,
-                name=f"wait in {ledger.meetings[charge.meeting].kind}",
-                start_ns=ledger.meetings[charge.meeting].starts_ns[charge.waiting],
+                name=f"wait in {ledger.matched[charge.collective].kind}",
+                start_ns=ledger.matched[charge.collective].starts_ns[charge.waiting],
                 duration_ns=round(charge.wait_ns),
             )
-            for charge in longest
+            for charge in sorted(own, key=lambda charge: -charge.wait_ns)[:MOST_EVIDENCE]
         ),
-    )
+    )  # fmt: skip
+
+
+RULE: Final = Rule(
+    name="stragglers",
+    look=look,
+    least_share=0.03,
+    title="Rank {rank} keeps the others waiting in its {phase} phase (confidence {confidence:.0%})",
+    advice="Look at what rank {rank} does there that others don't: its host, its data, its share "
+    "of the model, its clock speed.",
+)

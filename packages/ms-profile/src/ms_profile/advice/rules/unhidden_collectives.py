@@ -1,33 +1,36 @@
 """Communication stands alone where compute could hide it."""
 
-from ms_profile.advice.finding import Finding, longest_rows, rows_in_steps, wall_ns, worst_rank
+from collections.abc import Iterator
+from typing import Final
+
+from ms_profile.advice.finding import longest_rows
+from ms_profile.advice.rule import Case, Rule, rows_in_steps
 from ms_profile.analysis.whole_run import Analysis
-from ms_profile.trace.columns import Category
+from ms_profile.vendors.category import Category
 
-__all__ = ["unhidden_collectives"]
-
-LEAST_SHARE = 0.10
+__all__ = ["RULE"]
 
 
-def unhidden_collectives(analysis: Analysis) -> Finding | None:
-    """Fire where exposed transfer, waits for other ranks apart, takes a tenth or more."""
-    one, exposed, _ = worst_rank(analysis, "collective")
-    wall = max(wall_ns(one), 1)
-    waited = analysis.ledger.waited_ns().get(one.rank, 0.0)
-    transfer = max(exposed - waited, 0.0)
-    if transfer / wall < LEAST_SHARE:
-        return None
-    rows = rows_in_steps(one, one.trace.rows(Category.COLLECTIVE))
-    hidden = sum(step.hidden_ns for step in one.breakdowns)
-    whole = max(sum(step.communication_ns for step in one.breakdowns), 1)
-    return Finding(
-        rule="unhidden_collectives",
-        title=f"Rank {one.rank} spends {transfer / wall:.0%} of the time in transfers that no "
-        f"compute hides; {f'{hidden / whole:.0%}' if hidden else 'none'} of its communication is "
-        "hidden",
-        advice="Start them earlier and let compute go on: prefetch in FSDP, DDP buckets of a "
-        "fitting size, gradient accumulation without syncing, fewer ranks that shard.",
-        gain_ns=transfer,
-        gain_share=transfer / wall,
-        evidence=longest_rows(one, rows),
-    )
+def look(analysis: Analysis) -> Iterator[Case]:
+    """Transfers that no compute hides, waits for other ranks left out."""
+    waited = analysis.ledger.waited_ns()
+    for one in analysis.ranks.values():
+        hidden = sum(step.hidden_ns for step in one.breakdowns)
+        whole = sum(step.communication_ns for step in one.breakdowns)
+        yield Case(
+            one=one,
+            gain_ns=max(one.phase_ns("collective") - waited.get(one.rank, 0.0), 0.0),
+            evidence=longest_rows(one, rows_in_steps(one, one.trace.rows(Category.COLLECTIVE))),
+            numbers={"hidden": f"{hidden / whole:.0%}" if hidden else "none"},
+        )
+
+
+RULE: Final = Rule(
+    name="unhidden_collectives",
+    look=look,
+    least_share=0.10,
+    title="Rank {rank} spends {share:.0%} of the time in transfers that no compute hides; {hidden} "
+    "of its communication is hidden",
+    advice="Start them earlier and let compute go on: prefetch in FSDP, DDP buckets of a fitting "
+    "size, gradient accumulation without syncing, fewer ranks that shard.",
+)

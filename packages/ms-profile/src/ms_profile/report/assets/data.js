@@ -1,5 +1,5 @@
 // Unpack the columns: base64, raw deflate, byte planes; then lay the spans out by track and depth.
-const facts = JSON.parse(document.getElementById("facts").textContent);
+const summary = JSON.parse(document.getElementById("summary").textContent);
 
 function bytesOfBase64(text) {
   if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
@@ -28,18 +28,18 @@ function unshuffle(raw, column) {
 
 async function readColumns() {
   const element = document.getElementById("columns");
-  if (!facts.columns.length) return {};
+  if (!summary.columns.length) return {};
   const raw = await inflate(bytesOfBase64(element.textContent.trim()));
   element.remove();
   const columns = {};
-  for (const column of facts.columns) columns[column.name] = unshuffle(raw, column);
+  for (const column of summary.columns) columns[column.name] = unshuffle(raw, column);
   return columns;
 }
 
 // Each lane is one depth of one track: rows ordered by start that don't overlap.
 function layOut(columns) {
   const lanes = [];
-  for (const [number, track] of facts.timeline.tracks.entries()) {
+  for (const [number, track] of summary.timeline.tracks.entries()) {
     const last = track.first + track.count;
     const ends = [];
     const depth = new Uint8Array(track.count);

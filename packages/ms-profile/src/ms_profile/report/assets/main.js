@@ -3,14 +3,14 @@ const redraws = [];
 // What the run was not asked for is not shown; see the metrics of `ms-profile run`.
 const ALWAYS = ["overview", "timeline", "advice"];
 const parts = Object.fromEntries(Object.entries({ overview, timeline: null, operators, communication, waiting, data: dataWaits, idle: idleTime, memory, advice })
-  .filter(([name]) => ALWAYS.includes(name) || facts.shown.includes(name)));
+  .filter(([name]) => ALWAYS.includes(name) || summary.shown.includes(name)));
 const sections = {};
 let line = null;
 let opening = null;
 
 function openTimeline(section) {
   opening = opening || (async () => {
-    if (!facts.timeline.shown) { section.append(make("p", {}, "The traces hold no spans to draw.")); return null; }
+    if (!summary.timeline.shown) { section.append(make("p", {}, "The traces hold no spans to draw.")); return null; }
     const columns = await readColumns();
     columns.begin = new Float64Array(columns.start.length);
     const lanes = layOut(columns);
@@ -27,7 +27,7 @@ function openTimeline(section) {
     line.onmark = (text) => { picked.textContent = text; };
     box.addEventListener("input", () => { const hits = line.search(box.value); found.textContent = box.value.trim() ? `${count(hits)} spans` : ""; });
     box.addEventListener("keydown", (event) => { if (event.key === "Enter") line.next(event.shiftKey ? -1 : 1); });
-    const { shown, total: all } = facts.timeline;
+    const { shown, total: all } = summary.timeline;
     if (shown < all) section.append(make("p", { class: "soft" }, `The ${count(shown)} longest of ${count(all)} spans are shown.`));
     redraws.push(() => line.recolour());
     line.resize();
@@ -53,31 +53,31 @@ function go(name, then) {
 
 // What was run, when, and which of its steps this page is about.
 function describeRun() {
-  const { run } = facts, lines = document.getElementById("run");
+  const { run } = summary, lines = document.getElementById("run");
   if (!run) return;
   const say = (label, text) => lines.append(make("div", {}, make("dt", {}, label), make("dd", {}, text)));
   if (run.command) say("command", run.command);
   if (run.started_wall_ns) say("started", `${new Date(run.started_wall_ns / 1e6).toISOString().slice(0, 19).replace("T", " ")} UTC`);
-  const numbers = facts.ranks.flatMap((rank) => rank.steps.map((step) => step.number)).filter((number) => number !== null);
+  const numbers = summary.ranks.flatMap((rank) => rank.steps.map((step) => step.number)).filter((number) => number !== null);
   const steps = numbers.length ? `steps ${count(Math.min(...numbers))} to ${count(Math.max(...numbers))}${run.steps ? ` of ${count(run.steps)}` : ""}` : "";
   if (run.windows > 1) say("shown", `window ${run.window} of ${run.windows} alone${run.window === run.windows ? ", the last" : ""}${steps ? `: ${steps}` : ""}; ms-profile report --window N shows another`);
   else if (steps) say("shown", steps);
-  if (facts.metrics.length) say("metrics", facts.metrics.join(", "));
+  if (summary.metrics.length) say("metrics", summary.metrics.join(", "));
   const versions = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`).join(", ");
   if (versions) say("versions", versions);
 }
 
 function build() {
-  document.getElementById("title").textContent = facts.title;
-  const read = sum(facts.ranks.map((rank) => rank.file_bytes));
-  const spans = sum(facts.ranks.map((rank) => rank.spans));
-  document.getElementById("subtitle").textContent = `${facts.ranks.length} rank${facts.ranks.length === 1 ? "" : "s"} · ${count(spans)} spans${read ? ` · ${size(read)} of traces` : ""}`;
+  document.getElementById("title").textContent = summary.title;
+  const read = sum(summary.ranks.map((rank) => rank.file_bytes));
+  const spans = sum(summary.ranks.map((rank) => rank.spans));
+  document.getElementById("subtitle").textContent = `${summary.ranks.length} rank${summary.ranks.length === 1 ? "" : "s"} · ${count(spans)} spans${read ? ` · ${size(read)} of traces` : ""}`;
   describeRun();
   document.getElementById("last-part").textContent = `${Object.keys(parts).length}`;
   const tabs = document.getElementById("tabs"), panels = document.getElementById("panels");
   for (const name of Object.keys(parts)) {
     const label = name[0].toUpperCase() + name.slice(1);
-    const tab = make("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": `panel-${name}`, on: { click: () => go(name) } }, label, name === "advice" && facts.advice.length ? ` (${facts.advice.length})` : null);
+    const tab = make("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": `panel-${name}`, on: { click: () => go(name) } }, label, name === "advice" && summary.advice.length ? ` (${summary.advice.length})` : null);
     const section = make("section", { id: `panel-${name}`, role: "tabpanel", "aria-labelledby": `tab-${name}`, hidden: true });
     sections[name] = { tab, section };
     tabs.append(tab);

@@ -1,5 +1,5 @@
 // One function a part of the report; each returns its elements.
-const phaseNames = Object.keys(facts.phases);
+const phaseNames = Object.keys(summary.phases);
 // A phase that a rank's trace cannot show is null, and so is any sum over it alone.
 const known = (values) => { const own = values.filter((value) => value !== null); return own.length ? sum(own) : null; };
 const total = (rank, phase) => known(rank.steps.map((step) => step.phases[phase]));
@@ -11,29 +11,29 @@ function tile(value, text) {
 }
 
 function overview(go) {
-  const ranks = facts.ranks, all = sum(ranks.map(wall));
+  const ranks = summary.ranks, all = sum(ranks.map(wall));
   const hidden = sum(ranks.flatMap((rank) => rank.steps.map((step) => step.hidden)));
   const communication = sum(ranks.flatMap((rank) => rank.steps.map((step) => step.communication)));
-  const suspect = facts.ledger.suspect;
+  const suspect = summary.ledger.suspect;
   const phases = (phase) => share(known(ranks.map((rank) => total(rank, phase))), all);
   const named = ranks.every((rank) => rank.steps.every((step) => step.number !== null));
-  const asked = (part) => facts.shown.includes(part);
-  const peak = Math.max(0, ...facts.memory.flatMap((rank) => rank.series.map((line) => line.peak)));
+  const asked = (part) => summary.shown.includes(part);
+  const peak = Math.max(0, ...summary.memory.flatMap((rank) => rank.series.map((line) => line.peak)));
   const tiles = make("div", { class: "tiles" },
     tile(named ? time(median(ranks.flatMap((rank) => rank.steps.map((step) => step.wall)))) : NOT_MEASURABLE, named ? "median step" : "median step: the trace names no steps"),
     asked("operators") && tile(phases("compute"), "of the time computes"),
-    asked("communication") && tile(facts.communication.seen ? phases("collective") : NOT_MEASURABLE, facts.communication.seen ? "in communication that nothing hides" : "communication: the traces hold no collective"),
+    asked("communication") && tile(summary.communication.seen ? phases("collective") : NOT_MEASURABLE, summary.communication.seen ? "in communication that nothing hides" : "communication: the traces hold no collective"),
     asked("communication") && tile(communication ? share(hidden, communication) : NOT_MEASURABLE, "of communication hidden by compute"),
     asked("data") && tile(phases("data"), "waiting for data"),
-    asked("idle") && tile(share(sum(facts.idle.ranks.map((rank) => rank[2])), all), "idle: nothing computes, communicates or copies"),
+    asked("idle") && tile(share(sum(summary.idle.ranks.map((rank) => rank[2])), all), "idle: nothing computes, communicates or copies"),
     asked("memory") && tile(peak ? size(peak) : NOT_MEASURABLE, "most memory allocated on one device"),
     asked("waiting") && tile(suspect ? (suspect.confidence < 0.9 ? "no slow rank" : `rank ${suspect.rank}`) : NOT_MEASURABLE, suspect && suspect.confidence < 0.9 ? `stands out: rank ${suspect.rank} in ${suspect.phase} leads, with a confidence of ${share(suspect.confidence, 1)} alone` : suspect ? `causes most waiting: ${share(suspect.share, 1)} of it, in ${suspect.phase}, confidence ${share(suspect.confidence, 1)}` : "slow rank: it takes traces of two ranks with shared collectives"));
   const rows = ranks.map((rank) => [`rank ${rank.rank}`, Object.fromEntries(phaseNames.map((phase) => [phase, total(rank, phase)])), wall(rank)]);
-  const advice = facts.advice.slice(0, 3).map((one) => make("p", {}, make("span", { class: "gain" }, `up to ${share(one.share, 1)}`), one.title));
+  const advice = summary.advice.slice(0, 3).map((one) => make("p", {}, make("span", { class: "gain" }, `up to ${share(one.gain_share, 1)}`), one.title));
   return [
-    ...facts.warnings.map((text) => make("p", { class: "warning", role: "status" }, text)),
+    ...summary.warnings.map((text) => make("p", { class: "warning", role: "status" }, text)),
     tiles,
-    make("div", { class: "card" }, make("h2", {}, "Where each rank's time goes"), stackedBars(rows, phaseNames), legend(Object.entries(facts.phases)),
+    make("div", { class: "card" }, make("h2", {}, "Where each rank's time goes"), stackedBars(rows, phaseNames), legend(Object.entries(summary.phases)),
       make("p", { class: "soft" }, "Each instant counts once, in the first of these that applies; the parts sum to the steps' wall time.")),
     make("div", { class: "card" }, make("h2", {}, "What to do first"), advice.length ? advice : make("p", {}, "No rule fired."), advice.length ? make("button", { type: "button", on: { click: () => go("advice") } }, "All advice") : null),
     make("div", { class: "card" }, make("h2", {}, "Steps"), stepTable()),
@@ -42,7 +42,7 @@ function overview(go) {
 }
 
 function stepTable() {
-  const rows = facts.ranks.flatMap((rank) => rank.steps.map((step) => ({ rank: rank.rank, ...step })));
+  const rows = summary.ranks.flatMap((rank) => rank.steps.map((step) => ({ rank: rank.rank, ...step })));
   const columns = [
     { title: "rank", value: (r) => r.rank, text: (r) => `${r.rank}`, number: true },
     { title: "step", value: (r) => r.number, text: (r) => (r.number === null ? "whole trace" : `${r.number}`), number: true },
@@ -57,52 +57,52 @@ function clockTable() {
   const columns = [
     { title: "rank", value: (r) => r.rank, text: (r) => `${r.rank}`, number: true },
     { title: "host", value: (r) => r.host, text: (r) => r.host || "not said" },
-    { title: "offset", value: (r) => r.clock && r.clock.offset, text: (r) => (r.clock ? time(r.clock.offset) : NOT_MEASURABLE), number: true },
+    { title: "offset", value: (r) => r.clock && r.clock.offset_ns, text: (r) => (r.clock ? time(r.clock.offset_ns) : NOT_MEASURABLE), number: true },
     { title: "drift", value: (r) => r.clock && r.clock.drift, text: (r) => (r.clock ? `${(r.clock.drift * 1e6).toFixed(1)} ppm` : NOT_MEASURABLE), number: true },
-    { title: "error (99%)", value: (r) => r.clock && r.clock.error, text: (r) => (!r.clock ? NOT_MEASURABLE : r.clock.error === null ? (r.clock.bound === null ? NOT_MEASURABLE : `≤ ${time(r.clock.bound)}, proved`) : r.clock.error ? `± ${time(r.clock.error)}` : "the same clock"), number: true },
+    { title: "error (99%)", value: (r) => r.clock && r.clock.error_ns, text: (r) => (!r.clock ? NOT_MEASURABLE : r.clock.error_ns === null ? (r.clock.bound_ns === null ? NOT_MEASURABLE : `≤ ${time(r.clock.bound_ns)}, proved`) : r.clock.error_ns ? `± ${time(r.clock.error_ns)}` : "the same clock"), number: true },
     { title: "collectives", value: (r) => r.clock && r.clock.samples, text: (r) => (r.clock ? count(r.clock.samples) : "0"), number: true },
     { title: "spans", value: (r) => r.spans, text: (r) => count(r.spans), number: true },
     { title: "trace", value: (r) => r.file_bytes, text: (r) => size(r.file_bytes), number: true },
   ];
-  return sortedTable(facts.ranks, columns, { sort: 0, down: false, caption: "Clocks by rank" }).element;
+  return sortedTable(summary.ranks, columns, { sort: 0, down: false, caption: "Clocks by rank" }).element;
 }
 
 function operators() {
-  const { rows, device, self_ns: all } = facts.operators;
+  const { rows, device, self_ns: all } = summary.operators;
   const columns = [
     { title: "operator", value: (r) => r[0], text: (r) => r[0], class: "name" },
-    { title: "self", value: (r) => r[5], text: (r) => time(r[5]), number: true },
+    numeric("self", 5, time),
     { title: "self share", value: (r) => r[5], text: (r) => share(r[5], all), number: true },
-    { title: "total", value: (r) => r[4], text: (r) => time(r[4]), number: true },
+    numeric("total", 4, time),
     { title: "a call", value: (r) => r[4] / r[3], text: (r) => time(r[4] / r[3]), number: true },
-    { title: "calls", value: (r) => r[3], text: (r) => count(r[3]), number: true },
+    numeric("calls", 3, count),
     { title: "device", value: (r) => (device ? r[6] : null), text: (r) => (device ? time(r[6]) : NOT_MEASURABLE), number: true },
     { title: "kind", value: (r) => CATEGORY[r[1]], text: (r) => CATEGORY[r[1]] },
-    { title: "input shapes", value: (r) => r[2], text: (r) => r[2] || "not recorded", class: "shape", hidden: !facts.shown.includes("shapes") },
+    { title: "input shapes", value: (r) => r[2], text: (r) => r[2] || "not recorded", class: "shape", hidden: !summary.shown.includes("shapes") },
   ];
-  const left = facts.operators.left_out;
+  const left = summary.operators.left_out;
   const parts = [make("div", { class: "card" }, make("h2", {}, "Operators on the host, all ranks and threads"), filtered("Filter operators", sortedTable(rows, columns, { sort: 1, caption: "Operators" })),
-    left ? make("p", { class: "soft" }, `${count(left)} more rows with ${share(facts.operators.left_out_ns, all)} of the self time are not in this page.`) : null)];
+    left ? make("p", { class: "soft" }, `${count(left)} more rows with ${share(summary.operators.left_out_ns, all)} of the self time are not in this page.`) : null)];
   const kernels = [
     { title: "kernel", value: (r) => r[0], text: (r) => r[0], class: "name" },
-    { title: "total", value: (r) => r[3], text: (r) => time(r[3]), number: true },
-    { title: "runs", value: (r) => r[2], text: (r) => count(r[2]), number: true },
+    numeric("total", 3, time),
+    numeric("runs", 2, count),
     { title: "mean", value: (r) => r[3] / r[2], text: (r) => time(r[3] / r[2]), number: true },
-    { title: "shortest", value: (r) => r[4], text: (r) => time(r[4]), number: true },
-    { title: "longest", value: (r) => r[5], text: (r) => time(r[5]), number: true },
+    numeric("shortest", 4, time),
+    numeric("longest", 5, time),
     { title: "kind", value: (r) => CATEGORY[r[1]], text: (r) => CATEGORY[r[1]] },
   ];
-  parts.push(make("div", { class: "card" }, make("h2", {}, "Kernels on devices"), facts.kernels.length ? filtered("Filter kernels", sortedTable(facts.kernels, kernels, { sort: 1, caption: "Kernels" })) : make("p", { class: "soft" }, "Not measurable: the traces hold no device.")));
+  parts.push(make("div", { class: "card" }, make("h2", {}, "Kernels on devices"), summary.kernels.length ? filtered("Filter kernels", sortedTable(summary.kernels, kernels, { sort: 1, caption: "Kernels" })) : make("p", { class: "soft" }, "Not measurable: the traces hold no device.")));
   return parts;
 }
 
 function communication() {
-  const { ranks, waits, kinds, fits, links, slow_link: slow } = facts.communication;
+  const { ranks, waits, kinds, fits, links, slow_link: slow } = summary.communication;
   const waited = waits && waits.map((row) => row.map((value) => (value ? value : null)));
   const matrix = waits ? heatMap(ranks, waited, { heatOf: heatAgainstMost(waited), text: time, caption: "Wait by waiting rank and causing rank", rowTitle: "waits", columnTitle: "causes", none: "no wait" }) : make("p", { class: "soft" }, "Not measurable: it takes traces of two ranks or more that share collectives.");
   const parts = [make("div", { class: "card" }, make("h2", {}, "Who waits for whom"), matrix, waits ? make("p", { class: "soft" }, "Each row's rank waited because of each column's. A rank that held up the one it waits for is charged with that wait itself.") : null)];
-  const group = facts.communication.slow_group;
-  if (group) parts.push(make("p", { class: "warning" }, group.everyone ? `Uneven transfers: they took ${time(group.excess)} more than if each had been as fast as the fastest tenth of its size. All ranks take part in them, so that no rank or link can be named; ms-profile link measures each.` : `Slow transfers: those of rank${group.ranks.length > 1 ? "s" : ""} ${group.ranks.join(", ")} took ${time(group.excess)} more than usual, confidence ${share(group.confidence, 1)}.`));
+  const group = summary.communication.slow_group;
+  if (group) parts.push(make("p", { class: "warning" }, group.everyone ? `Uneven transfers: they took ${time(group.excess_ns)} more than if each had been as fast as the fastest tenth of its size. All ranks take part in them, so that no rank or link can be named; ms-profile link measures each.` : `Slow transfers: those of rank${group.ranks.length > 1 ? "s" : ""} ${group.ranks.join(", ")} took ${time(group.excess_ns)} more than usual, confidence ${share(group.confidence, 1)}.`));
   if (links) {
     const by = (index) => ranksOf(links.world).map((a) => ranksOf(links.world).map((b) => { const pair = links.pairs.find((p) => (p[0] === a && p[1] === b) || (p[0] === b && p[1] === a)); return pair ? pair[index] : null; }));
     parts.push(make("div", { class: "pair" },
@@ -112,44 +112,44 @@ function communication() {
   } else parts.push(make("div", { class: "card" }, make("h2", {}, "Links between ranks"), make("p", { class: "soft" }, "Not measured in this run. ms-profile link --out links.json measures every pair; give it to ms-profile report --links.")));
   const columns = [
     { title: "collective", value: (r) => r[0], text: (r) => r[0] },
-    { title: "message", value: (r) => r[2], text: (r) => size(r[2]), number: true },
-    { title: "transfer, a rank", value: (r) => r[5], text: (r) => time(r[5]), number: true },
-    { title: "wait, a rank", value: (r) => r[4], text: (r) => time(r[4]), number: true },
-    { title: "times", value: (r) => r[3], text: (r) => count(r[3]), number: true },
+    numeric("message", 2, size),
+    numeric("transfer, a rank", 5, time),
+    numeric("wait, a rank", 4, time),
+    numeric("times", 3, count),
     { title: "rate", value: (r) => (r[2] && r[5] ? (r[2] * r[3]) / r[5] : null), text: (r) => (r[2] && r[5] ? rate((r[2] * r[3]) / r[5] * 1e9) : NOT_MEASURABLE), number: true },
     { title: "group", value: (r) => r[1], text: (r) => r[1] || "not said" },
   ];
-  parts.push(make("div", { class: "card" }, make("h2", {}, "Collectives by kind and size"), kinds.length ? sortedTable(kinds, columns, { sort: 2, caption: "Collectives" }).element : make("p", { class: "soft" }, facts.communication.seen ? `${count(facts.communication.seen)} collectives were seen, but by one rank alone: wait cannot be told from transfer.` : "The traces hold no collective.")));
-  if (fits.length) parts.push(make("div", { class: "card" }, make("h2", {}, "Latency and bandwidth that the collectives show"), fits.map((fit) => make("p", {}, `${fit.kind}${fit.group ? ` of ${fit.group}` : ""} among ranks ${fit.ranks.length > 8 ? `${fit.ranks[0]} to ${fit.ranks[fit.ranks.length - 1]} (${fit.ranks.length})` : fit.ranks.join(", ")}: ${time(fit.latency_s * 1e9)} + size / ${fit.bandwidth === null ? NOT_MEASURABLE : rate(fit.bandwidth)} (from ${size(fit.least_bytes)} on; misfit ${share(fit.residual, 1)}, ${count(fit.samples)} samples)`))));
+  parts.push(make("div", { class: "card" }, make("h2", {}, "Collectives by kind and size"), kinds.length ? sortedTable(kinds, columns, { sort: 2, caption: "Collectives" }).element : make("p", { class: "soft" }, summary.communication.seen ? `${count(summary.communication.seen)} collectives were seen, but by one rank alone: wait cannot be told from transfer.` : "The traces hold no collective.")));
+  if (fits.length) parts.push(make("div", { class: "card" }, make("h2", {}, "Latency and bandwidth that the collectives show"), fits.map((fit) => make("p", {}, `${fit.kind}${fit.group ? ` of ${fit.group}` : ""} among ranks ${fit.ranks.length > 8 ? `${fit.ranks[0]} to ${fit.ranks[fit.ranks.length - 1]} (${fit.ranks.length})` : fit.ranks.join(", ")}: ${time(fit.latency_s * 1e9)} + size / ${fit.bandwidth_bytes_per_s === null ? NOT_MEASURABLE : rate(fit.bandwidth_bytes_per_s)} (from ${size(fit.least_bytes)} on; misfit ${share(fit.residual, 1)}, ${count(fit.samples)} samples)`))));
   return parts;
 }
 const ranksOf = (world) => Array.from({ length: world }, (_, rank) => rank);
 
 function waiting(go) {
-  const { charged, waited, rows, meetings, suspect } = facts.ledger;
-  if (!meetings) return [make("div", { class: "card" }, make("h2", {}, "Waiting"), make("p", { class: "soft" }, "Not measurable: it takes traces of two ranks or more that share collectives."))];
+  const { charged, waited, rows, matched, suspect } = summary.ledger;
+  if (!matched) return [make("div", { class: "card" }, make("h2", {}, "Waiting"), make("p", { class: "soft" }, "Not measurable: it takes traces of two ranks or more that share collectives."))];
   const all = sum(charged.map((row) => row[2]));
   const most = Math.max(...charged.map((row) => row[2]), 1);
   const bars = make("div", { class: "bars" }, charged.slice(0, 24).flatMap(([rank, phase, amount]) => [
     make("span", {}, `rank ${rank}, ${phase}`), make("div", { class: "bar" }, make("i", { style: `width: ${(100 * amount) / most}%; background: var(--${phase})` })), make("span", { class: "n" }, `${time(amount)} · ${share(amount, all)}`)]));
   const columns = [
     { title: "collective", value: (r) => r[0], text: (r) => r[0] },
-    { title: "message", value: (r) => r[1], text: (r) => size(r[1]), number: true },
-    { title: "wait, all ranks", value: (r) => r[3], text: (r) => time(r[3]), number: true },
-    { title: "transfer, all ranks", value: (r) => r[4], text: (r) => time(r[4]), number: true },
+    numeric("message", 1, size),
+    numeric("wait, all ranks", 3, time),
+    numeric("transfer, all ranks", 4, time),
     { title: "last to enter", value: (r) => r[5], text: (r) => `rank ${r[5]}` },
     { title: "charged to", value: (r) => (r[6] === null ? "" : `${r[6]} ${r[7]}`), text: (r) => (r[6] === null ? "nobody" : `rank ${r[6]}, ${r[7]}`) },
-    { title: "", value: (r) => r[2], text: (r) => make("button", { type: "button", class: "link", on: { click: () => go("timeline", (line) => line.goTo(r[5], r[2], (r[3] + r[4]) / facts.ranks.length)) } }, "show") },
+    { title: "", value: (r) => r[2], text: (r) => make("button", { type: "button", class: "link", on: { click: () => go("timeline", (line) => line.goTo(r[5], r[2], (r[3] + r[4]) / summary.ranks.length)) } }, "show") },
   ];
   return [
-    make("div", { class: "card" }, make("h2", {}, "Who and what caused the waiting"), suspect ? make("p", {}, `${suspect.confidence < 0.9 ? "No rank stands out; most, if not surely: " : ""}rank ${suspect.rank} in its ${suspect.phase} phase caused ${time(suspect.caused)} of the other ranks' waiting, confidence ${share(suspect.confidence, 1)}.`) : null, bars,
-      make("p", { class: "soft" }, `${count(meetings)} collectives; the ranks waited ${waited.map(([rank, ns]) => `${time(ns)} (rank ${rank})`).join(", ")}. A wait is charged to the last rank to enter, and to the phases in which it spent more time than the one that waited; time that it had itself waited is passed on.`)),
+    make("div", { class: "card" }, make("h2", {}, "Who and what caused the waiting"), suspect ? make("p", {}, `${suspect.confidence < 0.9 ? "No rank stands out; most, if not surely: " : ""}rank ${suspect.rank} in its ${suspect.phase} phase caused ${time(suspect.caused_ns)} of the other ranks' waiting, confidence ${share(suspect.confidence, 1)}.`) : null, bars,
+      make("p", { class: "soft" }, `${count(matched)} collectives; the ranks waited ${waited.map(([rank, ns]) => `${time(ns)} (rank ${rank})`).join(", ")}. A wait is charged to the last rank to enter, and to the phases in which it spent more time than the one that waited; time that it had itself waited is passed on.`)),
     make("div", { class: "card" }, make("h2", {}, "Collectives with the longest waits"), sortedTable(rows, columns, { sort: 2, caption: "Waiting ledger" }).element),
   ];
 }
 
 function memory() {
-  return facts.memory.map((rank) => {
+  return summary.memory.map((rank) => {
     if (!rank.series.length) return make("div", { class: "card" }, make("h2", {}, `Rank ${rank.rank}`), make("p", { class: "soft" }, "Not measurable: the profiler was run without profile_memory."));
     const canvas = make("canvas", { class: "chart", role: "img", "aria-label": `Allocated memory of rank ${rank.rank}` });
     const chart = () => memoryChart(canvas, rank.series);
@@ -162,9 +162,9 @@ function memory() {
 }
 
 function advice(go) {
-  if (!facts.advice.length) return [make("div", { class: "card" }, make("p", {}, "No rule fired on what was recorded."))];
-  return facts.advice.map((one) => make("div", { class: "card finding" },
-    make("span", { class: "gain" }, `up to ${time(one.gain)} · ${share(one.share, 1)}`),
+  if (!summary.advice.length) return [make("div", { class: "card" }, make("p", {}, "No rule fired on what was recorded."))];
+  return summary.advice.map((one) => make("div", { class: "card finding" },
+    make("span", { class: "gain" }, `up to ${time(one.gain_ns)} · ${share(one.gain_share, 1)}`),
     make("h2", {}, one.title), make("p", {}, one.advice),
     make("p", { class: "soft" }, `Rule ${one.rule}. Its longest events:`),
     make("ul", {}, one.evidence.map(([rank, name, start, length]) => make("li", {}, make("button", { type: "button", class: "link", on: { click: () => go("timeline", (line) => line.goTo(rank, start, length)) } }, `${name}, ${time(length)}, rank ${rank}`))))));

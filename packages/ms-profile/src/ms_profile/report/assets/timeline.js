@@ -12,7 +12,7 @@ class Timeline {
     this.hint = make("div", { id: "hint", hidden: true });
     stage.append(this.canvas, this.hint);
     this.pen = this.canvas.getContext("2d", { alpha: false });
-    this.length = facts.timeline.length;
+    this.length = summary.timeline.length;
     this.from = 0;
     this.to = this.length;
     this.scroll = 0;
@@ -23,7 +23,8 @@ class Timeline {
     this.onpick = () => {};
     this.onmark = () => {};
     this.placeLanes();
-    this.listen();
+    listenToMouse(this);
+    this.canvas.addEventListener("keydown", (event) => timelineKey(this, event));
     new ResizeObserver(() => this.resize()).observe(stage);
     this.recolour();
   }
@@ -31,10 +32,10 @@ class Timeline {
   placeLanes() {
     let y = 0, track = -1;
     for (const lane of this.lanes) {
-      if (lane.track !== track) { y += track < 0 ? 0 : TRACK_GAP; track = lane.track; facts.timeline.tracks[track].y = y; }
+      if (lane.track !== track) { y += track < 0 ? 0 : TRACK_GAP; track = lane.track; summary.timeline.tracks[track].y = y; }
       lane.y = y;
       y += LANE;
-      facts.timeline.tracks[track].bottom = y;
+      summary.timeline.tracks[track].bottom = y;
     }
     this.height = y;
   }
@@ -115,7 +116,7 @@ class Timeline {
         pen.fillRect(x, y, Math.max(right - x - 0.5, 1), tall);
         if (right - x > 34) {
           pen.fillStyle = dim ? this.soft : this.card;
-          this.fit(facts.timeline.names[name[row]], x + 4, y + tall / 2 + 0.5, right - x - 8);
+          this.fit(summary.timeline.names[name[row]], x + 4, y + tall / 2 + 0.5, right - x - 8);
         }
         i++;
         continue;
@@ -165,9 +166,9 @@ class Timeline {
 
   paintSteps() {
     const pen = this.pen;
-    const rank = facts.timeline.steps.length ? facts.timeline.steps[0][0] : null;
+    const rank = summary.timeline.steps.length ? summary.timeline.steps[0][0] : null;
     pen.fillStyle = this.line;
-    for (const [owner, , start] of facts.timeline.steps) {
+    for (const [owner, , start] of summary.timeline.steps) {
       if (owner === rank) pen.fillRect(Math.round(this.x(start)), RULER, 1, this.tall);
     }
   }
@@ -176,7 +177,7 @@ class Timeline {
   paintMarked() {
     if (!this.marked) return;
     const { rank, from, to } = this.marked, x = this.x(from), wide = Math.max(this.x(to) - x, 2);
-    const own = facts.timeline.tracks.filter((track) => track.rank === rank);
+    const own = summary.timeline.tracks.filter((track) => track.rank === rank);
     if (!own.length) return;
     const top = RULER + own[0].y - this.scroll, bottom = RULER + own[own.length - 1].bottom - this.scroll;
     this.pen.fillStyle = this.accent;
@@ -188,7 +189,7 @@ class Timeline {
   }
 
   paintRuler() {
-    const pen = this.pen, unit = facts.timeline.unit_ns;
+    const pen = this.pen, unit = summary.timeline.unit_ns;
     pen.fillStyle = this.card;
     pen.fillRect(0, 0, this.width, RULER);
     pen.fillStyle = this.line;
@@ -222,7 +223,7 @@ class Timeline {
     pen.fillRect(0, RULER, GUTTER, this.tall);
     pen.fillStyle = this.line;
     pen.fillRect(GUTTER - 1, RULER, 1, this.tall);
-    for (const track of facts.timeline.tracks) {
+    for (const track of summary.timeline.tracks) {
       const top = RULER + track.y - this.scroll, bottom = RULER + track.bottom - this.scroll;
       if (bottom < RULER || top > this.tall) continue;
       const y = Math.min(Math.max(top, RULER) + 8, bottom - 8);
@@ -259,7 +260,7 @@ class Timeline {
 
   laneOf(row) {
     return this.lanes.find((lane) => {
-      const track = facts.timeline.tracks[lane.track];
+      const track = summary.timeline.tracks[lane.track];
       if (row < track.first || row >= track.first + track.count) return false;
       return lane.rows[this.indexIn(lane.rows, row)] === row;
     });
@@ -320,7 +321,7 @@ class Timeline {
   search(text) {
     const wanted = text.trim().toLowerCase();
     this.matches = null;
-    this.flags = wanted ? Uint8Array.from(facts.timeline.names, (name) => (name.toLowerCase().includes(wanted) ? 1 : 0)) : null;
+    this.flags = wanted ? Uint8Array.from(summary.timeline.names, (name) => (name.toLowerCase().includes(wanted) ? 1 : 0)) : null;
     let found = 0;
     if (this.flags) for (const code of this.columns.name) found += this.flags[code];
     this.draw();
@@ -343,12 +344,12 @@ class Timeline {
   }
 
   goTo(rank, instantNs, lengthNs) {
-    const unit = facts.timeline.unit_ns, origin = facts.timeline.origins[rank] ?? facts.timeline.origin_ns;
+    const unit = summary.timeline.unit_ns, origin = summary.timeline.origins[rank] ?? summary.timeline.origin_ns;
     const at = Number(BigInt(instantNs) - BigInt(origin)) / unit, wide = lengthNs / unit;
     const span = Math.max(wide * 3, 2000);
     this.marked = { rank, from: at, to: at + wide };
     this.show(at + wide / 2 - span / 2, at + wide / 2 + span / 2);
-    const track = facts.timeline.tracks.find((one) => one.rank === rank);
+    const track = summary.timeline.tracks.find((one) => one.rank === rank);
     if (track) { this.scroll = 0; this.scrollBy(track.y); }
     const row = this.spanAt(rank, at, wide);
     this.pick(-1);
@@ -360,7 +361,7 @@ class Timeline {
   spanAt(rank, at, wide) {
     const { begin, duration } = this.columns;
     for (const lane of this.lanes) {
-      if (facts.timeline.tracks[lane.track].rank !== rank) continue;
+      if (summary.timeline.tracks[lane.track].rank !== rank) continue;
       for (let i = this.lower(lane.rows, 0, lane.rows.length, at - 1.5); i < lane.rows.length && begin[lane.rows[i]] <= at + 1.5; i++) {
         if (Math.abs(duration[lane.rows[i]] - wide) <= 1.5) return lane.rows[i];
       }
@@ -368,52 +369,10 @@ class Timeline {
     return -1;
   }
 
-  listen() {
-    const canvas = this.canvas;
-    canvas.addEventListener("wheel", (event) => {
-      event.preventDefault();
-      if (event.ctrlKey || event.metaKey || !event.shiftKey && Math.abs(event.deltaY) > Math.abs(event.deltaX) && !event.altKey) {
-        this.zoom(Math.exp(event.deltaY * 0.0016), event.offsetX);
-      } else if (event.shiftKey) this.scrollBy(event.deltaY || event.deltaX);
-      else this.pan(event.deltaX / this.width);
-    }, { passive: false });
-    canvas.addEventListener("pointerdown", (event) => {
-      canvas.setPointerCapture(event.pointerId);
-      this.drag = { x: event.offsetX, y: event.offsetY, moved: 0 };
-      canvas.focus({ preventScroll: true });
-    });
-    canvas.addEventListener("pointermove", (event) => {
-      if (!this.drag) return this.point(event);
-      const dx = event.offsetX - this.drag.x, dy = event.offsetY - this.drag.y;
-      this.drag = { x: event.offsetX, y: event.offsetY, moved: this.drag.moved + Math.abs(dx) + Math.abs(dy) };
-      this.pan(-dx / (this.width - GUTTER));
-      this.scrollBy(-dy);
-    });
-    canvas.addEventListener("pointerup", (event) => {
-      if (this.drag && this.drag.moved < 4) this.pick(this.rowAt(event.offsetX, event.offsetY));
-      this.drag = null;
-    });
-    canvas.addEventListener("pointerleave", () => { this.hint.hidden = true; });
-    canvas.addEventListener("dblclick", (event) => {
-      const row = this.rowAt(event.offsetX, event.offsetY);
-      if (row >= 0) this.pick(row, true);
-    });
-    canvas.addEventListener("keydown", (event) => timelineKey(this, event));
-  }
-
   describe(row) {
     const { begin, duration, category, name } = this.columns;
-    const unit = facts.timeline.unit_ns;
-    const track = facts.timeline.tracks.find((one) => row >= one.first && row < one.first + one.count);
-    return `${facts.timeline.names[name[row]]} · ${CATEGORY[category[row]]} · ${time(duration[row] * unit, 4)} · at ${time(begin[row] * unit, 6)} · rank ${track.rank}, ${track.name}`;
-  }
-
-  point(event) {
-    const row = this.rowAt(event.offsetX, event.offsetY);
-    this.hint.hidden = row < 0;
-    if (row < 0) return;
-    this.hint.textContent = this.describe(row);
-    this.hint.style.left = `${Math.min(event.offsetX + 12, Math.max(this.width - 300, 0))}px`;
-    this.hint.style.top = `${Math.min(event.offsetY + 14, this.tall - 60)}px`;
+    const unit = summary.timeline.unit_ns;
+    const track = summary.timeline.tracks.find((one) => row >= one.first && row < one.first + one.count);
+    return `${summary.timeline.names[name[row]]} · ${CATEGORY[category[row]]} · ${time(duration[row] * unit, 4)} · at ${time(begin[row] * unit, 6)} · rank ${track.rank}, ${track.name}`;
   }
 }

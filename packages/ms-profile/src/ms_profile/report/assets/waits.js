@@ -6,18 +6,18 @@ function showButton(go, rank, start, length) {
 }
 
 function dataWaits(go) {
-  const { ranks, longest } = facts.data;
+  const { ranks, longest } = summary.data;
   if (ranks.every(([, waited]) => waited === null)) return [make("div", { class: "card" }, make("h2", {}, "Waiting for batches"), make("p", { class: "soft" }, "Not measurable: neither the traces nor a recorder show a wait for a batch."))];
-  const wallOf = (number) => wall(facts.ranks.find((one) => one.rank === number));
+  const wallOf = (number) => wall(summary.ranks.find((one) => one.rank === number));
   const columns = [
-    { title: "rank", value: (r) => r[0], text: (r) => `${r[0]}`, number: true },
-    { title: "waited for batches", value: (r) => r[1], text: (r) => time(r[1]), number: true },
-    { title: "of it nothing else ran", value: (r) => r[2], text: (r) => time(r[2]), number: true },
+    numeric("rank", 0, String),
+    numeric("waited for batches", 1, time),
+    numeric("of it nothing else ran", 2, time),
     { title: "of the steps", value: (r) => r[2] && r[2] / wallOf(r[0]), text: (r) => share(r[2], wallOf(r[0])), number: true },
   ];
   const waits = [
-    { title: "wait", value: (r) => r[2], text: (r) => time(r[2]), number: true },
-    { title: "rank", value: (r) => r[0], text: (r) => `${r[0]}`, number: true },
+    numeric("wait", 2, time),
+    numeric("rank", 0, String),
     { title: "", value: (r) => Number(r[1]), text: (r) => showButton(go, r[0], r[1], r[2]) },
   ];
   return [
@@ -28,17 +28,17 @@ function dataWaits(go) {
 }
 
 function idleTime(go) {
-  const { ranks, longest } = facts.idle;
+  const { ranks, longest } = summary.idle;
   const shown = CAUSES.filter((cause) => ranks.some(([, , , causes]) => causes[cause] !== null));
   const rows = ranks.map(([rank, , idle, causes]) => [`rank ${rank}`, causes, idle]);
   const gaps = [
-    { title: "gap", value: (r) => r[2], text: (r) => time(r[2]), number: true },
-    { title: "cause", value: (r) => r[3], text: (r) => (r[3] === "host" ? "Python or other code, or nothing that was recorded" : facts.phases[r[3]]) },
-    { title: "rank", value: (r) => r[0], text: (r) => `${r[0]}`, number: true },
+    numeric("gap", 2, time),
+    { title: "cause", value: (r) => r[3], text: (r) => (r[3] === "host" ? "Python or other code, or nothing that was recorded" : summary.phases[r[3]]) },
+    numeric("rank", 0, String),
     { title: "", value: (r) => Number(r[1]), text: (r) => showButton(go, r[0], r[1], r[2]) },
   ];
   return [
-    make("div", { class: "card" }, make("h2", {}, "Time in which nothing computes, communicates or copies"), stackedBars(rows, shown), legend(shown.map((cause) => [cause, facts.phases[cause]])),
+    make("div", { class: "card" }, make("h2", {}, "Time in which nothing computes, communicates or copies"), stackedBars(rows, shown), legend(shown.map((cause) => [cause, summary.phases[cause]])),
       make("p", { class: "soft" }, ranks.map(([rank, all, idle]) => `rank ${rank} idles ${share(idle, all)} of its steps`).join(", "))),
     make("div", { class: "card" }, make("h2", {}, "The longest gaps"), longest.length ? sortedTable(longest, gaps, { sort: 0, caption: "Longest idle gaps" }).element : make("p", { class: "soft" }, "There is none.")),
   ];

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+from ms_parallel.schedules.generators.registry import generator
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import looped
 from ms_parallel.schedules.table.schedule import Schedule
@@ -9,6 +10,7 @@ from ms_parallel.schedules.table.schedule import Schedule
 __all__ = ["interleaved_one_f_one_b"]
 
 
+@generator("interleaved-1f1b", placement=looped, begins_search=True)
 def interleaved_one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """1F1B over `stages_per_rank` rounds; the bubble shrinks by that factor, messages grow by it.
 

@@ -1,11 +1,14 @@
 """GPipe: every forward, then every backward (Huang et al. 2019)."""
 
+from ms_parallel.schedules.generators.registry import generator
 from ms_parallel.schedules.table.action import Action, Kind
+from ms_parallel.schedules.table.placements import one_a_rank
 from ms_parallel.schedules.table.schedule import Schedule
 
 __all__ = ["gpipe"]
 
 
+@generator("gpipe", placement=one_a_rank)
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards in the same order; holds every microbatch at the peak.
 

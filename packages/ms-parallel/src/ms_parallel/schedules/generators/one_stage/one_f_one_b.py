@@ -1,11 +1,14 @@
 """1F1B: one forward, one backward in turn once the pipeline is full (PipeDream-Flush, 2020)."""
 
+from ms_parallel.schedules.generators.registry import generator
 from ms_parallel.schedules.table.action import Action, Kind
+from ms_parallel.schedules.table.placements import one_a_rank
 from ms_parallel.schedules.table.schedule import Schedule
 
 __all__ = ["one_f_one_b"]
 
 
+@generator("1f1b", placement=one_a_rank, begins_search=True)
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """Stage s runs `stages - 1 - s` forwards ahead, so it holds at most `stages - s` microbatches.
 

@@ -1,7 +1,8 @@
-"""DualPipeV: forwards overlapped with backwards on a V (DeepSeek, "cut-in-half" DualPipe, 2025)."""
+"""DualPipeV: forwards paired with backwards on a V (DeepSeek, "cut-in-half" DualPipe, 2025)."""
 
 from ms_parallel.errors import ScheduleError
-from ms_parallel.schedules.generators.vee.phases import perform
+from ms_parallel.schedules.generators.registry import generator
+from ms_parallel.schedules.generators.vee.phases import actions_of
 from ms_parallel.schedules.table.placements import vee
 from ms_parallel.schedules.table.schedule import Schedule
 
@@ -9,7 +10,7 @@ __all__ = ["dualpipe_v"]
 
 
 def _program(rank: int, ranks: int, microbatches: int) -> list[str]:
-    """The rank's phases, in words of `vee_program`."""
+    """The rank's phases, in words of `phases`."""
     last, after = rank == ranks - 1, ranks - 1 - rank
     words = ["F0"] * (2 * after) + ["F0", "F1"] * (rank + 1) + ["I1", "W", "F1"] * after
     steady = ["F0&B1", "F1&B0"] * (microbatches - 2 * ranks + rank + 1)
@@ -24,8 +25,13 @@ def _program(rank: int, ranks: int, microbatches: int) -> list[str]:
     return words + ["W", "I0"] * after + ["W"] * (rank + 1)
 
 
+@generator("dualpipe-v", placement=vee)
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """Two stages a rank, as a V; in the steady state a forward and a backward run as one action.
+    """Two stages a rank, as a V; in the steady state a forward and a backward make one pair.
+
+    The paper overlaps the two of a pair, to hide one's messages behind the other's computations.
+    Our runtime performs them one after the other, and `simulate` times them so: here the schedule
+    has the paper's order and memory, but not that gain.
 
     Args:
         ranks: Ranks of the pipeline.
@@ -40,7 +46,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
             f"1 rank and twice as many microbatches as ranks ({max(2, 2 * ranks)})"
         )
     rows = [
-        perform(_program(rank, ranks, microbatches), (rank, 2 * ranks - 1 - rank), microbatches)
+        actions_of(_program(rank, ranks, microbatches), (rank, 2 * ranks - 1 - rank), microbatches)
         for rank in range(ranks)
     ]
     return Schedule.from_computations(rows, vee(ranks), microbatches, "DualPipeV")

@@ -1,15 +1,15 @@
-"""Reads a rank's program on a V, written as words, into actions.
+"""Turns a rank's phases on a V, written as words, into actions.
 
 `F0` is the forward of the next microbatch on the rank's stage of the way down, `F1` on that of the
 way up; `B`, `I` and `W` likewise; `W` alone is the oldest backward of weights that is due; `F0&B1`
-is an overlapped pair.
+is a pair.
 """
 
 from collections.abc import Iterable
 
 from ms_parallel.schedules.table.action import Action, Kind
 
-__all__ = ["perform"]
+__all__ = ["actions_of"]
 
 _KINDS = {
     "F": Kind.FORWARD,
@@ -19,7 +19,7 @@ _KINDS = {
 }
 
 
-def perform(program: Iterable[str], stages: tuple[int, int], microbatches: int) -> list[Action]:
+def actions_of(program: Iterable[str], stages: tuple[int, int], microbatches: int) -> list[Action]:
     """The actions that `program` stands for; those on microbatches past the last are dropped.
 
     Args:

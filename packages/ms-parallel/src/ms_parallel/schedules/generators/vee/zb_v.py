@@ -1,6 +1,7 @@
 """ZB-V: 1F1B's memory and no bubble, for equal times, on a V of two stages a rank (Qi 2023)."""
 
-from ms_parallel.schedules.generators.vee.phases import perform
+from ms_parallel.schedules.generators.registry import generator
+from ms_parallel.schedules.generators.vee.phases import actions_of
 from ms_parallel.schedules.table.placements import vee
 from ms_parallel.schedules.table.schedule import Schedule
 
@@ -8,7 +9,7 @@ __all__ = ["zb_v"]
 
 
 def _program(rank: int, ranks: int, microbatches: int) -> list[str]:
-    """The rank's phases, in words of `vee_program`."""
+    """The rank's phases, in words of `phases`."""
     after = ranks - rank
     words = ["F0"] * (2 * after - 1) + ["F1", "F0"] * rank + ["F1", "I1", "W1"] * after
     down, up = 2 * ranks - 1 - rank, ranks
@@ -21,6 +22,7 @@ def _program(rank: int, ranks: int, microbatches: int) -> list[str]:
     return words + ["I0", "I1"] * rank + ["I0", "W0"] * after
 
 
+@generator("zb-v", placement=vee, begins_search=True)
 def zb_v(ranks: int, microbatches: int) -> Schedule:
     """Hand-made for equal times of F, I and W and free messages.
 
@@ -33,7 +35,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     """
     enough = max(microbatches, 2 * ranks - 1)
     rows = [
-        perform(_program(rank, ranks, enough), (rank, 2 * ranks - 1 - rank), microbatches)
+        actions_of(_program(rank, ranks, enough), (rank, 2 * ranks - 1 - rank), microbatches)
         for rank in range(ranks)
     ]
     return Schedule.from_computations(rows, vee(ranks), microbatches, "ZB-V")

@@ -1,0 +1,106 @@
+"""What a run leaves behind: a model's folder that opens elsewhere and knows how a text ends.
+
+    output_dir/model      config.json, weights, generation_config.json, the tokenizer's files
+    output_dir/adapter    of a model with adapters, peft's two files
+
+Each appears whole or not at all, and only with weights that are finite.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ms_align import processes
+from ms_align.engines.parallel_adapters import ParallelAdapters
+from ms_align.engines.protocol import Engine
+from ms_align.errors import NonFiniteError
+from ms_align.files.durable import whole_folder
+from ms_align.tokenizer_files import TokenizerFiles, complete
+
+__all__ = ["check_finite", "result_folder", "weights_of", "write_result"]
+
+
+def result_folder(engine: Engine, output_dir: Path, *, merge: bool = True) -> Path:
+    """The folder that `write_result` writes last."""
+    return output_dir / ("model" if _writes_model(engine, merge) else "adapter")
+
+
+def write_result(
+    engine: Engine, output_dir: Path, tokenizer: TokenizerFiles | None, *, merge: bool = True
+) -> None:
+    """Write what an engine has learnt. Every process must call it.
+
+    Args:
+        engine: of one process or of many.
+        output_dir: of the run.
+        tokenizer: is put beside the model.
+        merge: with adapters in one process, write the merged model too.
+
+    Raises:
+        NonFiniteError: a weight is infinite or no number; nothing is written.
+        WriteError: the place cannot be written.
+    """
+    check_finite(engine)
+    if engine.adapters is not None:
+        engine.adapters.save_pretrained(output_dir / "adapter")
+    if not _writes_model(engine, merge):
+        return
+    with _whole_on_all(output_dir / "model") as aside:
+        engine.save(aside)
+        processes.barrier()
+        if processes.rank() == 0:
+            complete(aside, tokenizer)
+
+
+def check_finite(engine: Engine) -> None:
+    """Refuse weights that are not finite. Every process must call it.
+
+    Raises:
+        NonFiniteError: names the first tensor that is not.
+    """
+    found = next((name for name, one in weights_of(engine).items() if not _is_finite(one)), None)
+    if processes.any_of(found is not None):
+        where = f"the weight {found!r} holds" if found else "a weight on another process holds"
+        raise NonFiniteError(
+            f"{where} an infinity or NaN; nothing is written, for whoever used such a model would "
+            "get no numbers; take a model whose weights are finite, or a lower learning_rate"
+        )
+
+
+def weights_of(engine: Engine) -> dict[str, Tensor]:
+    """Every weight that this process holds, also those that take no gradient where it can tell."""
+    if engine.module is not None:
+        return dict(engine.module.named_parameters())
+    state = engine.state_dict()
+    return {n: t for n, t in state.items() if not n.startswith(("optimizer.", "engine."))}
+
+
+def _writes_model(engine: Engine, merge: bool) -> bool:
+    """Adapters over processes are not merged: their model's weights lie in parts."""
+    if engine.adapters is None:
+        return True
+    return merge and not isinstance(engine.adapters, ParallelAdapters)
+
+
+@contextmanager
+def _whole_on_all(folder: Path) -> Iterator[Path]:
+    """A folder aside for all processes, which takes the name `folder` when all of them are done."""
+    if processes.rank():
+        processes.barrier()
+        yield folder.with_name(f"{folder.name}.partial")
+        processes.barrier()
+        return
+    with whole_folder(folder, overwrite=True) as aside:
+        processes.barrier()
+        yield aside
+        processes.barrier()
+
+
+@torch.no_grad()
+def _is_finite(tensor: Tensor) -> bool:
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return not part.is_floating_point() or bool(torch.isfinite(part).all())

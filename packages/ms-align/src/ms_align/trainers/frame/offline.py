@@ -1,0 +1,244 @@
+"""What trainers share that learn from a dataset which is there before the run."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from attrs import evolve, field, frozen
+
+from ms_align.engines.protocol import Engine, Update
+from ms_align.errors import ConfigError, NothingToLearnError
+from ms_align.generation.sampling import Sampling
+from ms_align.losses.protocol import Loss
+from ms_align.run.checkpoint import State
+from ms_align.run.initial_weights import name_of
+from ms_align.run.loop import Result, RunLog
+from ms_align.run.samples import SamplePrompts
+from ms_align.settings import whole
+from ms_align.streams.folders import (
+    first_batches,
+    folders_of,
+    has_held_out,
+    held_out_prompts,
+)
+from ms_align.streams.protocol import HeldOut, Stream, check_fit, next_batch
+from ms_align.streams.text_ends import TextEnds, tokenizer_beside
+from ms_align.trainers.frame.trainer import Trainer
+
+__all__ = ["OfflineLearner", "OfflineTrainer", "TrainingData"]
+
+
+@frozen(kw_only=True)
+class TrainingData:
+    """What a run learns from."""
+
+    stream: Stream
+    name: str = ""
+    """The folders; empty for a stream of the caller's."""
+    steps: int | None = None
+    """Updates in `epochs` passes, where that is known."""
+    held_out: HeldOut | None = None
+    samples: SamplePrompts | None = None
+
+
+@frozen(kw_only=True, slots=False)
+class OfflineTrainer(Trainer):
+    """What is learnt from, and how long."""
+
+    model: Any
+    """Folder of the model to begin with; in Python also a torch.nn.Module or an Engine."""
+    tokenizer: Any = None
+    """What is put beside the trained model, a folder or a tokenizer; by default what lies beside
+    the data."""
+    sequence_length: int | None = field(default=None, validator=whole(least=2, optional=True))
+    """Tokens in a row at most; must be given where a folder is read."""
+    batch_size: int = field(default=8, validator=whole())
+    """Rows of an update, or pairs, over all processes."""
+    steps: int | None = field(default=None, validator=whole(optional=True))
+    """Updates of the whole run; or give epochs."""
+    epochs: int | None = field(default=None, validator=whole(optional=True))
+    """Passes over the data; or give steps."""
+    evaluate_samples: int = field(default=3, validator=whole(least=0))
+    """Held-out prompts whose answers are shown at each evaluation."""
+    held_out_batches: int | None = field(default=None, validator=whole(optional=True))
+    """Batches of an evaluation; all of the split `held_out` by default."""
+
+    def __attrs_post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise ConfigError("give steps or epochs, one of them")
+
+    def train(
+        self,
+        dataset: str | Path | Mapping[str, str | Path] | Stream,
+        *,
+        held_out: HeldOut | None = None,
+        samples: SamplePrompts | None = None,
+    ) -> Result:
+        """Learn from a dataset, to the end or to SIGTERM, going on where it stopped.
+
+        Args:
+            dataset: the folder that `ms-data build --chat-template` wrote, for `sft` also a table
+                of several; or a stream of batches, such as `ms_data.InstructionStream`.
+            held_out: for a stream: makes an iterator of held-out batches.
+            samples: for a stream: prompts whose answers are shown at each evaluation.
+
+        Returns:
+            What the run came to. The trained model lies in `output_dir/model`, its tokenizer
+            beside it; adapters lie in `output_dir/adapter`.
+
+        Raises:
+            ConfigError: a setting cannot be used as given, or does not fit the data.
+            ModelError: tokenizer and model disagree, or rows are longer than the context.
+            NothingToLearnError: a batch has no target.
+            NonFiniteError: a weight is infinite or no number.
+            FolderError: `output_dir` is another run's.
+        """
+        folders = None if isinstance(dataset, Stream) else folders_of(dataset)
+        if folders is not None and self.sequence_length is None:
+            raise ConfigError("sequence_length is missing; add it")
+        engine = self.engine()
+        if isinstance(dataset, Stream):
+            data = TrainingData(stream=dataset, held_out=held_out, samples=samples)
+        else:
+            data = self._from_folders(folders, engine)
+        steps = self.steps or data.steps
+        if steps is None:
+            raise ConfigError("epochs are counted in folders; give steps where data is a stream")
+        check_fit(engine, data.stream, "training data")
+        tokenizer = tokenizer_beside(self.tokenizer, data.stream)
+        learner = self.learner(engine, data, TextEnds.of(tokenizer))
+        identity = {"model": name_of(self.model), **learner.identity()}
+        if data.name:
+            identity["dataset"] = data.name
+        return self.run(
+            learner,
+            engine,
+            steps=steps,
+            identity=identity,
+            tokenizer=lambda: tokenizer and tokenizer.ending(learner.ends.found),
+        )
+
+    def engine(self) -> Engine:
+        """The model, ready to learn."""
+        return self.start_engine(self.model, adapted=True)
+
+    @abstractmethod
+    def learner(self, engine: Engine, data: TrainingData, ends: TextEnds) -> "OfflineLearner":
+        """What learns from the data."""
+
+    @abstractmethod
+    def stream(self, dataset: Any, engine: Engine, **settings: Any) -> Any:
+        """The stream of a dataset's folders."""
+
+    @abstractmethod
+    def count_steps(self, dataset: Any, engine: Engine) -> int:
+        """Updates in `epochs` passes over a dataset's folders."""
+
+    def _from_folders(self, folders: Any, engine: Engine) -> TrainingData:
+        data = TrainingData(
+            stream=self.stream(folders, engine),
+            name=folders
+            if isinstance(folders, str)
+            else ", ".join(f"{name}={folder}" for name, folder in folders.items()),
+            steps=None if self.steps else self.count_steps(folders, engine),
+        )
+        if not has_held_out(folders):
+            return data
+        split = {"split": "held_out", "shuffle": False, "epochs": 1}
+        return evolve(
+            data,
+            held_out=lambda: first_batches(
+                self.stream(folders, engine, **split), self.held_out_batches
+            ),
+            samples=self._samples(folders),
+        )
+
+    def _samples(self, folders: Any) -> SamplePrompts | None:
+        if not self.evaluate_samples:
+            return None
+        prompts, tokenizer = held_out_prompts(folders, self.evaluate_samples)
+        longest = max(1, (self.sequence_length or 0) // 2)
+        return SamplePrompts(
+            prompts=[prompt[-longest:] for prompt in prompts],
+            decode=tokenizer.decode,
+            sampling=Sampling(
+                max_new_tokens=min(48, longest),
+                temperature=0.0,
+                stop_tokens=tokenizer.end_of_text,
+            ),
+        )
+
+
+class OfflineLearner(ABC):
+    """Learns from a stream; a trainer's learner says how."""
+
+    no_targets: ClassVar[str]
+    """What is wrong with a batch without a target, and the remedy; `{step}` is the update."""
+
+    def __init__(self, engine: Engine, data: TrainingData, ends: TextEnds) -> None:
+        self.engine = engine
+        self.data = data
+        self.ends = ends
+        self.step = 0
+
+    @abstractmethod
+    def loss(self) -> Loss:
+        """What is made smaller."""
+
+    @abstractmethod
+    def held_out_metrics(self, held_out: HeldOut) -> Mapping[str, float]:
+        """Metrics of the held-out batches."""
+
+    def identity(self) -> Mapping[str, str]:
+        """What else makes another run."""
+        return {}
+
+    def next_batch(self) -> Mapping[str, Any]:
+        """A batch with all that the loss reads."""
+        return next_batch(self.data.stream)
+
+    def observe(self, update: Update, log: RunLog) -> Mapping[str, float]:
+        """Learn from an update's statistics; what of them is logged."""
+        return update.statistics
+
+    def facts(self) -> dict[str, Any]:
+        """Further state, as JSON values."""
+        return {}
+
+    def load_facts(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 - most have none
+        """Go to where `facts` were taken."""
+
+    def update(self, log: RunLog) -> tuple[Update, Mapping[str, float]]:
+        """One update."""
+        batch = self.next_batch()
+        self.ends.look(batch)
+        update = self.engine.update(batch, self.loss())
+        if update.skipped == "no_targets":
+            raise NothingToLearnError(self.no_targets.format(step=self.step + 1))
+        self.step += 1
+        return update, self.observe(update, log)
+
+    def evaluate(self, log: RunLog) -> Mapping[str, float]:
+        """Held-out metrics; samples are logged."""
+        if self.data.samples is not None:
+            self.data.samples.log(self.engine, log)
+        return {} if self.data.held_out is None else self.held_out_metrics(self.data.held_out)
+
+    def state(self) -> State:
+        """Weights, moments and the stream's place."""
+        facts = {
+            "step": self.step,
+            "stream": self.data.stream.state_dict(),
+            "ends": sorted(self.ends.found),
+            **self.facts(),
+        }
+        return State(tensors=self.engine.state_dict(), facts=facts)
+
+    def load(self, state: State) -> None:
+        """Go to where `state` was taken."""
+        self.engine.load_state_dict(state.tensors)
+        self.step = int(state.facts["step"])
+        self.ends.found |= set(state.facts["ends"])
+        self.data.stream.load_state_dict(state.facts["stream"])
+        self.load_facts(state.facts)

@@ -1,0 +1,130 @@
+"""What all trainers share: where the model runs, what of it is trained, and how a run is kept."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, cast
+
+from attrs import Attribute, evolve, field, fields, frozen
+
+from ms_align.engines.assembly import layout_of, start_engine
+from ms_align.engines.optimizer import OptimizerOptions
+from ms_align.engines.protocol import Engine
+from ms_align.errors import ConfigError
+from ms_align.lora.adapters import LoraOptions
+from ms_align.run.initial_weights import name_of
+from ms_align.run.loop import Learner, Loop, Result
+from ms_align.run.options import RunOptions
+from ms_align.run.ownership import Ownership, plain
+from ms_align.run.saving import check_finite, result_folder, write_result
+from ms_align.settings import flag, whole
+from ms_align.tokenizer_files import TokenizerFiles
+
+__all__ = ["Trainer"]
+
+T = TypeVar("T")
+MODELS = ("model", "policy_model", "reference_model", "value_model", "reward_model")
+"""Settings that hold a model; one in the run's own folder would be written over."""
+
+
+def _ranks(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
+    if not (value is None or isinstance(value, Mapping) or hasattr(value, "world_size")):
+        raise ConfigError(f"layout is {value!r}; give a table, as {{ data = 2, tensor = 2 }}")
+
+
+@frozen(kw_only=True, slots=False)  # trainers inherit from more than one
+class Trainer(OptimizerOptions, RunOptions):
+    """Where the model runs, and what of it is trained."""
+
+    algorithm: ClassVar[str]
+
+    microbatch_size: int | None = field(default=None, validator=whole(optional=True))
+    """Rows that pass at once; all by default."""
+    lora: LoraOptions | None = field(default=None, metadata={"table": LoraOptions})
+    """Train adapters alone; they are written to `output_dir/adapter`."""
+    merge: bool = field(default=True, validator=flag)
+    """With adapters, in one process: write the merged model too."""
+    layout: Any = field(default=None, validator=_ranks)
+    """Ranks of ms-parallel's axes, as `{ data = 2, tensor = 2 }`; None runs in one process."""
+
+    @property
+    def place(self) -> Path:
+        """The run's folder."""
+        return self.output_dir or Path("runs", self.algorithm)
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Settings that cannot change while a run goes on."""
+        return ("seed", "lora")
+
+    @property
+    def processes(self) -> int:
+        """How many processes the layout is for."""
+        return 1 if self.layout is None else layout_of(self.layout).world_size
+
+    def part(self, kind: type[T]) -> T:
+        """The settings of one class that this one inherits from."""
+        names = [each.name for each in fields(cast(Any, kind))]
+        return kind(**{name: getattr(self, name) for name in names})
+
+    def start_engine(
+        self, model: Any, *, heads: Mapping[str, int] | None = None, adapted: bool = False
+    ) -> Engine:
+        """An engine for a model, under these settings.
+
+        Args:
+            model: a folder, a module, or an engine, which is taken as it is.
+            heads: width of each extra linear head, by name.
+            adapted: whether it is the one that is trained, which gets the adapters.
+        """
+        layout = self.layout if adapted or isinstance(model, str | Path) else None
+        return start_engine(
+            model,
+            layout=layout,
+            lora=self.lora if adapted else None,
+            optimizer=self.part(OptimizerOptions),
+            heads=heads,
+            microbatch_size=self.microbatch_size,
+            seed=self.seed,
+        )
+
+    def run(
+        self,
+        learner: Learner,
+        engine: Engine,
+        *,
+        steps: int,
+        identity: Mapping[str, str],
+        tokenizer: Callable[[], TokenizerFiles | None],
+    ) -> Result:
+        """Run a learner to the end, or to where a signal stops it, and write what it came to."""
+        check_finite(engine)
+        models = {name: getattr(self, name) for name in MODELS if hasattr(self, name)}
+        names = {name: name_of(one) for name, one in models.items()}
+        done = Loop(
+            learner,
+            steps=steps,
+            options=self,
+            folder=self.place,
+            owner=Ownership(
+                kind=f"ms-align {self.algorithm}",
+                identity=identity,
+                settings={**plain(self), **names},
+                fixed=self.fixed,
+                reads=models,
+            ),
+            write=lambda: self.write(engine, tokenizer()),
+            result=self.result_path(engine),
+        ).run()
+        return evolve(done, model=self.trained(engine))
+
+    def write(self, engine: Engine, tokenizer: TokenizerFiles | None) -> None:
+        """Write the trained model; every process calls it."""
+        write_result(engine, self.place, tokenizer, merge=self.merge)
+
+    def result_path(self, engine: Engine) -> Path:
+        """What `write` writes last."""
+        return result_folder(engine, self.place, merge=self.merge)
+
+    def trained(self, engine: Engine) -> Any:
+        """The trained model as Python users take it."""
+        return engine.module

@@ -1,0 +1,48 @@
+"""The schemes of compressed-tensors: symmetric integers.
+
+Source: `calculate_qparams` and `quantize` of compressed-tensors.
+"""
+
+from attrs import evolve
+
+from ms_compress.quantisation.scheme import Activations, Scheme
+
+__all__ = ["GROUPED", "SCHEMES"]
+
+EACH_TOKEN = Activations(
+    bits=8,
+    group=None,
+    low=-128,
+    high=127,
+    scale_dtype="float32",
+    by_inverse=False,
+)
+INT4_G32 = Scheme(
+    name="ct.int4_g32",
+    target="ct",
+    bits=4,
+    group=32,
+    low=-8,
+    high=7,
+    signed_peak=False,
+    rounding="even",
+    by_inverse=False,
+    exact_step=False,
+    scale_dtype="float32",
+    eps_for_zeros=True,
+    embeddings=False,
+)
+INT3_G32 = evolve(INT4_G32, name="ct.int3_g32", bits=3, low=-4, high=3)
+"""transformers reads it; no deployment kernel of three bits is known to us."""
+W8A8 = evolve(
+    INT4_G32,
+    name="ct.w8a8",
+    bits=8,
+    group=None,
+    low=-128,
+    high=127,
+    activations=EACH_TOKEN,
+)
+SCHEMES = (INT4_G32, INT3_G32, W8A8)
+GROUPED = {"ct.int4": INT4_G32, "ct.int3": INT3_G32}
+"""Schemes that take another group by name, as `ct.int4_g64`."""

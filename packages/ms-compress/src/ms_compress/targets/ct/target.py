@@ -1,0 +1,26 @@
+"""compressed-tensors as a target: transformers and vLLM compute them."""
+
+from ms_compress.models.config_file import quantization
+from ms_compress.targets.ct.read import contents, reader
+from ms_compress.targets.ct.runtime import TransformersRuntime
+from ms_compress.targets.ct.write import check, write
+from ms_compress.targets.safetensors_folder import WEIGHT_FILES, holds_safetensors
+from ms_compress.targets.target import Target
+
+__all__ = ["TARGET"]
+
+TARGET = Target(
+    name="ct",
+    one_file=False,
+    holds=lambda folder: holds_safetensors(folder) and quantization(folder) is not None,
+    weight_files=WEIGHT_FILES,
+    contents=contents,
+    check=check,
+    write=write,
+    reader=reader,
+    opens=lambda folder, *, threads, strict: TransformersRuntime(folder, strict=strict),
+    runtime=TransformersRuntime.name,
+    libraries=("transformers", "compressed_tensors"),
+    extra="ct",
+    opens_cheaply=False,  # transformers takes the whole model into memory
+)

@@ -1,0 +1,47 @@
+"""The schemes of llama.cpp's blocks.
+
+Sources: `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref` of ggml-quants.c; activations as
+`quantize_row_q8_0` of its x86 code, which every quantised product on CPU applies to its input.
+"""
+
+from attrs import evolve
+
+from ms_compress.quantisation.scheme import Activations, Scheme
+
+__all__ = ["GROUPED", "Q4_0", "Q8_0", "Q8_BLOCKS", "SCHEMES"]
+
+Q8_BLOCKS = Activations(
+    bits=8,
+    group=32,
+    low=-127,
+    high=127,
+    scale_dtype="float16",
+    by_inverse=True,
+)
+Q8_0 = Scheme(
+    name="gguf.q8_0",
+    target="gguf",
+    bits=8,
+    group=32,
+    groups=(32,),
+    low=-127,
+    high=127,
+    signed_peak=False,
+    rounding="away",
+    by_inverse=True,
+    exact_step=True,
+    scale_dtype="float16",
+    activations=Q8_BLOCKS,
+)
+Q4_0 = evolve(
+    Q8_0,
+    name="gguf.q4_0",
+    bits=4,
+    low=-8,
+    high=7,
+    signed_peak=True,
+    first_peak=True,
+    rounding="up",
+)
+SCHEMES = (Q8_0, Q4_0)
+GROUPED: dict[str, Scheme] = {}

@@ -1,0 +1,25 @@
+"""GGUF files as a target: llama.cpp computes them."""
+
+from ms_compress.targets.gguf.read import contents, reader
+from ms_compress.targets.gguf.runtime import LlamaRuntime
+from ms_compress.targets.gguf.write import FILE, check, write
+from ms_compress.targets.target import Target
+
+__all__ = ["TARGET"]
+
+TARGET = Target(
+    name="gguf",
+    one_file=True,
+    holds=lambda folder: (folder / FILE).is_file(),
+    weight_files=("*.gguf",),
+    contents=contents,
+    check=check,
+    write=write,
+    reader=reader,
+    opens=lambda folder, *, threads, strict: LlamaRuntime(folder, threads=threads),
+    runtime=LlamaRuntime.name,
+    libraries=("llama_cpp",),
+    extra="llama",
+    needs_tokenizer=True,
+    tolerance=0.02,  # its kernels round every input of a quantised product
+)

@@ -1,0 +1,26 @@
+"""The schemes of onnxruntime's MatMulNBits.
+
+Source: `BlockwiseQuantizer` of MLAS, symmetric, which rounds once it has added the zero point.
+"""
+
+from ms_compress.quantisation.scheme import Scheme
+
+__all__ = ["GROUPED", "SCHEMES"]
+
+MATMUL_NBITS = Scheme(
+    name="ort.matmulnbits",
+    target="ort",
+    bits=4,
+    group=32,
+    groups=(16, 32, 64, 128, 256),
+    low=-8,
+    high=7,
+    signed_peak=True,
+    rounding="away_from_low",
+    by_inverse=True,
+    exact_step=False,
+    scale_dtype="float32",
+)
+SCHEMES = (MATMUL_NBITS,)
+GROUPED = {"ort.matmulnbits": MATMUL_NBITS}
+"""Schemes that take another group by name, as `ort.matmulnbits_g64`."""

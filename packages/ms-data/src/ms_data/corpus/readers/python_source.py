@@ -1,0 +1,26 @@
+"""Reads Python's sources, decoded as the interpreter does, by their encoding cookie."""
+
+import io
+import tokenize
+from collections.abc import Iterator
+
+from ms_data.corpus.reader import TOO_LONG, Found, Invalid, OpenFile, Reader, ReadOptions
+from ms_data.corpus.unpacking import whole
+
+__all__ = ["READER"]
+
+
+def _documents(file: OpenFile, options: ReadOptions) -> Iterator[Found]:
+    content = whole(file.blocks, options.document_limit_bytes)
+    if content is None:
+        yield Invalid(f"{file.path}: {TOO_LONG}")
+        return
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+        yield content.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        yield Invalid(f"{file.path}: {error}")
+
+
+READER = Reader(documents=_documents)
+"""It claims no name: in a user's folder, a source is text like any other."""

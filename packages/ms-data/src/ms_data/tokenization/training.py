@@ -1,0 +1,115 @@
+"""Trains a byte-level BPE tokenizer on a corpus."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ms_data.corpus.corpus import Corpus
+from ms_data.corpus.find import find_corpus
+from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
+from ms_data.errors import CorpusError, SettingError
+from ms_data.files.durable import write_file
+from ms_data.tokenization.tokenizer import END_OF_TEXT, LARGEST_VOCABULARY, Tokenizer
+
+__all__ = ["train_tokenizer"]
+
+SMALLEST_VOCABULARY = 257
+"""All bytes and the end of a text."""
+
+LONGEST_WORD = 1000
+"""Characters without a border between them that the trainer is given at a time."""
+# Each run is looked at from its start alone, so that no text takes long to look through.
+ENDLESS_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD},}}")
+
+
+def train_tokenizer(
+    corpus: str | Path,
+    *,
+    vocab_size: int,
+    out: str | Path | None = None,
+    text_key: str = "text",
+    skip_invalid: bool = False,
+    document_limit_mib: int = DOCUMENT_LIMIT_MIB,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_leave_out: Callable[[str], None] = lambda kind: None,
+) -> Tokenizer:
+    """Learns a byte-level BPE from a corpus; any text can be encoded with it.
+
+    Args:
+        corpus: as for `build`.
+        vocab_size: most tokens to learn, the 256 bytes and the end of text included.
+        out: where to write it: a file if it ends in .json, else a folder that
+            `transformers.AutoTokenizer` opens too; None keeps it in memory.
+        text_key: the member of a JSON line that holds the text.
+        skip_invalid: leave out what is not valid text.
+        document_limit_mib: a document, once unpacked, of more than so many MiB is not valid.
+        on_progress: hears how many of how many bytes of the corpus are read.
+        on_leave_out: hears of each file of a folder that is no text what it is.
+
+    Raises:
+        SettingError: vocab_size has no room for the bytes, or shards have none for it.
+        CorpusError: the corpus is missing, empty or malformed.
+        OutputError: `out` cannot be written.
+    """
+    if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
+        raise SettingError(
+            f"vocab_size is {vocab_size}; it must be {SMALLEST_VOCABULARY} or more, "
+            f"which is every byte and the end of text, and {LARGEST_VOCABULARY} at most"
+        )
+    source = find_corpus(
+        corpus,
+        text_key=text_key,
+        skip_invalid=skip_invalid,
+        document_limit_mib=document_limit_mib,
+    )
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer: Any = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(_texts(source, on_progress, on_leave_out), trainer)
+    tokenizer = Tokenizer(model.to_str(pretty=True).encode())
+    if out is None:
+        return tokenizer
+    if Path(out).suffix == ".json" or (os.path.exists(out) and not os.path.isdir(out)):
+        write_file(Path(out), tokenizer.content)
+    else:
+        tokenizer.save(out)
+    return tokenizer
+
+
+def _without_endless_words(text: str) -> Iterator[str]:
+    """Cuts a text inside whatever would be one word of a thousand characters or more.
+
+    The trainer's time grows with the square of a word's length, and such a word teaches nothing.
+    """
+    begin = 0
+    for run in ENDLESS_WORD.finditer(text):
+        for end in range(run.start() + LONGEST_WORD, run.end(), LONGEST_WORD):
+            yield text[begin:end]
+            begin = end
+    yield text[begin:]
+
+
+def _texts(
+    source: Corpus,
+    on_progress: Callable[[int, int], None],
+    on_leave_out: Callable[[str], None],
+) -> Iterator[str]:
+    document = None
+    for document in source.documents(on_leave_out=on_leave_out):
+        on_progress(document.read_bytes, source.size_bytes)
+        yield from _without_endless_words(document.text)
+    if document is None:
+        raise CorpusError(
+            f"{source.name} is empty: no text in {len(source.files)} files; "
+            "give a corpus that holds text"
+        )

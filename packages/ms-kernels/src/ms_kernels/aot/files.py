@@ -1,0 +1,61 @@
+"""The files of a library: written whole, described by checksum, compiled from C."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from ms_kernels.aot.manifest import File
+from ms_kernels.errors import BackendError
+
+__all__ = ["LIBRARY", "file_of", "own_version", "run_compiler", "write"]
+
+LIBRARY = "libms_kernels.so"
+
+
+def run_compiler(
+    arguments: Sequence[str], output: Sequence[str], work: Path, variable: str = "CC"
+) -> None:
+    """Run the machine's C compiler in a folder.
+
+    Raises:
+        BackendError: when there is none, or it fails; gives its first error.
+    """
+    default = {"CC": "cc", "CXX": "c++"}[variable]
+    command = (os.environ.get(variable) or default).split()
+    if shutil.which(command[0]) is None:
+        known = sysconfig.get_config_var(variable)
+        remedy = f"install one, or set {variable} (Python was built with {known})"
+        raise BackendError(f"there is no compiler {command[0]!r}; {remedy}")
+    ended = subprocess.run(
+        [*command, *arguments, *output], cwd=work, capture_output=True, text=True
+    )
+    if ended.returncode:
+        errors = [line for line in ended.stderr.splitlines() if "error" in line]
+        reason = (errors or ended.stderr.splitlines() or ["no message"])[0]
+        raise BackendError(f"{command[0]} failed: {reason}")
+
+
+def file_of(folder: Path, name: str) -> File:
+    """Describe a file of a library."""
+    content = (folder / name).read_bytes()
+    return File(name, len(content), hashlib.sha256(content).hexdigest())
+
+
+def own_version() -> str:
+    """Return the version of this package."""
+    return str(import_module("ms_kernels").__version__)
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file so that it is whole after any stop."""
+    aside = path.with_name(path.name + ".new")
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)

@@ -1,0 +1,1 @@
+"""What all operators of one backend share: where it runs, what it declines, how it launches."""

@@ -1,0 +1,30 @@
+"""Tensors as rows that a kernel can walk: any stride between rows, 1 within."""
+
+import torch
+from torch import Tensor
+
+from ms_kernels.core.torch_operator import is_wanted, unwanted
+
+__all__ = ["as_rows", "empty", "wanted_of", "with_unit_stride"]
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """Return `tensor` (..., H) as (N, H), a view where its strides allow one."""
+    return with_unit_stride(tensor.reshape(-1, tensor.shape[-1]))
+
+
+def with_unit_stride(tensor: Tensor) -> Tensor:
+    """Return `tensor` itself, or a copy whose last stride is 1."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a new contiguous tensor of the shape of `like`, without numbers."""
+    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def wanted_of(wanted: int, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the gradients that are wanted, and an empty tensor for each other."""
+    return tuple(
+        each if is_wanted(wanted, place) else unwanted(each) for place, each in enumerate(gradients)
+    )

@@ -1,0 +1,67 @@
+"""AdamW through aclnnApplyAdamWV2, reached by torch's `_fused_adamw_`.
+
+`npu_apply_adam_w` is not it: on Atlas A2 that one takes an older path, which is not an aclnn call,
+and wants the powers of both betas beforehand. Its successor takes the step itself.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ms_kernels.backends.ascend import empty, on_npu
+from ms_kernels.contracts.call import Call, describe
+from ms_kernels.core.torch_operator import opaque
+from ms_kernels.operators.adamw_step.contract import CONTRACT
+
+__all__ = ["IMPLEMENTATION"]
+
+
+def _step(
+    weights: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    step: int,
+    learning_rate: float,
+    betas: Sequence[float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    taken = torch.full((), float(step), dtype=torch.float32, device=weights.device)
+    torch._fused_adamw_(
+        [weights],
+        [gradient],
+        [mean],
+        [square],
+        [],
+        [taken],
+        lr=learning_rate,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+# An operator of its own: torch.compile cannot trace torch's.
+adamw_step = opaque(CONTRACT, "ascend", forward=_step)
+
+
+def _refuses(call: Call) -> str | None:
+    """Decline weights or gradients of another dtype than the moments' float32."""
+    for name, meta in zip(("weights", "gradient", "mean", "square"), call.given, strict=True):
+        if meta.dtype != torch.float32:
+            return f"takes all four in float32, and {name} is {describe(meta.dtype)}"
+    return empty(call)
+
+
+IMPLEMENTATION = on_npu(
+    CONTRACT,
+    adamw_step,
+    "aclnnApplyAdamWV2: weights and moments in one kernel",
+    refuses=_refuses,
+    dtypes=(torch.float32,),
+)

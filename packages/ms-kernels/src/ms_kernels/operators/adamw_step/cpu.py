@@ -1,0 +1,70 @@
+"""AdamW by torch's fused kernel, in blocks where weights are narrower than their moments."""
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from ms_kernels.backends.cpu import BLOCK_BYTES, on_cpu
+from ms_kernels.contracts.call import Call
+from ms_kernels.operators.adamw_step.contract import CONTRACT
+
+__all__ = ["IMPLEMENTATION"]
+
+
+def adamw_step(
+    weights: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    step: int = 1,
+    learning_rate: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> None:
+    """Write new weights and moments."""
+    wide = mean.dtype
+    flat = [each.detach().view(-1) for each in (weights, gradient, mean, square)]
+    narrow = flat[0].dtype != wide or flat[1].dtype != wide
+    length = BLOCK_BYTES // 4 if narrow else max(len(flat[0]), 1)
+    with torch.no_grad():
+        for start in range(0, len(flat[0]), length):
+            own, slope, first, second = (each[start : start + length] for each in flat)
+            values = own.to(wide)
+            adamw(
+                [values],
+                [slope.to(wide)],
+                [first],
+                [second],
+                [],
+                # The kernel counts the step itself.
+                [torch.tensor(float(step - 1))],
+                fused=True,
+                amsgrad=False,
+                beta1=betas[0],
+                beta2=betas[1],
+                lr=learning_rate,
+                weight_decay=weight_decay,
+                eps=eps,
+                maximize=False,
+            )
+            if values.dtype != own.dtype:
+                own.copy_(values)
+
+
+def _refuses(call: Call) -> str | None:
+    """Decline what the fused kernel cannot walk through as one row of numbers."""
+    if call.compiling:
+        return "torch.compile fuses the reference by itself"
+    for name, meta in zip(("weights", "gradient", "mean", "square"), call.given, strict=True):
+        if not meta.contiguous:
+            return f"torch's fused kernel wants contiguous tensors, and {name} is not"
+    return None
+
+
+IMPLEMENTATION = on_cpu(
+    CONTRACT,
+    adamw_step,
+    "torch's fused kernel, one pass over memory",
+    refuses=_refuses,
+)

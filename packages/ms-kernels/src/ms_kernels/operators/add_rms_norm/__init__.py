@@ -1,0 +1,1 @@
+"""A residual sum and its root mean square normalisation, in one pass over memory."""

@@ -1,0 +1,50 @@
+"""A residual sum and its root mean square normalisation, in one pass over memory."""
+
+import torch
+from torch import Tensor
+
+from ms_kernels.contracts.arguments import Argument, Ladder, Model, streaming
+from ms_kernels.contracts.call import FLOATING
+from ms_kernels.contracts.contract import Contract
+from ms_kernels.contracts.options import eps_option
+from ms_kernels.contracts.tolerance import SUMMED
+from ms_kernels.operators.rms_norm.contract import rms_norm
+
+__all__ = ["CONTRACT", "add_rms_norm"]
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """Return ``rms_norm(x + residual)`` and the sum, rounded before it is normalised.
+
+    So it equals the two steps bit for bit, and the sum is all that a backward pass needs.
+    """
+    summed = torch.add(x, residual)
+    return rms_norm(summed, weight, eps), summed
+
+
+CONTRACT = Contract(
+    name="add_rms_norm",
+    summary="s = x + residual, and s / sqrt(mean(s²) + eps) · weight",
+    arguments=(
+        Argument(name="x", dims="... H"),
+        Argument(name="residual", dims="... H", like="x"),
+        Argument(name="weight", dims="H", dtypes=FLOATING),
+    ),
+    options=(eps_option(1e-6),),
+    returns="two tensors (... H), dtype of x: normalised, and the sum",
+    results={"normed": "... H", "summed": "... H"},
+    splits=("...",),
+    positive="H",
+    forward=streaming("... H", tensors=4, weights=1, flops=5),
+    backward=streaming("... H", tensors=4, weights=2, flops=11),  # x and residual share one
+    tolerance=SUMMED,
+    example={"...": 256, "H": 128},
+    reference=add_rms_norm,
+    ladders=(
+        Ladder({"H": 64}, ("...",)),
+        Ladder({"H": 1024}, ("...",)),
+    ),
+    model=Model(free=("...", "H")),
+)

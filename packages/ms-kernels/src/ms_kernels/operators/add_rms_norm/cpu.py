@@ -1,0 +1,51 @@
+"""A residual sum and its RMSNorm in blocks of rows, saving the sum and one number a row."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ms_kernels.backends.cpu import on_cpu
+from ms_kernels.operators.add_rms_norm.contract import CONTRACT
+from ms_kernels.operators.rms_norm.cpu import differentiate, normalise
+
+__all__ = ["IMPLEMENTATION"]
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """Return ``rms_norm(x + residual)`` and the sum."""
+    result: tuple[Tensor, Tensor] = _AddRmsNorm.apply(  # type: ignore[no-untyped-call]
+        x, residual, weight, eps
+    )
+    return result
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        summed = torch.add(x, residual)
+        result, scale = normalise(summed, weight, eps)
+        ctx.save_for_backward(summed, weight, scale)
+        ctx.set_materialize_grads(False)
+        return result, summed
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: Tensor | None, more: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        summed, weight, scale = ctx.saved_tensors
+        if grad is None:
+            return more, more, None, None
+        grad_x, grad_weight = differentiate(grad, more, summed, weight, scale)
+        return grad_x, grad_x, grad_weight, None
+
+
+IMPLEMENTATION = on_cpu(
+    CONTRACT, add_rms_norm, "blocks of rows in the cache; saves the sum and one number a row"
+)

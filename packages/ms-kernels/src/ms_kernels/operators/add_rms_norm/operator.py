@@ -1,0 +1,27 @@
+"""The public function `add_rms_norm`."""
+
+from torch import Tensor
+
+from ms_kernels.core.dispatch import perform
+from ms_kernels.operators.add_rms_norm.contract import CONTRACT
+
+__all__ = ["add_rms_norm"]
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """Add a residual and normalise the sum, as ``rms_norm(x + residual, weight, eps)`` would.
+
+    Args:
+        x: (..., H).
+        residual: (..., H), dtype of x.
+        weight: (H,), of x's dtype or another floating one.
+        eps: added to the mean square.
+
+    Returns:
+        The normalised sum and the sum itself, (..., H), dtype of x. What is normalised is the sum
+        after it was rounded to that dtype.
+    """
+    result: tuple[Tensor, Tensor] = perform(CONTRACT, (x, residual, weight), (eps,))
+    return result

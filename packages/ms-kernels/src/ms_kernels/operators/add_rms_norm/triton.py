@@ -1,0 +1,62 @@
+"""A residual sum and its RMSNorm in one pass over memory each way, by RMSNorm's kernels."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from ms_kernels.backends.triton.configuration import norm_kernels
+from ms_kernels.backends.triton.implementation import narrow_rows, on_gpu
+from ms_kernels.backends.triton.rows import wanted_of
+from ms_kernels.core.entries import Entry
+from ms_kernels.core.torch_operator import opaque
+from ms_kernels.operators.add_rms_norm.contract import CONTRACT
+from ms_kernels.operators.rms_norm.triton import KERNELS, differentiate, norm_entries, normalise
+
+__all__ = ["IMPLEMENTATION"]
+
+FORWARD, BACKWARD = TUNED = norm_kernels("add_rms_norm", "rms_norm")
+
+
+def _forward(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return normalise(FORWARD, x, residual, weight, eps)
+
+
+def _backward(
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    summed: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    wanted: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_x, grad_weight = differentiate(BACKWARD, grad, grad_sum, summed, weight, scale)
+    # An operator's results may not share their memory: the second is a copy, if both are wanted.
+    both = wanted & 3 == 3
+    grads = wanted_of(wanted, (grad_x, grad_x.clone() if both else grad_x, grad_weight))
+    return grads[0], grads[1], grads[2]
+
+
+def entries(chip: str, dtype: str) -> Iterator[Entry]:
+    """Yield what a library holds."""
+    flag = {"ADD": True}
+    yield from norm_entries(TUNED, KERNELS, chip, dtype, detail="add_", flags=(flag, flag))
+
+
+IMPLEMENTATION = on_gpu(
+    CONTRACT,
+    opaque(
+        CONTRACT,
+        "triton",
+        forward=_forward,
+        kept={"scale": "..."},
+        backward=_backward,
+        saves=("summed", "weight", "scale"),
+    ),
+    "adds and normalises in one pass; saves the sum and one number a row",
+    tuned=TUNED,
+    entries=entries,
+    refuses=narrow_rows,
+)

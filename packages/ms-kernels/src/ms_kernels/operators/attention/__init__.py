@@ -1,0 +1,1 @@
+"""Scaled dot-product attention with grouped queries, documents, a window and a cache."""

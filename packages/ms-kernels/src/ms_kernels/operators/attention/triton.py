@@ -1,0 +1,249 @@
+"""Attention that never holds the scores: causal, window, documents, grouped queries, a cache."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ms_kernels.backends.triton.configuration import grid, tuned_kernels
+from ms_kernels.backends.triton.implementation import narrow_heads, on_gpu
+from ms_kernels.backends.triton.launching import blocks, launch, power_of_two
+from ms_kernels.backends.triton.rows import empty, wanted_of, with_unit_stride
+from ms_kernels.core.entries import DTYPES, Entry, entry
+from ms_kernels.core.launches import ANY_SIZE, Defaults, TableKey, TunedKernel, key_of
+from ms_kernels.core.torch_operator import opaque
+from ms_kernels.operators.attention.contract import CONTRACT
+
+__all__ = ["IMPLEMENTATION", "LOG2_E", "document_ranges"]
+
+LOG2_E = 1.4426950408889634
+
+
+def _by_width(*values: tuple[int, int, int, int]) -> Defaults:
+    """Return BM, BN, warps and stages for heads of up to 64, 128 and more features."""
+    names = ("BM", "BN", "num_warps", "num_stages")
+    return tuple(
+        (most, dict(zip(names, each, strict=True)))
+        for most, each in zip((64, 128, ANY_SIZE), values, strict=True)
+    )
+
+
+def _tuned(name: str, half: Defaults, single: Defaults) -> tuple[TunedKernel, ...]:
+    return tuned_kernels(
+        "attention",
+        name,
+        sizes="D",
+        tried_at=tuple(
+            {"B": 2, "Sq": 4096, "Sk": 4096, "Hq": 16, "Hk": 4, "D": width} for width in (64, 128)
+        ),
+        candidates=grid(BM=(64, 128), BN=(32, 64, 128), num_warps=(4, 8), num_stages=(2, 3)),
+        defaults=half,
+        wide_defaults=single,
+    )
+
+
+TUNED = (
+    *_tuned(
+        "attention_forward",
+        _by_width((128, 64, 4, 2), (128, 32, 4, 1), (64, 32, 8, 1)),
+        _by_width((64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+    ),
+    *_tuned(
+        "attention_backward_queries attention_backward_keys",
+        _by_width((64, 64, 8, 1), (32, 64, 8, 1), (32, 32, 8, 1)),
+        _by_width((32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+    ),
+)
+FORWARD, BACKWARD_QUERIES, BACKWARD_KEYS = TUNED
+KERNELS = f"{__package__}.kernels"
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the result (B, Sq, Hq, D) and the base-2 log Σ exp2 of the scores (B, Hq, Sq)."""
+    q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
+    batch, queries, heads, width = q.shape
+    result, lse = empty(q), q.new_empty((batch, heads, queries), dtype=torch.float32)
+    constants = _constants(FORWARD, key_of(q), width)
+    factor = (width**-0.5 if scale is None else scale) * LOG2_E
+    launch(
+        f"{KERNELS}.attention_forward",
+        batch * heads * blocks(queries, constants["BM"]),
+        q,
+        *(q, k, v, *_tables(documents, q, constants, of_keys=False), result, lse),
+        *(*_sizes(q, k, v), k.shape[1], factor, _reach(window, k)),
+        **_masks(causal, window, documents),
+        **constants,
+    )
+    return result, lse
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    result: Tensor,
+    lse: Tensor,
+    wanted: int,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
+    batch, queries, heads, width = q.shape
+    by_queries = _constants(BACKWARD_QUERIES, key_of(q), width)
+    by_keys = _constants(BACKWARD_KEYS, key_of(q), width)
+    tiles = batch * heads * blocks(queries, by_queries["BM"])
+    key_tiles = batch * k.shape[2] * blocks(k.shape[1], by_keys["BN"])
+    delta, strides = torch.empty_like(lse), grad.stride()[:3]
+    shape = queries, heads, width
+    only = {name: by_queries[name] for name in ("BM", "BD")}
+    kernel = f"{KERNELS}.attention_delta"
+    launch(kernel, tiles, q, result, grad, delta, *shape, *strides, **only)
+    grads = empty(q), empty(k), empty(v)
+    factor = width**-0.5 if scale is None else scale
+    sizes = (*_sizes(q, k, v), *strides, k.shape[1], factor, _reach(window, k))
+    for kernel, count, constants, out in (
+        ("attention_backward_queries", tiles, by_queries, grads[:1]),
+        ("attention_backward_keys", key_tiles, by_keys, grads[1:]),
+    ):
+        tables = _tables(documents, q, constants, of_keys=len(out) == 2)
+        launch(
+            f"{KERNELS}.{kernel}",
+            count,
+            q,
+            *(q, k, v, *tables, grad, lse, delta, *out, *sizes),
+            **_masks(causal, window, documents),
+            **constants,
+        )
+    found = wanted_of(wanted, grads)
+    return found[0], found[1], found[2]
+
+
+def _reach(window: int | None, keys: Tensor) -> int:
+    """Return a window as kernels take it, in 32 bits: one over all keys hides none."""
+    return min(window or 0, keys.shape[1])
+
+
+def _constants(kernel: TunedKernel, key: TableKey, width: int) -> dict[str, int]:
+    return {**kernel.values(key, width), "BD": max(power_of_two(width), 16)}
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Return queries, keys, heads, heads in a group, width, and three strides of each tensor."""
+    shape = (q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[3])
+    return (*shape, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+
+
+def _masks(causal: bool, window: int | None, documents: Tensor | None) -> dict[str, bool]:
+    return {"CAUSAL": causal, "WINDOW": window is not None, "DOCUMENTS": documents is not None}
+
+
+def _tables(
+    documents: Tensor | None, q: Tensor, constants: dict[str, int], *, of_keys: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the documents and their ranges; any tensor will do where there are none."""
+    if documents is None:
+        return q, q
+    documents = documents.contiguous()
+    of, among = document_ranges(documents, q.shape[1], constants["BM"], constants["BN"])
+    return documents, (among if of_keys else of)
+
+
+def document_ranges(
+    documents: Tensor, queries: int, query_block: int, key_block: int
+) -> tuple[Tensor, Tensor]:
+    """Bound which blocks may see each other, from the least and greatest document of each.
+
+    Args:
+        documents: (B, Sk).
+        queries: Sq, the last of the positions.
+        query_block: queries in a block.
+        key_block: keys in a block.
+
+    Returns:
+        For each block of queries the first and the end block of keys, and for each block of keys
+        those of queries: int32 (B, blocks, 2).
+    """
+    keys = documents.shape[1]
+    low, high = _extremes(documents[:, keys - queries :], query_block)
+    key_low, key_high = _extremes(documents, key_block)
+    touching = (low[:, :, None] <= key_high[:, None]) & (high[:, :, None] >= key_low[:, None])
+    return _span(touching), _span(touching.transpose(1, 2))
+
+
+def _extremes(documents: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Return the least and the greatest document of each block of positions, (B, blocks)."""
+    spare = -documents.shape[1] % block
+    if spare:
+        documents = torch.cat((documents, documents[:, -1:].expand(-1, spare)), 1)
+    blocks = documents.reshape(len(documents), documents.shape[1] // block, block)
+    return blocks.amin(-1), blocks.amax(-1)
+
+
+def _span(touching: Tensor) -> Tensor:
+    """Return where the first True of each row stands and where the last ends."""
+    count = touching.shape[-1]
+    if not touching.numel():
+        return touching.new_zeros((*touching.shape[:-1], 2), dtype=torch.int32)
+    marks = touching.to(torch.int32)
+    first = marks.argmax(-1)
+    end = count - marks.flip(-1).argmax(-1)
+    end = torch.where(touching.any(-1), end, 0)
+    return torch.stack((first, end), -1).to(torch.int32).contiguous()
+
+
+def entries(chip: str, dtype: str) -> Iterator[Entry]:
+    """Yield what a library holds: heads of 64 and 128 features, plain and with all masks."""
+    key, queries = TableKey(chip, DTYPES[dtype]), "batch * heads * cdiv(queries, BM)"
+    tiles = queries, queries, "batch * (heads / group) * cdiv(keys, BN)"
+    for width in (64, 128):
+        for detail, hidden in (("causal", False), ("masked", True)):
+            masks = {"CAUSAL": True, "WINDOW": hidden, "DOCUMENTS": hidden}
+            for kernel, count in zip(TUNED, tiles, strict=True):
+                constants = {**_constants(kernel, key, width), **masks}
+                yield _entry(kernel.name, dtype, f"{width}_{detail}", constants, count)
+        block = _constants(BACKWARD_QUERIES, key, width)
+        constants = {name: block[name] for name in ("BM", "BD")}
+        yield _entry("attention_delta", dtype, f"{width}", constants, queries)
+
+
+def _entry(kernel: str, dtype: str, detail: str, constants: dict[str, int], tiles: str) -> Entry:
+    return entry(
+        "attention",
+        f"{KERNELS}.{kernel}",
+        dtype,
+        detail,
+        constants,
+        tiles,
+        fp32="LSE DELTA scale",
+        i32="DOCUMENT RANGES",
+        limits={"width": "BD"},
+        extra=("batch",),
+    )
+
+
+IMPLEMENTATION = on_gpu(
+    CONTRACT,
+    opaque(
+        CONTRACT,
+        "triton",
+        forward=_forward,
+        kept={"lse": "B Hq Sq"},
+        backward=_backward,
+        saves=("q", "k", "v", "documents", "result", "lse"),
+    ),
+    "never holds the scores; skips what mask, window and documents hide",
+    tuned=TUNED,
+    entries=entries,
+    refuses=narrow_heads,
+)

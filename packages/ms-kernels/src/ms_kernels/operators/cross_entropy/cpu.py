@@ -1,0 +1,84 @@
+"""Cross-entropy in blocks of rows, saving one number a row besides the logits."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ms_kernels.backends.cpu import blocks, on_cpu
+from ms_kernels.contracts.call import accumulator
+from ms_kernels.operators.cross_entropy.contract import CONTRACT, reduce
+
+__all__ = ["IMPLEMENTATION"]
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """Return ``-(1-s) log p[target] - s mean(log p) + z log²Z``."""
+    ignored = targets == ignore_index
+    losses: Tensor = _TokenLosses.apply(  # type: ignore[no-untyped-call]
+        logits, targets, ignored, label_smoothing, z_loss
+    )
+    return reduce(losses, ignored, reduction)
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        ignored: Tensor,
+        label_smoothing: float,
+        z_loss: float,
+    ) -> Tensor:
+        flat = logits.reshape(-1, logits.shape[-1])
+        chosen = targets.reshape(-1, 1).to(torch.int64).masked_fill(ignored.reshape(-1, 1), 0)
+        wide = accumulator(logits.dtype)
+        total, picked, mean = (flat.new_empty(chosen.shape, dtype=wide) for _ in range(3))
+        for rows in blocks(*flat.shape):
+            block = flat[rows].to(wide)
+            total[rows] = block.logsumexp(-1, keepdim=True)
+            picked[rows] = block.gather(-1, chosen[rows])
+            if label_smoothing:
+                mean[rows] = block.mean(-1, keepdim=True)
+        losses = total - (1 - label_smoothing) * picked
+        if label_smoothing:
+            losses -= label_smoothing * mean
+        if z_loss:
+            losses += z_loss * total.square()
+        ctx.save_for_backward(logits, chosen, ignored, total)
+        ctx.smoothing = label_smoothing, z_loss
+        return losses.view(targets.shape).masked_fill(ignored, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, chosen, ignored, total = ctx.saved_tensors
+        label_smoothing, z_loss = ctx.smoothing
+        flat = logits.reshape(-1, logits.shape[-1])
+        slope = grad.masked_fill(ignored, 0).reshape(-1, 1)
+        share = slope * (1 + 2 * z_loss * total)
+        hit = slope * (label_smoothing - 1)
+        result = torch.empty_like(flat, memory_format=torch.contiguous_format)
+        for rows in blocks(*flat.shape):
+            block = (flat[rows] - total[rows]).exp_().mul_(share[rows])
+            if label_smoothing:
+                block.sub_(slope[rows] * (label_smoothing / flat.shape[-1]))
+            block.scatter_add_(-1, chosen[rows], hit[rows])
+            result[rows] = block
+        return result.view(logits.shape), None, None, None, None
+
+
+IMPLEMENTATION = on_cpu(
+    CONTRACT,
+    cross_entropy,
+    "blocks of rows in the cache; saves one number a row besides the logits",
+)

@@ -1,0 +1,219 @@
+"""Cross-entropy that reads the logits once forward, and writes only their gradient backward."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ms_kernels.backends.triton.configuration import WALK_DEFAULTS, WALKS, row_blocks, tuned_kernels
+from ms_kernels.backends.triton.implementation import on_gpu
+from ms_kernels.backends.triton.launching import blocks, launch
+from ms_kernels.backends.triton.rows import as_rows, empty
+from ms_kernels.core.entries import DTYPES, Entry, entry
+from ms_kernels.core.launches import TableKey, TunedKernel, key_of
+from ms_kernels.core.torch_operator import opaque
+from ms_kernels.operators.cross_entropy.contract import CONTRACT, counted_of, reduce
+
+__all__ = [
+    "IMPLEMENTATION",
+    "KERNELS",
+    "LOSS_TYPES",
+    "class_kernels",
+    "differentiate",
+    "loss_entry",
+    "loss_like",
+    "row_losses",
+    "slopes_of",
+]
+
+KERNELS = f"{__package__}.kernels"
+
+
+def class_kernels(operator: str, names: str, *, hidden: bool) -> tuple[TunedKernel, ...]:
+    """Return kernels that walk along rows of classes, of logits made of hidden or given."""
+    sizes = ({"...": 4096, "V": 32768}, {"...": 4096, "V": 128256})
+    return tuned_kernels(
+        operator,
+        names,
+        sizes="V",
+        tried_at=tuple({**each, "H": 1024} for each in sizes) if hidden else sizes,
+        candidates=WALKS,
+        defaults=WALK_DEFAULTS,
+    )
+
+
+FORWARD, BACKWARD = TUNED = class_kernels(
+    "cross_entropy", "cross_entropy_forward cross_entropy_backward", hidden=False
+)
+
+
+def _forward(
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor]:
+    targets = targets.contiguous()
+    constants = row_blocks(FORWARD, key_of(logits), logits.shape[-1])
+    options = ignore_index, label_smoothing, z_loss, constants
+    losses, totals = row_losses(as_rows(logits), targets, *options)
+    loss = reduce(losses.view(targets.shape), targets == ignore_index, reduction)
+    # Without a reduction masks and sums made nothing new.
+    return loss, totals.view(targets.shape)
+
+
+def _fake(
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor]:
+    return loss_like(logits, targets, reduction), empty(targets, torch.float32)
+
+
+def _backward(
+    grad: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    totals: Tensor,
+    wanted: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> Tensor:
+    result, slopes = empty(logits), slopes_of(grad, targets, ignore_index, reduction)
+    constants = row_blocks(BACKWARD, key_of(logits), logits.shape[-1])
+    options = ignore_index, label_smoothing, z_loss, constants
+    rows = as_rows(logits)
+    differentiate(rows, targets.contiguous(), totals, slopes, as_rows(result), *options)
+    return result
+
+
+def loss_like(like: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    """Return a tensor of the shape of a loss, without numbers."""
+    return like.new_empty(targets.shape if reduction == "none" else (), dtype=torch.float32)
+
+
+def slopes_of(grad: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """Return the gradient of each row's loss, float32 and contiguous, from that of the result."""
+    if reduction == "mean":
+        grad = grad / counted_of(targets == ignore_index)
+    return grad.to(torch.float32).expand(targets.shape).contiguous()
+
+
+def row_losses(
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    constants: Mapping[str, int],
+    gradient: Tensor | None = None,
+    factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return losses and log Σ exp, both float32 (N,), of logits (N, V).
+
+    Args:
+        logits: any stride between rows.
+        targets: N of them, contiguous.
+        ignore_index: the target of a row that does not count.
+        label_smoothing: as for the operator.
+        z_loss: as for the operator.
+        constants: block and warps, as `row_blocks` gives them.
+        gradient: (N, V), is given the logits' gradient times `factor`; may be `logits` itself.
+        factor: keeps float16 gradients out of the range of subnormal numbers.
+    """
+    count, classes = logits.shape
+    losses = logits.new_empty(count, dtype=torch.float32)
+    totals = torch.empty_like(losses)
+    out = logits if gradient is None else gradient
+    launch(
+        f"{KERNELS}.cross_entropy_forward",
+        count,
+        logits,
+        *(logits, targets, losses, totals, out, classes, logits.stride(0), out.stride(0)),
+        *(ignore_index, float(label_smoothing), float(z_loss), factor),
+        DIFFERENTIATE=gradient is not None,
+        **constants,
+    )
+    return losses, totals
+
+
+def differentiate(
+    logits: Tensor,
+    targets: Tensor,
+    totals: Tensor,
+    slopes: Tensor,
+    gradient: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    constants: Mapping[str, int],
+) -> None:
+    """Put the gradient of logits (N, V) into `gradient`, each row times its slope (N,)."""
+    count, classes = logits.shape
+    launch(
+        f"{KERNELS}.cross_entropy_backward",
+        count * blocks(classes, constants["BLOCK"]),
+        logits,
+        *(logits, targets, totals, slopes, gradient, classes, logits.stride(0)),
+        *(gradient.stride(0), ignore_index, float(label_smoothing), float(z_loss)),
+        **constants,
+    )
+
+
+def loss_entry(
+    kernel: TunedKernel,
+    module: str,
+    chip: str,
+    dtype: str,
+    detail: str = "",
+    *,
+    flags: Mapping[str, Any],
+    **types: str,
+) -> Entry:
+    """Return an entry of a kernel of `module` that walks along rows of any number of classes."""
+    forward = kernel.name.endswith("forward")
+    return entry(
+        kernel.operator,
+        f"{module}.{kernel.name}",
+        dtype,
+        detail,
+        {**row_blocks(kernel, TableKey(chip, DTYPES[dtype]), 2**20), **flags},
+        "rows" if forward else "rows * cdiv(classes, BLOCK)",
+        extra=("rows",),
+        **types,
+    )
+
+
+LOSS_TYPES = {"fp32": "LOSSES TOTALS SLOPES smoothing z_loss factor", "i64": "TARGETS"}
+
+
+def entries(chip: str, dtype: str) -> Iterator[Entry]:
+    """Yield what a library holds."""
+    flags = {"DIFFERENTIATE": False}
+    yield loss_entry(FORWARD, KERNELS, chip, dtype, flags=flags, **LOSS_TYPES)
+    yield loss_entry(BACKWARD, KERNELS, chip, dtype, flags={}, **LOSS_TYPES)
+
+
+IMPLEMENTATION = on_gpu(
+    CONTRACT,
+    opaque(
+        CONTRACT,
+        "triton",
+        forward=_forward,
+        fake=_fake,
+        kept={"totals": "..."},
+        backward=_backward,
+        saves=("logits", "targets", "totals"),
+    ),
+    "reads the logits once forward, and once more for their gradient",
+    tuned=TUNED,
+    entries=entries,
+)

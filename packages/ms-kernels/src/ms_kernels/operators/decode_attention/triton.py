@@ -1,0 +1,141 @@
+"""Attention of one query a sequence over a paged cache, in parts that fill the chip."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ms_kernels.backends.triton.configuration import grid, tuned_kernels
+from ms_kernels.backends.triton.implementation import narrow_heads, on_gpu
+from ms_kernels.backends.triton.launching import blocks, launch, power_of_two
+from ms_kernels.backends.triton.rows import empty, with_unit_stride
+from ms_kernels.core.entries import DTYPES, Entry, entry
+from ms_kernels.core.launches import ANY_SIZE, TableKey, key_of
+from ms_kernels.core.torch_operator import opaque
+from ms_kernels.operators.attention.triton import LOG2_E
+from ms_kernels.operators.decode_attention.contract import CONTRACT
+
+__all__ = ["IMPLEMENTATION"]
+
+MOST_PARTS = 64
+"""Parts of one sequence; beyond 32,768 positions they grow."""
+
+_PARTS = {"POSITIONS": 512, "num_warps": 4, "num_stages": 2}
+(PARTS,) = TUNED = tuned_kernels(
+    "decode_attention",
+    "decode_parts",
+    sizes="D",
+    tried_at=tuple(
+        {"B": 32, "Hq": 32, "Hk": 8, "D": width, "P": 8192, "page": 16, "N": 256}
+        for width in (64, 128)
+    ),
+    candidates=grid(BN=(32, 64, 128), POSITIONS=(256, 512), num_warps=(4, 8), num_stages=(2, 3)),
+    defaults=((ANY_SIZE, {"BN": 64, **_PARTS}),),
+    wide_defaults=((ANY_SIZE, {"BN": 32, **_PARTS}),),
+)
+KERNELS = f"{__package__}.kernels"
+
+
+def _forward(
+    q: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    window: int | None,
+    scale: float | None,
+) -> Tensor:
+    q, keys, values = (
+        with_unit_stride(q),
+        with_unit_stride(key_pages),
+        with_unit_stride(value_pages),
+    )
+    table = with_unit_stride(page_table)
+    batch, heads, width = q.shape
+    page, groups = keys.shape[1:3]
+    positions = table.shape[1] * page
+    constants, least = _constants(key_of(q), width, heads // groups)
+    block = constants["BN"]
+    part = max(least, blocks(blocks(positions, MOST_PARTS), block) * block)
+    parts = blocks(positions, part)
+    totals = q.new_empty((batch, heads, parts, width), dtype=torch.float32)
+    tops, norms = totals.new_empty((2, batch, heads, parts))
+    factor = (width**-0.5 if scale is None else scale) * LOG2_E
+    reach = min(window or 0, positions)  # 32 bits wide in the kernel
+    launch(
+        f"{KERNELS}.decode_parts",
+        batch * groups * parts,
+        q,
+        *(q, keys, values, table, lengths.contiguous(), totals, tops, norms),
+        *(heads, heads // groups, width, page, len(keys), positions, parts, part),
+        *(*q.stride()[:2], *keys.stride()[:3], *values.stride()[:3]),
+        *(table.stride(0), factor, reach),
+        WINDOW=window is not None,
+        **constants,
+    )
+    result = empty(q)
+    launch(
+        f"{KERNELS}.decode_join",
+        batch * heads,
+        q,
+        *(totals, tops, norms, result, width, parts),
+        PARTS=power_of_two(parts),
+        BD=constants["BD"],
+        num_warps=4,
+    )
+    return result
+
+
+def _constants(key: TableKey, width: int, group: int) -> tuple[dict[str, int], int]:
+    """Return the constants of a launch, and the positions of one part.
+
+    Args:
+        key: chip and dtype.
+        width: features of a head.
+        group: query heads that share a key head.
+    """
+    values = PARTS.values(key, width)
+    positions = values.pop("POSITIONS")
+    members, features = (max(power_of_two(each), 16) for each in (group, width))
+    return {"GROUP": members, **values, "BD": features}, positions
+
+
+def entries(chip: str, dtype: str) -> Iterator[Entry]:
+    """Yield what a library holds: one query a sequence, up to 16 query heads of a group."""
+    common: dict[str, Any] = {"fp32": "PART TOP NORM scale", "i32": "TABLE LENGTHS"}
+    for width in (64, 128):
+        constants, _ = _constants(TableKey(chip, DTYPES[dtype]), width, 16)
+        for windowed in (False, True):
+            yield entry(
+                "decode_attention",
+                f"{KERNELS}.decode_parts",
+                dtype,
+                f"{width}{'_window' * windowed}",
+                {**constants, "WINDOW": windowed},
+                "batch * (heads / group) * parts",
+                limits={"width": "BD", "group": "GROUP"},
+                extra=("batch",),
+                **common,
+            )
+        yield entry(
+            "decode_attention",
+            f"{KERNELS}.decode_join",
+            dtype,
+            width,
+            {"PARTS": MOST_PARTS, "BD": width},
+            "batch * heads",
+            limits={"width": "BD", "parts": "PARTS"},
+            extra=("batch", "heads"),
+            **common,
+        )
+
+
+IMPLEMENTATION = on_gpu(
+    CONTRACT,
+    opaque(CONTRACT, "triton", forward=_forward),
+    "reads each page once, many parts of a sequence at a time",
+    tuned=TUNED,
+    entries=entries,
+    refuses=narrow_heads,
+)

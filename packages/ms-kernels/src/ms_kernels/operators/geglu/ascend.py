@@ -1,0 +1,56 @@
+"""GEGLU through npu_geglu, which takes both halves as one tensor, as `swiglu.ascend` joins them.
+
+The Meta kernel of npu_geglu_grad returns two tensors where its schema has one, so that fake
+tensors fail in it (torch_npu 2.13.0). GEGLU is therefore a torch operator of its own, with shapes
+of its own.
+"""
+
+import torch
+from torch import Tensor
+
+from ms_kernels.backends.ascend import on_npu
+from ms_kernels.core.torch_operator import opaque
+from ms_kernels.operators.geglu.contract import CONTRACT
+from ms_kernels.operators.swiglu.ascend import join
+
+__all__ = ["IMPLEMENTATION"]
+
+GATE_FIRST = True
+"""Whether it is the left half that is gated: npu_geglu's `activate_left`."""
+
+
+def _geglu(gate: Tensor, up: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    """Return ``gelu(gate) · up`` and ``gelu(gate)``."""
+    tanh = int(approximate == "tanh")
+    result, gated = torch.ops.npu.npu_geglu(join(gate, up), -1, tanh, GATE_FIRST)
+    return result, gated
+
+
+def _fake_geglu(gate: Tensor, up: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    result = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    return result, torch.empty_like(result)
+
+
+def _geglu_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, gated: Tensor, wanted: int, approximate: str
+) -> tuple[Tensor, Tensor]:
+    tanh = int(approximate == "tanh")
+    joined = join(gate, up)
+    found = torch.ops.npu.npu_geglu_grad(grad, joined, gated, -1, tanh, GATE_FIRST)
+    to_gate, to_up = found.chunk(2, -1)
+    return to_gate.contiguous(), to_up.contiguous()
+
+
+IMPLEMENTATION = on_npu(
+    CONTRACT,
+    opaque(
+        CONTRACT,
+        "ascend",
+        forward=_geglu,
+        fake=_fake_geglu,
+        kept={"gated": "... I"},
+        backward=_geglu_backward,
+        saves=("gate", "up", "gated"),
+    ),
+    "npu_geglu: one kernel, without a copy where gate and up stand side by side",
+)

@@ -1,0 +1,25 @@
+"""The public function `geglu`."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from ms_kernels.core.dispatch import perform
+from ms_kernels.operators.geglu.contract import CONTRACT
+
+__all__ = ["geglu"]
+
+
+def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    """Gate a feed-forward block by GELU (arXiv 2002.05202).
+
+    Args:
+        gate: (..., I).
+        up: (..., I), dtype of gate.
+        approximate: ``"none"`` for the exact GELU, ``"tanh"`` for the one that Gemma uses.
+
+    Returns:
+        ``gelu(gate) · up``, (..., I), dtype of gate.
+    """
+    result: Tensor = perform(CONTRACT, (gate, up), (approximate,))
+    return result

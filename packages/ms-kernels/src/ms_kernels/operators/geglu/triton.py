@@ -1,0 +1,48 @@
+"""GEGLU in one pass over memory each way, by the kernels of `swiglu.kernels`."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from ms_kernels.backends.triton.implementation import on_gpu
+from ms_kernels.core.entries import Entry
+from ms_kernels.core.torch_operator import opaque
+from ms_kernels.operators.geglu.contract import CONTRACT
+from ms_kernels.operators.swiglu.triton import (
+    MERIT,
+    apply,
+    differentiate,
+    gate_entries,
+    gate_kernels,
+)
+
+__all__ = ["IMPLEMENTATION"]
+
+ACTIVATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
+
+FORWARD, BACKWARD = TUNED = gate_kernels("geglu")
+
+
+def _forward(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
+    return apply(FORWARD, gate, up, ACTIVATIONS[approximate])
+
+
+def _backward(
+    grad: Tensor, gate: Tensor, up: Tensor, wanted: int, approximate: str
+) -> tuple[Tensor, Tensor]:
+    return differentiate(BACKWARD, grad, gate, up, wanted, ACTIVATIONS[approximate])
+
+
+def entries(chip: str, dtype: str) -> Iterator[Entry]:
+    """Yield what a library holds."""
+    for activation in ACTIVATIONS.values():
+        yield from gate_entries(TUNED, activation, chip, dtype)
+
+
+IMPLEMENTATION = on_gpu(
+    CONTRACT,
+    opaque(CONTRACT, "triton", forward=_forward, backward=_backward, saves=("gate", "up")),
+    MERIT,
+    tuned=TUNED,
+    entries=entries,
+)

@@ -1,0 +1,1 @@
+"""One matrix product for each group of consecutive rows: the experts of a mixture."""

@@ -1,0 +1,69 @@
+"""Each expert's matrix product through npu_grouped_matmul.
+
+It has no gradient: ours is two more grouped products, over rows for x and over the inner dim for
+the weights.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ms_kernels.backends.ascend import on_npu
+from ms_kernels.operators.grouped_matmul.contract import CONTRACT
+
+__all__ = ["IMPLEMENTATION"]
+
+ROWS, INNER = 0, 2
+"""npu_grouped_matmul's `group_type`: which dim of the left matrix is cut into groups."""
+ONE_RESULT = 3
+COUNTS = 1
+"""`group_list_type`: the list holds sizes, not running sums."""
+
+
+def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Return each row times its expert's matrix; the counts are never waited for."""
+    if len(weights) == 1:
+        return x @ weights[0]
+    result: Tensor = _Grouped.apply(x, weights, counts.to(torch.int64))  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights, counts)
+        return _product(x, weights, counts, ROWS)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, counts = ctx.saved_tensors
+        grad_x = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _product(grad, weights.transpose(1, 2), counts, ROWS)
+        if ctx.needs_input_grad[1]:
+            grad_weights = _product(x.T, grad, counts, INNER)
+            # CANN does not promise zeros for a group of no rows.
+            grad_weights.masked_fill_((counts == 0)[:, None, None], 0)
+        return grad_x, grad_weights, None
+
+
+def _product(left: Tensor, right: Tensor, counts: Tensor, group_type: int) -> Tensor:
+    result: Tensor = torch.ops.npu.npu_grouped_matmul(
+        [left],
+        [right],
+        group_list=counts,
+        split_item=ONE_RESULT,
+        group_type=group_type,
+        group_list_type=COUNTS,
+    )[0]
+    return result
+
+
+IMPLEMENTATION = on_npu(
+    CONTRACT,
+    grouped_matmul,
+    "npu_grouped_matmul: one kernel for all experts, none waits for the counts",
+)

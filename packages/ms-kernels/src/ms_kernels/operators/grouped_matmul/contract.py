@@ -1,0 +1,98 @@
+"""One matrix product for each group of consecutive rows: the experts of a mixture."""
+
+import torch
+from torch import Tensor
+
+from ms_kernels.contracts.arguments import Argument, Ladder, Work
+from ms_kernels.contracts.call import INDICES, Dims, accumulator
+from ms_kernels.contracts.contract import Contract
+from ms_kernels.contracts.indices import check_range, readable
+from ms_kernels.errors import ArgumentError
+
+__all__ = ["CONTRACT", "grouped_matmul"]
+
+
+def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Return each row times its expert's matrix, multiplied and summed in float32.
+
+    The counts are read, so an accelerator is waited for; under torch.compile, which cannot read
+    them, every expert multiplies every row and the others' rows are set to 0.
+    """
+    wide = accumulator(x.dtype)
+    if torch.compiler.is_compiling() or not _readable(counts):
+        return _masked(x.to(wide), weights.to(wide), counts).to(x.dtype)
+    parts = torch.split(x.to(wide), counts.tolist())
+    results = [part @ weight.to(wide) for part, weight in zip(parts, weights, strict=True)]
+    return torch.cat(results).to(x.dtype)
+
+
+def _readable(counts: Tensor) -> bool:
+    """Whether the numbers are there: a fake or meta tensor has none."""
+    return type(counts) is Tensor and counts.device.type != "meta"
+
+
+def _masked(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    ends = counts.cumsum(0)
+    row = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)
+    result = x.new_zeros(x.shape[0], weights.shape[-1])
+    for expert, weight in enumerate(weights):
+        own = (row < ends[expert]) & (row >= ends[expert] - counts[expert])
+        result = result + (x * own) @ weight
+    return result
+
+
+def _counts(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
+    """Draw an expert for each row, the first and every third without any."""
+    open_ = [expert for expert in range(shape[0]) if expert % 3] or [0]
+    drawn = torch.tensor(open_)[torch.randint(len(open_), (dims["T"],), generator=generator)]
+    return torch.bincount(drawn, minlength=shape[0])
+
+
+def _forward(dims: Dims, itemsize: int) -> Work:
+    rows, experts, width, out = dims["T"], dims["E"], dims["K"], dims["N"]
+    elements = rows * (width + out) + experts * width * out
+    return Work(elements * itemsize, 2 * rows * width * out)
+
+
+def _backward(dims: Dims, itemsize: int) -> Work:
+    rows, experts, width, out = dims["T"], dims["E"], dims["K"], dims["N"]
+    elements = rows * (2 * width + out) + 2 * experts * width * out
+    return Work(elements * itemsize, 4 * rows * width * out)
+
+
+def _check_counts(x: Tensor, weights: Tensor, counts: Tensor) -> None:
+    """Refuse a count below 0, or a sum that is not the number of rows."""
+    if not readable(counts):
+        return
+    rows = x.shape[0]
+    check_range("grouped_matmul", "counts", counts, rows + 1)
+    if int(counts.sum()) != rows:
+        fits = f"{rows} in sum, the rows of x"
+        raise ArgumentError("grouped_matmul", "counts", f"{int(counts.sum())} in sum", fits)
+
+
+CONTRACT = Contract(
+    name="grouped_matmul",
+    summary="consecutive rows of x, counts[e] of them times weights[e]",
+    arguments=(
+        Argument(name="x", dims="T K"),
+        Argument(name="weights", dims="E K N", like="x"),
+        Argument(
+            name="counts",
+            dims="E",
+            dtypes=INDICES,
+            differentiable=False,
+            draw=_counts,
+        ),
+    ),
+    returns="(T N), dtype of x",
+    results={"result": "T N"},
+    splits=("N",),
+    positive="E K N",
+    explain_error=_check_counts,
+    forward=_forward,
+    backward=_backward,
+    example={"T": 96, "E": 4, "K": 32, "N": 48},
+    reference=grouped_matmul,
+    ladders=(Ladder({"E": 8, "K": 128, "N": 256}, ("T",)),),
+)

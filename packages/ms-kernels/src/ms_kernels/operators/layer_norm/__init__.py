@@ -1,0 +1,1 @@
+"""Layer normalisation (Ba, Kiros and Hinton, 2016)."""

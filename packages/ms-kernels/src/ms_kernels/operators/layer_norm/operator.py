@@ -1,0 +1,24 @@
+"""The public function `layer_norm`."""
+
+from torch import Tensor
+
+from ms_kernels.core.dispatch import perform
+from ms_kernels.operators.layer_norm.contract import CONTRACT
+
+__all__ = ["layer_norm"]
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Normalise by mean and variance over the last dim (arXiv 1607.06450).
+
+    Args:
+        x: (..., H).
+        weight: (H,), of x's dtype or another floating one.
+        bias: (H,), dtype of weight; none if None.
+        eps: added to the variance.
+
+    Returns:
+        ``(x - mean) / sqrt(variance + eps) · weight + bias``, (..., H), dtype of x.
+    """
+    result: Tensor = perform(CONTRACT, (x, weight, bias), (eps,))
+    return result

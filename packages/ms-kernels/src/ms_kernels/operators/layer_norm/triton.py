@@ -1,0 +1,92 @@
+"""LayerNorm in one pass over memory each way; saves x and two float32 numbers a row."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ms_kernels.backends.triton.configuration import norm_kernels, shares, whole_rows
+from ms_kernels.backends.triton.implementation import narrow_rows, on_gpu
+from ms_kernels.backends.triton.launching import blocks, launch
+from ms_kernels.backends.triton.rows import as_rows, empty
+from ms_kernels.core.entries import Entry
+from ms_kernels.core.launches import key_of
+from ms_kernels.core.torch_operator import is_wanted, opaque, unwanted
+from ms_kernels.operators.layer_norm.contract import CONTRACT
+from ms_kernels.operators.rms_norm.triton import norm_entries
+
+__all__ = ["IMPLEMENTATION"]
+
+FORWARD, BACKWARD = TUNED = norm_kernels("layer_norm", "layer_norm")
+KERNELS = f"{__package__}.kernels"
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = as_rows(x)
+    result, mean = empty(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    scale = torch.empty_like(mean)
+    weight = weight.contiguous()
+    constants = whole_rows(FORWARD, key_of(x), rows.shape[1])
+    launch(
+        f"{KERNELS}.layer_norm_forward",
+        blocks(len(rows), constants["ROWS"]),
+        x,
+        *(rows, weight, weight if bias is None else bias.contiguous(), result, mean, scale),
+        *(*rows.shape, rows.stride(0), eps),
+        BIAS=bias is not None,
+        **constants,
+    )
+    return result, mean, scale
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    wanted: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, pulls = as_rows(x), as_rows(grad)
+    constants = whole_rows(BACKWARD, key_of(x), rows.shape[1])
+    each, programs = shares(BACKWARD, key_of(x), *rows.shape)
+    grad_x = empty(x)
+    parts = x.new_empty((2, programs, rows.shape[1]), dtype=torch.float32)
+    launch(
+        f"{KERNELS}.layer_norm_backward",
+        programs,
+        x,
+        *(pulls, rows, weight.contiguous(), mean, scale, grad_x, parts[0], parts[1]),
+        *(*rows.shape, pulls.stride(0), rows.stride(0), each),
+        **constants,
+    )
+    return (
+        grad_x if is_wanted(wanted, 0) else unwanted(x),
+        parts[0].sum(0).to(weight.dtype) if is_wanted(wanted, 1) else unwanted(weight),
+        parts[1].sum(0).to(weight.dtype) if is_wanted(wanted, 2) else unwanted(weight),
+    )
+
+
+def entries(chip: str, dtype: str) -> Iterator[Entry]:
+    """Yield what a library holds."""
+    yield from norm_entries(TUNED, KERNELS, chip, dtype, flags=({"BIAS": True}, {}))
+
+
+IMPLEMENTATION = on_gpu(
+    CONTRACT,
+    opaque(
+        CONTRACT,
+        "triton",
+        forward=_forward,
+        kept={"mean": "...", "scale": "..."},
+        backward=_backward,
+        saves=("x", "weight", "mean", "scale"),
+    ),
+    "one pass over memory each way; saves x and two numbers a row",
+    tuned=TUNED,
+    entries=entries,
+    refuses=narrow_rows,
+)

@@ -1,0 +1,77 @@
+"""Logits of a few rows at a time, in one buffer, and what their gradients add up to.
+
+Rows are taken in chunks whose float32 logits fill at most `CHUNK_BYTES`. Every chunk uses the same
+buffer in turn: fresh memory costs more than the arithmetic on it.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ms_kernels.contracts.call import accumulator
+
+__all__ = ["CHUNK_BYTES", "Sums", "chunk_rows_of", "new_buffer", "project"]
+
+CHUNK_BYTES = 64 * 2**20
+"""Size of the logits that are held at once."""
+
+TILE_ROWS = 8192
+"""Rows of a half-precision weight that are widened at once."""
+
+
+def chunk_rows_of(hidden: Tensor, weight: Tensor) -> int:
+    """Return how many rows of logits are held at once."""
+    row_bytes = weight.shape[0] * accumulator(hidden.dtype).itemsize
+    return max(CHUNK_BYTES // row_bytes, 1)
+
+
+class Sums:
+    """Gradients of hidden (N, H) and weight (V, H), summed in float32, each None if not wanted."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, wanted: tuple[bool, ...]) -> None:
+        wide = accumulator(hidden.dtype)
+        self.hidden = torch.zeros_like(hidden, dtype=wide) if wanted[0] else None
+        self.weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+
+    def add(
+        self,
+        grad: Tensor,  # (R, V), of the logits
+        hidden: Tensor,  # (R, H)
+        weight: Tensor,  # (V, H)
+        rows: slice,
+        factor: Tensor | None = None,  # (R, 1)
+    ) -> None:
+        """Spend one chunk, each row times `factor`: cheaper on H columns than on V."""
+        if self.hidden is not None:
+            part = self.hidden[rows]
+            for columns, tile in _tiles(weight, grad.dtype):
+                part.addmm_(grad[:, columns], tile)
+            if factor is not None:
+                part.mul_(factor)
+        if self.weight is not None:
+            scaled = hidden.to(grad.dtype)
+            scaled = scaled if factor is None else scaled * factor
+            self.weight.addmm_(grad.T, scaled)
+
+
+def _tiles(weight: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the weight in `wide`: whole if it is so already, else a few rows at a time."""
+    step = len(weight) if weight.dtype == wide else TILE_ROWS
+    for start in range(0, len(weight), step):
+        columns = slice(start, start + step)
+        yield columns, weight[columns].to(wide)
+
+
+def new_buffer(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
+    """Make room for the logits of one chunk; every chunk uses it in turn."""
+    rows = min(chunk_rows, len(hidden))
+    return hidden.new_empty((rows, len(weight)), dtype=accumulator(hidden.dtype))
+
+
+def project(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+    """Put the logits (R, V) of hidden (R, H), multiplied and summed in float32, into `buffer`."""
+    logits = buffer[: len(hidden)]
+    for columns, tile in _tiles(weight, buffer.dtype):
+        torch.mm(hidden.to(buffer.dtype), tile.T, out=logits[:, columns])
+    return logits

@@ -1,0 +1,14 @@
+"""Sums of float32 scaled and rounded to the dtype of what they are the gradient of."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["first"])
+def scale_cast(first, X, FACTOR, Y, count, factor, BLOCK: tl.constexpr):
+    """Write X · FACTOR[0] · factor as Y's dtype, all in one pass; X and Y are contiguous."""
+    place = (first + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    x = tl.load(X + place, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(FACTOR).to(tl.float32) * factor
+    tl.store(Y + place, (x * scale).to(Y.dtype.element_ty), mask=inside)

@@ -1,0 +1,1 @@
+"""Rows sorted by the expert that each token chose, so that an expert's rows stand together."""

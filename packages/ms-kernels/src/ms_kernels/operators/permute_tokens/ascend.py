@@ -1,0 +1,41 @@
+"""Tokens sorted by expert through npu_moe_token_permute; places are int32 there and int64 here."""
+
+import torch
+from torch import Tensor
+
+from ms_kernels.backends.ascend import empty, on_npu
+from ms_kernels.contracts.call import Call
+from ms_kernels.operators.permute_tokens.contract import CONTRACT
+
+__all__ = ["IMPLEMENTATION", "few_choices"]
+
+MOST_CHOICES = 512
+MOST_INDICES = 2**24 - 1
+"""Beyond it, indices are sorted as floats that cannot tell them apart."""
+
+
+def permute_tokens(x: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows in order of expert, each expert's counts, and where each choice went."""
+    rows, places = torch.ops.npu.npu_moe_token_permute(x, experts)
+    flat = experts.reshape(-1).to(torch.int64)
+    counts = flat.new_zeros(count).scatter_add(0, flat, torch.ones_like(flat))
+    return rows, counts, places.view(experts.shape).to(torch.int64)
+
+
+def few_choices(call: Call) -> str | None:
+    """Decline more choices than can be sorted."""
+    experts = call.given[1]
+    tokens, choices = experts.shape
+    if choices > MOST_CHOICES:
+        return f"takes at most {MOST_CHOICES} choices a token, not {choices}"
+    if tokens * choices > MOST_INDICES:
+        return f"sorts at most {MOST_INDICES} choices, and here are {tokens * choices}"
+    return empty(call)
+
+
+IMPLEMENTATION = on_npu(
+    CONTRACT,
+    permute_tokens,
+    "npu_moe_token_permute: sorts and copies in one kernel",
+    refuses=few_choices,
+)

@@ -1,0 +1,74 @@
+"""Rows sorted by the expert that each token chose, so that an expert's rows stand together."""
+
+import torch
+from torch import Tensor
+
+from ms_kernels.contracts.arguments import Argument, Ladder, Option, Work
+from ms_kernels.contracts.call import INDICES, Dims
+from ms_kernels.contracts.contract import Contract
+from ms_kernels.contracts.indices import check_range
+from ms_kernels.contracts.values import is_whole
+
+__all__ = ["CONTRACT", "permute_tokens"]
+
+EXAMPLE_COUNT = 4
+"""Experts of the example."""
+
+
+def permute_tokens(
+    x: Tensor, experts: Tensor, count: int = EXAMPLE_COUNT
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows in order of expert, each expert's counts, and where each choice went."""
+    tokens, choices = experts.shape
+    flat = experts.reshape(-1).to(torch.int64)
+    order = flat.argsort(stable=True)  # row -> token * C + choice
+    counts = flat.new_zeros(count).scatter_add(0, flat, torch.ones_like(flat))
+    places = order.argsort().view(tokens, choices)
+    return x.index_select(0, order // choices), counts, places
+
+
+def _draw(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
+    """Draw experts that leave the last one without a token, where there is more than one."""
+    return torch.randint(EXAMPLE_COUNT - 1, shape, generator=generator)
+
+
+def _work(dims: Dims, itemsize: int) -> Work:
+    """Read a token once and write it once for each choice; backward the other way, with sums."""
+    rows = dims["T"] * dims["C"]
+    return Work((dims["T"] + rows) * dims["H"] * itemsize + 16 * rows, rows * dims["H"])
+
+
+CONTRACT = Contract(
+    name="permute_tokens",
+    summary="rows of x sorted by the experts that their tokens chose",
+    arguments=(
+        Argument(name="x", dims="T H"),
+        Argument(
+            name="experts",
+            dims="T C",
+            dtypes=INDICES,
+            differentiable=False,
+            draw=_draw,
+        ),
+    ),
+    options=(
+        Option(
+            name="count",
+            default=EXAMPLE_COUNT,
+            holds=lambda value: is_whole(value, 1, 2**31 - 1),
+            fits="a whole number of experts, 1 or more",
+            trials=(7,),
+        ),
+    ),
+    returns="rows (T·C H), dtype of x; counts (count) int64; places (T C) int64",
+    results={"rows": "R H", "counts": "E", "places": "T C"},
+    positive="H C",
+    explain_error=lambda x, experts, count: check_range(
+        "permute_tokens", "experts", experts, count
+    ),
+    forward=_work,
+    backward=_work,
+    example={"T": 64, "C": 2, "H": 32},
+    reference=permute_tokens,
+    ladders=(Ladder({"H": 512, "C": 2}, ("T",)),),
+)

@@ -1,0 +1,125 @@
+"""Products with packed weights through npu_weight_quant_batchmatmul.
+
+Differences from the contract, bridged here:
+
+1. Codes are signed there: the top bit of each is turned. Zeros become offsets,
+   ``2 ** (bits - 1) - zero``.
+2. Weights are (K, N) there. Codes of 8 bits are passed transposed, which it takes; of 4 bits eight
+   neighbours along N share an int32, so these are packed anew.
+3. Both are done once for each packed tensor, which is then held twice.
+4. It has no gradient: ours multiplies by the weights that the codes stand for.
+
+CANN rounds each weight to x's dtype before it multiplies, where the contract rounds the result.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ms_kernels.backends.ascend import HALVES, empty, on_npu
+from ms_kernels.contracts.call import Call, describe
+from ms_kernels.operators.quantized_linear.contract import CONTRACT
+from ms_kernels.packed_weights import dequantize, unpack_codes
+
+__all__ = ["IMPLEMENTATION"]
+
+LARGEST = 65_535
+"""Of K and N."""
+GROUPING = 32
+"""Sizes of groups are multiples of it."""
+_signed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""By packed tensor: its version, the bits of a code, and the signed codes."""
+
+
+def quantized_linear(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    bits: int = 4,
+    group_size: int = 32,
+) -> Tensor:
+    """Return ``x @ weight.T`` of the matrix that the codes stand for."""
+    result: Tensor = _Product.apply(x, packed, scales.detach(), zeros, bits, group_size)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        packed: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bits: int,
+        group_size: int,
+    ) -> Tensor:
+        ctx.save_for_backward(packed, scales, zeros)
+        ctx.form = bits, group_size
+        offsets = None if zeros is None else (2 ** (bits - 1) - zeros).T
+        result: Tensor = torch.ops.npu.npu_weight_quant_batchmatmul(
+            x.reshape(-1, x.shape[-1]),
+            _codes(packed, bits),
+            scales.T,
+            offsets,
+            antiquant_group_size=0 if scales.shape[1] == 1 else group_size,
+        )
+        return result.view(*x.shape[:-1], len(packed))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        packed, scales, zeros = ctx.saved_tensors
+        bits, group_size = ctx.form
+        weight = dequantize(packed, scales, zeros, bits=bits, group_size=group_size)
+        grad_x = (grad.to(weight.dtype) @ weight).to(grad.dtype)
+        return grad_x, None, None, None, None, None
+
+
+def _codes(packed: Tensor, bits: int) -> Tensor:
+    """Return signed codes, (K, N) int8 or (K, N / 8) int32, the same as long as `packed` is."""
+    if torch.compiler.is_compiling() or type(packed) not in (Tensor, torch.nn.Parameter):
+        return _turn(packed, bits)
+    kept = _signed[packed] if packed in _signed else (None, None, packed)  # noqa: SIM401 - untyped
+    if kept[:2] != (packed._version, bits):
+        kept = (packed._version, bits, _turn(packed, bits))
+        _signed[packed] = kept
+    codes: Tensor = kept[2]
+    return codes
+
+
+def _turn(packed: Tensor, bits: int) -> Tensor:
+    if bits == 8:
+        return (packed ^ 0x80).view(torch.int8).T
+    codes = unpack_codes(packed, bits=bits).T
+    pairs = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return (pairs ^ 0x88).contiguous().view(torch.int32)
+
+
+def _refuses(call: Call) -> str | None:
+    """Decline what the fused operator does not take."""
+    x, packed, scales = call.given[:3]
+    bits, group_size = call.options
+    width, count = x.shape[-1], packed.shape[0]
+    if scales.dtype != x.dtype:
+        return f"takes scales of {describe(x.dtype)}, as x is, not {describe(scales.dtype)}"
+    if scales.shape[1] > 1 and group_size % GROUPING:
+        return f"takes groups of a multiple of {GROUPING} features, or one, not {group_size}"
+    if max(width, count) > LARGEST:
+        return f"takes at most {LARGEST} features"
+    if bits == 4 and count % 8:
+        return f"takes a multiple of 8 results at 4 bits, not {count}"
+    return empty(call)
+
+
+IMPLEMENTATION = on_npu(
+    CONTRACT,
+    quantized_linear,
+    "npu_weight_quant_batchmatmul: reads the codes, never the weights",
+    refuses=_refuses,
+    dtypes=HALVES,
+)

@@ -1,0 +1,149 @@
+"""A linear layer whose weight is packed in 4 or 8 bits; see `ms_kernels.packed_weights`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ms_kernels.contracts.arguments import Argument, Ladder, Model, Option, Work
+from ms_kernels.contracts.call import FLOATING, Dims, accumulator
+from ms_kernels.contracts.contract import Contract, Variant
+from ms_kernels.contracts.values import is_whole
+from ms_kernels.packed_weights import dequantize
+
+__all__ = ["CONTRACT", "quantized_linear"]
+
+
+def quantized_linear(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    bits: int = 4,
+    group_size: int = 32,
+) -> Tensor:
+    """Return ``x @ weight.T`` of the matrix that the codes stand for, rounded once."""
+    result: Tensor = _Packed.apply(  # type: ignore[no-untyped-call]
+        x, packed, scales, zeros, bits, group_size
+    )
+    return result
+
+
+class _Packed(torch.autograd.Function):
+    """Widens the weight again in the backward pass: to keep it would undo what packing saves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        packed: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bits: int,
+        group_size: int,
+    ) -> Tensor:
+        ctx.save_for_backward(packed, scales, zeros)
+        ctx.settings = {"bits": bits, "group_size": group_size}
+        wide = accumulator(x.dtype)
+        weight = _widened(wide, packed, scales, zeros, **ctx.settings)
+        result = x.to(wide) @ weight.T
+        # A cast to its own dtype, returned, would lose the gradient in torch 2.11's compiler.
+        return result if wide == x.dtype else result.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wide = accumulator(grad.dtype)
+        weight = _widened(wide, *ctx.saved_tensors, **ctx.settings)
+        return (grad.to(wide) @ weight).to(grad.dtype), None, None, None, None, None
+
+
+def _widened(
+    wide: torch.dtype, packed: Tensor, scales: Tensor, zeros: Tensor | None, **settings: int
+) -> Tensor:
+    """Return the matrix in `wide`, computed in it or in the scales' dtype if that is wider."""
+    scales = scales.to(torch.promote_types(scales.dtype, wide))
+    return dequantize(packed, scales, zeros, **settings).to(wide)
+
+
+def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    bits, group_size = options["bits"], options["group_size"]
+    if dims["P"] * 8 != dims["K"] * bits:
+        fits = f"of a second size of {dims['K'] * bits / 8:g}, {bits} bits for each of x's features"
+        yield "packed", fits
+    if dims["G"] * group_size != dims["K"]:
+        fits = f"of a second size of {dims['K'] / group_size:g}, x's {dims['K']} / group_size"
+        yield "scales", fits
+
+
+def _codes(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
+    return torch.randint(256, shape, generator=generator).to(torch.uint8)
+
+
+def _scales(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
+    return (0.5 + torch.rand(shape, generator=generator, dtype=torch.float64)) * 2**-6
+
+
+def _zeros(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
+    return torch.randint(16, shape, generator=generator).to(torch.float64)
+
+
+def _forward(dims: Dims, itemsize: int) -> Work:
+    rows, weights = dims["..."], dims["N"] * (dims["P"] + dims["G"] * itemsize)
+    flops = 2 * rows * dims["K"] * dims["N"]
+    return Work(rows * (dims["K"] + dims["N"]) * itemsize + weights, flops)
+
+
+CONTRACT = Contract(
+    name="quantized_linear",
+    summary="x @ weight.T, the weight packed in 4 or 8 bits with a scale a group",
+    arguments=(
+        Argument(name="x", dims="... K"),
+        Argument(
+            name="packed", dims="N P", dtypes=(torch.uint8,), differentiable=False, draw=_codes
+        ),
+        Argument(name="scales", dims="N G", dtypes=FLOATING, differentiable=False, draw=_scales),
+        Argument(
+            name="zeros",
+            dims="N G",
+            dtypes=FLOATING,
+            like="scales",
+            optional=True,
+            differentiable=False,
+            draw=_zeros,
+        ),
+    ),
+    options=(
+        Option(
+            name="bits",
+            default=4,
+            holds=lambda value: is_whole(value) and value in (4, 8),
+            fits="4 or 8",
+        ),
+        Option(
+            name="group_size",
+            default=32,
+            holds=lambda value: is_whole(value, 1, 2**31 - 1),
+            fits="a whole number of features, 1 or more",
+        ),
+    ),
+    returns="(... N), dtype of x",
+    results={"result": "... N"},
+    splits=("...", "N"),
+    positive="K N P G",
+    rules=_rules,
+    forward=_forward,
+    backward=_forward,
+    example={"...": 24, "K": 64, "N": 40, "P": 32, "G": 2},
+    variants=(
+        Variant({"bits": 8}, {"P": 64}),
+        Variant({"bits": 8, "group_size": 64}, {"P": 64, "G": 1}),
+        Variant({"group_size": 16}, {"G": 4}),
+    ),
+    reference=quantized_linear,
+    ladders=(
+        Ladder({"K": 512, "P": 256, "G": 16, "N": 512}, ("...",)),
+        Ladder({"K": 2048, "P": 1024, "G": 64, "N": 2048}, ("...",)),
+    ),
+    model=Model(free=("...", "N")),
+)

@@ -1,0 +1,1 @@
+"""Root mean square normalisation (Zhang and Sennrich, 2019)."""

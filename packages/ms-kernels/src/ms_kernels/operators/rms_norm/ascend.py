@@ -1,0 +1,32 @@
+"""RMSNorm through npu_rms_norm; the gradient is torch_npu's."""
+
+import torch
+from torch import Tensor
+
+from ms_kernels.backends.ascend import empty, on_npu
+from ms_kernels.contracts.call import Call, describe
+from ms_kernels.operators.rms_norm.contract import CONTRACT
+
+__all__ = ["IMPLEMENTATION"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Return ``x / sqrt(mean(x²) + eps) · weight``; keeps one float32 a row for the backward."""
+    result: Tensor = torch.ops.npu.npu_rms_norm(x, weight, float(eps))[0]
+    return result
+
+
+def _refuses(call: Call) -> str | None:
+    """Decline a weight of a third dtype: CANN takes x's own or float32."""
+    x, weight = call.given
+    if weight.dtype not in (x.dtype, torch.float32):
+        return f"takes a weight of {describe(x.dtype)} or float32, not {describe(weight.dtype)}"
+    return empty(call)
+
+
+IMPLEMENTATION = on_npu(
+    CONTRACT,
+    rms_norm,
+    "npu_rms_norm: one kernel, and one float32 a row saved beside x",
+    refuses=_refuses,
+)

@@ -1,0 +1,23 @@
+"""The public function `rms_norm`."""
+
+from torch import Tensor
+
+from ms_kernels.core.dispatch import perform
+from ms_kernels.operators.rms_norm.contract import CONTRACT
+
+__all__ = ["rms_norm"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Normalise by the root mean square over the last dim (arXiv 1910.07467).
+
+    Args:
+        x: (..., H).
+        weight: (H,), of x's dtype or another floating one.
+        eps: added to the mean square.
+
+    Returns:
+        ``x / sqrt(mean(x²) + eps) · weight``, (..., H), dtype of x.
+    """
+    result: Tensor = perform(CONTRACT, (x, weight), (eps,))
+    return result

@@ -1,0 +1,86 @@
+"""Rotary embedding through npu_rotary_mul.
+
+Differences from the contract, bridged here:
+
+1. The fused operator wants tables as wide as what is turned, (C, S, 1, R); ours are half as wide.
+   They are widened once for each pair of tables, not once a layer.
+2. It casts the tables to the features' dtype. A cosine rounded to bfloat16 is off by 2⁻⁹, beyond
+   the contract's tolerance where two products cancel, so half-precision features are turned in
+   float32 and rounded once.
+3. It turns the whole width of a head; what is to pass through is cut off and joined again.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ms_kernels.backends.ascend import empty, on_npu
+from ms_kernels.contracts.call import Call
+from ms_kernels.operators.rotary.contract import CONTRACT
+
+__all__ = ["IMPLEMENTATION"]
+
+WIDEST = 894
+"""Widest even head below CANN's limit of 896."""
+MOST = 999
+"""Most rows of a batch, and most heads."""
+
+_widened: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""By table: its version, whether it is interleaved, and the widened one."""
+
+
+def rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate pairs of features of q and k."""
+    tables = _widen(cos, interleaved), _widen(sin, interleaved)
+    return _turn(q, *tables, interleaved), _turn(k, *tables, interleaved)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    width = cos.shape[-1]
+    turned = x if width == x.shape[-1] else x[..., :width]
+    mode = "interleave" if interleaved else "half"
+    result: Tensor = torch.ops.npu.npu_rotary_mul(turned.to(cos.dtype), cos, sin, mode)
+    result = result.to(x.dtype)
+    return result if width == x.shape[-1] else torch.cat((result, x[..., width:]), -1)
+
+
+def _widen(table: Tensor, interleaved: bool) -> Tensor:
+    """(C, S, R/2) to (C, S, 1, R), the same as long as the table is neither changed nor gone."""
+    if torch.compiler.is_compiling() or type(table) is not Tensor:
+        return _double(table, interleaved)
+    kept = _widened[table] if table in _widened else (None, None, table)  # noqa: SIM401 - untyped
+    if kept[:2] != (table._version, interleaved):
+        kept = (table._version, interleaved, _double(table, interleaved))
+        _widened[table] = kept
+    wide: Tensor = kept[2]
+    return wide
+
+
+def _double(table: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        return torch.stack((table, table), -1).flatten(-2).unsqueeze(2)
+    return torch.cat((table, table), -1).unsqueeze(2)
+
+
+def _refuses(call: Call) -> str | None:
+    """Decline sizes beyond the fused operator's, and interleaved tables for each row."""
+    q, k, cos, sin = call.given
+    if cos.dtype != torch.float32 or sin.dtype != torch.float32:
+        return "takes tables in float32"
+    if 2 * cos.shape[-1] > WIDEST:
+        return f"turns at most {WIDEST} features, and here are {2 * cos.shape[-1]}"
+    if max(q.shape[0], q.shape[2], k.shape[2]) > MOST:
+        return f"takes at most {MOST} rows and heads"
+    if call.options[0] and cos.shape[0] != 1:
+        return "takes interleaved features with tables shared by the batch alone"
+    return empty(call)
+
+
+IMPLEMENTATION = on_npu(
+    CONTRACT,
+    rotary,
+    "npu_rotary_mul: one kernel each for q and k; saves only the tables",
+    refuses=_refuses,
+)

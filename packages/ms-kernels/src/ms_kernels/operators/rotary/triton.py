@@ -1,0 +1,112 @@
+"""Rotary embedding of queries and keys in one launch, and back in one; saves only the angles."""
+
+from collections.abc import Iterator
+from itertools import product
+
+from torch import Tensor
+
+from ms_kernels.backends.triton.configuration import grid, tuned_kernels
+from ms_kernels.backends.triton.implementation import on_gpu
+from ms_kernels.backends.triton.launching import blocks, launch, power_of_two
+from ms_kernels.backends.triton.rows import empty, wanted_of, with_unit_stride
+from ms_kernels.core.entries import DTYPES, Entry, entry
+from ms_kernels.core.launches import ANY_SIZE, TableKey, key_of
+from ms_kernels.core.torch_operator import opaque
+from ms_kernels.operators.rotary.contract import CONTRACT
+
+__all__ = ["IMPLEMENTATION"]
+
+(TURN,) = TUNED = tuned_kernels(
+    "rotary",
+    "rotary_turn",
+    sizes="R/2",
+    tried_at=({"B": 4, "S": 4096, "Hq": 32, "Hk": 8, "D": 128, "R/2": 64},),
+    candidates=grid(ELEMENTS=(512, 1024, 2048), num_warps=(2, 4, 8)),
+    defaults=((ANY_SIZE, {"ELEMENTS": 1024, "num_warps": 4}),),
+)
+KERNELS = f"{__package__}.kernels"
+
+
+def _forward(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    return _turn(q, k, cos, sin, interleaved, back=False)
+
+
+def _backward(
+    grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, wanted: int, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    grads = wanted_of(wanted, _turn(grad_q, grad_k, cos, sin, interleaved, back=True))
+    return grads[0], grads[1]
+
+
+def _turn(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, back: bool
+) -> tuple[Tensor, Tensor]:
+    """Turn q (B, S, Hq, D) and k (B, S, Hk, D), backwards if `back`."""
+    q, k, cos, sin = with_unit_stride(q), with_unit_stride(k), cos.contiguous(), sin.contiguous()
+    batch, positions, q_heads, width = q.shape
+    k_heads, half = k.shape[2], cos.shape[-1]
+    turned = empty(q), empty(k)
+    constants = _constants(key_of(q), half, max(q_heads, k_heads), width - 2 * half)
+    heads = constants["HEADS"]
+    launch(
+        f"{KERNELS}.rotary_turn",
+        batch * positions * (blocks(q_heads, heads) + blocks(k_heads, heads)),
+        q,
+        *(q, k, *turned, cos, sin, positions, q_heads, k_heads, half, width),
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *(cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)),
+        BACK=back,
+        INTERLEAVED=interleaved,
+        **constants,
+    )
+    return turned
+
+
+def _constants(key: TableKey, half: int, heads: int, rest: int) -> dict[str, int]:
+    """Return the constants of a launch.
+
+    Args:
+        key: chip and dtype.
+        half: pairs that are turned.
+        heads: of q or k, whichever has more.
+        rest: features that pass through.
+    """
+    values, block = TURN.values(key, half), power_of_two(half)
+    return {
+        "HEADS": min(max(values["ELEMENTS"] // block, 1), power_of_two(heads)),
+        "HALF": block,
+        "REST": power_of_two(rest) if rest else 0,
+        "num_warps": values["num_warps"],
+    }
+
+
+def entries(chip: str, dtype: str) -> Iterator[Entry]:
+    """Yield what a library holds: heads of 64 and 128 features, both ways."""
+    for half, interleaved, back in product((32, 64), (False, True), (False, True)):
+        yield entry(
+            "rotary",
+            f"{KERNELS}.rotary_turn",
+            dtype,
+            f"{2 * half}{'_interleaved' * interleaved}{'_back' * back}",
+            {
+                **_constants(TableKey(chip, DTYPES[dtype]), half, 32, 0),
+                "INTERLEAVED": interleaved,
+                "BACK": back,
+            },
+            "batch * positions * (cdiv(q_heads, HEADS) + cdiv(k_heads, HEADS))",
+            fp32="COS SIN",
+            limits={"half": "HALF", "width": "2 * half"},
+            extra=("batch",),
+        )
+
+
+IMPLEMENTATION = on_gpu(
+    CONTRACT,
+    opaque(CONTRACT, "triton", forward=_forward, backward=_backward, saves=("cos", "sin")),
+    "q and k in one launch; saves only the angles",
+    tuned=TUNED,
+    entries=entries,
+)

@@ -1,0 +1,1 @@
+"""The gate of a SwiGLU feed-forward block (Shazeer, 2020)."""

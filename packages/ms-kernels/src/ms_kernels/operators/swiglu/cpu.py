@@ -1,0 +1,77 @@
+"""Gates in blocks of rows, saving nothing but their inputs for the backward pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ms_kernels.backends.cpu import blocks, on_cpu
+from ms_kernels.contracts.call import accumulator
+from ms_kernels.operators.swiglu.contract import CONTRACT
+
+__all__ = ["IMPLEMENTATION", "MERIT", "gated"]
+
+MERIT = "blocks of rows in the cache; saves only gate and up"
+
+
+def gated(
+    gate: Tensor, up: Tensor, activate: Callable[..., Tensor], slope: Callable[..., Any]
+) -> Tensor:
+    """Return ``activate(gate) · up``.
+
+    Args:
+        gate: (..., I).
+        up: (..., I).
+        activate: takes some rows in float32.
+        slope: torch's backward operator of it, which takes a gradient and the same rows, and
+            writes into `grad_input`.
+    """
+    result: Tensor = _Gated.apply(gate, up, activate, slope)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor,
+        activate: Callable[..., Tensor],
+        slope: Callable[..., Any],
+    ) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activate, slope
+        width = gate.shape[-1]
+        gates, ups = gate.reshape(-1, width), up.reshape(-1, width)
+        wide = accumulator(gate.dtype)
+        result = torch.empty_like(gates, memory_format=torch.contiguous_format)
+        for rows in blocks(*gates.shape):
+            torch.mul(activate(gates[rows].to(wide)), ups[rows], out=result[rows])
+        return result.view(gate.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        activate, slope = ctx.activation
+        width = gate.shape[-1]
+        gates, ups, grads = (each.reshape(-1, width) for each in (gate, up, grad))
+        wide = accumulator(gate.dtype)
+        grad_gate = torch.empty_like(gates, memory_format=torch.contiguous_format)
+        grad_up = torch.empty_like(gates, memory_format=torch.contiguous_format)
+        for rows in blocks(*gates.shape):
+            opening, pull = gates[rows].to(wide), grads[rows].to(wide)
+            torch.mul(activate(opening), pull, out=grad_up[rows])
+            slope(pull * ups[rows], opening, grad_input=grad_gate[rows])
+        return grad_gate.view(gate.shape), grad_up.view(gate.shape), None, None
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return ``silu(gate) · up``."""
+    return gated(gate, up, F.silu, torch.ops.aten.silu_backward.grad_input)
+
+
+IMPLEMENTATION = on_cpu(CONTRACT, swiglu, MERIT)

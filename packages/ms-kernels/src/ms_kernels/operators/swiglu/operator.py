@@ -1,0 +1,22 @@
+"""The public function `swiglu`."""
+
+from torch import Tensor
+
+from ms_kernels.core.dispatch import perform
+from ms_kernels.operators.swiglu.contract import CONTRACT
+
+__all__ = ["swiglu"]
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Gate a feed-forward block (arXiv 2002.05202).
+
+    Args:
+        gate: (..., I).
+        up: (..., I), dtype of gate.
+
+    Returns:
+        ``silu(gate) · up``, (..., I), dtype of gate.
+    """
+    result: Tensor = perform(CONTRACT, (gate, up), ())
+    return result

@@ -1,0 +1,114 @@
+"""Gates in one pass over memory each way; they save nothing but their inputs."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from ms_kernels.backends.triton.configuration import elements, grid, tuned_kernels
+from ms_kernels.backends.triton.implementation import on_gpu
+from ms_kernels.backends.triton.launching import blocks, launch
+from ms_kernels.backends.triton.rows import as_rows, empty, wanted_of
+from ms_kernels.core.entries import DTYPES, Entry, entry
+from ms_kernels.core.launches import ANY_SIZE, TableKey, TunedKernel, key_of
+from ms_kernels.core.torch_operator import opaque
+from ms_kernels.operators.swiglu.contract import CONTRACT
+
+__all__ = ["IMPLEMENTATION", "MERIT", "apply", "differentiate", "gate_entries", "gate_kernels"]
+
+KERNELS = f"{__package__}.kernels"
+MERIT = "one pass over memory each way; saves only gate and up"
+
+
+def gate_kernels(operator: str) -> tuple[TunedKernel, ...]:
+    """Return the forward and the backward kernel of a gate."""
+    return tuned_kernels(
+        operator,
+        "gated_forward gated_backward",
+        sizes="I",
+        tried_at=({"...": 8192, "I": 14336},),
+        candidates=grid(ELEMENTS=(1024, 2048, 4096), num_warps=(4, 8)),
+        defaults=((ANY_SIZE, {"ELEMENTS": 2048, "num_warps": 4}),),
+    )
+
+
+FORWARD, BACKWARD = TUNED = gate_kernels("swiglu")
+
+
+def _forward(gate: Tensor, up: Tensor) -> Tensor:
+    return apply(FORWARD, gate, up, "silu")
+
+
+def _backward(grad: Tensor, gate: Tensor, up: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
+    return differentiate(BACKWARD, grad, gate, up, wanted, "silu")
+
+
+def apply(kernel: TunedKernel, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Return ``activation(gate) · up``; the kernel knows the activation by its name."""
+    gates, ups, result = as_rows(gate), as_rows(up), empty(gate)
+    constants, tiles = _tiling(kernel, gates)
+    launch(
+        f"{KERNELS}.gated_forward",
+        tiles,
+        gate,
+        *(gates, ups, result, *gates.shape, gates.stride(0), ups.stride(0)),
+        ACTIVATION=activation,
+        **constants,
+    )
+    return result
+
+
+def differentiate(
+    kernel: TunedKernel, grad: Tensor, gate: Tensor, up: Tensor, wanted: int, activation: str
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up."""
+    gates, ups, pulls = as_rows(gate), as_rows(up), as_rows(grad)
+    grad_gate, grad_up = empty(gate), empty(up)
+    constants, tiles = _tiling(kernel, gates)
+    launch(
+        f"{KERNELS}.gated_backward",
+        tiles,
+        gate,
+        *(pulls, gates, ups, grad_gate, grad_up, *gates.shape),
+        *(pulls.stride(0), gates.stride(0), ups.stride(0)),
+        ACTIVATION=activation,
+        **constants,
+    )
+    grads = wanted_of(wanted, (grad_gate, grad_up))
+    return grads[0], grads[1]
+
+
+def _tiling(kernel: TunedKernel, gates: Tensor) -> tuple[dict[str, int], int]:
+    """Return the constants of a launch and its tiles."""
+    rows, width = gates.shape
+    constants = elements(kernel, key_of(gates), width)
+    return constants, blocks(rows, constants["ROWS"]) * blocks(width, constants["BLOCK"])
+
+
+def gate_entries(
+    tuned: tuple[TunedKernel, ...], activation: str, chip: str, dtype: str
+) -> Iterator[Entry]:
+    """Yield a gate's entries: rows of any width."""
+    for kernel in tuned:
+        constants = elements(kernel, TableKey(chip, DTYPES[dtype]), 4096)
+        yield entry(
+            kernel.operator,
+            f"{KERNELS}.{kernel.name}",
+            dtype,
+            activation,
+            {**constants, "ACTIVATION": activation},
+            "cdiv(rows, ROWS) * cdiv(width, BLOCK)",
+        )
+
+
+def entries(chip: str, dtype: str) -> Iterator[Entry]:
+    """Yield what a library holds."""
+    yield from gate_entries(TUNED, "silu", chip, dtype)
+
+
+IMPLEMENTATION = on_gpu(
+    CONTRACT,
+    opaque(CONTRACT, "triton", forward=_forward, backward=_backward, saves=("gate", "up")),
+    MERIT,
+    tuned=TUNED,
+    entries=entries,
+)

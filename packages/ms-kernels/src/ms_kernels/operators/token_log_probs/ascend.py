@@ -1,0 +1,99 @@
+"""Log-probabilities of tokens by the fused operators of `linear_cross_entropy.ascend`."""
+
+import torch
+from torch import Tensor
+
+from ms_kernels.backends.ascend import HALVES, on_npu
+from ms_kernels.contracts.call import Call
+from ms_kernels.core.torch_operator import opaque
+from ms_kernels.operators.linear_cross_entropy.ascend import (
+    MERIT,
+    chosen_classes,
+    gradients,
+    large_enough,
+    row_losses,
+)
+from ms_kernels.operators.token_log_probs.contract import CONTRACT
+
+__all__ = ["IMPLEMENTATION"]
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    ignore_index: int,
+    entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ignored = tokens == ignore_index
+    chosen, foreign = chosen_classes(tokens, ignored, weight)
+    losses, top, total = (each.view(tokens.shape) for each in row_losses(hidden, weight, chosen))
+    found = (-losses).masked_fill_(foreign, torch.nan).masked_fill_(ignored, 0)
+    return found, torch.zeros_like(losses), top, total
+
+
+def _fake(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    ignore_index: int,
+    entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = hidden.new_empty(tokens.shape, dtype=torch.float32)
+    return rows, torch.empty_like(rows), torch.empty_like(rows), torch.empty_like(rows)
+
+
+def _backward(
+    grad: Tensor,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    top: Tensor,
+    total: Tensor,
+    wanted: int,
+    temperature: float,
+    ignore_index: int,
+    entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    ignored = tokens == ignore_index
+    slopes = (-grad).masked_fill(ignored, 0).reshape(-1)
+    return gradients(slopes, hidden, weight, chosen_classes(tokens, ignored, weight)[0], top, total)
+
+
+_log_probs = opaque(
+    CONTRACT,
+    "ascend",
+    forward=_forward,
+    fake=_fake,
+    kept={"top": "...", "total": "..."},
+    backward=_backward,
+    saves=("hidden", "weight", "tokens", "top", "total"),
+)
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    entropy: bool = False,
+) -> Tensor:
+    """Return log p of the tokens; keeps two float32 a row."""
+    result: Tensor = _log_probs(hidden, weight, tokens, temperature, ignore_index, entropy)[0]
+    return result
+
+
+def _refuses(call: Call) -> str | None:
+    """Decline what is not made of maximum and Σ exp alone."""
+    if call.options[0] != 1:
+        return f"has no temperature but 1, and here is {call.options[0]}"
+    if call.options[2]:
+        return "makes no entropies"
+    return large_enough(call)
+
+
+IMPLEMENTATION = on_npu(CONTRACT, token_log_probs, MERIT, refuses=_refuses, dtypes=HALVES)

@@ -1,0 +1,30 @@
+"""Log-probabilities of the rows that count alone, found before any work is done."""
+
+from torch import Tensor
+
+from ms_kernels.backends.cpu import on_cpu
+from ms_kernels.operators.linear_cross_entropy.cpu import MERIT, of_counted_rows
+from ms_kernels.operators.token_log_probs.contract import CONTRACT
+
+__all__ = ["IMPLEMENTATION"]
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return ``log softmax(hidden @ weight.T / temperature)[token]``, and perhaps entropies."""
+    options = temperature, ignore_index, entropy
+    found: Tensor | tuple[Tensor, Tensor] = of_counted_rows(
+        lambda *tensors: CONTRACT.reference(*tensors, *options),
+        *(hidden, weight, tokens),
+        ignore_index,
+    )
+    return found
+
+
+IMPLEMENTATION = on_cpu(CONTRACT, token_log_probs, MERIT, pays_from=0)

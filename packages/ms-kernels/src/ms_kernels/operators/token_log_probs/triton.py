@@ -1,0 +1,132 @@
+"""Log-probabilities of chosen tokens: products in half precision, rows fused, chunk by chunk.
+
+The backward pass makes the logits again; between the two passes three numbers a row are held.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ms_kernels.backends.triton.configuration import row_blocks
+from ms_kernels.backends.triton.implementation import on_gpu
+from ms_kernels.backends.triton.launching import blocks, launch
+from ms_kernels.backends.triton.rows import as_rows, empty
+from ms_kernels.core.entries import Entry
+from ms_kernels.core.launches import key_of
+from ms_kernels.core.torch_operator import is_wanted, opaque
+from ms_kernels.operators.cross_entropy.triton import class_kernels, loss_entry
+from ms_kernels.operators.linear_cross_entropy.triton import MERIT
+from ms_kernels.operators.linear_cross_entropy.triton_logits import (
+    Sums,
+    chunks,
+    lifted,
+    room_for_gradient,
+    scale_kernel,
+)
+from ms_kernels.operators.token_log_probs.contract import CONTRACT
+
+__all__ = ["IMPLEMENTATION"]
+
+FORWARD, BACKWARD, SCALE = TUNED = (
+    *class_kernels("token_log_probs", "chosen_forward chosen_backward", hidden=True),
+    scale_kernel("token_log_probs"),
+)
+KERNELS = f"{__package__}.kernels"
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return ``log softmax(hidden @ weight.T / temperature)[token]``, and perhaps entropies."""
+    chosen: Tensor
+    spread: Tensor
+    chosen, spread = _chosen(hidden, weight, tokens, temperature, ignore_index, entropy)
+    return (chosen, spread) if entropy else chosen
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    ignore_index: int,
+    entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, places = as_rows(hidden), tokens.reshape(-1).contiguous()
+    made = (
+        empty(tokens, torch.float32),
+        empty(tokens, torch.float32),
+        empty(tokens, torch.float32),
+    )
+    chosen, spread, totals = (each.view(-1) for each in made)
+    for part, logits in chunks(rows, weight):
+        launch(
+            f"{KERNELS}.chosen_forward",
+            len(logits),
+            logits,
+            *(logits, places[part], chosen[part], spread[part], totals[part]),
+            *(logits.shape[1], logits.stride(0), ignore_index, 1 / temperature),
+            **row_blocks(FORWARD, key_of(hidden), len(weight)),
+        )
+    return made
+
+
+def _backward(
+    grad: Tensor,
+    grad_spread: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    totals: Tensor,
+    entropies: Tensor,
+    wanted: int,
+    temperature: float,
+    ignore_index: int,
+    entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    rows, places = as_rows(hidden), tokens.reshape(-1).contiguous()
+    of_hidden, of_weight = is_wanted(wanted, 0), is_wanted(wanted, 1)
+    sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
+    peak, (pulls, spread_pulls) = lifted(hidden.dtype, grad.view(-1), grad_spread.view(-1))
+    constants = row_blocks(BACKWARD, key_of(hidden), len(weight))
+    totals, spread = totals.view(-1), entropies.view(-1)
+    for part, logits in chunks(rows, weight):
+        gradient = room_for_gradient(logits, hidden)
+        count, classes = logits.shape
+        launch(
+            f"{KERNELS}.chosen_backward",
+            count * blocks(classes, constants["BLOCK"]),
+            logits,
+            *(logits, places[part], totals[part], spread[part], pulls[part], spread_pulls[part]),
+            *(gradient, classes, logits.stride(0), gradient.stride(0)),
+            *(ignore_index, 1 / temperature),
+            **constants,
+        )
+        sums.add(gradient, rows, weight, part)
+    return sums.scaled(SCALE, peak, hidden, weight)
+
+
+_chosen = opaque(
+    CONTRACT,
+    "triton",
+    forward=_forward,
+    kept={"totals": "..."},
+    backward=_backward,
+    saves=("hidden", "weight", "tokens", "totals", "entropies"),
+)
+
+
+def entries(chip: str, dtype: str) -> Iterator[Entry]:
+    """Yield what a library holds."""
+    floats = "LOGITS CHOSEN ENTROPY TOTALS PULL SPREAD_PULL coldness"
+    for kernel in (FORWARD, BACKWARD):
+        yield loss_entry(kernel, KERNELS, chip, dtype, flags={}, fp32=floats, i64="TOKENS")
+
+
+IMPLEMENTATION = on_gpu(CONTRACT, token_log_probs, MERIT, tuned=TUNED, entries=entries)

@@ -1,0 +1,38 @@
+"""Rows led back to their tokens through npu_moe_token_unpermute."""
+
+import torch
+from torch import Tensor
+
+from ms_kernels.backends.ascend import on_npu
+from ms_kernels.contracts.call import Call, describe
+from ms_kernels.operators.permute_tokens.ascend import few_choices
+from ms_kernels.operators.unpermute_tokens.contract import CONTRACT
+
+__all__ = ["IMPLEMENTATION"]
+
+
+def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return ``Σ_c weights[t, c] · rows[places[t, c]]``."""
+    if weights is None:  # no shares would mean one choice a token
+        weights = rows.new_ones(places.shape)
+    flat = places.reshape(-1).to(torch.int32)
+    result: Tensor = torch.ops.npu.npu_moe_token_unpermute(rows, flat, weights)
+    return result
+
+
+def _refuses(call: Call) -> str | None:
+    """Decline weights of another dtype: the fused sum's rounding of them is not documented."""
+    rows, _, *weighing = call.given
+    for weights in weighing:
+        if weights.dtype != rows.dtype:
+            fits = f"takes weights of {describe(rows.dtype)}, as rows are"
+            return f"{fits}, not {describe(weights.dtype)}"
+    return few_choices(call)
+
+
+IMPLEMENTATION = on_npu(
+    CONTRACT,
+    unpermute_tokens,
+    "npu_moe_token_unpermute: looks up, weighs and sums in one kernel",
+    refuses=_refuses,
+)

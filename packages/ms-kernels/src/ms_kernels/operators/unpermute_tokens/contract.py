@@ -1,0 +1,89 @@
+"""The way back from rows in order of expert to tokens, weighted sums of their choices."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ms_kernels.contracts.arguments import Argument, Ladder, Work
+from ms_kernels.contracts.call import FLOATING, INDICES, Dims, accumulator
+from ms_kernels.contracts.contract import Contract
+from ms_kernels.contracts.indices import check_range, readable
+from ms_kernels.errors import ArgumentError
+
+__all__ = ["CONTRACT", "unpermute_tokens"]
+
+
+def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return ``Σ_c weights[t, c] · rows[places[t, c]]``, rounded once, to the rows' dtype."""
+    tokens, choices = places.shape
+    chosen = rows.index_select(0, places.reshape(-1)).view(tokens, choices, rows.shape[-1])
+    chosen = chosen.to(accumulator(rows.dtype))
+    if weights is not None:
+        chosen = chosen * weights.unsqueeze(-1)
+    return chosen.sum(1).to(rows.dtype)
+
+
+def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if dims["R"] != dims["T"] * dims["C"]:
+        rows = dims["T"] * dims["C"]
+        yield "rows", f"of a first size of {rows}, one for each of the places"
+
+
+def _draw(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
+    count = shape[0] * shape[1]
+    return torch.randperm(count, generator=generator).view(shape)
+
+
+def _forward(dims: Dims, itemsize: int) -> Work:
+    tokens = dims["T"] * dims["H"]
+    size_bytes = (dims["R"] * dims["H"] + tokens) * itemsize + 12 * dims["R"]
+    return Work(size_bytes, 2 * dims["R"] * dims["H"])
+
+
+def _backward(dims: Dims, itemsize: int) -> Work:
+    """Read the gradient and the rows, write the rows' gradient and one number for each weight."""
+    elements = 2 * dims["R"] * dims["H"] + dims["T"] * dims["H"]
+    return Work(elements * itemsize + 16 * dims["R"], 3 * dims["R"] * dims["H"])
+
+
+def _check_places(rows: Tensor, places: Tensor, weights: Tensor | None) -> None:
+    """Refuse a place that is no row, and a row that two places name."""
+    if not readable(places):
+        return
+    count = rows.shape[0]
+    check_range("unpermute_tokens", "places", places, count)
+    named = torch.bincount(places.reshape(-1), minlength=count)
+    twice = (named > 1).nonzero()
+    if twice.numel():
+        got = f"{twice[0].item()} more than once"
+        raise ArgumentError("unpermute_tokens", "places", got, "each row once")
+
+
+CONTRACT = Contract(
+    name="unpermute_tokens",
+    summary="each token's weighted sum of the rows at its places",
+    arguments=(
+        Argument(name="rows", dims="R H"),
+        Argument(
+            name="places",
+            dims="T C",
+            dtypes=INDICES,
+            differentiable=False,
+            draw=_draw,
+        ),
+        Argument(name="weights", dims="T C", dtypes=FLOATING, optional=True),
+    ),
+    returns="(T H), dtype of rows",
+    results={"result": "T H"},
+    splits=("H",),
+    positive="H C",
+    rules=_rules,
+    check_values=_check_places,
+    forward=_forward,
+    backward=_backward,
+    example={"R": 128, "T": 64, "C": 2, "H": 32},
+    reference=unpermute_tokens,
+    ladders=(Ladder({"H": 512, "C": 1}, ("T", "R")),),
+)

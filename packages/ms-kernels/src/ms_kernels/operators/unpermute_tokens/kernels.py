@@ -1,0 +1,48 @@
+"""The gradient of weighted sums of rows: each choice's share of its token's gradient."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["first"])
+def spread_choice(
+    first,
+    DY,
+    X,
+    PLACES,
+    W,
+    DX,
+    DW,
+    rows,
+    choices,
+    width,
+    dy_stride,
+    stride,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write row PLACES[t, c] of DX, which each choice owns alone, and DW[t, c] = ⟨DY[t], X⟩.
+
+    A place that is none of the `rows` is neither written nor read, and makes DW[t, c] NaN.
+    """
+    choice = (first + tl.program_id(0)).to(tl.int64)
+    token = choice // choices
+    place = tl.load(PLACES + choice).to(tl.int64)
+    fits = (place >= 0) & (place < rows)
+    weight = 1.0
+    if WEIGHTED:
+        weight = tl.load(W + choice).to(tl.float32)
+    along = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < width
+        g = tl.load(DY + token * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
+        dx = (g * weight).to(DX.dtype.element_ty)
+        own = column < tl.where(fits, width, 0)
+        tl.store(DX + place * width + column, dx, mask=own)
+        if WEIGHTED:
+            x = tl.load(X + place * stride + column, mask=own, other=0.0).to(tl.float32)
+            along += g * x
+    if WEIGHTED:
+        slope = tl.where(fits, tl.sum(along, 0), float("nan"))
+        tl.store(DW + choice, slope.to(DW.dtype.element_ty))

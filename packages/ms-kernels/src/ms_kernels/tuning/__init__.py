@@ -1,0 +1,1 @@
+"""Makes the tuning table of a chip by measuring its implementations and kernels."""

@@ -1,0 +1,238 @@
+"""Makes a tuning table by measuring: from which size a backend pays, and how its kernels run best.
+
+For each operator there is a ladder of sizes, small to large, narrow and wide. An implementation
+pays from the smallest size from which on it is slower at no size that was tried than what would be
+taken instead of it, neither forward alone nor forward and backward, within `EVEN`. A kernel with
+parameters (`TunedKernel`) runs with each candidate at sizes of its own; the fastest
+goes to the table.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ms_kernels.contracts.call import describe
+from ms_kernels.contracts.contract import Contract
+from ms_kernels.core.chips import chip_of
+from ms_kernels.core.choice import Implementation, first_fit, obstacle_to
+from ms_kernels.core.dispatch import describe_call
+from ms_kernels.core.launches import TunedKernel, launch_of, trying
+from ms_kernels.core.tables import Configuration, Entry, Table
+from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
+from ms_kernels.tuning.measure import in_turn, one_pass
+
+__all__ = ["EVEN", "largest", "tune"]
+
+log = logging.getLogger(__name__)
+
+EVEN = 1.03
+"""Ratio of two times that counts as none: what repeated measurements differ by."""
+
+STEPS = (1, 4, 16, 64, 256, 1024, 4096)
+"""How many units of what grows are tried."""
+
+LIMIT_FLOPS = 1e9
+"""Work of the largest size on the CPU; an accelerator does a thousandfold."""
+
+LIMIT_BYTES = 1e8
+"""Memory of the largest size on the CPU; an accelerator moves a hundredfold."""
+
+
+def tune(
+    device: torch.device,
+    *,
+    operators: Iterable[str] | None = None,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    spend_s: float = 0.1,
+    on_progress: Callable[[str], object] = lambda line: None,
+) -> Table:
+    """Measure every implementation that runs on `device` and return its table.
+
+    Args:
+        device: where to measure.
+        operators: names; all if None.
+        dtypes: of the first argument.
+        spend_s: seconds for one way at one size.
+        on_progress: takes a line for each implementation as it is done.
+    """
+    chip = chip_of(device)
+    entries = []
+    for each in IMPLEMENTATIONS:
+        if each.backend == "reference" or (
+            operators is not None and each.operator not in operators
+        ):
+            continue
+        for dtype in dtypes:
+            if not each.pays_from and not each.tuned:
+                continue  # there is nothing to find
+            entry = _entry(each, device, dtype, spend_s)
+            if entry is None:
+                continue
+            entries.append(entry)
+            chosen = f", {len(entry.configurations)} configurations" if each.tuned else ""
+            from_ = "no size" if entry.pays_from is None else f"{entry.pays_from} elements"
+            on_progress(f"{each.operator} {each.backend} {entry.dtype}: pays from {from_}{chosen}")
+    return Table(chip=chip, torch=torch.__version__.partition("+")[0], entries=tuple(entries))
+
+
+def _entry(
+    candidate: Implementation, device: torch.device, dtype: torch.dtype, spend_s: float
+) -> Entry | None:
+    """Measure one implementation in one dtype, or return None where it takes no such call."""
+    contract = CONTRACTS[candidate.operator]
+    configurations = tuple(_tuned(contract, candidate, device, dtype, spend_s))
+    ratios: list[tuple[int, float]] = []
+    for dims in _sizes(contract, device) if candidate.pays_from else ():
+        found = _compare(contract, candidate, dims, device, dtype, spend_s)
+        if found is not None:
+            ratios.append(found)
+    if not ratios and not configurations:
+        return None
+    return Entry(
+        operator=candidate.operator,
+        backend=candidate.backend,
+        version=candidate.version,
+        dtype=describe(dtype),
+        pays_from=_pays_from(ratios) if candidate.pays_from else 0,
+        configurations=configurations,
+    )
+
+
+def _sizes(contract: Contract, device: torch.device) -> Iterator[dict[str, int]]:
+    """Yield the sizes to try, least work first."""
+    more = 1 if device.type == "cpu" else 100
+    found = []
+    for ladder in contract.ladders:
+        for step in STEPS:
+            grown = {name: step * ladder.sizes.get(name, 1) for name in ladder.grows}
+            dims = {**contract.example, **ladder.sizes, **grown}
+            work = contract.forward(dims, 4)
+            if work.flops <= LIMIT_FLOPS * more**1.5 and work.size_bytes <= LIMIT_BYTES * more:
+                found.append((work.flops, dims))
+    for _, dims in sorted(found, key=lambda pair: pair[0]):
+        yield dims
+
+
+def largest(contract: Contract, device: torch.device) -> dict[str, int]:
+    """Return the largest sizes that are tried."""
+    *_, found = _sizes(contract, device)
+    return found
+
+
+def _compare(
+    contract: Contract,
+    candidate: Implementation,
+    dims: dict[str, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    spend_s: float,
+) -> tuple[int, float] | None:
+    """Return a call's elements, and the time beside what would be taken instead.
+
+    The ratio is the worse one of forward alone and forward with backward.
+    """
+    inputs = _inputs(contract, dims, device, dtype)
+    call = describe_call(contract, inputs, contract.defaults)
+    instead = _instead(candidate, inputs, contract)
+    if instead is None or obstacle_to(candidate, call) is not None:
+        return None
+    worst = 0.0
+    differentiable = any(argument.differentiable for argument in contract.arguments)
+    for backward in (False, True) if differentiable else (False,):
+        ways = {
+            name: one_pass(contract, each.run, inputs, contract.defaults, backward=backward)
+            for name, each in (("own", candidate), ("other", instead))
+        }
+        took = in_turn(ways, device, spend_s=spend_s)
+        worst = max(worst, took["own"] / took["other"])
+    return call.elements, worst
+
+
+def _inputs(
+    contract: Contract, dims: Mapping[str, int], device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor | None, ...]:
+    drawn = contract.draw(dims, dtype=dtype, device=device)
+    return tuple(None if each.optional else drawn[each.name] for each in contract.arguments)
+
+
+def _instead(
+    candidate: Implementation, inputs: tuple[torch.Tensor | None, ...], contract: Contract
+) -> Implementation | None:
+    """Return the implementation that would be taken if there were no `candidate`."""
+    call = describe_call(contract, inputs, contract.defaults)
+    return first_fit(call, IMPLEMENTATIONS[IMPLEMENTATIONS.index(candidate) + 1 :])
+
+
+def _tuned(
+    contract: Contract,
+    candidate: Implementation,
+    device: torch.device,
+    dtype: torch.dtype,
+    spend_s: float,
+) -> Iterator[Configuration]:
+    """Yield what each kernel was fastest with; what the next larger size says as well is left out.
+
+    Kernels are tuned one after the other, the others as the tables have them.
+    """
+    for each in candidate.tuned:
+        found: list[Configuration] = []
+        for sizes in each.tried_at:
+            dims = {**contract.example, **sizes}
+            spare = [argument.name for argument in contract.arguments if argument.optional]
+            # Asked before anything is drawn: these sizes are an accelerator's.
+            call = contract.call(dims, dtype=dtype, device=device, without=spare)
+            if obstacle_to(candidate, call) is not None:
+                continue
+            inputs = _inputs(contract, dims, device, dtype)
+            at_most = {name: dims[name] for name in each.sizes}
+            values = _fastest(contract, candidate, each, inputs, tuple(at_most.values()), spend_s)
+            if found and found[-1].values == values:
+                found.pop()
+            found.append(Configuration(kernel=each.name, at_most=at_most, values=dict(values)))
+        yield from found
+
+
+def _fastest(
+    contract: Contract,
+    candidate: Implementation,
+    tuned: TunedKernel,
+    inputs: tuple[Any, ...],
+    sizes: tuple[int, ...],
+    spend_s: float,
+) -> Mapping[str, int]:
+    """Return the parameters that are fastest, forward and backward, of those that run at all."""
+    call = describe_call(contract, inputs, contract.defaults)
+    standing = launch_of(tuned, call.chip, describe(call.dtype), sizes).values
+    plain = one_pass(contract, candidate.run, inputs, contract.defaults, backward=True)
+
+    def under(values: Mapping[str, int]) -> Callable[[], object]:
+        def step() -> object:
+            with trying(tuned, values):
+                return plain()
+
+        return step
+
+    tried = [standing, *(each for each in tuned.candidates if each != standing)]
+    ways = {str(place): under(each) for place, each in enumerate(tried)}
+    for name, way in list(ways.items())[1:]:
+        try:
+            way()
+        except Exception as error:  # Triton has no base class of its errors: it does not fit
+            log.info("%s with %s: %s", tuned.name, tried[int(name)], error)
+            del ways[name]
+    device = inputs[0].device
+    took = in_turn(ways, device, spend_s=spend_s, rounds=3)
+    return tried[int(min(took, key=lambda name: took[name]))]
+
+
+def _pays_from(ratios: Sequence[tuple[int, float]]) -> int | None:
+    """Return the least elements from which on no ratio is above `EVEN`; None if there are none."""
+    found = None
+    for elements, ratio in sorted(ratios, reverse=True):
+        if ratio > EVEN:
+            break
+        found = elements
+    # The smallest size that was tried stands for all below it.
+    return 0 if found is not None and found == min(ratios)[0] else found

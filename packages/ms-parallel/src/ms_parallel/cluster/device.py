@@ -1,0 +1,34 @@
+"""The device that a process computes on."""
+
+import os
+
+import torch
+
+from ms_parallel.errors import LaunchError
+
+__all__ = ["pick_device"]
+
+
+def pick_device(device: str | torch.device | None = None) -> torch.device:
+    """This process's device: `device` if given, else the accelerator of its local rank, else CPU.
+
+    An accelerator is never invented: a process beyond the machine's devices is a `LaunchError`.
+    """
+    if device is not None and torch.device(device).type == "cpu":
+        return torch.device("cpu")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        if device is None:
+            return torch.device("cpu")
+        raise LaunchError(
+            f"device {str(device)!r} was asked for but this machine has no accelerator; use 'cpu'"
+        )
+    index = None if device is None else torch.device(device).index
+    index = int(os.environ.get("LOCAL_RANK", "0")) if index is None else index
+    if index >= torch.accelerator.device_count():
+        raise LaunchError(
+            f"process {index} of this machine has no {found.type} of its own: "
+            f"{torch.accelerator.device_count()} found; start fewer processes or use device 'cpu'"
+        )
+    torch.accelerator.set_device_index(index)
+    return torch.device(found.type, index)

@@ -1,0 +1,1 @@
+"""How a learning rate falls after its warm-up, a file each; `optimizer.decays` finds them."""

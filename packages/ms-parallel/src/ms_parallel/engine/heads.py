@@ -1,0 +1,31 @@
+"""Extra linear heads on the final hidden states, such as a value of each position.
+
+Their parameters lie beside the final norm's, which every layout keeps whole, and begin at zero.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["add_heads", "heads_of"]
+
+
+def add_heads(stage: Any, widths: Mapping[str, int]) -> None:
+    """Add a head of each width to a last stage, in place; other stages stay as they are."""
+    if not stage.last:
+        return
+    norm = stage.model.norm
+    for name, width in widths.items():
+        matrix = torch.empty(width, norm.weight.shape[0], device=norm.weight.device)
+        norm.register_parameter(f"{name}_matrix", nn.Parameter(matrix))
+        norm.register_parameter(f"{name}_offset", nn.Parameter(matrix[:, 0].clone()))
+
+
+def heads_of(stage: Any, widths: Mapping[str, int]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Weight (width, H) and offset (width,) of each head of a last stage, by name."""
+    norm = stage.model.norm
+    return {
+        name: (getattr(norm, f"{name}_matrix"), getattr(norm, f"{name}_offset")) for name in widths
+    }

@@ -1,0 +1,63 @@
+"""Everything that may be said of an engine but its model and its layout."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from attrs import field, frozen
+
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.engine.optimizer import AdamWConfig
+from ms_parallel.models.plan import ModelPlan
+from ms_parallel.operators.protocol import Ops
+from ms_parallel.settings import one_of, whole
+from ms_parallel.split.recompute import Recompute
+
+__all__ = ["EngineOptions"]
+
+
+@frozen(kw_only=True)
+class EngineOptions:
+    """Settings of an `Engine`; its keywords.
+
+    Raises:
+        ConfigError: a value is of the wrong kind or out of range.
+    """
+
+    optimizer: AdamWConfig = field(factory=AdamWConfig)
+    """AdamW's settings."""
+    schedule: Any = "1f1b"
+    """A generator's name, such as `"1f1b"` or `"zb-v"`; the path of a CSV file in
+    torch.distributed.pipelining's form; or a table. A file or table is of its own number of
+    microbatches. Each stage gets its share of the layers, or as many as a `Staged`, what
+    `search_schedule` finds, says."""
+    microbatch_size: int | None = field(default=None, validator=whole(optional=True))
+    """Rows of this data rank that pass at once, the last time perhaps fewer; None for all."""
+    mixed_precision: bool = False
+    """Compute in bfloat16; weights, moments and sums stay float32."""
+    recompute: Recompute = field(default="none", validator=one_of("none", "full"))
+    """`"full"` keeps only each block's input and runs it again in the backward."""
+    seed: int = 0
+    """Of fresh weights, which are the same under every layout."""
+    weights: Literal["initial", "unset"] | Path = "initial"
+    """`"initial"`: those of the model's folder, or drawn; a folder whose weights are read; or
+    `"unset"` where a checkpoint is loaded next, so that none are drawn to be overwritten."""
+    device: str | torch.device | None = None
+    """`"cpu"` or an accelerator; None for the machine's best."""
+    ops: Ops | None = None
+    """Operators of the model; None for plain torch."""
+    heads: Mapping[str, int] = field(factory=dict)
+    """Width of each extra linear head on the final hidden states, by name."""
+    on_nonfinite: Literal["skip", "raise"] = field(
+        default="skip", validator=one_of("skip", "raise")
+    )
+    """What a gradient with an infinity or NaN does: skip the update and say so, or raise. Weights
+    are never touched by it."""
+    groups: Groups | None = None
+    """Processes that are already connected; by default the layout is connected."""
+    plan: ModelPlan | None = None
+    """How a module of your own may be split; None for over the data axis alone."""
+    prepare: Callable[[Any], object] | None = None
+    """Called with each stage of this process once it is split over the tensor axis and before it is
+    sharded; may change layers in place. Parameters that it adds begin at zero."""

@@ -1,0 +1,135 @@
+"""What the last stage gives a loss: logits, token losses, entropies and extra heads."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ms_parallel import operators
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.errors import ModelError
+from ms_parallel.operators.protocol import Ops
+from ms_parallel.operators.split_vocabulary import VocabularyParallelLoss
+from ms_parallel.split.tensor_parallel import gather_sequence, gather_vocabulary, local_view
+
+__all__ = ["HeadOutput", "LogitsOutput"]
+
+EVERYWHERE = slice(None)
+WHOLE_LOGITS_BYTES = 256 * 2**20
+"""Logits up to this size are held for the backward; beyond it, computed twice by chunks."""
+
+
+class HeadOutput:
+    """The last stage's normalised hidden state and head, from which logits or losses follow.
+
+    Args:
+        hidden: (B, S, H); under tensor parallelism this rank's part of the sequence, (B, S/t, H).
+        weight: (V, H); under tensor parallelism a DTensor split over the vocabulary.
+        ops: the model's operators.
+        groups: the layout's processes.
+        heads: weight and offset of each extra head, by name.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        ops: Ops,
+        groups: Groups,
+        heads: Mapping[str, tuple[Tensor, Tensor]],
+    ) -> None:
+        self.ops = ops
+        self.groups = groups
+        self.heads = heads
+        self.split = groups.layout.tensor > 1
+        self.weight = local_view(weight)
+        self.hidden = gather_sequence(hidden, groups) if self.split else hidden
+
+    def logits(self, positions: slice = EVERYWHERE) -> Tensor:
+        """Logits (B, S, V), gathered over the tensor axis; of some positions, or of all."""
+        local = F.linear(self.hidden[:, positions], self.weight)
+        if not self.split:
+            return local
+        return gather_vocabulary(local, self.groups)
+
+    def token_losses(self, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """-log p(target), float32 (B, S), 0 where the target is -100."""
+        if temperature != 1.0:
+            return _token_losses(self.logits(), targets, temperature)
+        if self.split:
+            group = self.groups.group("tensor")
+            flat = self.hidden.flatten(0, 1)
+            losses: Tensor = VocabularyParallelLoss.apply(  # type: ignore[no-untyped-call]
+                flat, self.weight, targets.flatten(), group, WHOLE_LOGITS_BYTES
+            )
+            return losses.view(targets.shape)
+        return self.ops.linear_cross_entropy(self.hidden, self.weight, targets, reduction="none")
+
+    def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """Entropy of softmax(logits / temperature) in nats, float32 (B, S), where counted."""
+        return _entropies(self.logits(), counted, temperature)
+
+    def head(self, name: str) -> Tensor:
+        """What an extra head makes of the hidden states, float32 (B, S, its width).
+
+        Raises:
+            ModelError: there is none of that name.
+        """
+        if name not in self.heads:
+            raise ModelError(
+                f"the engine has no head {name!r}; start it with heads={{{name!r}: 1}}, or give a"
+                " model of its own for it"
+            )
+        parts = self.groups.layout.tensor
+        hidden, weight, offset = (
+            _share_of_gradient(x.float(), parts) for x in (self.hidden, *self.heads[name])
+        )
+        return F.linear(hidden, weight, offset)
+
+
+class LogitsOutput:
+    """The logits of a model that has no head apart from it.
+
+    Args:
+        whole: logits (B, S, V), the same on every tensor rank.
+    """
+
+    def __init__(self, whole: Tensor) -> None:
+        self.whole = whole
+
+    def logits(self, positions: slice = EVERYWHERE) -> Tensor:
+        """Logits (B, S, V) of some positions, or of all."""
+        return self.whole[:, positions]
+
+    def token_losses(self, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """-log p(target), float32 (B, S), 0 where the target is -100."""
+        return _token_losses(self.whole, targets, temperature)
+
+    def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """Entropy of softmax(logits / temperature) in nats, float32 (B, S), where counted."""
+        return _entropies(self.whole, counted, temperature)
+
+    def head(self, name: str) -> Tensor:
+        """Refuse: a module of one's own shows no hidden states.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(f"a module of your own has no head {name!r}; let it return what you need")
+
+
+def _token_losses(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """-log p(target), float32 (B, S), from logits (B, S, V)."""
+    scaled = logits if temperature == 1.0 else logits.float() / temperature
+    return operators.cross_entropy(scaled, targets, reduction="none")
+
+
+def _entropies(logits: Tensor, counted: Tensor, temperature: float) -> Tensor:
+    """Entropies in nats, float32 (B, S), from logits (B, S, V); 0 where not counted."""
+    log_p = (logits.float() / temperature).log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1) * counted
+
+
+def _share_of_gradient(x: Tensor, parts: int) -> Tensor:
+    """`x`, of whose gradient one part in `parts` flows: each tensor rank has its share of it."""
+    return x if parts == 1 else x.detach() + (x - x.detach()) / parts

@@ -1,0 +1,94 @@
+"""The parameters that an engine trains, what happens to their gradients, and their optimizer."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.engine.adamw import AdamW
+from ms_parallel.engine.gradients import is_counted, reduce_gradients, scale, squared_norm
+from ms_parallel.engine.optimizer import AdamWConfig
+from ms_parallel.models.plan import ModelPlan
+from ms_parallel.split.part import is_whole_here
+from ms_parallel.split.tensor_parallel import is_whole
+
+__all__ = ["Trainable"]
+
+
+class Trainable:
+    """This process's parameters by name, and AdamW over them.
+
+    Parameters that are neither split nor sharded have their gradients summed over the processes
+    that read different rows, and count once in the norm.
+
+    Args:
+        stages: this process's, by number.
+        plan: how the model is split.
+        placement: pipeline rank of each stage.
+        groups: the layout's processes.
+        config: the optimizer's settings.
+        frozen_too: also parameters that take no gradient.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        plan: ModelPlan,
+        placement: Sequence[int],
+        groups: Groups,
+        config: AdamWConfig,
+        *,
+        frozen_too: bool,
+    ) -> None:
+        self.plan, self.placement, self.groups = plan, placement, groups
+        self.parameters: dict[str, Tensor] = {
+            name: parameter
+            for stage in stages.values()
+            for name, parameter in stage.named_parameters()
+            if parameter.requires_grad or frozen_too
+        }
+        # Kept, as matching hundreds of names against patterns each step would cost.
+        self.whole = [
+            name for name in self.parameters if groups.layout.tensor > 1 and is_whole(name, plan)
+        ]
+        alike = {
+            name: parameter
+            for name, parameter in self.parameters.items()
+            if groups.place.count > 1 and is_whole_here(parameter)
+        }
+        for parameter in alike.values():
+            parameter.register_hook(self._sum_over_rows)  # type: ignore[no-untyped-call]
+        self.counted = [
+            name
+            for name in self.parameters
+            if is_counted(name, plan, placement, groups)
+            and (name not in alike or groups.place.rank == 0)
+        ]
+        weights = [parameter for stage in stages.values() for parameter in stage.parameters()]
+        self.optimizer = AdamW(self.parameters, config, weights)
+
+    def _sum_over_rows(self, gradient: Tensor) -> Tensor:
+        return self.groups.all_reduce(gradient.contiguous().clone(), "rows")
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This process's part of each gradient of the global batch, by name."""
+        return reduce_gradients(
+            self.parameters, self.whole, self.plan.tied, self.placement, self.groups
+        )
+
+    def squared_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Sum of squares of what is counted on this process, a float32 scalar."""
+        return squared_norm([gradients[name] for name in self.counted], self.groups.device)
+
+    def step(self, gradients: Mapping[str, Tensor] | None, norm: float, rate: float) -> None:
+        """Clip and update, or skip where there are no gradients; and drop all gradients."""
+        limit = self.optimizer.config.max_grad_norm
+        if gradients is not None and limit is not None and norm > limit:
+            scale(list(gradients.values()), limit / (norm + 1e-6))
+        self.optimizer.step(gradients, rate)
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None

@@ -1,0 +1,195 @@
+"""What measuring a model's segments takes: a schedule, memory kept, and the time of messages."""
+
+from collections.abc import Sequence
+from math import prod
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.registry import model_plan
+from ms_parallel.pipeline.choice import Staged
+from ms_parallel.pipeline.runtime import Key, Runtime, Step
+from ms_parallel.schedules.table.action import Action, Kind
+from ms_parallel.schedules.table.placements import stages_by_rank
+from ms_parallel.schedules.table.schedule import Schedule
+from ms_parallel.schedules.table.segments import SegmentCosts
+from ms_parallel.split.part import local_part
+
+__all__ = [
+    "MICROBATCHES",
+    "PER_SECOND",
+    "MemoryRuntime",
+    "message_times",
+    "random_batch",
+    "segment_costs",
+    "segment_layers",
+    "segment_stages",
+]
+
+MICROBATCHES = 3
+"""Of one step: the first gathers sharded weights and the last sums gradients, so one has neither
+and the median counts it."""
+ECHOES = 10
+"""Messages there and back, of each size."""
+ALIKE = 0.05
+"""Segments that differ by no more than this share of their median count as equal."""
+PER_SECOND = 1_000_000
+"""Costs are whole microseconds: a schedule of the same costs is the same on every process."""
+
+
+def segment_layers(config: ModelConfig) -> tuple[int, ...]:
+    """Layers of each segment: from each place where the model can be cut to the next."""
+    cuts = model_plan(config).cuts
+    ends = [*cuts[1:], config.num_hidden_layers]
+    return tuple(end - begin for begin, end in zip(cuts, ends, strict=True))
+
+
+def segment_stages(layers: Sequence[int], ranks: int) -> Staged:
+    """A schedule with one stage a segment: all forwards, then backwards in two parts.
+
+    Each rank has neighbouring stages.
+    """
+    placement = [segment * ranks // len(layers) for segment in range(len(layers))]
+    rows = [
+        [Action(Kind.FORWARD, s, number) for number in range(MICROBATCHES) for s in mine]
+        + [
+            Action(kind, stage, number)
+            for number in range(MICROBATCHES)
+            for stage in reversed(mine)
+            for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        ]
+        for mine in stages_by_rank(tuple(placement))
+    ]
+    schedule = Schedule.from_computations(rows, placement, MICROBATCHES, "measurement")
+    return Staged(schedule=schedule, layers=tuple(layers))
+
+
+def random_batch(vocabulary: int, rows: int, length: int) -> dict[str, Tensor]:
+    """A step of random tokens (b, S); the global generator is not touched."""
+    generator = torch.Generator().manual_seed(0)
+    size = (MICROBATCHES * rows, length + 1)
+    text = torch.randint(0, vocabulary, size, generator=generator)
+    return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+
+
+class MemoryRuntime(Runtime):
+    """A runtime that adds up what each stage keeps of its last microbatch, weights left out."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime.stages, runtime.groups)
+        self.mailbox = runtime.mailbox
+        self.kept_bytes: dict[int, int] = {}
+        """From the forward to the backward of inputs."""
+        self.retained_bytes: dict[int, int] = {}
+        """From there to the backward of weights; at most as much, as `Costs` has it."""
+
+    def _compute(self, key: Key, entering: Tensor, step: Step, schedule: Schedule) -> Tensor:
+        kept = {_place(entering): _size(entering)}
+
+        def keep(saved: Tensor) -> Tensor:
+            kept[_place(saved)] = _size(saved)
+            return saved.detach()  # the tensor itself could keep its own graph alive
+
+        with saved_tensors_hooks(keep, _itself):
+            made = super()._compute(key, entering, step, schedule)
+        for weight in self.stages[key[0]].parameters():
+            kept.pop(_place(weight), None)
+        self.kept_bytes[key[0]] = sum(kept.values())
+        return made
+
+    def _backward(self, key: Key, step: Step, schedule: Schedule) -> None:
+        super()._backward(key, step, schedule)
+        factors = [part for _, *parts in step.later[key].factors for part in parts]
+        size = sum({_place(part): _size(part) for part in factors}.values())
+        self.retained_bytes[key[0]] = min(size, self.kept_bytes[key[0]])
+
+    @property
+    def message_bytes(self) -> int:
+        """Size of the largest message between stages; 8 where there is none."""
+        shapes = self.mailbox.shapes.values()
+        return max((dtype.itemsize * prod(shape) for dtype, shape in shapes), default=8)
+
+
+def _itself(saved: Tensor) -> Tensor:
+    return saved
+
+
+def _place(tensor: Tensor) -> int:
+    return _memory(tensor).data_ptr()
+
+
+def _size(tensor: Tensor) -> int:
+    return _memory(tensor).nbytes()
+
+
+def _memory(tensor: Tensor) -> torch.UntypedStorage:
+    part = local_part(tensor)
+    # What a collective may still be writing is a wrapper without memory of its own.
+    if isinstance(part, AsyncCollectiveTensor):
+        part = part.elem
+    return part.untyped_storage()
+
+
+def message_times(groups: Groups, size_bytes: int) -> tuple[float, float]:
+    """Seconds that a small message takes one way, and that one of this size takes beyond it."""
+    small, whole = (_echo(groups, size) for size in (8, max(8, size_bytes)))
+    return small, max(0.0, whole - small)
+
+
+def _echo(groups: Groups, size_bytes: int) -> float:
+    """Median seconds one way between this rank and its neighbours, the slower of the two."""
+    here, last = groups.place.pipeline, groups.layout.pipeline - 1
+    box = torch.zeros(size_bytes, dtype=torch.uint8, device=groups.device)
+    group, slowest = groups.group("pipeline"), 0.0
+    for first in range(last):
+        if here not in (first, first + 1):
+            continue
+        peer = groups.peer("pipeline", 2 * first + 1 - here)
+        trips = []
+        for _ in range(ECHOES):
+            began = perf_counter()
+            for sends in (here == first, here != first):
+                (dist.send if sends else dist.recv)(box, peer, group=group)
+            if groups.device.type != "cpu":
+                torch.accelerator.synchronize()
+            trips.append(perf_counter() - began)
+        slowest = max(slowest, median(trips) / 2)
+    return slowest
+
+
+def segment_costs(
+    layers: Sequence[int], table: Tensor, latency_s: float, transfer_s: float
+) -> SegmentCosts:
+    """Round to whole microseconds and bytes, and make segments alike that hardly differ.
+
+    Args:
+        layers: of each segment.
+        table: (5, segments): seconds of forward, backward of inputs, backward of weights; bytes
+            kept and retained.
+        latency_s: of a small message.
+        transfer_s: that a message between stages takes beyond that.
+    """
+    forward, inputs, weights, kept, retained = table.tolist()
+    return SegmentCosts(
+        layers=layers,
+        forward=_alike(forward),
+        backward_input=_alike(inputs),
+        backward_weight=_alike(weights),
+        activation=[round(size) for size in kept],
+        retained=[round(size) for size in retained],
+        latency=round(latency_s * PER_SECOND),
+        transfer=round(transfer_s * PER_SECOND),
+    )
+
+
+def _alike(seconds: Sequence[float]) -> list[int]:
+    middle = median(seconds)
+    near = [middle if abs(time - middle) <= ALIKE * middle else time for time in seconds]
+    return [max(1, round(time * PER_SECOND)) for time in near]

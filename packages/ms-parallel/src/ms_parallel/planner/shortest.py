@@ -1,0 +1,102 @@
+"""The shortest schedule for measured costs over all placements; pure, without processes."""
+
+from collections.abc import Mapping
+
+from ms_parallel.errors import ScheduleError
+from ms_parallel.planner.found_schedule import FoundSchedule
+from ms_parallel.schedules.generators.one_stage.one_f_one_b import one_f_one_b
+from ms_parallel.schedules.solver.balance import Balanced, balance
+from ms_parallel.schedules.table.placements import looped, one_a_rank, vee
+from ms_parallel.schedules.table.segments import SegmentCosts
+from ms_parallel.schedules.timeline.simulate import simulate
+from ms_parallel.schedules.timeline.timeline import Timeline
+from ms_parallel.split.stages import cut_layers
+
+__all__ = ["PER_MS", "shortest_schedule"]
+
+PER_MS = 1000
+"""Measured times are whole microseconds."""
+EFFORT = 0.5
+
+
+def shortest_schedule(
+    costs: SegmentCosts,
+    ranks: int,
+    microbatches: int,
+    memory_cap_bytes: int | None,
+    *,
+    conditions: Mapping[str, int | str | None],
+    split: bool = True,
+    effort: float = EFFORT,
+) -> FoundSchedule:
+    """The shortest of the schedules on all placements; the same for the same costs.
+
+    Args:
+        costs: measured, in microseconds and bytes.
+        ranks: of the pipeline.
+        microbatches: of one step.
+        memory_cap_bytes: most activation memory of a rank; None for as much as 1F1B takes.
+        conditions: what the costs were measured for; kept with the schedule.
+        split: whether backwards of inputs and of weights may be apart.
+        effort: of the search; 1 is some seconds.
+
+    Raises:
+        ScheduleError: the cap is below the least that works.
+    """
+    plain = _plain(costs, ranks, microbatches)
+    cap = memory_cap_bytes or int(max(plain.peak_memory))
+    placements = [one_a_rank(ranks), vee(ranks), looped(ranks, 2)][: 3 if ranks > 1 else 1]
+    tried: list[Balanced] = []
+    refusals: list[Exception] = []
+    for placement in placements:
+        if len(placement) > costs.count:
+            continue
+        try:
+            tried.append(
+                balance(
+                    costs,
+                    cap,
+                    placement=placement,
+                    microbatches=microbatches,
+                    split=split,
+                    effort=effort / len(placements),
+                )
+            )
+        except ScheduleError as refusal:
+            refusals.append(refusal)
+    if not tried:
+        raise refusals[0]
+    best = min(tried, key=lambda each: each.found.makespan)
+    return FoundSchedule(
+        conditions=dict(conditions),
+        table=best.found.schedule.to_csv(),
+        layers=costs.layers_of(best.split),
+        makespan_ms=float(best.found.makespan) / PER_MS,
+        lower_bound_ms=float(best.found.lower_bound) / PER_MS,
+        one_f_one_b_ms=float(plain.makespan) / PER_MS,
+        peak_bytes=tuple(map(int, best.found.peak_memory)),
+        memory_cap_bytes=cap,
+        costs=_facts(costs),
+    )
+
+
+def _plain(costs: SegmentCosts, ranks: int, microbatches: int) -> Timeline:
+    """1F1B with layers shared out as an engine does by default."""
+    even = cut_layers(costs.count, ranks, range(costs.count))
+    return simulate(one_f_one_b(ranks, microbatches), costs.stages([len(each) for each in even]))
+
+
+def _facts(costs: SegmentCosts) -> dict[str, tuple[float, ...]]:
+    """As they stand in the file: milliseconds and bytes."""
+    times = {
+        "forward_ms": costs.forward,
+        "backward_input_ms": costs.backward_input,
+        "backward_weight_ms": costs.backward_weight,
+        "latency_ms": [costs.latency],
+        "transfer_ms": [costs.transfer],
+    }
+    sizes = {"activation_bytes": costs.activation, "retained_bytes": costs.retained}
+    return {
+        **{name: tuple(float(each) / PER_MS for each in values) for name, values in times.items()},
+        **{name: tuple(map(float, values)) for name, values in sizes.items()},
+    }

@@ -1,0 +1,92 @@
+"""Checks that messages meet in order, and that no ranks wait for one another in a circle."""
+
+from ms_parallel.errors import ScheduleError
+from ms_parallel.schedules.table.action import RECEIVES, SENDS, Action, Kind
+from ms_parallel.schedules.table.schedule import Schedule
+
+__all__ = ["check_pairing", "check_progress"]
+
+
+def _partner(schedule: Schedule, action: Action) -> tuple[int, Action]:
+    """The rank and action at the other end of a message."""
+    kind, step = {
+        Kind.SEND_FORWARD: (Kind.RECV_FORWARD, 1),
+        Kind.RECV_FORWARD: (Kind.SEND_FORWARD, -1),
+        Kind.SEND_BACKWARD: (Kind.RECV_BACKWARD, -1),
+        Kind.RECV_BACKWARD: (Kind.SEND_BACKWARD, 1),
+    }[action.kind]
+    stage = action.stage + step
+    return schedule.placement[stage], Action(kind, stage, action.microbatch)
+
+
+def check_pairing(schedule: Schedule) -> None:
+    """Check that each message is received in the order in which it is sent.
+
+    Raises:
+        ScheduleError: the first two ends that do not meet.
+    """
+    sent: dict[tuple[int, int], list[tuple[Action, Action]]] = {}
+    received: dict[tuple[int, int], list[Action]] = {}
+    for rank, row in enumerate(schedule.actions):
+        for action in row:
+            if action.kind in SENDS:
+                peer, match = _partner(schedule, action)
+                sent.setdefault((rank, peer), []).append((action, match))
+            elif action.kind in RECEIVES:
+                peer, _ = _partner(schedule, action)
+                received.setdefault((peer, rank), []).append(action)
+    for (source, target), messages in sorted(sent.items()):
+        for number, ((send, match), receive) in enumerate(
+            zip(messages, received[source, target], strict=True)
+        ):
+            if match != receive:
+                raise ScheduleError(
+                    f"message {number} from rank {source} to rank {target} is sent by {send} but "
+                    f"received by {receive}; put sends and receives into the same order"
+                )
+
+
+def check_progress(schedule: Schedule) -> None:
+    """Check that all ranks reach their ends when each stays in a send until it is received.
+
+    Raises:
+        ScheduleError: the shortest circle of ranks that wait for one another.
+    """
+    rows = [[a for a in row if a.kind in SENDS or a.kind in RECEIVES] for row in schedule.actions]
+    cursor = [0] * len(rows)
+    pending = list(range(len(rows)))
+    while pending:
+        rank = pending.pop()
+        while cursor[rank] < len(rows[rank]):
+            peer, match = _partner(schedule, rows[rank][cursor[rank]])
+            if cursor[peer] == len(rows[peer]) or rows[peer][cursor[peer]] != match:
+                break
+            cursor[rank] += 1
+            cursor[peer] += 1
+            pending.append(peer)
+    stuck = [rank for rank, row in enumerate(rows) if cursor[rank] < len(row)]
+    if stuck:
+        raise ScheduleError(_describe_deadlock(schedule, rows, cursor, stuck))
+
+
+def _describe_deadlock(
+    schedule: Schedule, rows: list[list[Action]], cursor: list[int], stuck: list[int]
+) -> str:
+    """The shortest circle; every stuck rank waits for exactly one peer, so there is one."""
+    peer_of = {rank: _partner(schedule, rows[rank][cursor[rank]])[0] for rank in stuck}
+    circles = []
+    for start in stuck:
+        path = [start]
+        while (after := peer_of[path[-1]]) not in path:
+            path.append(after)
+        circles.append(path[path.index(after) :])
+    circle = min(circles, key=lambda ranks: (len(ranks), ranks))
+    parts = []
+    for rank in circle:
+        action = rows[rank][cursor[rank]]
+        peer, match = _partner(schedule, action)
+        parts.append(
+            f"rank {rank} is at {action} (action {schedule.actions[rank].index(action)}) and "
+            f"waits for rank {peer} to reach {match}"
+        )
+    return f"deadlock: {'; '.join(parts)}; move one of these actions behind what it waits for"

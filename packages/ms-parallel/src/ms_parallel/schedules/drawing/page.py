@@ -1,0 +1,48 @@
+"""Draws timelines as a page of HTML, for a desk and for a phone."""
+
+from collections.abc import Sequence
+from html import escape
+
+from ms_parallel.schedules.drawing.legend import path_text, summary
+from ms_parallel.schedules.drawing.svg import draw_svg
+from ms_parallel.schedules.timeline.timeline import Timeline
+
+__all__ = ["draw_html"]
+
+_PHONE = 404
+"""Width of the picture for a phone, in pixels."""
+_STYLE = """<style>
+body { font-family: sans-serif; color: #202124; background: #ffffff; margin: 8px }
+.phone { display: none }
+p, h2 { overflow-wrap: anywhere } h2 { font-size: 16px }
+@media (max-width: 640px) { .wide { display: none } .phone { display: block } }
+@media (prefers-color-scheme: dark) { body { color: #e8eaed; background: #202124 } }
+</style>"""
+"""Of a page: on a phone stands the picture that is drawn for one."""
+
+
+def draw_html(
+    *lines: Timeline, titles: Sequence[str] = (), width: int = 1200, unit: str = ""
+) -> str:
+    """A page without scripts or links: the picture, what colours mean, the critical path in words.
+
+    Args:
+        lines: What to draw.
+        titles: What each one is.
+        width: Of the picture, in pixels.
+        unit: Of time, such as "ms"; by default whatever the costs are in.
+    """
+    paths = "".join(
+        f"<h2>{escape(summary(line, titles, index))}</h2>"
+        f"<p>Critical path: {escape(path_text(line))}</p>"
+        for index, line in enumerate(lines)
+    )
+    name = escape(lines[0].schedule.name or "schedule") if lines else "schedule"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{name}</title>\n{_STYLE}</head>\n<body>\n"
+        f'<div class="wide">\n{draw_svg(*lines, titles=titles, width=width, unit=unit)}</div>\n'
+        f'<div class="phone">\n{draw_svg(*lines, titles=titles, width=_PHONE, unit=unit)}</div>\n'
+        f"{paths}\n</body></html>\n"
+    )

@@ -1,0 +1,63 @@
+"""What a run has come to: its numbers, and the trained model as a folder."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from attrs import frozen
+
+from ms_parallel.cluster.agreement import first_does
+from ms_parallel.files.durable import publish, write_synced, writing
+
+__all__ = ["Result", "write_model"]
+
+
+@frozen(kw_only=True)
+class Result:
+    """What a run has come to; the same on every process, but for `sample`."""
+
+    step: int
+    """Updates made, over all launches."""
+    finished: bool
+    """False if a signal stopped the run; the same command goes on."""
+    stopped_by: str | None
+    """The signal that stopped the run, SIGTERM or SIGINT (Ctrl-C); None if it finished."""
+    loss: float
+    """Of the last step's batch, in nats a token."""
+    held_out_loss: float | None
+    """At the end; None without held-out text."""
+    first_held_out_loss: float | None
+    """Before the first step."""
+    tokens: int
+    """Tokens trained on."""
+    seconds: float
+    """Time in steps, over all launches."""
+    model_folder: Path | None
+    """The trained model as a Hugging Face folder; None if not finished."""
+    sample: str | None
+    """What the model writes after `sample_prompt`."""
+
+
+def write_model(folder: Path, mark: Callable[[], bytes], save: Callable[[Path], None]) -> Path:
+    """Write the trained model with `save`; whole or not at all.
+
+    Args:
+        folder: where it stands when it is written; nothing is done if it is there already.
+        mark: on the first process, what says of which training it is.
+        save: writes it to a folder; every process calls it.
+    """
+    made = folder / "training.json"
+    if first_does(lambda: made.is_file() and made.read_bytes() == mark()):
+        return folder
+    aside = folder.with_name("model.partial")
+    first_does(lambda: shutil.rmtree(aside, ignore_errors=True))
+    save(aside)
+    first_does(lambda: _publish(aside, folder, mark()))
+    return folder
+
+
+def _publish(aside: Path, folder: Path, mark: bytes) -> None:
+    with writing(folder):
+        write_synced(aside / "training.json", mark)
+        shutil.rmtree(folder, ignore_errors=True)
+        publish(aside, folder)

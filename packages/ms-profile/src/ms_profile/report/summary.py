@@ -1,0 +1,196 @@
+"""The summary that a report shows, as plain values; what is not known is None."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from attrs import asdict
+from msgspec import structs
+
+from ms_profile.advice.finding import Finding
+from ms_profile.advice.rules import advise
+from ms_profile.analysis.activity import PHASES
+from ms_profile.analysis.memory import memory_growth, memory_timeline
+from ms_profile.analysis.operators import kernel_table, operator_table
+from ms_profile.analysis.transfers import find_slow_group, fit_transfers
+from ms_profile.analysis.whole_run import Analysis, RankAnalysis
+from ms_profile.links.matrix import LinkMatrix, find_slow_link
+from ms_profile.metrics import METRICS
+from ms_profile.report.waits import summarise_data, summarise_idle
+from ms_profile.trace.steps import STEP
+
+__all__ = ["build_summary"]
+
+MOST_OPERATORS = 400
+MOST_LEDGER_ROWS = 300
+
+
+def build_summary(
+    analysis: Analysis,
+    *,
+    title: str = "",
+    links: LinkMatrix | None = None,
+    findings: Sequence[Finding] | None = None,
+    metrics: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Everything of the report but the timeline, JSON-able; times in ns, sizes in bytes.
+
+    Args:
+        analysis: of `ms_profile.analyse`.
+        title: of the report; the run's name where not given.
+        links: as `ms-profile link --out` measured them.
+        findings: the advice; asked for where not given.
+        metrics: which parts to show; those that the run was asked for, else all.
+    """
+    found = advise(analysis) if findings is None else findings
+    run = analysis.run
+    asked = metrics if metrics is not None else run.metrics if run is not None else None
+    shown = {part for name in asked or METRICS if name in METRICS for part in METRICS[name].shows}
+    return {
+        "title": title or (run.name if run is not None else "Where the time goes"),
+        "run": None if run is None else asdict(run),
+        "metrics": list(asked or METRICS),
+        "shown": sorted(shown),
+        "phases": PHASES,
+        "warnings": list(analysis.warnings),
+        "ranks": [_rank(one) for one in analysis.ranks.values()],
+        "operators": _operators(analysis, by_shape="shapes" in shown),
+        "kernels": _kernels(analysis),
+        "communication": _communication(analysis, links),
+        "ledger": _ledger(analysis),
+        "memory": [_memory(one) for one in analysis.ranks.values()],
+        "data": summarise_data(analysis),
+        "idle": summarise_idle(analysis),
+        "advice": [_finding(one) for one in found],
+    }  # fmt: skip
+
+
+def _rank(one: RankAnalysis) -> dict[str, Any]:
+    steps = [
+        {"number": b.step.number, "wall": b.step.duration_ns,
+         "phases": {
+             name: None if name in one.activity.unmeasured else amount
+             for name, amount in b.phases_ns.items()
+         },
+         "communication": b.communication_ns, "hidden": b.hidden_ns}
+        for b in one.breakdowns
+    ]  # fmt: skip
+    return {
+        "rank": one.rank, "host": one.trace.host, "spans": len(one.trace),
+        "file_bytes": one.trace.file_bytes, "device": one.activity.has_device, "steps": steps,
+        "clock": None if one.clock is None else structs.asdict(one.clock),
+    }  # fmt: skip
+
+
+def _operators(analysis: Analysis, *, by_shape: bool) -> dict[str, Any]:
+    """Operators of all ranks by name, and by shape where asked for, most self time first."""
+    sums: dict[tuple[str, int, str], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    has_device = False
+    for one in analysis.ranks.values():
+        for row in operator_table(one.trace, by_shape=by_shape):
+            name = "ProfilerStep" if STEP.fullmatch(row.name) else row.name
+            cell = sums[name, int(row.category), row.shape]
+            cell[0] += row.calls
+            cell[1] += row.total_ns
+            cell[2] += row.self_ns
+            cell[3] += row.device_ns or 0
+            has_device |= row.device_ns is not None
+    ordered = sorted(sums.items(), key=lambda item: -max(item[1][2], item[1][3]))
+    rows = [[*key, *cell] for key, cell in ordered[:MOST_OPERATORS]]
+    return {
+        "rows": rows, "left_out": len(ordered) - len(rows), "device": has_device,
+        "left_out_ns": sum(cell[2] for _, cell in ordered[MOST_OPERATORS:]),
+        "self_ns": sum(cell[2] for _, cell in ordered),
+    }  # fmt: skip
+
+
+def _kernels(analysis: Analysis) -> list[list[Any]]:
+    sums: dict[tuple[str, int], list[int]] = {}
+    for one in analysis.ranks.values():
+        for row in kernel_table(one.trace):
+            cell = sums.setdefault((row.name, int(row.category)), [0, 0, row.shortest_ns, 0])
+            cell[0] += row.calls
+            cell[1] += row.total_ns
+            cell[2] = min(cell[2], row.shortest_ns)
+            cell[3] = max(cell[3], row.longest_ns)
+    ordered = sorted(sums.items(), key=lambda item: -item[1][1])
+    return [[*key, *cell] for key, cell in ordered[:MOST_OPERATORS]]
+
+
+def _communication(analysis: Analysis, links: LinkMatrix | None) -> dict[str, Any]:
+    ranks = list(analysis.ranks)
+    place = {rank: column for column, rank in enumerate(ranks)}
+    waits = np.zeros((len(ranks), len(ranks)))
+    for charge in analysis.ledger.charges:
+        waits[place[charge.waiting], place[charge.cause]] += charge.wait_ns
+    kinds: dict[tuple[str, str, int | None], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    ledger = analysis.ledger
+    for one, waited, moved in zip(ledger.matched, ledger.wait_ns, ledger.transfer_ns, strict=True):
+        cell = kinds[one.kind, one.group, one.size_bytes]
+        cell[0] += 1
+        cell[1] += sum(waited.values()) / len(waited)
+        cell[2] += sum(moved.values()) / len(moved)
+    seen = sum(len(one.collectives) for one in analysis.ranks.values())
+    group = find_slow_group(ledger)
+    slow = find_slow_link(links) if links is not None else None
+    return {
+        "ranks": ranks,
+        "waits": waits.tolist() if ledger.matched else None,
+        "kinds": [[*key, *cell] for key, cell in sorted(kinds.items(), key=lambda i: -i[1][2])],
+        "seen": seen,
+        "fits": [
+            asdict(fit, filter=lambda each, _: each.name != "fit") | structs.asdict(fit.fit)
+            for fit in fit_transfers(ledger)
+        ],
+        "links": None if links is None else {
+            "backend": links.backend, "world": links.world_size,
+            "pairs": [[p.first, p.second, p.fit.latency_s, p.fit.bandwidth_bytes_per_s]
+                      for p in links.pairs],
+        },
+        "slow_group": None if group is None else {
+            **asdict(group), "everyone": set(group.ranks) >= set(ranks),
+        },
+        "slow_link": None if slow is None else asdict(slow),
+    }  # fmt: skip
+
+
+def _ledger(analysis: Analysis) -> dict[str, Any]:
+    ledger = analysis.ledger
+    sums = [[rank, phase, amount] for (rank, phase), amount in ledger.charged_ns().items()]
+    longest = sorted(range(len(ledger.matched)), key=lambda n: -sum(ledger.wait_ns[n].values()))[
+        :MOST_LEDGER_ROWS
+    ]
+    causes: dict[int, dict[tuple[int, str], float]] = defaultdict(lambda: defaultdict(float))
+    for charge in ledger.charges:
+        causes[charge.collective][charge.cause, charge.phase] += charge.wait_ns
+    rows = []
+    for number in longest:
+        one = ledger.matched[number]
+        by = max(causes[number].items(), key=lambda item: item[1])[0] if causes[number] else None
+        rows.append(
+            [one.kind, one.size_bytes, str(min(one.starts_ns.values())),
+             sum(ledger.wait_ns[number].values()), sum(ledger.transfer_ns[number].values()),
+             ledger.late[number], by[0] if by else None, by[1] if by else None]
+        )  # fmt: skip
+    return {
+        "charged": sums, "waited": sorted(ledger.waited_ns().items()), "rows": rows,
+        "matched": len(ledger.matched),
+        "suspect": None if ledger.suspect is None else asdict(ledger.suspect),
+    }  # fmt: skip
+
+
+def _memory(one: RankAnalysis) -> dict[str, Any]:
+    series = [
+        {"device": line.device, "at": (line.at_ns - line.at_ns[0]).tolist(),
+         "low": line.low_bytes.tolist(), "high": line.high_bytes.tolist(),
+         "peak": int(line.high_bytes.max())}
+        for line in memory_timeline(one.trace)
+    ]  # fmt: skip
+    peaks = [[peak.name, peak.size_bytes] for peak in memory_growth(one.trace)]
+    return {"rank": one.rank, "series": series, "peaks": peaks}
+
+
+def _finding(one: Finding) -> dict[str, Any]:
+    evidence = [[e.rank, e.name, str(e.start_ns), e.duration_ns] for e in one.evidence]
+    return {**asdict(one), "evidence": evidence}

@@ -1,0 +1,27 @@
+"""Ascend's names: CANN's runtime, HCCL, and the processes of `trace_view.json`.
+
+Communication is listed twice in that file: each group's collectives, which count here, and their
+parts on planes, which don't.
+"""
+
+from typing import Final
+
+from ms_profile.vendors.category import Category
+from ms_profile.vendors.vendor import Vendor
+
+__all__ = ["VENDOR"]
+
+VENDOR: Final = Vendor(
+    processes={
+        "Ascend Hardware/": Category.KERNEL,
+        "CANN/": Category.RUNTIME,
+        "(Communication|HCCL).*/.*Communication": Category.COLLECTIVE,
+    },
+    device_backend="hccl",
+    collective_kernel="hcom_|HcclLaunch",
+    copy_kernel="MEMCPY|Memcpy|SDMA",
+    wait_kernel="EVENT_WAIT|EVENT_RECORD|Notify[_ ]Wait|Notify[_ ]Record|NOTIFY",
+    synchronising_call=r"acl\w*Synchronize",
+    allocation_call=r"aclrt(Malloc|Free)\w*$",
+    trace_files="**/ASCEND_PROFILER_OUTPUT/trace_view.json",
+)

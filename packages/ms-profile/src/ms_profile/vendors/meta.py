@@ -1,0 +1,10 @@
+"""Meta's names: the MTIA's runtime."""
+
+from typing import Final
+
+from ms_profile.vendors.category import Category
+from ms_profile.vendors.vendor import Vendor
+
+__all__ = ["VENDOR"]
+
+VENDOR: Final = Vendor(labels={"mtia_runtime": Category.RUNTIME})

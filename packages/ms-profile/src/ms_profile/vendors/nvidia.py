@@ -1,0 +1,22 @@
+"""NVIDIA's names: CUDA's runtime and driver, NCCL."""
+
+from typing import Final
+
+from ms_profile.vendors.category import Category
+from ms_profile.vendors.vendor import Vendor
+
+__all__ = ["VENDOR"]
+
+VENDOR: Final = Vendor(
+    labels={
+        "cuda_runtime": Category.RUNTIME,
+        "cuda_driver": Category.RUNTIME,
+        "cuda_sync": Category.DEVICE_WAIT,
+    },
+    device_backend="nccl",
+    collective_kernel="ncclDevKernel|ncclKernel|nccl[A-Z]",
+    communication_operator="nccl:",
+    synchronising_call=r"cuda\w*Synchronize",
+    allocation_call=r"cuda(Malloc|Free)(Async|Host)?$|cudaHostAlloc$|cuMem(Alloc|Free|Create|"
+    r"Release|Map|Unmap|SetAccess|AddressReserve|AddressFree)\w*$",
+)
