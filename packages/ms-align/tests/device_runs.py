@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from layout_run import Place
+from layout_run import engine_of
 from layout_run import run as run_offline
 from small_models import biased, decoder, gpt2, llama, vowels
 from torch import nn
@@ -31,7 +31,6 @@ from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.engines.parallel import ParallelEngine
 from ms_align.rewards.scoring import ModuleReward
 from ms_align.rollouts.rows import logprobs_of, sequences
-from ms_align.run.options import RunOptions
 from ms_align.tokenizer import ByteTokenizer
 from ms_data import PreferenceStream
 from ms_parallel import Layout
@@ -144,17 +143,16 @@ def rewarded(sets: str, folder: str) -> dict[str, Any]:
     """A reward model that learns, is saved, read, and scores on the device."""
     stream = PreferenceStream(Path(sets, "pairs"), sequence_length=64, batch_size=4)
     trainer = RewardTrainer(
-        model(), stream, optimizer=OPTIMIZER,
-        options=RunOptions(output_dir=Path(folder, "run"), progress=False),
+        model=str(Path(sets, "model")), steps=2, output_dir=Path(folder), progress=False
     )
-    trainer.train(2)
-    trainer.reward_model().save(Path(folder, "model"))
-    read = RewardModel.load(Path(folder, "model")).to(here())
+    trained = trainer.train(stream).model
+    read = RewardModel.load(Path(folder, "model"))
+    assert next(read.parameters()).device == here()
     samples = [
         Sample(prompt="", response="", prompt_tokens=(1, 2), response_tokens=tokens)
         for tokens in ((3, 4, 5), (6,))
     ]
-    found, again = (ModuleReward(each)(samples) for each in (trainer.reward_model(), read))
+    found, again = (ModuleReward(each)(samples) for each in (trained, read))
     return {"same": torch.allclose(found, again), "scores": found.tolist()}
 
 
@@ -198,4 +196,5 @@ def online_layouts(folder: str, layout: dict[str, int]) -> dict[str, list[float]
 
 def offline(sets: str, folder: str, layout: dict[str, int] | None) -> dict[str, list[float]]:
     """SFT, DPO and DPO with adapters."""
-    return run_offline(Path(sets), Path(folder), layout, device=None)
+    assert engine_of(Path(sets), None).device.type == here().type
+    return run_offline(Path(sets), Path(folder), layout)
