@@ -294,13 +294,13 @@ class Engine:
         return self.runtime.mailbox.share(result, self.placement[-1])
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows of all data ranks, in their order; each gives as many."""
+        """The rows of all data ranks, in their order; each gives as many; they lie where these lie."""
         if self.data_ranks == 1:
             return rows
         mine = rows.contiguous().to(self.device)
         parts = [torch.empty_like(mine) for _ in range(self.data_ranks)]
         dist.all_gather(parts, mine, group=self.groups.group("rows"))
-        return torch.cat(parts)
+        return torch.cat(parts).to(rows.device)
 
     def generate(
         self,
