@@ -294,7 +294,7 @@ class Engine:
         return self.runtime.mailbox.share(result, self.placement[-1])
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows of all data ranks, in their order; each gives as many; they lie where these lie."""
+        """The rows of all data ranks, in their order; each gives as many."""
         if self.data_ranks == 1:
             return rows
         mine = rows.contiguous().to(self.device)
