@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import nn
 
 from ms_parallel import operators
@@ -72,6 +72,8 @@ class DenseFamily(Family):
     """Settings of `DecoderConfig` that its files cannot vary, with the value that they have."""
     silent: Mapping[str, object]
     """What transformers takes where its config.json is silent."""
+    neutral: Mapping[str, tuple[object, ...]] = field(factory=dict)
+    """Keys of its config.json that are not read, with the values that change nothing."""
     windows: Literal["none", "every_layer", "upper_layers"] = "none"
     """Which layers its `sliding_window` applies to where no `layer_types` says so."""
     null_head_dim: bool = False
@@ -120,6 +122,7 @@ class DenseFamily(Family):
         """
         free = [name for name in _BIASES if name not in self.fixed]
         neutral = {name: (self.fixed[name],) for name in _BIASES if name in self.fixed}
+        neutral |= self.neutral
         check_keys(self.name, _WINDOW_KEYS[self.windows].union(free), neutral, document)
         _check_sizes(document)
         # Where a key is null, its default does not count: null is a value of its own, or refused.
