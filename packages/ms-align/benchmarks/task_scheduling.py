@@ -121,12 +121,12 @@ def updates_to_target(mixture: str, schedule: str, seed: int) -> tuple[int, str]
             ),
         )
         step, reached = 0, MOST
-        tell = _teller(on_event)
+        run_log = _run_log(on_event)
         while step < MOST:
-            trainer.update(tell)
+            trainer.update(run_log)
             step += 1
             if step % EVERY == 0:
-                on_event("evaluate", trainer.evaluate(tell))
+                on_event("evaluate", trainer.evaluate(run_log))
                 if worst[-1] < TARGET:
                     reached = step
                     break
@@ -134,10 +134,10 @@ def updates_to_target(mixture: str, schedule: str, seed: int) -> tuple[int, str]
     return reached, shown
 
 
-def _teller(on_event: Callable[[str, Any], None]) -> Any:
-    from ms_align.run.loop import Tell
+def _run_log(on_event: Callable[[str, Any], None]) -> Any:
+    from ms_align.run.loop import RunLog
 
-    return Tell(event=on_event, note=lambda text: None)
+    return RunLog(event=on_event, note=lambda text: None)
 
 
 def main() -> None:

@@ -15,14 +15,10 @@ from typing import Any
 
 import torch
 
-from ms_parallel import Layout
-
 sys.path.insert(0, str(Path(__file__).parent))
 from small_models import vowels
 
-from ms_align import GRPOTrainer, PPOTrainer, Sample
-from ms_align.engines.optimizer import OptimizerOptions
-from ms_align.engines.parallel import ParallelEngine
+from ms_align import GRPOTrainer, LoraOptions, PPOTrainer, RLOOTrainer, Sample
 from ms_align.events import JsonLines
 from ms_align.tokenizer import ByteTokenizer
 
@@ -43,54 +39,55 @@ def reward(samples: Sequence[Sample]) -> list[float]:
     return vowels(samples)
 
 
+def train(kind: type[Any], out: Path, steps: int = 4, **settings: Any) -> None:
+    """One run, whose events are kept."""
+    lines = JsonLines(out / "events.jsonl")
+
+    def on_event(name: str, fields: Mapping[str, Any]) -> None:
+        lines(name, fields)
+        moment()
+
+    kind(
+        **settings,
+        reward_model=reward,
+        learning_rate=1e-3,
+        kl_coeff=0.1,
+        entropy_coeff=0.01,
+        epochs=2,
+        steps=steps,
+        batch_size=8,
+        max_new_tokens=6,
+        output_dir=out,
+        on_event=on_event,
+        progress=False,
+    ).optimize([[5, 6, 7], [11], [20, 21], [30, 31, 32, 33], [40], [50, 51]])
+
+
 def main() -> None:
-    """Four updates of each, two rollouts."""
+    """Four updates of each, two rollouts; those with adapters in two launches."""
     torch.set_num_threads(1)
     folder, axis = Path(sys.argv[1]), sys.argv[2]
-    layout = Layout() if axis == "one" else Layout(**{axis: 2})
-
-    def engine(**more: Any) -> ParallelEngine:
-        optimizer = OptimizerOptions(learning_rate=1e-3)
-        return ParallelEngine.start(
-            folder / "start", layout, optimizer=optimizer, device="cpu", **more
-        )
-
-    def train(kind: type[Any], out: Path, **settings: Any) -> None:
-        lines = JsonLines(out / "events.jsonl")
-
-        def on_event(name: str, fields: Mapping[str, Any]) -> None:
-            lines(name, fields)
-            moment()
-
-        kind(
-            **settings,
-            reference_model=engine(),
-            reward_model=reward,
-            kl_coeff=0.1,
-            entropy_coeff=0.01,
-            epochs=2,
-            steps=4,
-            batch_size=8,
-            max_new_tokens=6,
-            output_dir=out,
-            on_event=on_event,
-            progress=False,
-        ).optimize([[5, 6, 7], [11], [20, 21], [30, 31, 32, 33], [40], [50, 51]])
-
-    ppo = engine(heads={"value": 1})
+    ranks = {"data": 1} if axis == "one" else {axis: 2}
+    start: dict[str, Any] = {"policy_model": folder / "start", "layout": ranks}
     if len(sys.argv) > 3:
-        train(PPOTrainer, folder / sys.argv[3], policy_model=ppo, checkpoint_every=1)
+        train(PPOTrainer, folder / sys.argv[3], **start, checkpoint_every=1)
         return
-    train(PPOTrainer, folder / axis / "PPOTrainer", policy_model=ppo)
+    train(PPOTrainer, folder / axis / "PPOTrainer", **start)
     train(
         GRPOTrainer,
         folder / axis / "GRPOTrainer",
-        policy_model=engine(),
+        **start,
         group_size=4,
         tokenizer=ByteTokenizer(),
         stop_tokens=tuple(range(0, 258, 9)),
         stop_strings=("A", "7", "e "),
     )
+    if axis == "tensor":
+        return
+    for kind in (PPOTrainer, GRPOTrainer, RLOOTrainer):
+        out = folder / axis / f"{kind.__name__}-lora"
+        for steps in (2, 4) if axis != "one" else (4,):
+            train(kind, out, steps, **start, lora=LoraOptions(rank=4))
 
 
 if __name__ == "__main__":

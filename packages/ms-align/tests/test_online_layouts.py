@@ -7,11 +7,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from ms_parallel import save_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_models import decoder
+
+from ms_align import load_lora
 
 SCRIPT = Path(__file__).with_name("online_layout_run.py")
 
@@ -60,6 +63,35 @@ def test_losses_equal_those_of_one_process(one: Path, axis: str) -> None:
             assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
     stopped = [e["stopped"] for e in events(one / axis / "GRPOTrainer", "rollout")]
     assert sum(stopped) > 0, "stop tokens and stop strings are to end some response"
+
+    if axis != "tensor":
+        check_adapters(one, axis)
+
+
+def check_adapters(one: Path, axis: str) -> None:
+    """PPO, GRPO and RLOO with adapters, ended after two updates and gone on with.
+
+    The same losses as in one process, a KL of 0 from the model without adapters at first, and
+    adapters that peft's format holds; nothing else is written.
+    """
+    for trainer in ("PPOTrainer", "GRPOTrainer", "RLOOTrainer"):
+        split, whole = (one / place / f"{trainer}-lora" for place in (axis, "one"))
+        assert [e["step"] for e in events(split, "resume")] == [2], trainer
+        steps = [events(each, "step") for each in (split, whole)]
+        assert [e["step"] for e in steps[0]] == [1, 2, 3, 4]
+        assert steps[0][0]["kl"] == pytest.approx(0, abs=1e-5)
+        for got, want in zip(*steps, strict=True):
+            for name in ("loss", "reward", "kl", "entropy", "kl_old"):
+                assert got[name] == pytest.approx(want[name], rel=1e-5, abs=1e-5), (trainer, name)
+        assert not (split / "model").exists()
+        found = [load_lora(decoder(), each / "adapter").adapters() for each in (split, whole)]
+        assert found[0].keys() == found[1].keys()
+        moved = 0.0
+        for name, layer in found[0].items():
+            # Adam's first steps are of the size of the rate, 1e-3, whatever rounding does.
+            torch.testing.assert_close(layer.lora_B, found[1][name].lora_B, rtol=1e-3, atol=1e-4)
+            moved += float(layer.lora_B.detach().abs().sum())
+        assert moved > 0
 
 
 @pytest.mark.slow

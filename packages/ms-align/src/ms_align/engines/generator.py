@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ms_align.engines.local import LocalEngine
 from ms_align.engines.protocol import Engine
 from ms_align.errors import ModelError
 from ms_align.generation import Generator, LocalGenerator, Responses
@@ -14,7 +15,7 @@ __all__ = ["EngineGenerator", "generator_of"]
 
 
 def generator_of(engine: Engine, *, slots: int = 64, decode: Decode | None = None) -> Generator:
-    """The generator of this process where it holds the model, else the engine's own.
+    """`LocalGenerator` for an engine of one process, else the engine's own loop.
 
     Args:
         engine: runs the policy.
@@ -24,7 +25,7 @@ def generator_of(engine: Engine, *, slots: int = 64, decode: Decode | None = Non
     Raises:
         ModelError: the model takes no cache.
     """
-    if engine.module is not None:
+    if isinstance(engine, LocalEngine):
         return LocalGenerator(engine.module, slots=slots, decode=decode)
     return EngineGenerator(engine, decode)
 

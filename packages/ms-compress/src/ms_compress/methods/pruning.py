@@ -116,7 +116,9 @@ def _set_mask(layer: nn.Module, name: str, kept: Tensor) -> None:
 
 def masks(model: nn.Module) -> dict[str, Tensor]:
     """Return the mask (N, K) bool of each pruned layer, by name."""
-    return {name: each.kept for name, each in prepared_layers(model) if each.kept is not None}
+    return {
+        name: each.own_mask for name, each in prepared_layers(model) if each.own_mask is not None
+    }
 
 
 def set_masks(model: nn.Module, kept: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The files of a corpus, and from them the documents, one at a time, in one fixed order."""
+"""Reads the documents of a corpus's files, one at a time, in one fixed order."""
 
 import gzip
 import itertools
@@ -92,7 +92,7 @@ class Corpus:
         return seen.hexdigest()
 
     def changed_since(self, time_ns: int) -> Path | None:
-        """The first file that was written after `time_ns`, if there is one."""
+        """Finds the first file that was written after `time_ns`, if there is one."""
         return next((path for path in self.files if path.stat().st_mtime_ns > time_ns), None)
 
     def documents(
@@ -101,7 +101,7 @@ class Corpus:
         on_skip: Callable[[str], None] = lambda reason: None,
         on_leave_out: Callable[[str], None] = lambda kind: None,
     ) -> Iterator[Document]:
-        """Reads on from `start`; texts that are empty are passed over.
+        """Reads the documents after `start`; texts that are empty are passed over.
 
         Files of a folder that are no text are left out, and `on_leave_out` hears what they are.
 
@@ -131,7 +131,7 @@ class Corpus:
             done_bytes += self.sizes_bytes[number]
 
     def _read(self, path: Path) -> Iterator[tuple[Found, int]]:
-        """Each document of a file, with the bytes of the file read so far."""
+        """Reads each document of a file, with the bytes of the file read so far."""
         try:
             with path.open("rb") as raw:
                 for found in self._found(path, raw):
@@ -168,7 +168,7 @@ class Corpus:
 
 
 def _look(path: Path, head: bytes) -> str | Invalid | NotText:
-    """How a file that begins with `head` is packed, "" if not; or why it is not read."""
+    """Says how a file that begins with `head` is packed, "" if not; or why it is not read."""
     if reason := foreign_encoding(head):
         return Invalid(f"{path}: {reason}")
     if any(head.startswith(reader.signatures) for reader in READERS.values()):

@@ -1,4 +1,4 @@
-"""Conversations and preference pairs as documents of a shard, and reading them back by number.
+"""Packs conversations and preference pairs as documents of a shard, and reads them by number.
 
 A sample is one document of 32-bit words: a header, then tokens whose highest bit says whether
 they are trained on.
@@ -48,12 +48,12 @@ class PairSample(NamedTuple):
 
 
 def pack_sample(sample: Sample) -> _Words:
-    """The words of a conversation, shape (n + 1,)."""
+    """Packs a conversation as words, shape (n + 1,)."""
     return np.concatenate((_floats(sample.weight), _marked(sample)))
 
 
 def pack_pair(pair: PairSample) -> _Words:
-    """The words of a pair."""
+    """Packs a pair as words."""
     size = np.array([len(pair.chosen.tokens)], np.uint32)
     header = (_floats(pair.weight, pair.margin), size)
     return np.concatenate((*header, _marked(pair.chosen), _marked(pair.rejected)))
@@ -122,14 +122,14 @@ class Samples(Sequence[Sample | PairSample]):
         return PairSample(chosen, rejected, float(floats[0]), float(floats[1]))
 
     def conversation(self, number: int) -> Sample:
-        """Sample `number` of a dataset of conversations."""
+        """Reads sample `number` of a dataset of conversations."""
         found = self[number]
         if not isinstance(found, Sample):
             raise SettingError("preference pairs where conversations are asked for")
         return found
 
     def pair(self, number: int) -> PairSample:
-        """Sample `number` of a dataset of preference pairs."""
+        """Reads sample `number` of a dataset of preference pairs."""
         found = self[number]
         if not isinstance(found, PairSample):
             raise SettingError("conversations where preference pairs are asked for")

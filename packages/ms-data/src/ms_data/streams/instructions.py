@@ -1,8 +1,8 @@
-"""Batches of conversations for training: mixed, packed, split over processes, resumable exactly."""
+"""Streams conversations for training: mixed, packed, shared by processes, resumable exactly."""
 
 import operator
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,9 +29,9 @@ from ms_data.streams.share import (
 __all__ = ["InstructionBatch", "InstructionStream"]
 
 STATE_VERSION = 1
-_CHOICES = {
+_CHOICES: dict[str, Collection[str]] = {
     "long": get_args(Long),
-    "packing": tuple(PACKING_RULES),
+    "packing": PACKING_RULES,
     "weighting": get_args(Weighting),
 }
 
@@ -159,17 +159,17 @@ class InstructionStream(Iterator[InstructionBatch]):
 
     @property
     def delivered_rows(self) -> int:
-        """Rows that all processes together have received, those without samples left out."""
+        """Rows with samples that all processes together have received."""
         return self._rows
 
     @property
     def fill(self) -> float:
-        """Share of the delivered rows' places that hold tokens of samples."""
+        """The share of the delivered tokens that are of samples; the rest is padding."""
         return self._tokens / max(1, self._rows * self.sequence_length)
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """Of each source: samples `drawn`, `truncated` and `split`, segments `without_targets`."""
+        """For each source: samples `drawn`, `truncated` and `split`, segments `without_targets`."""
         return {
             name: dict(source.counters)
             for name, source in zip(self.names, self._sources, strict=True)
@@ -196,7 +196,7 @@ class InstructionStream(Iterator[InstructionBatch]):
         return self._deliver(rows)
 
     def of_tasks(self, tasks: Sequence[int]) -> InstructionBatch:
-        """A global batch whose rows are of these sources, drawn apart from the mixture.
+        """Draws a global batch whose rows are of these sources, apart from the mixture.
 
         Args:
             tasks: the number of a source for each row of the global batch.

@@ -1,4 +1,4 @@
-"""Batches of preference pairs: two rows a pair, chosen above rejected."""
+"""Streams preference pairs for training: two rows a pair, chosen above rejected."""
 
 import operator
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What all streams share: the rows of one process, and the checks of settings and states."""
+"""Shares a batch among processes, and checks the settings and states of all streams."""
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ class Share:
 
     @classmethod
     def at(cls, place: StreamPlace | None, batch_size: int) -> "Share":
-        """The share of the process at `place`; None takes whole batches.
+        """Computes the share of the process at `place`; None takes whole batches.
 
         Raises:
             SettingError: the rank is not one of the processes, or they cannot share evenly.
@@ -56,7 +56,7 @@ class Share:
         return cls(rank, count, operator.index(batch_size) // count)
 
     def of(self, rows: Sequence[T]) -> Sequence[T]:
-        """The rows of a global batch that are this process's own."""
+        """Takes the rows of a global batch that are this process's own."""
         return rows[self.rank * self.rows : (self.rank + 1) * self.rows]
 
 
@@ -102,7 +102,7 @@ def reading_state(what: str = "stream state") -> Iterator[None]:
 
 
 def count(value: Any) -> int:
-    """A whole number of 0 or more from its JSON value.
+    """Reads a whole number of 0 or more from its JSON value.
 
     Raises:
         ValueError: it is not one.

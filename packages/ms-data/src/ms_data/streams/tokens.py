@@ -1,4 +1,4 @@
-"""Batches for training: shuffled, split over ranks and resumable, all by arithmetic."""
+"""Streams text for training: shuffled, shared by processes and resumable by arithmetic."""
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
@@ -148,7 +148,7 @@ class TokenStream(Iterator[Batch]):
         return parts[0] if len(parts) == 1 else _join(parts)
 
     def _rows(self, start: int, most: int) -> Batch:
-        """Up to `most` samples from global position `start`, ending with the window."""
+        """Reads up to `most` samples from global position `start`, ending with the window."""
         epoch, position = divmod(start, self._order.samples)
         number, offset = divmod(position, self._order.window_samples)
         key = (epoch, number)
@@ -167,7 +167,7 @@ class TokenStream(Iterator[Batch]):
         return window.rows(offset, min(offset + most, len(window)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands: a few JSON values, the same on every place."""
+        """Where the stream stands: a few JSON values, the same in every process."""
         return {
             "version": STATE_VERSION,
             "consumed_samples": self._consumed,
