@@ -121,8 +121,8 @@ class DenseFamily(Family):
             ConfigError: a value is out of range.
         """
         free = [name for name in _BIASES if name not in self.fixed]
-        neutral = {name: (self.fixed[name],) for name in _BIASES if name in self.fixed}
-        neutral |= self.neutral
+        biases = {name: (self.fixed[name],) for name in _BIASES if name in self.fixed}
+        neutral = {**biases, **self.neutral}
         check_keys(self.name, _WINDOW_KEYS[self.windows].union(free), neutral, document)
         _check_sizes(document)
         # Where a key is null, its default does not count: null is a value of its own, or refused.
