@@ -65,7 +65,6 @@ def test_sft_and_dpo_are_those_of_the_cpu(
 def test_rollouts_and_updates_of_two_processes(sets: Path, tmp_path: Path, axis: str) -> None:
     """PPO and GRPO, each over a stop: the same losses in both processes."""
     (tmp_path / "start").symlink_to(sets / "model")
-    first, second = run_on_rig(
-        2, RUNS, "online_layouts", folder=str(tmp_path), layout={axis: 2}
-    )
+    first, second = run_on_rig(2, RUNS, "online_layouts", folder=str(tmp_path), layout={axis: 2})
+    assert first == second
     assert len(first["ppo"]) == len(first["grpo"]) == 2
