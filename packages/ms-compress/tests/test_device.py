@@ -45,7 +45,7 @@ def test_layouts_train_and_export_as_one_process(axis: str, tmp_path: Path) -> N
 
 def test_commands_run_on_the_accelerator(tmp_path: Path) -> None:
     """Each command reads its model to the device and writes what it is asked for."""
-    run, shards = write_run(tmp_path), write_shards(tmp_path)
+    run, _shards = write_run(tmp_path), write_shards(tmp_path)
     calls = {
         "qat": ["scheme=ort.matmulnbits", "start=gptq", f"teacher={tmp_path}/model"],
         "quantize": ["scheme=ct.int4_g32", "method=gptq", "by_loss=true", "act_order=true"],
@@ -53,7 +53,14 @@ def test_commands_run_on_the_accelerator(tmp_path: Path) -> None:
         "distill": ["layers=1", "inner=128"],
     }
     lines = [
-        [name, *(part for each in (*sets, f"output_dir={tmp_path}/{name}") for part in ("--set", each))]
+        [
+            name,
+            *(
+                part
+                for each in (*sets, f"output_dir={tmp_path}/{name}")
+                for part in ("--set", each)
+            ),
+        ]
         for name, sets in calls.items()
     ]
     assert run_on_rig(1, DEVICE_RUNS, "commands", run=str(run), calls=lines) == [[0] * 4]
