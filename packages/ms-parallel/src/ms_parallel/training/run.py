@@ -312,7 +312,7 @@ def facts_of(folder: Path, manifest: checkpoint.Manifest) -> RunFacts:
 
 def model_facts(engine: Engine) -> dict[str, Any]:
     """What makes a model another model, as JSON gives it back; no weight depends on its tokens."""
-    facts = asdict(engine.config)  # type: ignore[arg-type]  # every one is attrs'
+    facts = asdict(engine.config)
     return {
         name: list(v) if isinstance(v, tuple) else v
         for name, v in facts.items()
