@@ -26,14 +26,14 @@ from ms_align import (
     add_lora,
     load_lora,
 )
+from ms_align.engines.assembly import start_engine
 from ms_align.engines.local import LocalEngine
 from ms_align.engines.optimizer import OptimizerOptions
-from ms_align.engines.parallel import ParallelEngine
+from ms_align.engines.protocol import Engine
 from ms_align.rewards.scoring import ModuleReward
 from ms_align.rollouts.rows import logprobs_of, sequences
 from ms_align.tokenizer import ByteTokenizer
 from ms_data import PreferenceStream
-from ms_parallel import Layout
 
 PROMPTS = ["hello", "a", "what is", "xyz"]
 OPTIMIZER = OptimizerOptions(learning_rate=1e-3)
@@ -179,10 +179,8 @@ def adapted(folder: str) -> dict[str, bool]:
 def online_layouts(folder: str, layout: dict[str, int]) -> dict[str, list[float]]:
     """PPO and GRPO on an engine of ms-parallel."""
 
-    def engine(**more: Any) -> ParallelEngine:
-        return ParallelEngine.start(
-            Path(folder, "start"), Layout(**layout), optimizer=OPTIMIZER, **more
-        )
+    def engine(**more: Any) -> Engine:
+        return start_engine(Path(folder, "start"), layout=layout, optimizer=OPTIMIZER, **more)
 
     common: dict[str, Any] = {"reference_model": engine, "kl_coeff": lambda: 0.1}
     out = Path(folder, "-".join(layout) or "one")
