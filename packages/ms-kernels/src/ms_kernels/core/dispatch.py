@@ -81,11 +81,7 @@ def implementation(
             ],
         )
         run = _kept.get(key)
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-    ):  # no tensor, no strides, no hash: refused below
+    except (AttributeError, RuntimeError, TypeError):  # no tensor or no hash: refused below
         key = run = None
     if run is None:
         run = decide(describe_call(contract, tensors, options)).implementation.run
