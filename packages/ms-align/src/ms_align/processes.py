@@ -33,9 +33,9 @@ def any_of(flag: bool) -> bool:
         return flag
     # gloo reduces on the CPU; other backends want their own device.
     device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
-    told = torch.tensor([int(flag)], device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return bool(told.item())
+    flags = torch.tensor([int(flag)], device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
 
 
 class StopRequest:

@@ -1,7 +1,6 @@
 """Models from disk and to disk, by whichever library knows them."""
 
 import importlib.util
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,11 +45,12 @@ def load_model(folder: str | Path) -> nn.Module:
 
 def _is_known(path: Path) -> bool:
     """Whether ms-parallel builds such a model and reads files such as these, sound or not."""
-    import ms_parallel
+    from ms_parallel import ParallelError
+    from ms_parallel.models import architecture
 
     try:
-        ms_parallel.models.architecture(path)
-    except ms_parallel.ParallelError:
+        architecture(path)
+    except ParallelError:
         return False
     return any(path.glob("*.safetensors"))
 
@@ -98,6 +98,9 @@ def save_model(model: nn.Module, folder: Path) -> None:
 
 
 def _is_staged(model: nn.Module) -> bool:
-    """Whether it is a model of ms-parallel, which is not imported to find out."""
-    staged = getattr(sys.modules.get("ms_parallel.models"), "StagedModel", None)
-    return staged is not None and isinstance(model, staged)
+    """Whether it is a model of ms-parallel."""
+    if importlib.util.find_spec("ms_parallel") is None:
+        return False
+    from ms_parallel.models import StagedModel
+
+    return isinstance(model, StagedModel)
