@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import ms_data
-from ms_compress.training.corpus import batches, rows
+from ms_compress.training.corpus import rows
 from ms_parallel.models import DecoderConfig, build_model
 from ms_parallel.weights import initialise, save_model
 
@@ -103,8 +103,8 @@ def take_steps(
     for block in model.model.layers.values():
         block.compile()
     peaks = [options.rate, options.rate / 5]
-    stream = batches(
-        shards, split="train", sequence_length=LENGTH, batch_size=options.batch, seed=seed
+    stream = ms_data.TokenStream(
+        shards, sequence_length=LENGTH, batch_size=options.batch, split="train", seed=seed
     )
     for _ in range(first):
         next(stream)
@@ -113,7 +113,8 @@ def take_steps(
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * share_of_rate(step, options.steps)
         batch = next(stream)
-        found = (loss or loss_of)(model, batch["tokens"], batch["targets"])
+        tokens, targets = (torch.as_tensor(batch[name]).long() for name in ("tokens", "targets"))
+        found = (loss or loss_of)(model, tokens, targets)
         found.backward()
         for optimizer in optimizers:
             optimizer.step()

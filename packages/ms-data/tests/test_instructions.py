@@ -19,6 +19,8 @@ from ms_data.chat.template import ChatTemplate
 from ms_data.cli import main
 from ms_data.disk.samples import Samples
 from ms_data.errors import CorpusError, DataError, SettingError, StateError, TokenizerError
+from ms_data.streams.packing_rules import PACKING_RULES
+from ms_data.streams.packing_rules.best_fit import BestFitPacker
 from ms_data.tokenization.tokenizer import Tokenizer
 
 from .chats import BRACKETS, DATED, MARKED, ROWS, write_rows, write_tokenizer
@@ -308,6 +310,30 @@ def test_weighting_by_sample_counts_a_long_sample_once(place: Path, long: Any) -
     assert counts["split" if long == "split" else "truncated"] > 50
     without = counts["without_targets"] if long == "truncate" else 0
     assert total == pytest.approx(len(ROWS) - without, rel=1e-6)
+
+
+class OneByOne(BestFitPacker):
+    """A packing rule that gives each segment a row of its own."""
+
+    def __init__(self, capacity: int, *, window: int) -> None:
+        super().__init__(capacity, window=0)
+
+
+def test_another_packing_rule_is_chosen_by_its_name(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state keeps the name; a rule that is not there is refused with those that are."""
+    make = partial(InstructionStream, place / "rows", sequence_length=128, batch_size=2, epochs=1)
+    monkeypatch.setitem(PACKING_RULES, "one_by_one", OneByOne)
+    packed, alone = make(), make(packing="one_by_one")
+    assert [batch["tokens"].tolist() for batch in alone] == [
+        batch["tokens"].tolist() for batch in make(open_rows=0)
+    ]
+    assert sum(1 for _ in packed) < alone.delivered_rows / 2
+    with pytest.raises(StateError, match="stream state has packing 'one_by_one'"):
+        make().load_state_dict(alone.state_dict())
+    with pytest.raises(SettingError, match="packing is 'none'; it must be 'best_fit' or"):
+        make(packing="none")
 
 
 def test_pairs_come_as_two_rows_with_only_the_answers_learnt(place: Path) -> None:

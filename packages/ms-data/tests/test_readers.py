@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from ms_data import CorpusError
 from ms_data.corpus.corpus import Corpus, Position
 from ms_data.corpus.find import find_corpus
+from ms_data.corpus.reader import Found, OpenFile, Reader, ReadOptions
 from ms_data.corpus.readers import READERS
 
 from .test_build import texts_of, write_lines
@@ -161,3 +164,29 @@ def test_python_sources_are_decoded_by_their_cookie() -> None:
     for path in latin:
         (document,) = Corpus(name="one", files=(path,), reader=source.reader).documents()
         assert document.text == path.read_bytes().decode("latin-1")
+
+
+def read_rows(file: OpenFile, options: ReadOptions) -> Iterator[Found]:
+    """Reads the rows of a SQLite table from the file itself, out of order."""
+    file.raw.seek(0)
+    database = sqlite3.connect(":memory:")
+    database.deserialize(file.raw.read())
+    for (text,) in database.execute(f"select {options.text_key} from rows"):
+        yield text
+
+
+def test_a_reader_claims_files_by_their_first_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would be left out as no text is read, and reading goes on from any row."""
+    with sqlite3.connect(tmp_path / "b.db") as database:
+        database.execute("create table rows (text)")
+        database.executemany("insert into rows values (?)", [("one",), ("",), ("two",)])
+    (tmp_path / "a.txt").write_text("zero")
+    assert texts(find_corpus(tmp_path)) == ["zero"]
+    signatures = (b"SQLite format 3\x00",)
+    monkeypatch.setitem(READERS, "sqlite", Reader(documents=read_rows, signatures=signatures))
+    source = find_corpus(tmp_path)
+    assert texts(source) == ["zero", "one", "two"]
+    (_, first, _) = source.documents()
+    assert texts(source, first.after) == ["two"]

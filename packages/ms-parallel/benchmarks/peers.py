@@ -34,7 +34,8 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
-from ms_parallel.engine.loss import HeadOutput, NextTokenLoss
+from ms_parallel.engine.loss import NextTokenLoss
+from ms_parallel.engine.output import HeadOutput
 from ms_parallel.models import DecoderConfig, build_model
 from ms_parallel.pipeline.runtime import Runtime
 from ms_parallel.schedules import Schedule, gpipe, one_f_one_b
@@ -95,7 +96,7 @@ class Peer:
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
             head = self.modules[stages - 1].head_weight
-            return HeadOutput(hidden, head, ops, groups).token_losses(targets).sum() / weight
+            return HeadOutput(hidden, head, ops, groups, {}).token_losses(targets).sum() / weight
 
         def runtime() -> Any:
             made = [

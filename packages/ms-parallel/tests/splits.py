@@ -6,6 +6,7 @@ import torch
 from runs import build, global_batch, my_rows
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
@@ -53,3 +54,53 @@ def gradients(jobs: list[dict[str, Any]], digits: str) -> list[dict[str, list[fl
             options["schedule"] = Schedule.from_csv(job["table"])
         found.append(whole_gradients(build(job["settings"], groups, **options), job["rows"]))
     return found
+
+
+class Operators(TorchDispatchMode):
+    """Notes the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the name, and run it."""
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(settings: dict[str, Any], table: str, rows: int) -> dict[str, Any]:
+    """The gradients under a table, and what each of its actions does in a second update.
+
+    Returns:
+        `gradients`; and `seen`: for each action, by its place in the row and its text, whether it
+        gathers, sums, leaves the stage sharded or its message under way.
+    """
+    torch.set_num_threads(1)
+    groups = connect(Layout.parse("data=2,pipeline=2"), device="cpu", timeout_s=60)
+    engine = build(
+        settings, groups, microbatch_size=1, optimizer=PLAIN, schedule=Schedule.from_csv(table)
+    )
+    gradients = whole_gradients(engine, rows)
+    runtime, seen = engine.runtime, {}
+    perform = runtime._perform
+
+    def watched(action: Any, step: Any, schedule: Schedule) -> None:
+        with Operators() as operators:
+            perform(action, step, schedule)
+        stage = engine.stages[action.stage]
+        facts = {
+            "gathers": any("allgather" in name for name in operators.names),
+            "sums": any("reduce_scatter" in name for name in operators.names),
+            "sharded": all(isinstance(weight, DTensor) for weight in stage.parameters()),
+            "under way": any(sent[0] == action.microbatch for sent, *_ in _sent(runtime)),
+        }
+        seen[f"{len(seen)} {action}"] = [name for name, holds in facts.items() if holds]
+
+    runtime._perform = watched  # type: ignore[method-assign]
+    engine.update(my_rows(global_batch(0, rows=rows), groups), NextTokenLoss())
+    return {"gradients": gradients, "seen": seen}
+
+
+def _sent(runtime: Any) -> Any:
+    return [(name[1:], tensor) for name, tensor, _ in runtime.mailbox.sent]

@@ -164,6 +164,35 @@ def test_a_split_backward_is_right_with_recomputation_tensor_and_data_axes(ranks
         check([found[index] for found in of_ranks], one, TOLERANCE["float32"])
 
 
+NAMED = """\
+0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0WAIT_SEND_F0,0RESHARD,0UNSHARD,0WAIT_SEND_F1,0RECV_B0,0B0,\
+0RECV_B1,0B1,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD
+1UNSHARD,1RECV_F0,1F0,1RECV_F1,1I0,1SEND_B0,1F1,1WAIT_SEND_B0,1I1,1SEND_B1,1W0,1W1,1RESHARD,\
+1REDUCE_GRAD
+"""
+"""Every action that torch's tables can name, whole backwards on one rank and split on the other."""
+
+
+def test_actions_that_only_a_file_names_are_performed_where_they_stand() -> None:
+    """Weights are gathered, freed and their gradients summed by these actions and by no other."""
+    of_ranks = run_processes(4, SPLITS, "collectives", settings=model(4), table=NAMED, rows=4)
+    gradients = [found["gradients"] for found in of_ranks]
+    check(gradients, of_one(4, 4, "float32", ()), TOLERANCE["float32"])
+    for seen in (found["seen"] for found in of_ranks):
+        gathers = [name.split()[1] for name, facts in seen.items() if "gathers" in facts]
+        assert all("UNSHARD" in name for name in gathers), gathers
+        assert sum("UNSHARD" in name for name in seen) == len(gathers)
+        sums = [name.split()[1] for name, facts in seen.items() if "sums" in facts]
+        assert sums in (["0REDUCE_GRAD"], ["1REDUCE_GRAD"])
+        for name, facts in seen.items():
+            if "RESHARD" in name:
+                assert "sharded" in facts, name
+            if name[-2:] in ("F0", "F1", "B0", "B1", "I0", "I1") and "_" not in name:
+                assert "sharded" not in facts, name
+            if "WAIT_SEND" in name:
+                assert "under way" not in facts, name
+
+
 def test_gradients_of_weights_wait_until_they_are_asked_for() -> None:
     """The input's and the bias's gradient come first; the weight's equals that of one backward."""
     linear, x = nn.Linear(3, 2), torch.randn(4, 5, 3, requires_grad=True)

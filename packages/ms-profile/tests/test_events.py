@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 
 from ms_profile.errors import EventError, FormatError
 from ms_profile.log.blocks import Block, Damage, pack_block, scan_blocks
-from ms_profile.log.event_log import Event, EventLog, StepMetrics
-from ms_profile.log.event_reader import EventFilter, follow_events, read_events, read_segment
+from ms_profile.log.event_log import Event, EventLog, Segment, StepMetrics
+from ms_profile.log.event_reader import EventFilter, follow_events, read_events
 from ms_profile.log.tensorboard import export_tensorboard
 
 VALUES = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(max_size=20)
@@ -44,7 +45,9 @@ def test_an_event_carries_rank_step_and_both_clocks(tmp_path: Path) -> None:
     assert (event.rank, event.step) == (3, 7)
     assert before[0] <= event.monotonic_ns <= time.monotonic_ns()
     assert before[1] <= event.wall_ns <= time.time_ns()
-    segment = read_segment(tmp_path / "rank-00003.000000.events")
+    first = next(scan_blocks((tmp_path / "rank-00003.000000.events").read_bytes()))
+    assert isinstance(first, Block)
+    segment = msgspec.msgpack.decode(first.content, type=Segment)
     assert (segment.rank, segment.world_size, segment.pid) == (3, 4, os.getpid())
 
 

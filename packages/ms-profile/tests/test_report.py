@@ -1,8 +1,10 @@
 """The report is one offline page that a browser draws, and Perfetto's export reads back."""
 
+import base64
 import json
 import re
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 from ms_profile.analysis.whole_run import analyse, analyse_traces
 from ms_profile.cli import main
 from ms_profile.errors import FormatError
-from ms_profile.report import build_summary, pack_columns, unpack_columns, write_report
+from ms_profile.report import build_summary, write_report
+from ms_profile.report.payload import Column, pack_columns
 from ms_profile.report.perfetto import export_perfetto
 from ms_profile.report.timeline import build_timeline
 from ms_profile.trace.reader import read_trace
@@ -26,6 +29,18 @@ PARTS = (
     "overview", "timeline", "operators", "communication", "waiting", "data", "idle", "memory",
     "advice",
 )  # fmt: skip
+
+
+def unpack_columns(table: tuple[Column, ...], text: str) -> dict[str, np.ndarray]:
+    """Undo `pack_columns`, as the page's `data.js` does."""
+    raw = zlib.decompress(base64.b64decode(text), -zlib.MAX_WBITS)
+    found = {}
+    for column in table:
+        width = int(column.type[1])
+        planes = np.frombuffer(raw, np.uint8, width * column.length, column.offset)
+        shuffled = np.ascontiguousarray(planes.reshape(width, -1).T)
+        found[column.name] = shuffled.reshape(-1).view(f"<u{width}")
+    return found
 
 
 @given(

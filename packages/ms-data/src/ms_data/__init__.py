@@ -5,7 +5,7 @@ from ms_data.building.record import Summary
 from ms_data.chat.messages import Conversation, read_conversation
 from ms_data.chat.pairs import Pair, read_pair
 from ms_data.chat.template import ChatTemplate
-from ms_data.disk.inspection import Facts, inspect
+from ms_data.disk.inspection import DatasetInfo, inspect
 from ms_data.disk.samples import PairSample, Sample, Samples
 from ms_data.disk.verification import Fault, Report, verify
 from ms_data.errors import (
@@ -38,7 +38,7 @@ __all__ = [
     "CorpusError",
     "DamageError",
     "DataError",
-    "Facts",
+    "DatasetInfo",
     "Fault",
     "InstructionBatch",
     "InstructionStream",

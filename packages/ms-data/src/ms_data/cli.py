@@ -4,19 +4,27 @@ import argparse
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 
 import msgspec
 
 from ms_data import __version__
 from ms_data.building.build import build
-from ms_data.building.record import omissions
+from ms_data.building.record import Summary, omissions
 from ms_data.chat.template import ChatTemplate
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
-from ms_data.disk.inspection import TokenizerFacts, inspect
-from ms_data.disk.verification import verify
-from ms_data.entry import INTERRUPTED, CommandParser, one_line, perform
+from ms_data.disk.inspection import SplitInfo, inspect
+from ms_data.disk.verification import Report, verify
+from ms_data.entry import (
+    BAD_INPUT,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    CommandParser,
+    one_line,
+    perform,
+)
 from ms_data.errors import DamageError, DataError
 from ms_data.progress import showing
 from ms_data.tokenization.tokenizer import Tokenizer
@@ -30,6 +38,18 @@ _CORPUS = (
 )
 
 
+class _TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A tokenizer that was trained."""
+
+    path: str
+    vocabulary_size: int
+    end_of_text: int
+    """The token that ends a document."""
+    end_of_text_name: str
+    left_out: dict[str, int]
+    """Files of the corpus left out because they are no text, by what they are."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; 0 done, 1 failed or a check did not hold, 2 bad input, 130 after Ctrl-C."""
     return perform("ms-data", lambda: _execute(arguments), report=_report)
@@ -37,26 +57,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _execute(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
-    return int(options.run(options))
+    facts, text = options.run(options)
+    encoded = msgspec.json.format(msgspec.json.encode(facts), indent=2).decode()
+    print(encoded if options.json else text)
+    return FAILED if isinstance(facts, Report) and not facts.ok else DONE
 
 
 def _report(error: BaseException) -> int | None:
-    """Writes the line of an error that has notes, or is the system's; leaves others."""
+    """Writes the line of an error that has notes or is the system's; leaves others to `perform`."""
     if isinstance(error, DataError):
         _complain(str(error), error)
-        return 1 if isinstance(error, DamageError) else 2
+        return FAILED if isinstance(error, DamageError) else BAD_INPUT
     if isinstance(error, KeyboardInterrupt):
         _complain("interrupted", error)
         return INTERRUPTED
     if isinstance(error, OSError):
         _complain(f"cannot go on: {error}; free some space or choose another place", error)
         _forget_output()
-        return 2
+        return BAD_INPUT
     return None
 
 
 def _forget_output() -> None:
-    """What could not be printed is dropped, or Python would try it again when it ends."""
+    """Drops what could not be printed, which Python would otherwise print when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -77,32 +100,44 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_tokenizer(commands)
     _add_build(commands)
-    _add_inspect(commands)
-    _add_verify(commands)
+    for run, name, text in (
+        (_run_inspect, "inspect", "Say what a folder of shards holds."),
+        (
+            _run_verify,
+            "verify",
+            "Check every byte of a folder of shards; exit 1 and name the place where one is wrong.",
+        ),
+    ):
+        line = f"ms-data {name} shards"
+        _command(commands, run, name, text, line).add_argument("shards", metavar="SHARDS")
     return parser
 
 
 def _command(
-    commands: "argparse._SubParsersAction[CommandParser]", name: str, text: str, line: str
+    commands: "argparse._SubParsersAction[CommandParser]",
+    run: Callable[[argparse.Namespace], tuple[msgspec.Struct, str]],
+    name: str,
+    text: str,
+    line: str,
 ) -> CommandParser:
-    return commands.add_parser(name, help=text, description=text, example=line)
+    parser = commands.add_parser(name, help=text, description=text, example=line)
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
+    parser.set_defaults(run=run)
+    return parser
 
 
 def _add_reading(parser: CommandParser) -> None:
     parser.add_argument("corpus", metavar="CORPUS", help=_CORPUS)
     parser.add_argument("--text-key", default="text", help="where a JSON line holds its text")
     parser.add_argument("--skip-invalid", action="store_true", help="leave out what is not text")
-    parser.add_argument(
-        "--document-limit-mib",
-        type=int,
-        default=DOCUMENT_LIMIT_MIB,
-        help=f"longest document, once unpacked (default {DOCUMENT_LIMIT_MIB})",
-    )
+    limit = f"longest document, once unpacked (default {DOCUMENT_LIMIT_MIB})"
+    parser.add_argument("--document-limit-mib", type=int, default=DOCUMENT_LIMIT_MIB, help=limit)
 
 
 def _add_tokenizer(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     parser = _command(
         commands,
+        _run_tokenizer,
         "tokenizer",
         "Learn a byte-level BPE tokenizer from a corpus.",
         "ms-data tokenizer stdlib --vocab-size 8192 --out tokenizer.json",
@@ -115,13 +150,12 @@ def _add_tokenizer(commands: "argparse._SubParsersAction[CommandParser]") -> Non
         help="the file to write if it ends in .json; else a folder, which transformers'"
         " AutoTokenizer opens too",
     )
-    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
-    parser.set_defaults(run=_run_tokenizer)
 
 
 def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     parser = _command(
         commands,
+        _run_build,
         "build",
         "Tokenize a corpus into a folder of checked, compressed shards.",
         "ms-data build stdlib --tokenizer tokenizer.json --out shards --hold-out 0.02",
@@ -145,27 +179,9 @@ def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     parser.add_argument(
         "--allow-special", action="store_true", help="let messages spell special tokens"
     )
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    parser.set_defaults(run=_run_build)
 
 
-def _add_inspect(commands: "argparse._SubParsersAction[CommandParser]") -> None:
-    text = "Say what a folder of shards holds."
-    parser = _command(commands, "inspect", text, "ms-data inspect shards --json")
-    parser.add_argument("shards", metavar="SHARDS")
-    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
-    parser.set_defaults(run=_run_inspect)
-
-
-def _add_verify(commands: "argparse._SubParsersAction[CommandParser]") -> None:
-    text = "Check every byte of a folder of shards; exit 1 and name the place where one is wrong."
-    parser = _command(commands, "verify", text, "ms-data verify shards")
-    parser.add_argument("shards", metavar="SHARDS")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.set_defaults(run=_run_verify)
-
-
-def _run_tokenizer(options: argparse.Namespace) -> int:
+def _run_tokenizer(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
     left_out: Counter[str] = Counter()
     with showing("reading") as on_progress:
         tokenizer = train_tokenizer(
@@ -178,21 +194,17 @@ def _run_tokenizer(options: argparse.Namespace) -> int:
             on_progress=on_progress,
             on_leave_out=lambda kind: left_out.update([kind]),
         )
-    facts = TokenizerFacts(
+    facts = _TokenizerInfo(
         path=options.out,
         vocabulary_size=tokenizer.vocabulary_size,
         end_of_text=tokenizer.end_of_text,
         end_of_text_name=tokenizer.end_of_text_name,
         left_out=dict(sorted(left_out.items())),
     )
-    if options.json:
-        _print_json(facts)
-        return 0
-    print(f"{facts.path}: {facts.vocabulary_size:,} tokens{omissions(facts.left_out)}")
-    return 0
+    return facts, f"{facts.path}: {facts.vocabulary_size:,} tokens{omissions(left_out)}"
 
 
-def _run_build(options: argparse.Namespace) -> int:
+def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
     template = options.chat_template and ChatTemplate.load(
         options.chat_template, today=options.today
     )
@@ -211,59 +223,46 @@ def _run_build(options: argparse.Namespace) -> int:
             allow_special=options.allow_special,
             on_progress=on_progress,
         )
-    if options.json:
-        _print_json(summary)
-        return 0
     splits = ", ".join(f"{name} {tokens:,}" for name, tokens in summary.splits.items())
     done = "built before, nothing to do: " if summary.built_before else ""
-    print(
+    return summary, (
         f"{summary.folder}: {done}{summary.documents:,} documents{summary.omissions}, "
-        f"{summary.tokens:,} tokens ({splits}) in {_shards(summary.shards)} of "
-        f"{summary.size_bytes / 1e6:.1f} MB"
+        f"{summary.tokens:,} tokens ({splits}) in {_shards(summary)}"
     )
-    return 0
 
 
-def _run_inspect(options: argparse.Namespace) -> int:
-    facts = inspect(options.shards)
-    if options.json:
-        _print_json(facts)
-        return 0
-    print(
-        f"{facts.folder}: vocabulary {facts.vocabulary_size:,}, tokens stored as "
-        f"{facts.token_type}, fingerprint {facts.fingerprint}"
+def _run_inspect(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
+    info = inspect(options.shards)
+    head = (
+        f"{info.folder}: vocabulary {info.vocabulary_size:,}, tokens stored as {info.token_type}, "
+        f"fingerprint {info.fingerprint}"
     )
-    for name, split in facts.splits.items():
-        print(
-            f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, "
-            f"{_shards(split.shards)} of {split.size_bytes / 1e6:.1f} MB "
-            f"({split.size_bytes / split.tokens:.2f} bytes a token)"
-        )
-    return 0
+    lines = [
+        f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {_shards(split)} "
+        f"({split.size_bytes / split.tokens:.2f} bytes a token)"
+        for name, split in info.splits.items()
+    ]
+    return info, "\n".join((head, *lines))
 
 
-def _run_verify(options: argparse.Namespace) -> int:
+def _run_verify(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
     with showing("checking") as on_progress:
         report = verify(options.shards, on_progress=on_progress)
-    if options.json:
-        _print_json(report)
-        return 0 if report.ok else 1
-    for fault in report.faults:
-        print(fault)
     if report.ok:
-        print(
-            f"{options.shards}: all bytes of {_shards(report.shards)} "
-            f"({report.frames:,} frames) are as they were written"
+        shards = _count(report.shards, "shard")
+        frames = f"{report.frames:,} frames"
+        return (
+            report,
+            f"{options.shards}: all bytes of {shards} ({frames}) are as they were written",
         )
-        return 0
-    count = len(report.faults)
-    print(f"{options.shards}: {count} {'fault' if count == 1 else 'faults'}; build it again")
-    return 1
+    faults = _count(len(report.faults), "fault")
+    end = f"{options.shards}: {faults}; build it again"
+    return report, "\n".join((*map(str, report.faults), end))
 
 
-def _shards(count: int) -> str:
-    return f"{count:,} shard{'' if count == 1 else 's'}"
+def _shards(made: Summary | SplitInfo) -> str:
+    return f"{_count(made.shards, 'shard')} of {made.size_bytes / 1e6:.1f} MB"
 
 
-def _print_json(value: msgspec.Struct) -> None:
-    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose; each is also the builtin that fits."""
+"""The errors that this package raises on purpose; each is also the builtin that fits."""
 
 from pathlib import Path
 
@@ -11,14 +11,14 @@ __all__ = [
     "StateError",
     "TokenizerError",
     "WriteError",
-    "shown",
+    "printable",
 ]
 
 _SHOWN_CHARACTERS = 200
 
 
-def shown(value: object) -> str:
-    """A path or a value as a message may hold it: printable, on one line, not endless."""
+def printable(value: object) -> str:
+    """Puts a path or a value on one printable line of bounded length, for a message."""
     text = str(value)
     if len(text) > _SHOWN_CHARACTERS:
         half = _SHOWN_CHARACTERS // 2
@@ -55,7 +55,7 @@ class DamageError(DataError, RuntimeError):
 
     def __init__(self, path: Path, part: str, problem: str) -> None:
         super().__init__(
-            f"{shown(path)}: {part}: {problem}; restore the file from a copy, or build the "
+            f"{printable(path)}: {part}: {problem}; restore the file from a copy, or build the "
             "dataset again"
         )
         self.file = path.name
@@ -64,4 +64,4 @@ class DamageError(DataError, RuntimeError):
 
 
 class WriteError(OutputError):
-    """A file or folder that the operating system does not let be written."""
+    """A file or folder that the operating system refuses to write."""

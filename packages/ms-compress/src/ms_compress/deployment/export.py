@@ -8,16 +8,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ms_compress.deployment.assets import read_assets, write_assets
 from ms_compress.deployment.verification import verify as verify_folder
 from ms_compress.errors import ConfigError, LayerError
-from ms_compress.files.durable import write_synced, writing
+from ms_compress.files.durable import writing
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.place_lock import new_folder
 from ms_compress.quantisation.scheme import Scheme
 from ms_compress.targets.footprint import footprint
 from ms_compress.targets.rules import scheme
-from ms_compress.targets.target import Assets, Target, find_target
-from ms_compress.tokenizer_files import read_tokenizer, text_ends, without_tokenizer
+from ms_compress.targets.target import Target, find_target
 
 __all__ = ["check_export", "export"]
 
@@ -65,14 +65,14 @@ def export(
     folder, whole = Path(folder), WholeModel(model)
     with whole.collective:
         written_for = find_target(_scheme_of(whole, target).target)
-        assets = _assets(whole, tokenizer)
+        assets = read_assets(whole.config, tokenizer)
         written_for.check(whole, assets)
         to_verify = _in_one_process(model) if verify else None
         with _aside(folder, whole, overwrite=overwrite) as aside:
             with writing(folder):
                 written_for.write(whole, aside, assets, accuracy_level)
                 if whole.is_first:
-                    _write_assets(assets, aside)
+                    write_assets(assets, aside)
             if whole.is_first:
                 _open(aside, written_for)
             if to_verify is not None:
@@ -96,20 +96,7 @@ def check_export(
         LayerError, ExportError: as of `export`.
     """
     whole = WholeModel(model)
-    find_target(scheme(target).target).check(whole, _assets(whole, tokenizer))
-
-
-def _assets(model: WholeModel, tokenizer: str | Path | None) -> Assets:
-    """Read what goes beside the weights; the model's config says how texts end, if it did not."""
-    files = None if tokenizer is None else read_tokenizer(tokenizer)
-    vocabulary = int(model.config.get("vocab_size") or 2**31)
-    if files is not None:
-        files.check_fits(vocabulary)
-    ends = text_ends(files, model.config, vocabulary)
-    for key, value in ends.ids().items():
-        if model.config.get(key) is None:
-            model.config[key] = value
-    return Assets(tokenizer=files, ends=ends)
+    find_target(scheme(target).target).check(whole, read_assets(whole.config, tokenizer))
 
 
 def _aside(folder: Path, model: WholeModel, *, overwrite: bool) -> AbstractContextManager[Path]:
@@ -121,16 +108,6 @@ def _in_one_process(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     raise ConfigError("verify needs the whole model in one process; verify the folder there")
-
-
-def _write_assets(assets: Assets, folder: Path) -> None:
-    """Write the tokenizer's files, and how a text is generated."""
-    if assets.tokenizer is None:
-        files = without_tokenizer(assets.ends)
-    else:
-        files = assets.tokenizer.files(assets.ends)
-    for name, content in files.items():
-        write_synced(folder / name, content)
 
 
 def _open(folder: Path, target: Target) -> None:

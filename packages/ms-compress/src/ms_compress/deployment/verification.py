@@ -49,7 +49,7 @@ class Agreement:
     """How far a runtime's logits are from the model's, and a text that it wrote."""
 
     mean: float
-    """Of absolute differences."""
+    """Mean of absolute differences."""
     largest: float
     spread: float
     """Standard deviation of the model's own logits."""

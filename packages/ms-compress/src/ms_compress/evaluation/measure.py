@@ -30,7 +30,7 @@ Progress = Callable[[int, int, str], object]
 @frozen(kw_only=True)
 class _Opened:
     name: str
-    facts: Footprint
+    footprint: Footprint
     runtime: Runtime
     times: list[tuple[float, float]] = Factory(list)
 
@@ -54,10 +54,17 @@ def evaluate(evaluation: Evaluation, *, progress: Progress | None = None) -> Rep
         chat=evaluation.baseline,
     )
     named = _folders(evaluation)
-    for _, facts in named:
-        _check(facts, text["tokens"], evaluation)
+    for _, found in named:
+        _check(found, text["tokens"], evaluation)
     with _threads(evaluation.threads):
-        opened = [_open(name, facts, evaluation.threads) for name, facts in named]
+        opened = [
+            _Opened(
+                name=name,
+                footprint=found,
+                runtime=open_runtime(found.folder, found.target, threads=evaluation.threads),
+            )
+            for name, found in named
+        ]
         values = [
             _perplexity(one, text, _share(progress, one, i, len(opened)))
             for i, one in enumerate(opened)
@@ -84,38 +91,30 @@ def _folders(evaluation: Evaluation) -> list[tuple[str, Footprint]]:
     for name, folders in evaluation.models.items():
         many = [folders] if isinstance(folders, str | Path) else folders
         named += [(name, footprint(folder)) for folder in many]
-    if named[0][1].target != "float":
+    if not named[0][1].is_plain:
         raise ConfigError(
             f"baseline: {evaluation.baseline} is a {named[0][1].target} model; give a plain one"
         )
     return named
 
 
-def _check(facts: Footprint, tokens: Tensor, evaluation: Evaluation) -> None:
+def _check(found: Footprint, tokens: Tensor, evaluation: Evaluation) -> None:
     """Refuse a text that the model of a folder cannot read."""
-    if facts.vocabulary is not None and int(tokens.max()) >= facts.vocabulary:
+    if found.vocabulary is not None and int(tokens.max()) >= found.vocabulary:
         raise DataError(
-            f"{evaluation.dataset}: the text has token {int(tokens.max())}, and {facts.folder} a"
-            f" vocabulary of {facts.vocabulary}; give text of the model's own tokenizer"
+            f"{evaluation.dataset}: the text has token {int(tokens.max())}, and {found.folder} a"
+            f" vocabulary of {found.vocabulary}; give text of the model's own tokenizer"
         )
     lengths = {
         "sequence_length": evaluation.sequence_length,
         "prefill_tokens and decode_tokens": evaluation.prefill_tokens + evaluation.decode_tokens,
     }
     for what, length in lengths.items():
-        if facts.positions is not None and length > facts.positions:
+        if found.positions is not None and length > found.positions:
             raise ConfigError(
-                f"{facts.folder} knows {facts.positions} positions, fewer than the {length} of"
+                f"{found.folder} knows {found.positions} positions, fewer than the {length} of"
                 f" {what}; ask for less"
             )
-
-
-def _open(name: str, facts: Footprint, threads: int) -> _Opened:
-    return _Opened(
-        name=name,
-        facts=facts,
-        runtime=open_runtime(facts.folder, facts.target, threads=threads),
-    )
 
 
 def _share(
@@ -136,7 +135,7 @@ def _perplexity(
     try:
         return perplexity(one.runtime, text, progress=progress)
     except DataError as error:
-        raise DataError(f"{one.facts.folder}: {error}") from error
+        raise DataError(f"{one.footprint.folder}: {error}") from error
 
 
 def _time(opened: Sequence[_Opened], tokens: Tensor, evaluation: Evaluation) -> None:
@@ -161,11 +160,11 @@ def _result(one: _Opened, base: _Opened, value: float, evaluation: Evaluation) -
     return Result(
         model=one.name,
         runtime=one.runtime.name,
-        folder=str(one.facts.folder),
-        scheme=one.facts.scheme,
+        folder=str(one.footprint.folder),
+        scheme=one.footprint.scheme,
         perplexity=value,
-        size_bytes=one.facts.size_bytes,
-        bits_a_weight=one.facts.bits_a_weight,
+        size_bytes=one.footprint.size_bytes,
+        bits_a_weight=one.footprint.bits_a_weight,
         prefill_tokens_per_s=speed(0, evaluation.prefill_tokens),
         decode_tokens_per_s=speed(1, evaluation.decode_tokens),
         prefill_ratio=ratio(0),

@@ -12,7 +12,7 @@ from ms_compress.commands.options import EvaluateRun
 from ms_compress.errors import ConfigError
 from ms_compress.evaluation.measure import evaluate
 from ms_compress.files.durable import write_files, writing
-from ms_compress.jobs.progress import Shown
+from ms_compress.jobs.progress import ProgressDisplay
 from ms_compress.report import render, table
 
 __all__ = ["run"]
@@ -23,8 +23,8 @@ FILES = ("report.json", "report.txt", "report.html")
 def run(options: EvaluateRun) -> Outcome:
     """Measure what the file names; write `report.json`, `report.txt` and `report.html`."""
     with _place(options.output_dir) as (facts, plain, page):
-        with Shown("row", tokens=options.sequence_length) as shown:
-            report = evaluate(options, progress=shown.made)
+        with ProgressDisplay("row", tokens=options.sequence_length) as display:
+            report = evaluate(options, progress=display.update)
         text = table(report)
         document = msgspec.json.format(msgspec.json.encode(report))
         write_files({facts: document, plain: text.encode(), page: render(report).encode()})

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ms_compress.deployment.assets import read_assets, write_assets
 from ms_compress.errors import ConfigError, DivergedError, ExportError
 from ms_compress.files.durable import write_file, writing
 from ms_compress.models.config_file import read_config
 from ms_compress.place_lock import new_folder
-from ms_compress.tokenizer_files import read_tokenizer, text_ends, without_tokenizer
 
 __all__ = ["check_finite", "load", "save"]
 
@@ -70,7 +70,7 @@ def save(model: nn.Module, folder: Path, *, beside: Path, last: Callable[[Path],
             import ms_parallel
 
             ms_parallel.save_model(model, aside)  # type: ignore[arg-type]
-        _write_beside(aside, beside)
+        _write_assets(aside, beside)
         last(aside)
 
 
@@ -94,15 +94,14 @@ def check_finite(model: nn.Module, *, failed: bool = False) -> None:
         )
 
 
-def _write_beside(folder: Path, source: Path) -> None:
+def _write_assets(folder: Path, source: Path) -> None:
     """Write the source model's tokenizer and how its texts end, in each file that says it."""
-    path = folder / "config.json"
     config = read_config(folder)
-    files = read_tokenizer(source) if (source / "tokenizer.json").is_file() else None
-    ends = text_ends(files, config, int(config.get("vocab_size") or 2**31))
-    missing = {key: value for key, value in ends.ids().items() if config.get(key) is None}
-    if missing:
-        text = json.dumps({**config, **missing}, indent=2, sort_keys=True)
-        write_file(path, text.encode() + b"\n")
-    for name, content in (files.files(ends) if files else without_tokenizer(ends)).items():
-        write_file(folder / name, content)
+    before = dict(config)
+    tokenizer = source / "tokenizer.json"
+    given = tokenizer if tokenizer.is_file() else None
+    assets = read_assets(config, given, must_fit=False)
+    if config != before:
+        text = json.dumps(config, indent=2, sort_keys=True)
+        write_file(folder / "config.json", text.encode() + b"\n")
+    write_assets(assets, folder)

@@ -1,19 +1,18 @@
 """`ms-compress qat`: train a model as its target will compute, and export it."""
 
-import torch
 from torch import nn
 
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import QatRun
 from ms_compress.errors import ConfigError
-from ms_compress.jobs.finish import calibration_of, check, finish, text_of
+from ms_compress.jobs.dataset import training_rows
+from ms_compress.jobs.finish import check_exportable, finish
 from ms_compress.jobs.loading import check_finite, load
+from ms_compress.jobs.methods import prepare, round_by_gptq
 from ms_compress.jobs.output import run_output
-from ms_compress.jobs.progress import Shown
 from ms_compress.jobs.training import train
-from ms_compress.methods.gptq import gptq
 from ms_compress.methods.pruning import keep_zeros, mask_zeros, masks
-from ms_compress.methods.qat import FloatThenQuantised, qat
+from ms_compress.methods.qat import FloatThenQuantised
 
 __all__ = ["run"]
 
@@ -27,11 +26,11 @@ def run(options: QatRun) -> Outcome:
         if place.finished:
             return place.already()
         model = load(options.model)
-        check(model, options)
+        check_exportable(model, options)
         teacher = _teacher(model, options)
         if options.sparse:
             _keep_zeros(model, options)
-        text = text_of(options, model)
+        text = training_rows(options, model)
         _prepare(model, options, calibrated=place.steps_made() is not None)
         schedule = FloatThenQuantised(float_steps=options.float_steps)
         losses = train(
@@ -71,29 +70,8 @@ def _keep_zeros(model: nn.Module, options: QatRun) -> None:
 
 
 def _prepare(model: nn.Module, options: QatRun, *, calibrated: bool) -> None:
-    """Make the model's layers compute as the target will; what was trained holds GPTQ's codes."""
+    """Make the model's layers compute as the target will; a saved training holds GPTQ's codes."""
     if options.start == "gptq" and not calibrated:
-        batches = torch.split(
-            calibration_of(options, model, most=CALIBRATION), options.tuning.batch_size
-        )
-        with Shown("layer") as shown:
-            gptq(
-                model,
-                options.scheme,
-                batches,
-                exceptions=options.exceptions,
-                activations=options.activations,
-                by_loss=True,
-                for_training=True,
-                progress=shown.made,
-            )
-        return
-    qat(
-        model,
-        options.scheme,
-        exceptions=options.exceptions,
-        embeddings=options.embeddings,
-        head=options.head,
-        activations=options.activations,
-        learned_scales=options.learned_scales,
-    )
+        round_by_gptq(model, options, most=CALIBRATION, by_loss=True, for_training=True)
+    else:
+        prepare(model, options, learned_scales=options.learned_scales)

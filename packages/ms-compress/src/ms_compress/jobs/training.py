@@ -1,15 +1,16 @@
 """Training as the commands do it: with progress, and going on after a kill."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from ms_compress.commands.options import ModelRun
 from ms_compress.jobs.output import RunOutput
-from ms_compress.jobs.progress import Shown
+from ms_compress.jobs.progress import ProgressDisplay
 from ms_compress.training.loop import tune
 
-__all__ = ["train"]
+__all__ = ["describe_training", "train"]
 
 
 def train(
@@ -26,16 +27,25 @@ def train(
 
     Until the run's folder is there, a file beside it keeps the state; `place.end` removes it.
     """
-    how = options.tuning
-    with Shown("step", tokens=how.batch_size * how.sequence_length) as shown:
+    tuning = options.tuning
+    tokens = tuning.batch_size * tuning.sequence_length
+    with ProgressDisplay("step", tokens=tokens) as display:
         return tune(
             model,
             text,
-            how,
+            tuning,
             teacher=teacher,
             before_step=before_step,
             after_step=after_step,
-            on_loss=lambda step, loss: shown.made(step, how.steps, f"loss {loss:.4f}"),
+            on_loss=lambda step, loss: display.update(step, tuning.steps, f"loss {loss:.4f}"),
             checkpoint=place.checkpoint,
             checkpoint_identity=place.identity,
         )
+
+
+def describe_training(losses: Sequence[float]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Describe a training: in lines for people, and as facts."""
+    if not losses:
+        return (), {}
+    line = f"trained {len(losses)} steps: loss {losses[0]:.4f} to {losses[-1]:.4f}"
+    return (line,), {"steps": len(losses), "first_loss": losses[0], "last_loss": losses[-1]}

@@ -116,13 +116,15 @@ def _set_mask(layer: nn.Module, name: str, kept: Tensor) -> None:
 
 def masks(model: nn.Module) -> dict[str, Tensor]:
     """Return the mask (N, K) bool of each pruned layer, by name."""
-    return {name: each.kept for name, each in prepared_layers(model) if each.kept is not None}
+    return {
+        name: each.own_mask for name, each in prepared_layers(model) if each.own_mask is not None
+    }
 
 
 def set_masks(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
     """Give layers whole masks by name, such as those of the model before it was split.
 
-    Of a pipeline stage or a split model each process takes its part; before fully_shard.
+    Each process of a pipeline or of a split model takes its part; call it before fully_shard.
 
     Raises:
         LayerError: a name or shape is not this model's.

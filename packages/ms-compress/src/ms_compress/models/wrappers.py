@@ -21,7 +21,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def bare_name(name: str) -> str:
     """Return a tensor's or module's name without the wrappers around it."""
-    return ".".join(piece for piece in name.split(".") if piece not in INNER)
+    return ".".join(part for part in name.split(".") if part not in INNER)
 
 
 def architecture(model: nn.Module) -> str:

@@ -44,12 +44,12 @@ class Prepared(nn.Module):
     quantising: bool
     """False in the float part of a float-then-quantised schedule."""
     layer_name: str
-    kept: Tensor | None
+    own_mask: Tensor | None
     """The mask, on whatever device it was last used. No buffer: it outlives `to_empty`, and what
     is stored are the zeros themselves."""
     computed_in: torch.dtype | None
-    """What the last forward had the weight in. Under mixed precision that is not what is kept, and
-    codes are those of the rounded weight: export rounds likewise."""
+    """Dtype of the weight in the last forward. Under mixed precision it is narrower than the stored
+    one, and codes are those of the narrower weight: export rounds likewise."""
 
     @property
     def rule(self) -> Rule:
@@ -67,9 +67,9 @@ class Prepared(nn.Module):
     @property
     def mask(self) -> Tensor | None:
         """(N, K) bool of this process's tensor-parallel part, or None."""
-        if self.kept is not None and self.kept.device != self.weight.device:
-            self.kept = self.kept.to(self.weight.device)
-        return self.kept
+        if self.own_mask is not None and self.own_mask.device != self.weight.device:
+            self.own_mask = self.own_mask.to(self.weight.device)
+        return self.own_mask
 
     @property
     def stored_mask(self) -> Tensor | None:
@@ -96,7 +96,7 @@ class Prepared(nn.Module):
         Args:
             kept: (N, K) bool of the whole weight, True for weights that stay.
         """
-        self.kept = _part(kept, self.weight)
+        self.own_mask = _part(kept, self.weight)
 
     @property
     def is_narrowed(self) -> bool:
@@ -116,7 +116,7 @@ class Prepared(nn.Module):
         factor = self.factor
         local_factor = factor.to_local() if isinstance(factor, DTensor) else factor
         rounded = fake_weight(weight.to_local(), self.rule, local_factor, self.mask)
-        return _laid_out(rounded, weight)
+        return _laid_out(rounded, weight, tuple(weight.shape))
 
     def register_parameter(self, name: str, param: Any) -> None:
         """As `nn.Module` does; refuses a split that would cut a group of weights in two."""
@@ -132,8 +132,8 @@ class Prepared(nn.Module):
         split_now = name == "weight" and not isinstance(weight, DTensor)
         if split_now:
             check_axes(self.layer_name, param)
-        if split_now and self.kept is not None and self.kept.shape == param.shape:
-            self.kept = _part(self.kept, param)
+        if split_now and self.own_mask is not None and self.own_mask.shape == param.shape:
+            self.own_mask = _part(self.own_mask, param)
         if name == FACTOR and isinstance(weight, DTensor) and param.placements != weight.placements:
             raise OrderError(
                 f"{self.layer_name}: its weight is split as {weight.placements}, its learned scales"
@@ -194,7 +194,7 @@ def prepare_layer(
     if not isinstance(layer, Prepared):
         # The same object under a subclass, as fully_shard does: hooks, ties and names stay.
         layer.__class__ = KINDS[type(layer)]
-        layer.scheme = layer.activations = layer.kept = None  # type: ignore[assignment]
+        layer.scheme = layer.activations = layer.own_mask = None  # type: ignore[assignment]
         layer.computed_in = None  # type: ignore[assignment]
     assert isinstance(layer, Prepared)
     layer.quantising, layer.layer_name = True, name
@@ -286,25 +286,12 @@ def drop_gathered(model: nn.Module) -> None:
 
 def _factor(weight: Tensor, scheme: Scheme) -> nn.Parameter:
     """Make the parameter of learned scales: zeros (N, G), laid out as the weight is."""
+    group = scheme.group_of(weight.shape[1])
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    zeros = local.new_zeros(local.shape[0], local.shape[1] // group, dtype=torch.float32)
     if not isinstance(weight, DTensor):
-        groups = weight.shape[1] // scheme.group_of(weight.shape[1])
-        return nn.Parameter(weight.new_zeros(weight.shape[0], groups, dtype=torch.float32))
-    mesh = weight.device_mesh
-    local = weight.to_local()
-    rows, groups = weight.shape[0], weight.shape[1] // scheme.group_of(weight.shape[1])
-    zeros = local.new_zeros(
-        local.shape[0], local.shape[1] // scheme.group_of(weight.shape[1]), dtype=torch.float32
-    )
-    return nn.Parameter(
-        DTensor.from_local(
-            zeros,
-            mesh,
-            weight.placements,
-            run_check=False,
-            shape=torch.Size((rows, groups)),
-            stride=(groups, 1),
-        )
-    )
+        return nn.Parameter(zeros)
+    return nn.Parameter(_laid_out(zeros, weight, (weight.shape[0], weight.shape[1] // group)))
 
 
 def _part(mask: Tensor, weight: Tensor) -> Tensor:
@@ -316,14 +303,15 @@ def _part(mask: Tensor, weight: Tensor) -> Tensor:
     return mask[tuple(slice(start, start + size) for start, size in box)].clone()
 
 
-def _laid_out(local: Tensor, like: DTensor) -> Tensor:
+def _laid_out(local: Tensor, like: DTensor, shape: tuple[int, ...]) -> Tensor:
+    """Make a DTensor of a shape from its local part, laid out as another one of two dims."""
     out: Tensor = DTensor.from_local(
         local,
         like.device_mesh,
         like.placements,
         run_check=False,
-        shape=torch.Size(like.shape),
-        stride=like.stride(),
+        shape=torch.Size(shape),
+        stride=(shape[1], 1),
     )
     return out
 

@@ -1,9 +1,9 @@
 """Rows of text to calibrate, train and evaluate on: plain text, or conversations.
 
 A dataset is a folder of ms-data's shards, of text or of conversations, a JSON list of lists of
-tokens, or an instruction set in JSON Lines, which the model folder's chat template renders. Of
-conversations each row holds one, from its first token on, and the loss is that of the answers
-alone; so every runtime reads them alike, as none has to know where in a row another one begins.
+tokens, or an instruction set in JSON Lines, which the model folder's chat template renders. A row
+holds one conversation from its first token on, and its loss is that of the answers alone; so every
+runtime reads it alike, as none has to know where in a row another conversation begins.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from torch import Tensor
 from ms_compress.errors import ConfigError, DataError
 from ms_compress.files.untrusted import read_json
 
-__all__ = ["batches", "held_out", "read_batch", "read_tokens", "rows"]
+__all__ = ["held_out", "read_batch", "read_tokens", "rows"]
 
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson")
 """How the names of instruction sets end."""
@@ -30,34 +30,13 @@ Rows = dict[str, Tensor]
 """`tokens` and `targets`, (R, S) int64, and of conversations `weights`, (R, S) float32."""
 
 
-def batches(
-    folder: str | Path,
-    *,
-    split: str,
-    sequence_length: int,
-    batch_size: int,
-    seed: int = 0,
-) -> Iterator[Rows]:
-    """Batches without end, each with `tokens` and `targets`, (B, S) int64.
-
-    Documents follow one another as plain text, as every runtime reads them.
-
-    Raises:
-        ConfigError: ms-data is not installed.
-        DataError: the folder holds no shards, not this split, or too little of it.
-    """
-    stream = _text_stream(folder, split, sequence_length, batch_size, seed)
-    for batch in stream:
-        yield {name: torch.as_tensor(batch[name]).long() for name in ("tokens", "targets")}
-
-
 def rows(
     folder: str | Path, *, split: str, sequence_length: int, count: int, seed: int = 0
 ) -> Rows:
     """Read the first `count` rows of a split in the order of a seed, fewer if there are no more.
 
     Raises:
-        DataError: as of `batches`.
+        DataError: the folder holds no shards, not this split, or too little of it.
     """
     if _holds_conversations(folder, split):
         return _conversations(Path(folder), split, sequence_length, count, seed)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ms_compress.settings import number, one_of, whole
 from ms_compress.training.distillation import Divergence, distillation_loss
 
-__all__ = ["DistillationLoss", "Output", "engine_teacher"]
+__all__ = ["DistillationLoss", "StageOutput", "engine_teacher"]
 
 IGNORED = -100
 
@@ -24,7 +24,7 @@ Head = Callable[[slice], Tensor]
 """Logits (B, s, V) of a slice of positions."""
 
 
-class Output(Protocol):
+class StageOutput(Protocol):
     """What the loss asks of a student's last pipeline stage."""
 
     def logits(self, positions: slice) -> Tensor:
@@ -41,7 +41,7 @@ class DistillationLoss:
     """
 
     teacher: Callable[[Mapping[str, Tensor]], Head]
-    """Of a batch, what gives the teacher's logits; see `engine_teacher`."""
+    """Given a batch, returns what gives the teacher's logits; see `engine_teacher`."""
     kind: Divergence = field(default="forward", validator=one_of("forward", "reverse", "skewed"))
     temperature: float = field(default=1.0, validator=number(least=1e-3))
     skew: float = field(default=0.1, validator=number(below=1.0))
@@ -52,18 +52,17 @@ class DistillationLoss:
         """Count the targets that are not -100."""
         return float((batch["targets"] != IGNORED).sum())
 
-    def __call__(self, output: Output, batch: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, output: StageOutput, batch: Mapping[str, Tensor]) -> Tensor:
         """Add up the divergences of this microbatch's targets to a float32 scalar."""
         targets = batch["targets"]
         head = self.teacher(batch)
         total = torch.zeros((), device=targets.device)
         for first in range(0, targets.shape[1], self.chunk):
             part = slice(first, min(first + self.chunk, targets.shape[1]))
-            piece = checkpoint(self._sum, output, head, targets, part, use_reentrant=False)
-            total = total + piece
+            total = total + checkpoint(self._sum, output, head, targets, part, use_reentrant=False)
         return total
 
-    def _sum(self, output: Output, head: Head, targets: Tensor, part: slice) -> Tensor:
+    def _sum(self, output: StageOutput, head: Head, targets: Tensor, part: slice) -> Tensor:
         with torch.no_grad():
             theirs = head(part)
         mean = distillation_loss(

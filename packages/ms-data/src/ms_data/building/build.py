@@ -107,7 +107,7 @@ def _recipe(encoder: TextEncoder, source: Corpus, hold_out: float, shard_size_mi
 
 
 def _publish(job: Job, corpus: str | Path, out: str | Path) -> Summary:
-    """Does a job in a folder beside `out`, which then takes its name."""
+    """Runs a job in a folder beside `out`, which then takes its name."""
     folder = free_place(out)
     refuse_inside(folder, corpus)
     aside = folder.with_name(folder.name + ".partial")

@@ -22,7 +22,7 @@ __all__ = ["ChatEncoder", "TextEncoder", "encoder_for"]
 
 
 class _Document(msgspec.Struct, frozen=True, array_like=True):
-    """What is left of a row once its template has run; the text of the build's document."""
+    """A row once its template has run; its JSON is the text of a document of the build."""
 
     parts: list[Rendered]
     weight: float
@@ -43,19 +43,19 @@ class TextEncoder:
 
     @property
     def parser(self) -> Callable[[bytes], str] | None:
-        """Makes a document of a row; None where documents are not rows."""
+        """Makes the text of a document from a row; None where documents are not rows."""
         return None
 
     def encode(self, texts: Sequence[str]) -> Sequence[NDArray[np.integer]]:
-        """The words of each document, as a shard holds them."""
+        """Turns each document into its words, as a shard holds them."""
         return self.tokenizer.encode_documents(texts)
 
     def hold_out_key(self, text: str) -> str:
-        """What of a document decides whether it is held out."""
+        """The part of a document that decides whether it is held out."""
         return text
 
     def files(self) -> dict[str, bytes]:
-        """What of it is kept beside the shards, by name, apart from the tokenizer."""
+        """Files to keep beside the shards, by name, apart from the tokenizer."""
         return {}
 
 
@@ -81,7 +81,7 @@ class ChatEncoder(TextEncoder):
         return self.template.files()
 
     def parse(self, line: bytes) -> str:
-        """The document of one JSON line.
+        """Makes the text of a document from one JSON line.
 
         Raises:
             ValueError: the line is no JSON object of a known form, or the template refuses it.
@@ -144,7 +144,7 @@ def encoder_for(
     pairs: bool,
     allow_special: bool,
 ) -> TextEncoder:
-    """The encoder of a build, by its arguments.
+    """Chooses the encoder of a build by its arguments.
 
     Raises:
         SettingError: arguments that need a chat template without one, or a template whose text
@@ -171,7 +171,7 @@ def encoder_for(
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Every text in a JSON value, keys included; parts of a content also as they are joined."""
+    """Finds every text in a JSON value, keys included; parts of a content also joined."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

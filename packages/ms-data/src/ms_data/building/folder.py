@@ -1,4 +1,4 @@
-"""The folder beside the one asked for, in which a build works."""
+"""Guards the folder in which a build works, beside the one asked for."""
 
 import fcntl
 import os
@@ -22,7 +22,7 @@ _OURS = re.compile(
 
 
 def free_place(out: str | Path) -> Path:
-    """The real path of a folder that does not exist yet, or is empty.
+    """Resolves the path of a folder that must not exist yet, or be empty.
 
     Raises:
         OutputError: something stands there, or no folder can be renamed to it.
@@ -93,7 +93,7 @@ def _lock(descriptor: int, aside: Path) -> None:
 
 
 def _refuse_foreign(aside: Path) -> None:
-    """What a build did not write it must not remove."""
+    """Refuses a folder with files that no build wrote, which must not be removed."""
     foreign = sorted(path.name for path in aside.iterdir() if not _OURS.fullmatch(path.name))
     if foreign:
         raise OutputError(

@@ -1,4 +1,4 @@
-"""One run of a build: read, tokenize on all cores, deal to splits, compress, save as it goes."""
+"""Runs a build: reads, tokenizes on all cores, deals to splits, compresses, saves as it goes."""
 
 import os
 import time
@@ -69,7 +69,7 @@ class _Batch(NamedTuple):
 
 @frozen
 class Job:
-    """A build that is still to be done."""
+    """A build to run."""
 
     source: Corpus
     encoder: TextEncoder

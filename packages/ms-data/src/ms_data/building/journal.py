@@ -1,4 +1,4 @@
-"""How far a build has come, kept beside its shards so that a killed build can go on."""
+"""The journal of a build, kept beside its shards so that a killed build can go on."""
 
 import os
 from collections.abc import Container
@@ -36,7 +36,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     document_limit_mib: int
 
     def differences(self, other: "Recipe", *, besides: Container[str]) -> list[str]:
-        """What `other` has otherwise, besides some fields; a line's part each."""
+        """Names the fields that differ in `other`, besides some, with both values."""
         return [
             f"{_NAMES.get(name, name)} is {getattr(other, name)!r}, was {getattr(self, name)!r}"
             for name in self.__struct_fields__
@@ -45,7 +45,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """What is done of a corpus."""
+    """How much of a corpus is done."""
 
     position: Position = Position()
     text_bytes: int = 0
@@ -57,7 +57,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.3"):
-    """One moment of a build at which everything counted here is safely on disk."""
+    """The state of a build at a moment when all that it counts is safely on disk."""
 
     recipe: Recipe
     progress: Progress
@@ -95,7 +95,7 @@ def save_journal(folder: Path, journal: Journal) -> None:
 
 
 def load_journal(folder: Path) -> Journal | None:
-    """The journal of an interrupted build, or None where there is none.
+    """Reads the journal of an interrupted build; None where there is none.
 
     Raises:
         OutputError: the journal is damaged.

@@ -1,4 +1,4 @@
-"""What a build notes beside its shards, so that the same command again has nothing to do."""
+"""The record of a finished build, so that the same command again has nothing to do."""
 
 import os
 from collections import Counter
@@ -11,7 +11,7 @@ from ms_data.building.journal import Progress, Recipe
 from ms_data.corpus.corpus import Corpus
 from ms_data.disk.format import ShardEntry, sealed
 from ms_data.disk.split import read_index
-from ms_data.errors import DataError, OutputError, shown
+from ms_data.errors import DataError, OutputError, printable
 from ms_data.files.durable import write_file
 from ms_data.files.untrusted import decode_json, read_bytes
 
@@ -43,7 +43,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, shards: Sequence[ShardEntry], progress: Progress) -> "Summary":
-        """The summary of these shards."""
+        """Sums up these shards."""
         splits: Counter[str] = Counter()
         for shard in shards:
             splits[shard.split] += shard.tokens
@@ -66,7 +66,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def omissions(left_out: Mapping[str, int], skipped: int = 0) -> str:
-    """What was left out, as a part of a line; empty where nothing was."""
+    """Says what was left out, for the end of a line; empty where nothing was."""
     count = sum(left_out.values())
     kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(left_out.items()))
     files = "file" if count == 1 else "files"
@@ -90,7 +90,7 @@ class BuildRecord(
 
 
 def save_record(folder: Path, recipe: Recipe, source: Corpus, summary: Summary) -> None:
-    """Writes what a build that is finished was built from; reads all of the corpus.
+    """Writes the record of a finished build; reads all of the corpus for its checksum.
 
     Raises:
         OutputError: the disk is full or the place cannot be written.
@@ -102,7 +102,7 @@ def save_record(folder: Path, recipe: Recipe, source: Corpus, summary: Summary) 
 
 
 def summary_of(folder: Path, recipe: Recipe, source: Corpus, out: str | Path) -> Summary | None:
-    """The summary of the build that stands whole in `folder`, if it is the one that is wanted.
+    """Returns the summary of the finished build in `folder`, if it is the one asked for.
 
     Raises:
         OutputError: it is another one, and which setting differs; or its shards are damaged.
@@ -113,17 +113,17 @@ def summary_of(folder: Path, recipe: Recipe, source: Corpus, out: str | Path) ->
     content = read_bytes(path, error=OutputError, limit_bytes=LIMIT_BYTES)
     before = decode_json(content, BuildRecord, where=path, error=OutputError)
     if sealed(before, "checksum") != content:
-        raise OutputError(f"{shown(path)}: damaged; remove {shown(out)} to build anew")
+        raise OutputError(f"{printable(path)}: damaged; remove {printable(out)} to build anew")
     # A larger limit alone, under which all documents were valid, gives the same bytes.
     differing = before.recipe.differences(recipe, besides=["document_limit_mib"])
     if before.listing != source.listing:
         differing.append("the corpus has other files, or other content")
     changed = source.changed_since(path.stat().st_mtime_ns)
     if changed and not differing and source.content() != before.content:
-        differing.append(f"the corpus has other content, as {shown(changed)} may")
+        differing.append(f"the corpus has other content, as {printable(changed)} may")
     if differing:
         raise OutputError(
-            f"{shown(out)} is not empty: it holds another build: "
+            f"{printable(out)} is not empty: it holds another build: "
             f"{'; '.join(differing)}; choose another folder, or remove it"
         )
     _check_sizes(folder, out)
@@ -134,12 +134,12 @@ def _check_sizes(folder: Path, out: str | Path) -> None:
     try:
         shards = read_index(folder).shards
     except DataError as error:
-        raise OutputError(f"{error}; or remove {shown(out)} to build anew") from error
+        raise OutputError(f"{error}; or remove {printable(out)} to build anew") from error
     for shard in shards:
         path = folder / shard.name
         size = path.stat().st_size if path.exists() else 0
         if size != shard.size_bytes:
             raise OutputError(
-                f"{shown(path)}: damaged: {size} bytes where {shard.size_bytes} were written; "
-                f"remove {shown(out)} to build anew"
+                f"{printable(path)}: damaged: {size} bytes where {shard.size_bytes} were written; "
+                f"remove {printable(out)} to build anew"
             )

@@ -160,7 +160,7 @@ _FORMS: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
 def _objects(
     value: object, name: str, what: str, keys: set[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each object of a list that may have these keys, with its place."""
+    """Gives each object of a list, whose keys must be among these, with its place."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"{name} must be a list of {what}, not {_shown(value)}")
     for at, one in enumerate(value):
@@ -212,7 +212,7 @@ def _turn(value: dict[str, Any], place: str) -> Message:
 
 
 def _checked(message: Message, place: str) -> Message:
-    """The message, if its weight can be and it is not empty."""
+    """Checks that a message is not empty and its weight is 0 or 1."""
     if message.get("weight", 0) not in (0, 1):
         raise ValueError(f"{place}.weight is {_shown(message['weight'])}; it must be 0 or 1")
     filled = message.get("content") or message.get("tool_calls")

@@ -89,7 +89,7 @@ def _prompt(row: Mapping[str, Any], key: str) -> list[Message]:
 
 
 def _with_system(system: list[Message], prompt: list[Message]) -> list[Message]:
-    """The prompt after the row's system message, with which it may begin already."""
+    """Puts the row's system message before the prompt, unless it is there already."""
     if system and prompt[0]["role"] == "system":
         if prompt[:1] != system:
             raise ValueError("`system` is not the system message of the prompt; keep one of them")
@@ -107,7 +107,7 @@ def _answer(value: object, name: str) -> list[Message]:
 
 
 def _shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """How many messages both begin with, the last message of either never among them."""
+    """Counts the messages that both begin with, never the last message of either."""
     shared = 0
     for one, other in zip(chosen[:-1], rejected[:-1], strict=False):
         if one != other:

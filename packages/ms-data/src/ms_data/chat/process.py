@@ -1,4 +1,4 @@
-"""The process that renders chat templates, begun when it is first needed and whenever it ended.
+"""Starts the process that renders chat templates when it is needed, and asks it.
 
 All templates of this process share one. It ends when this process does, of whatever cause: its
 pipe closes then.
@@ -27,14 +27,14 @@ _TIMED_OUT = "takes more processor time than any sound template"
 
 
 class _TemplateProcess:
-    """The other process, and the one lock on the way to it."""
+    """The process that renders, and the lock under which it is asked."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        """The answer to a request, or `limit` with the reason why there is none."""
+        """Returns the answer to a request, or `limit` with the reason why there is none."""
         with self._lock:
             process = self._process = self._process or _start()
             try:
@@ -50,19 +50,19 @@ class _TemplateProcess:
                 raise
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             _reason(process)
 
     def forget(self) -> None:
-        """In a forked process: the one that renders is the parent's."""
+        """Forgets the process after a fork, as it belongs to the parent."""
         self.__init__()  # type: ignore[misc]
 
 
 def ask(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What the other process answers; see `worker`.
+    """Sends a request to the process that renders and returns its answer; see `worker`.
 
     Raises:
         SettingError: jinja2 is not installed, or no process can be begun.
@@ -107,7 +107,7 @@ def _read(file: IO[bytes], size: int) -> bytes:
 
 
 def _reason(process: subprocess.Popen[bytes]) -> str:
-    """Why it ended; its pipes are given back."""
+    """Closes the pipes of a process that ended, and says why it ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):

@@ -23,7 +23,7 @@ import xxhash
 
 from ms_data.chat.messages import Message
 from ms_data.chat.process import ask
-from ms_data.errors import DataError, SettingError, TokenizerError, shown
+from ms_data.errors import DataError, SettingError, TokenizerError, printable
 from ms_data.files.untrusted import decoding, read_json, read_text
 
 __all__ = ["ChatTemplate", "Rendered"]
@@ -107,10 +107,10 @@ class ChatTemplate:
         try:
             return cls(source, special_tokens=tokens, today=today)
         except TokenizerError as error:
-            raise TokenizerError(f"{shown(path)}: {error}") from error
+            raise TokenizerError(f"{printable(path)}: {error}") from error
 
     def with_tokens_of(self, folder: Path | None) -> "ChatTemplate":
-        """This template with the special tokens that it reads, if it was given none.
+        """Returns this template with the special tokens that it reads, if it was given none.
 
         Args:
             folder: the tokenizer's, with a `tokenizer_config.json` that names them.
@@ -229,7 +229,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         **more: Any,
     ) -> dict[str, Any]:
-        """What the other process answers about some messages."""
+        """Asks the process that renders about some messages."""
         if not messages:
             raise ValueError("a conversation without messages; give at least one")
         request = {
@@ -252,7 +252,7 @@ class ChatTemplate:
         return answer
 
     def _compile(self) -> tuple[str, ...]:
-        """Compiles the template in the other process; returns the special tokens it reads."""
+        """Compiles the template; returns the special tokens that it reads."""
         today = str(self.today) if self.today else None
         about = {"source": self.source, "tokens": self.special_tokens, "today": today}
         answer = self._request("compile", about)
@@ -271,7 +271,7 @@ class ChatTemplate:
 
 
 def _from_folder(folder: Path, name: str | None) -> tuple[str, dict[str, Any]]:
-    """Template and special tokens of a tokenizer's folder."""
+    """Reads the template and the special tokens of a tokenizer's folder."""
     path = folder / "tokenizer_config.json"
     config = _read_config(path) if path.exists() else {}
     if (folder / "chat_template.jinja").exists():
@@ -296,7 +296,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether all text in a value can be written down, which half a character can't."""
+    """Whether all text in a value is Unicode that can be encoded, without lone surrogates."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -305,7 +305,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Such as `bos_token`, by name."""
+    """The special tokens of a tokenizer_config.json, such as `bos_token`, by name."""
     named = {key: value for key, value in config.items() if key.endswith("_token")}
     texts = {
         key: value.get("content") if isinstance(value, dict) else value

@@ -53,13 +53,13 @@ class TooLongError(Exception):
 
 
 class Worker:
-    """The templates that were compiled, by what they depend on."""
+    """Compiles templates, keeps them by name, and answers requests about them."""
 
     def __init__(self) -> None:
         self._templates: dict[str, Template] = {}
 
     def answer(self, request: Mapping[str, Any], size: int) -> dict[str, Any]:
-        """What one request of `size` bytes gets."""
+        """Answers one request of `size` bytes."""
         if request["do"] == "compile":
             return self._compile(request["name"], request)
         template = self._templates.get(request["name"])
@@ -124,7 +124,7 @@ class Template:
         prompt: bool,
         marking: bool = False,
     ) -> str:
-        """The text of some messages, with what asks the assistant to speak if `prompt`."""
+        """Renders messages, with the generation prompt at the end if `prompt`."""
         self._marking = marking
         timed(self.seconds + SECONDS_A_BYTE * self.size + SECONDS_A_MESSAGE * len(messages))
         try:
@@ -176,7 +176,7 @@ class Template:
         return [span for at, span in zip(turns, spans, strict=True) if at in wanted]
 
     def _proved(self, text: str, request: Mapping[str, Any], at: int) -> tuple[int, int]:
-        """Where message `at` stands in `text`, if prefixes prove it."""
+        """Finds where message `at` stands in `text`, if prefixes prove it."""
         if at == 0:
             raise RefusedError("the conversation begins with the assistant; begin it with the user")
         messages = request["messages"]
@@ -228,7 +228,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter, HTML's characters stay as they are."""
+    """Writes JSON as transformers' filter does: unlike Jinja's, it keeps HTML's characters."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -239,14 +239,14 @@ def to_json(
 
 
 def refuse(message: str) -> None:
-    """What a template calls when it doesn't take the messages."""
+    """Raises the error with which a template refuses the messages."""
     from jinja2 import TemplateError
 
     raise TemplateError(message)
 
 
 def as_read(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as templates read it: no empty keys, thoughts under each of their names."""
+    """Returns a message as templates read it: no empty keys, thoughts under all their names."""
     message = {key: value for key, value in message.items() if value is not None}
     thoughts = next((message[key] for key in _THOUGHTS if key in message), None)
     if thoughts is None:
@@ -255,7 +255,7 @@ def as_read(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def spans_of(marked: str) -> list[tuple[int, int]]:
-    """What stands between marks, in characters of the text without them."""
+    """Finds what stands between marks, in characters of the text without the marks."""
     spans, start = [], 0
     for seen, mark in enumerate(re.finditer(f"[{_OPEN}{_CLOSE}]", marked)):
         at = mark.start() - seen
@@ -267,14 +267,14 @@ def spans_of(marked: str) -> list[tuple[int, int]]:
 
 
 def one_line(error: Exception) -> str:
-    """An error's text on one line of printable characters, cut where it is long."""
+    """Puts an error's text on one line of printable characters, cut where it is long."""
     text = str(error)[: 4 * MESSAGE_CHARACTERS] or type(error).__name__
     line = " ".join("".join(one if one.isprintable() else " " for one in text).split())
     return line if len(line) <= MESSAGE_CHARACTERS else line[: MESSAGE_CHARACTERS - 3] + "..."
 
 
 def timed(seconds: float) -> float:
-    """Ends this process after so much more processor time, 0 being without end.
+    """Ends this process after so many more seconds of processor time; 0 lifts the limit.
 
     Returns:
         What was left of the time that was set before.
@@ -283,7 +283,7 @@ def timed(seconds: float) -> float:
 
 
 def limit_memory(size: int) -> None:
-    """Lets one request of `size` bytes take so much more memory than is taken now."""
+    """Limits the memory that one request of `size` bytes may take beyond what is taken now."""
     with open("/proc/self/statm", "rb") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()
     allowed = taken + MEMORY_BYTES + MEMORY_BYTES_A_BYTE * size
@@ -309,7 +309,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Begins to serve; what a template could reach of the machine is taken away first."""
+    """Takes away what a template could reach of the machine, then serves requests."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and closes the pipe
     sys.path[:] = json.loads(sys.argv[1])
     import pprint  # noqa: F401 - Jinja imports it when it is first asked for

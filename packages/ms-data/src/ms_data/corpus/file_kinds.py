@@ -1,4 +1,4 @@
-"""What a file is, by its first bytes: text, text that is packed, or something that is no text."""
+"""Tells what a file is by its first bytes: text, packed text, or something that is no text."""
 
 import codecs
 from typing import NamedTuple
@@ -82,7 +82,7 @@ BINARY = NotText("file with NUL bytes")
 
 
 def foreign_encoding(head: bytes) -> str | None:
-    """Why a text that begins with `head` is in an encoding that is not read, or None."""
+    """Says why a text that begins with `head` cannot be read for its encoding, or None."""
     for mark, encoding in _MARKS.items():
         if head.startswith(mark):
             return f"text in {encoding}; convert it, as by `iconv -f {encoding} -t UTF-8`"
@@ -90,7 +90,7 @@ def foreign_encoding(head: bytes) -> str | None:
 
 
 def kind_of(head: bytes) -> Kind:
-    """What a file is whose first bytes, up to `HEAD_BYTES` of them, are `head`."""
+    """Tells what a file is whose first bytes, up to `HEAD_BYTES` of them, are `head`."""
     for (at, signature), kind in _SIGNATURES.items():
         if head.startswith(signature, at) and _plausible(signature, head):
             return kind

@@ -8,7 +8,7 @@ from pathlib import Path
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB, ReadOptions
 from ms_data.corpus.readers import READERS
-from ms_data.errors import CorpusError, shown
+from ms_data.errors import CorpusError, printable
 
 __all__ = ["find_corpus"]
 
@@ -23,7 +23,7 @@ def find_corpus(
     parse: Callable[[bytes], str] | None = None,
     document_limit_mib: int = DOCUMENT_LIMIT_MIB,
 ) -> Corpus:
-    """The corpus that `corpus` names: a file, a folder of files, or `stdlib`.
+    """Finds the files of a corpus: a file, a folder of files, or `stdlib`.
 
     Files that end in .jsonl or .ndjson hold a document a line, any other file is one document;
     both may be packed by gzip (.gz) or zstd (.zst). A folder is read in the order of its files'
@@ -46,9 +46,9 @@ def find_corpus(
         if isinstance(error, CorpusError):
             raise
         reason = getattr(error, "strerror", None) or error
-        raise CorpusError(f"{shown(corpus)}: cannot be read: {reason}; give a path") from error
+        raise CorpusError(f"{printable(corpus)}: cannot be read: {reason}; give a path") from error
     if not (is_library or named or folder):
-        raise CorpusError(f"no file or folder {shown(corpus)}; give a path, or `stdlib`")
+        raise CorpusError(f"no file or folder {printable(corpus)}; give a path, or `stdlib`")
     if not files:
         raise CorpusError(f"{corpus} is empty: it holds no files to read; give a folder of text")
     return Corpus(
@@ -68,7 +68,7 @@ def find_corpus(
 
 
 def _visible_files(folder: Path) -> list[Path]:
-    """Links to folders come last, so that what lies in the corpus itself keeps its own name."""
+    """Finds the files of a folder, links to folders last, so that files keep their own names."""
     found: list[Path] = []
     seen: set[tuple[int, int]] = set()
     waiting = [folder]

@@ -1,4 +1,4 @@
-"""What a reader is: it gives the documents of one kind of file. The folder `readers` holds them."""
+"""Defines readers, which give the documents of one kind of file; `readers` holds them."""
 
 from collections.abc import Callable, Iterator
 from io import BufferedReader
@@ -65,7 +65,7 @@ class ReadOptions:
 
     @property
     def document_limit_bytes(self) -> int:
-        """The same in bytes."""
+        """The limit in bytes."""
         return self.document_limit_mib << 20
 
 
@@ -84,7 +84,7 @@ class Reader:
 
 
 def not_utf8(content: bytes) -> str | None:
-    """Why some bytes are not UTF-8, or None if they are."""
+    """Says why some bytes are not UTF-8, or None if they are."""
     try:
         content.decode()
     except UnicodeDecodeError as error:

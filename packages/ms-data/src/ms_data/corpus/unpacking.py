@@ -1,4 +1,4 @@
-"""The content of a plain or packed file, in blocks and lines of bounded size."""
+"""Reads plain and packed files in blocks and lines of bounded size."""
 
 import gzip
 import io
@@ -22,7 +22,7 @@ _LARGEST_WINDOW = 1 << 27
 
 
 def unpacked(raw: io.BufferedReader, packing: str) -> Iterator[bytes]:
-    """The content of an open file that is packed by `gz`, `zst` or not at all."""
+    """Reads an open file that is packed by `gz`, `zst` or not at all."""
     if packing == "zst":
         yield from _unpacked_zstd(raw)
         return
@@ -54,7 +54,7 @@ def _zstd() -> Any:
 
 
 def lines_of(blocks: Iterator[bytes], limit: int) -> Iterator[bytes | None]:
-    """Each line without its end, or None for one of more than `limit` bytes."""
+    """Gives each line without its end, or None for one of more than `limit` bytes."""
     rest: list[bytes] = []
     size = 0
     for block in blocks:
@@ -76,7 +76,7 @@ def lines_of(blocks: Iterator[bytes], limit: int) -> Iterator[bytes | None]:
 
 
 def whole(blocks: Iterator[bytes], limit: int) -> bytes | None:
-    """All blocks as one, or None where they are more than `limit` bytes."""
+    """Joins all blocks, or returns None where they are more than `limit` bytes."""
     parts: list[bytes] = []
     for block in blocks:
         parts.append(block)

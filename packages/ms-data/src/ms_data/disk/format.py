@@ -1,4 +1,4 @@
-"""What lies on disk: the index of a dataset and the layout of a shard.
+"""Defines what lies on disk: the index of a dataset and the layout of a shard.
 
 A dataset is a folder: `index.json`, `tokenizer.json` and shards. A shard is, in this order,
 
@@ -67,7 +67,7 @@ Kind = Literal["text", "conversations", "preferences"]
 """What the documents of a dataset are."""
 
 LEARNT = np.uint32(1 << 31)
-"""The bit of a word that says that its token is learnt, in datasets that are not text."""
+"""The bit of a word that says that its token is trained on, in datasets that are not text."""
 
 SHARD_NAME = re.compile(r"shard-[0-9]{5,9}\.msd")
 _SPLIT_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -84,12 +84,12 @@ def token_type_for(vocabulary_size: int, kind: Kind = "text") -> TokenType:
 
 
 def header_words(kind: Kind) -> int:
-    """Words before the tokens of each document."""
+    """Counts the words of the header before the tokens of each document."""
     return {"text": 0, "conversations": 1, "preferences": 3}[kind]
 
 
 def frames_of(tokens: int, frame_tokens: int) -> int:
-    """How many frames hold `tokens` tokens; only the last one may be short."""
+    """Counts the frames that hold `tokens` tokens; only the last one may be short."""
     return -(-tokens // frame_tokens)
 
 
@@ -177,7 +177,7 @@ class Index(
 
 
 def sealed(value: msgspec.Struct, field: str) -> bytes:
-    """The one byte string that stands for `value`.
+    """Encodes `value` with its own checksum.
 
     Its member `field` becomes the hexadecimal xxh3-128 of the same with that member empty.
     """
@@ -186,7 +186,7 @@ def sealed(value: msgspec.Struct, field: str) -> bytes:
 
 
 def encode_index(index: Index) -> bytes:
-    """The one byte string that stands for `index`, fingerprint filled in."""
+    """Encodes an index with its fingerprint; the same index always gives the same bytes."""
     return sealed(index, "fingerprint")
 
 

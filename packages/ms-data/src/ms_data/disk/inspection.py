@@ -1,4 +1,4 @@
-"""What a dataset holds, from its index alone."""
+"""Describes a dataset from its index alone."""
 
 from pathlib import Path
 
@@ -6,22 +6,10 @@ import msgspec
 
 from ms_data.disk.split import read_index
 
-__all__ = ["Facts", "SplitFacts", "TokenizerFacts", "inspect"]
+__all__ = ["DatasetInfo", "SplitInfo", "inspect"]
 
 
-class TokenizerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A tokenizer that was trained."""
-
-    path: str
-    vocabulary_size: int
-    end_of_text: int
-    """The token that ends a document."""
-    end_of_text_name: str
-    left_out: dict[str, int]
-    """Files of the corpus left out because they are no text, by what they are."""
-
-
-class SplitFacts(msgspec.Struct, frozen=True, kw_only=True):
+class SplitInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One split of a dataset."""
 
     shards: int
@@ -30,7 +18,7 @@ class SplitFacts(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class DatasetInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A dataset in a few numbers."""
 
     folder: str
@@ -39,11 +27,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     token_type: str
     end_of_text: int
     tokenizer: str
-    splits: dict[str, SplitFacts]
+    splits: dict[str, SplitInfo]
 
 
-def inspect(folder: str | Path) -> Facts:
-    """Says what the dataset in `folder` holds.
+def inspect(folder: str | Path) -> DatasetInfo:
+    """Describes the dataset in `folder`.
 
     Raises:
         SettingError: the folder holds no dataset.
@@ -53,13 +41,13 @@ def inspect(folder: str | Path) -> Facts:
     splits = {}
     for name in index.splits:
         shards = [shard for shard in index.shards if shard.split == name]
-        splits[name] = SplitFacts(
+        splits[name] = SplitInfo(
             shards=len(shards),
             documents=sum(shard.documents for shard in shards),
             tokens=sum(shard.tokens for shard in shards),
             size_bytes=sum(shard.size_bytes for shard in shards),
         )
-    return Facts(
+    return DatasetInfo(
         folder=str(folder),
         fingerprint=index.fingerprint,
         vocabulary_size=index.vocabulary_size,

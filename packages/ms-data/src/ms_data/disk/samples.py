@@ -1,4 +1,4 @@
-"""Conversations and preference pairs as documents of a shard, and reading them back by number.
+"""Packs conversations and preference pairs as documents of a shard, and reads them by number.
 
 A sample is one document of 32-bit words: a header, then tokens whose highest bit says whether
 they are trained on.
@@ -48,12 +48,12 @@ class PairSample(NamedTuple):
 
 
 def pack_sample(sample: Sample) -> _Words:
-    """The words of a conversation, shape (n + 1,)."""
+    """Packs a conversation as words, shape (n + 1,)."""
     return np.concatenate((_floats(sample.weight), _marked(sample)))
 
 
 def pack_pair(pair: PairSample) -> _Words:
-    """The words of a pair."""
+    """Packs a pair as words."""
     size = np.array([len(pair.chosen.tokens)], np.uint32)
     header = (_floats(pair.weight, pair.margin), size)
     return np.concatenate((*header, _marked(pair.chosen), _marked(pair.rejected)))
@@ -79,6 +79,8 @@ class Samples(Sequence[Sample | PairSample]):
         kinds: tuple[Kind, ...] = (kind,) if kind else ("conversations", "preferences")
         self._split = Split(folder, split, kinds=kinds, cached_frames=CACHED_FRAMES)
         self.kind: Kind = self._split.kind
+        self.dataset_index = self._split.index
+        """What the tokens mean, and the dataset's fingerprint."""
         self._header = header_words(self.kind)
         ends = self._split.all_ends()
         self._starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
@@ -86,26 +88,6 @@ class Samples(Sequence[Sample | PairSample]):
         """Tokens of each sample, shape (count,); of a pair, both parts together."""
         if not len(self.sizes) or int(self.sizes.min()) < 1:
             raise DamageError(Path(folder, "index.json"), "index", "a sample has no tokens")
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Every token is below it."""
-        return self._split.index.vocabulary_size
-
-    @property
-    def end_of_text(self) -> int:
-        """The token that stands where a row is not filled."""
-        return self._split.index.end_of_text
-
-    @property
-    def tokenizer(self) -> tuple[str, int]:
-        """What the tokens mean: the tokenizer's checksum and its end of text."""
-        return self._split.index.tokenizer, self._split.index.end_of_text
-
-    @property
-    def fingerprint(self) -> str:
-        """Names the dataset by its content."""
-        return self._split.index.fingerprint
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -122,14 +104,14 @@ class Samples(Sequence[Sample | PairSample]):
         return PairSample(chosen, rejected, float(floats[0]), float(floats[1]))
 
     def conversation(self, number: int) -> Sample:
-        """Sample `number` of a dataset of conversations."""
+        """Reads sample `number` of a dataset of conversations."""
         found = self[number]
         if not isinstance(found, Sample):
             raise SettingError("preference pairs where conversations are asked for")
         return found
 
     def pair(self, number: int) -> PairSample:
-        """Sample `number` of a dataset of preference pairs."""
+        """Reads sample `number` of a dataset of preference pairs."""
         found = self[number]
         if not isinstance(found, PairSample):
             raise SettingError("conversations where preference pairs are asked for")

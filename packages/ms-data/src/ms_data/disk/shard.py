@@ -1,4 +1,4 @@
-"""Reading checked frames from a shard."""
+"""Reads checked frames from a shard."""
 
 import os
 from pathlib import Path
@@ -61,7 +61,7 @@ class Shard:
             raise
 
     def close(self) -> None:
-        """Gives the file back."""
+        """Closes the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

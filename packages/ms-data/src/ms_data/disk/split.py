@@ -1,4 +1,4 @@
-"""A folder of shards read as one long row of tokens a split."""
+"""Reads a split of a dataset as one long row of tokens."""
 
 import os
 from bisect import bisect_right
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ms_data.disk.format import Index, Kind, decode_index
 from ms_data.disk.shard import Frame, Shard
-from ms_data.errors import DamageError, SettingError, shown
+from ms_data.errors import DamageError, SettingError, printable
 
 __all__ = ["Split", "read_index"]
 
@@ -38,7 +38,7 @@ def read_index(folder: Path) -> Index:
     path = folder / "index.json"
     if not os.path.lexists(str(path).replace("\0", "\ufffd")):
         raise SettingError(
-            f"{shown(folder)} holds no dataset (no index.json); build one with `ms-data build`"
+            f"{printable(folder)} holds no dataset (no index.json); build one with `ms-data build`"
         )
     try:
         size = path.stat().st_size
@@ -52,7 +52,7 @@ def read_index(folder: Path) -> Index:
     except RecursionError as error:
         raise DamageError(path, "index", "is nested too deeply") from error
     except (ValueError, OverflowError) as error:
-        raise DamageError(path, "index", shown(error)) from error
+        raise DamageError(path, "index", printable(error)) from error
 
 
 INDEX_LIMIT_BYTES = 1 << 28
@@ -108,7 +108,7 @@ class Split:
         return sum(entry.documents for entry in self._entries)
 
     def all_ends(self) -> NDArray[np.int64]:
-        """One past the last token of each document, shape (documents,); decodes every frame.
+        """Finds one past the last token of each document, shape (documents,); decodes every frame.
 
         Raises:
             DamageError: a frame is damaged.
@@ -121,7 +121,7 @@ class Split:
         return np.concatenate(ends)
 
     def read(self, start: int, stop: int) -> NDArray[np.unsignedinteger]:
-        """The tokens from `start` to `stop`, which must lie inside the split.
+        """Reads the tokens from `start` to `stop`, which must lie inside the split.
 
         Raises:
             DamageError: a frame that holds some is damaged.
@@ -148,7 +148,7 @@ class Split:
         return np.concatenate(ends)
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[Frame, int, int]]:
-        """Each frame under the tokens from `start` to `stop`, and which of its tokens they are."""
+        """Gives each frame that holds tokens from `start` to `stop`, and where they stand in it."""
         while start < stop:
             shard = bisect_right(self._starts, start) - 1
             number, low = divmod(start - self._starts[shard], self.index.frame_tokens)
@@ -158,7 +158,7 @@ class Split:
             start += high - low
 
     def _frame(self, shard: int, number: int) -> Frame:
-        """A decoded frame; the last used ones are kept, because passages often share one."""
+        """Returns a decoded frame; the last used ones are kept, because samples share them."""
         key = (shard, number)
         frame = self._frames.get(key)
         if frame is None:

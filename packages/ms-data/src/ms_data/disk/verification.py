@@ -67,7 +67,7 @@ def verify(
     except DamageError as error:
         return Report(faults=(_fault(error),), shards=0, frames=0, size_bytes=0)
     total = sum(entry.size_bytes for entry in index.shards)
-    faults = _check_tokenizer(folder, index)
+    faults = _check_files(folder, index)
     frames = done = 0
     # Reading, checksums and zstd let go of the interpreter, so threads use all cores.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -80,31 +80,26 @@ def verify(
     return Report(faults=tuple(faults), shards=len(index.shards), frames=frames, size_bytes=total)
 
 
-def _check_tokenizer(folder: Path, index: Index) -> list[Fault]:
-    name = "tokenizer.json"
-    try:
-        content = (folder / name).read_bytes()
-    except OSError as error:
-        return [Fault(name, "file", f"cannot be read: {error.strerror}")]
-    if xxhash.xxh3_128_hexdigest(content) != index.tokenizer:
-        return [Fault(name, "file", "its checksum is not the one in the index")]
-    return [] if index.chat is msgspec.UNSET else _check_template(folder, index)
-
-
-def _check_template(folder: Path, index: Index) -> list[Fault]:
-    content = b""
-    for name in ("chat_template.jinja", "tokenizer_config.json"):
-        try:
-            content += (folder / name).read_bytes()
-        except OSError as error:
-            return [Fault(name, "file", f"cannot be read: {error.strerror}")]
-    if xxhash.xxh3_128_hexdigest(content) != index.chat:
-        return [Fault(name, "file", "with chat_template.jinja, its checksum is not the index's")]
+def _check_files(folder: Path, index: Index) -> list[Fault]:
+    """Checks the tokenizer and, of an instruction set, the files of its template."""
+    sealed: list[tuple[tuple[str, ...], str]] = [(("tokenizer.json",), index.tokenizer)]
+    if index.chat is not msgspec.UNSET:
+        sealed.append((("chat_template.jinja", "tokenizer_config.json"), index.chat))
+    for names, expected in sealed:
+        content = b""
+        for name in names:
+            try:
+                content += (folder / name).read_bytes()
+            except OSError as error:
+                return [Fault(name, "file", f"cannot be read: {error.strerror}")]
+        if xxhash.xxh3_128_hexdigest(content) != expected:
+            others = "".join(f"with {name}, " for name in names[:-1])
+            return [Fault(names[-1], "file", f"{others}its checksum is not the one in the index")]
     return []
 
 
 def _check_shard(folder: Path, entry: ShardEntry, index: Index) -> tuple[list[Fault], int]:
-    """The faults of one shard, and how many of its frames were decoded."""
+    """Finds the faults of one shard, and counts its frames that were decoded."""
     try:
         shard = Shard(folder, entry, index.frame_tokens)
     except DamageError as error:
@@ -131,7 +126,7 @@ def _check_shard(folder: Path, entry: ShardEntry, index: Index) -> tuple[list[Fa
 
 
 def _inconsistency(frame: Frame, position: int | None, index: Index) -> str | None:
-    """What a frame says that cannot be, although its bytes are those that were written."""
+    """Finds what cannot be in a frame whose bytes are those that were written."""
     if index.kind is not msgspec.UNSET:
         return _inconsistent_samples(frame, position, index)
     if int(frame.tokens.max()) >= index.vocabulary_size:
@@ -144,7 +139,7 @@ def _inconsistency(frame: Frame, position: int | None, index: Index) -> str | No
 
 
 def _inconsistent_samples(frame: Frame, position: int | None, index: Index) -> str | None:
-    """The same for a frame of conversations or pairs, whose documents have a header each."""
+    """Does the same for a frame of conversations or pairs, whose documents have a header each."""
     assert index.kind is not msgspec.UNSET
     starts = np.concatenate(([-frame.position], frame.ends[frame.ends < len(frame.tokens)]))
     place = np.arange(len(frame.tokens))

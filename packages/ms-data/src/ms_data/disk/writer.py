@@ -1,4 +1,4 @@
-"""Writing documents into shards, in such a way that a killed writer can go on."""
+"""Writes documents into shards, in such a way that a killed writer can go on."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -66,7 +66,7 @@ class DatasetState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The files that hold it."""
+        """Names of all shards."""
         return tuple(shard.name for shard in self.closed) + tuple(shard.name for shard in self.open)
 
 
@@ -200,7 +200,7 @@ class ShardWriter:
         )
 
     def abandon(self) -> None:
-        """Gives the file back without finishing it; a full disk is no further trouble here."""
+        """Closes the file without finishing it, even on a full disk."""
         try:
             self._file.close()
         except OSError:
@@ -209,7 +209,7 @@ class ShardWriter:
 
 
 class DatasetWriter:
-    """Deals documents to the open shard of their split; closes a shard when it is large enough.
+    """Adds documents to the open shard of their split, which is closed when it is large enough.
 
     Args:
         folder: where the shards are written.
@@ -272,7 +272,7 @@ class DatasetWriter:
         return tuple(sorted(self._closed, key=lambda entry: entry.name))
 
     def abandon(self) -> None:
-        """Gives all files back without finishing them."""
+        """Closes all files without finishing them."""
         for writer in self._open.values():
             writer.abandon()
         self._open.clear()
@@ -288,7 +288,7 @@ class DatasetWriter:
 
 
 def _check_files(folder: Path, state: DatasetState) -> None:
-    """Every byte that the state counts is on disk; open shards may have grown since.
+    """Checks that every byte that the state counts is on disk; open shards may have grown since.
 
     Raises:
         OutputError: bytes are gone, more or others.
@@ -310,7 +310,7 @@ def _check_files(folder: Path, state: DatasetState) -> None:
 
 
 def _checksum_of(path: Path, size_bytes: int) -> int | None:
-    """xxh3 of the first bytes of a file, or None where it has fewer."""
+    """Computes xxh3 of the first bytes of a file, or None where it has fewer."""
     found, left = xxhash.xxh3_64(), size_bytes
     try:
         with path.open("rb") as file:

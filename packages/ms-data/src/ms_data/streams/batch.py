@@ -1,4 +1,4 @@
-"""What a training step reads, and rows that are filled part by part."""
+"""Defines batches, and fills their rows part by part."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, TypedDict
@@ -46,7 +46,7 @@ class RowPart(NamedTuple):
 
     @classmethod
     def of(cls, sample: Sample, start: int, stop: int, weight: float) -> "RowPart":
-        """Tokens `start` to `stop` of a sample, each target of which has this weight."""
+        """Takes tokens `start` to `stop` of a sample, whose targets all have this weight."""
         after = slice(start + 1, stop + 1)
         mask = sample.loss_mask[after]
         targets = np.where(mask, sample.tokens[after], IGNORED)
@@ -56,7 +56,7 @@ class RowPart(NamedTuple):
 def fill_rows(
     rows: Sequence[Sequence[RowPart]], *, count: int, width: int, end_of_text: int
 ) -> WeightedBatch:
-    """Rows of parts laid end to end, each part a document of its own.
+    """Fills rows with parts laid end to end, each part a document of its own.
 
     Args:
         rows: at most `count` of them, each of `width` tokens at most.

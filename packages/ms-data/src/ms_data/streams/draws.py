@@ -1,4 +1,4 @@
-"""The n-th sample drawn from a source, epoch after epoch, by arithmetic."""
+"""Finds the n-th sample drawn from a source, epoch after epoch, by arithmetic."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ WINDOW = 4096
 
 
 class Draws:
-    """Every sample once an epoch, each epoch in another order that the seed decides.
+    """Draws every sample once an epoch, each epoch in another order that the seed decides.
 
     Args:
         samples: samples in the source.
@@ -26,7 +26,7 @@ class Draws:
         self._window: NDArray[np.int64] = np.empty(0, np.int64)
 
     def __getitem__(self, draw: int) -> int:
-        """The sample that draw number `draw` gives, counted from 0 over all epochs."""
+        """Returns the sample of draw number `draw`, counted from 0 over all epochs."""
         epoch, position = divmod(draw, self._order.samples)
         number, offset = divmod(position, WINDOW)
         if self._key != (epoch, number):

@@ -1,8 +1,8 @@
-"""Batches of conversations for training: mixed, packed, split over processes, resumable exactly."""
+"""Streams conversations for training: mixed, packed, shared by processes, resumable exactly."""
 
 import operator
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,28 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_data.disk.samples import Samples
-from ms_data.errors import SettingError, StateError
+from ms_data.errors import SettingError
 from ms_data.streams.batch import WeightedBatch, fill_rows
 from ms_data.streams.draws import Draws
 from ms_data.streams.mixture import Mixture, Phase
 from ms_data.streams.packed_source import Long, PackedSource, Weighting
 from ms_data.streams.packer import Row
 from ms_data.streams.packing_rules import PACKING_RULES
-from ms_data.streams.share import (
-    Share,
-    StreamPlace,
-    at_least_one,
-    check_state,
-    count,
-    reading_state,
-)
+from ms_data.streams.share import BatchStream, StreamPlace, count
 
 __all__ = ["InstructionBatch", "InstructionStream"]
 
-STATE_VERSION = 1
-_CHOICES = {
+_CHOICES: dict[str, Collection[str]] = {
     "long": get_args(Long),
-    "packing": tuple(PACKING_RULES),
+    "packing": PACKING_RULES,
     "weighting": get_args(Weighting),
 }
 
@@ -43,7 +35,7 @@ class InstructionBatch(WeightedBatch):
     """Shape (b,): the number of the source; the documents of a row are of one source."""
 
 
-class InstructionStream(Iterator[InstructionBatch]):
+class InstructionStream(BatchStream[InstructionBatch]):
     """Global batches of packed rows, of which each process receives its own.
 
     Samples are drawn from the sources as a `Mixture` says and packed source by source. Which
@@ -90,13 +82,12 @@ class InstructionStream(Iterator[InstructionBatch]):
         shuffle: bool = True,
         epochs: int | None = None,
     ) -> None:
-        at_least_one(sequence_length=sequence_length, epochs=epochs)
+        super().__init__(
+            sequence_length=sequence_length, batch_size=batch_size, place=place, epochs=epochs
+        )
         _check(open_rows, {"long": long, "packing": packing, "weighting": weighting})
-        self._share = Share.at(place, batch_size)
-        self.sequence_length = operator.index(sequence_length)
-        self.batch_size = operator.index(batch_size)
         self._weighting: Weighting = weighting
-        self._settings: dict[str, Any] = {
+        self._settings = {
             "sources": {},
             "split": split,
             "sequence_length": self.sequence_length,
@@ -114,7 +105,7 @@ class InstructionStream(Iterator[InstructionBatch]):
         self._sources = [self._open(number) for number in range(len(self.names))]
         self._check_tokenizers()
         self._settings["sources"] = {
-            name: source.samples.fingerprint
+            name: source.samples.dataset_index.fingerprint
             for name, source in zip(self.names, self._sources, strict=True)
         }
         sizes = [float(len(source.samples)) for source in self._sources]
@@ -134,9 +125,10 @@ class InstructionStream(Iterator[InstructionBatch]):
         return PackedSource(samples, draws, packer, length=length, long=settings["long"])
 
     def _check_tokenizers(self) -> None:
-        first = self._sources[0].samples.tokenizer
+        first = self._sources[0].samples.dataset_index
         for name, source in zip(self.names, self._sources, strict=True):
-            if source.samples.tokenizer != first:
+            other = source.samples.dataset_index
+            if (other.tokenizer, other.end_of_text) != (first.tokenizer, first.end_of_text):
                 raise SettingError(
                     f"sources {self.names[0]!r} and {name!r} were built with different tokenizers "
                     "or ends of text, so their tokens mean different things; build both with one"
@@ -150,7 +142,7 @@ class InstructionStream(Iterator[InstructionBatch]):
     @property
     def vocabulary_size(self) -> int:
         """Every token is below it."""
-        return max(source.samples.vocabulary_size for source in self._sources)
+        return max(source.samples.dataset_index.vocabulary_size for source in self._sources)
 
     @property
     def mixture(self) -> Mixture:
@@ -159,17 +151,17 @@ class InstructionStream(Iterator[InstructionBatch]):
 
     @property
     def delivered_rows(self) -> int:
-        """Rows that all processes together have received, those without samples left out."""
+        """Rows with samples that all processes together have received."""
         return self._rows
 
     @property
     def fill(self) -> float:
-        """Share of the delivered rows' places that hold tokens of samples."""
+        """The share of the delivered tokens that are of samples; the rest is padding."""
         return self._tokens / max(1, self._rows * self.sequence_length)
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """Of each source: samples `drawn`, `truncated` and `split`, segments `without_targets`."""
+        """For each source: samples `drawn`, `truncated` and `split`, segments `without_targets`."""
         return {
             name: dict(source.counters)
             for name, source in zip(self.names, self._sources, strict=True)
@@ -178,9 +170,6 @@ class InstructionStream(Iterator[InstructionBatch]):
     def change_weights(self, weights: Mapping[str, float] | Sequence[float]) -> int:
         """Changes the weights from now on; see `Mixture.change`."""
         return self._mixture.change(weights)
-
-    def __iter__(self) -> "InstructionStream":
-        return self
 
     def __next__(self) -> InstructionBatch:
         while len(self._ready) < self.batch_size and not self._flushed:
@@ -196,7 +185,7 @@ class InstructionStream(Iterator[InstructionBatch]):
         return self._deliver(rows)
 
     def of_tasks(self, tasks: Sequence[int]) -> InstructionBatch:
-        """A global batch whose rows are of these sources, drawn apart from the mixture.
+        """Draws a global batch whose rows are of these sources, apart from the mixture.
 
         Args:
             tasks: the number of a source for each row of the global batch.
@@ -231,15 +220,12 @@ class InstructionStream(Iterator[InstructionBatch]):
             [[self._sources[at].read(one, self._weighting) for one in row] for at, row in own],
             count=self._share.rows,
             width=self.sequence_length,
-            end_of_text=self._sources[0].samples.end_of_text,
+            end_of_text=self._sources[0].samples.dataset_index.end_of_text,
         )
         return {**batch, "task": task}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands: JSON values, the same in every process."""
+    def _position(self) -> dict[str, Any]:
         return {
-            "version": STATE_VERSION,
-            "settings": self._settings,
             "mixture": self._mixture.state_dict(),
             "sources": [source.state() for source in self._sources],
             "ready": [[task, [list(one) for one in row]] for task, row in self._ready],
@@ -248,35 +234,18 @@ class InstructionStream(Iterator[InstructionBatch]):
             "flushed": self._flushed,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to where `state` was taken; batch size and number of processes may differ.
-
-        Raises:
-            StateError: the state is of other data or other settings; names what differs.
-        """
-        given = state.get("settings")
-        settings = given if isinstance(given, Mapping) else {}
-        check_state({**settings, "version": state.get("version")}, STATE_VERSION, self._settings)
-        before = self.state_dict()
-        try:
-            with reading_state():
-                self._restore(state)
-        except StateError:
-            self._restore(before)
-            raise
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        for source, one in zip(self._sources, state["sources"], strict=True):
+    def _go_to(self, position: Mapping[str, Any]) -> None:
+        for source, one in zip(self._sources, position["sources"], strict=True):
             source.restore(one)
         self._ready = deque(
             (count(task), tuple(self._sources[task].segment(one) for one in row))
-            for task, row in state["ready"]
+            for task, row in position["ready"]
         )
-        self._rows, self._tokens = count(state["rows"]), count(state["tokens"])
-        self._mixture.load_state_dict(state["mixture"])
+        self._rows, self._tokens = count(position["rows"]), count(position["tokens"])
+        self._mixture.load_state_dict(position["mixture"])
         # A run that ended goes on where this stream has more epochs.
         reached = self._last is not None and self._mixture.position >= self._last
-        self._flushed = bool(state["flushed"]) and reached
+        self._flushed = bool(position["flushed"]) and reached
 
 
 def _check(open_rows: int, choices: Mapping[str, str]) -> None:

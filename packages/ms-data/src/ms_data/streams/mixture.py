@@ -1,4 +1,4 @@
-"""Which source the next sample comes from, with an exact ledger.
+"""Decides which source the next sample comes from, with an exact ledger.
 
 After t samples a source has been drawn within one sample of its due, the sum of its weights over
 those t, at every t: Tijdeman's rule ("The chairman assignment problem", 1980). Among the sources
@@ -42,8 +42,8 @@ class Phase:
 
 
 @frozen(kw_only=True)
-class _Segment:
-    """Dues that grow evenly from `start` on."""
+class _Stage:
+    """A part of the run in which dues grow evenly, from `start` on."""
 
     start: int
     shares: tuple[int, ...]
@@ -51,7 +51,7 @@ class _Segment:
     dues: tuple[int, ...]
     """Dues at `start`, in the same units."""
     led_in: int | None = None
-    """Where the samples begin that lead in this segment, whose dues are then whole."""
+    """Where the samples begin that lead in this stage, whose dues are then whole."""
 
 
 class Mixture:
@@ -95,16 +95,16 @@ class Mixture:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The weights over the run, those included that came unforeseen."""
+        """The weights over the run, unforeseen changes included."""
         return tuple(phase for phase, _ in self._plan)
 
     def due(self, position: int) -> dict[str, float]:
-        """How many of the first `position` samples each source should give."""
+        """Computes how many of the first `position` samples each source should give."""
         dues = (self._due(source, position) / SCALE for source in range(len(self.names)))
         return dict(zip(self.names, dues, strict=True))
 
     def draw(self) -> int:
-        """The number of the source that gives the next sample."""
+        """Chooses the source of the next sample; returns its number."""
         source = self._lead_in.pop() if self._lead_in else self._most_urgent()
         self._counts[source] += 1
         self._position += 1
@@ -120,7 +120,7 @@ class Mixture:
         return best
 
     def change(self, weights: Mapping[str, float] | Sequence[float]) -> int:
-        """Other weights from now on, in place of all later phases.
+        """Sets other weights from now on, in place of all later phases.
 
         Returns:
             The samples drawn before they take effect: at most one a source, but one, from now.
@@ -131,11 +131,11 @@ class Mixture:
         ordered = self._in_order(weights)
         _shares(ordered, self.names)
         now = self._position
-        segment = self._segments[-1]
-        if segment.led_in is not None and segment.led_in <= now <= segment.start:
+        stage = self._stages[-1]
+        if stage.led_in is not None and stage.led_in <= now <= stage.start:
             # These samples lead in the new weights as well as those that never came.
-            start, whole = segment.start, [due // SCALE for due in segment.dues]
-            lead: tuple[int, _Counts] | None = (segment.led_in, tuple(whole))
+            start, whole = stage.start, [due // SCALE for due in stage.dues]
+            lead: tuple[int, _Counts] | None = (stage.led_in, tuple(whole))
         else:
             behind = [self._due(at, now) > count * SCALE for at, count in enumerate(self._counts)]
             start = now + sum(behind)
@@ -165,7 +165,7 @@ class Mixture:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over a ledger, its phases included.
+        """Loads a ledger, its phases included.
 
         Raises:
             StateError: it is of other sources, or not a ledger.
@@ -187,79 +187,77 @@ class Mixture:
             self._set(plan)
 
     def _set(self, plan: list[tuple[Phase, tuple[int, _Counts] | None]]) -> None:
-        """Takes a plan: phases, and for those that were led in, from where to which counts."""
+        """Sets phases, each with the start and the final counts of its lead-in, if it has one."""
         starts = [phase.start for phase, _ in plan]
         if not starts or starts[0] != 0 or starts != sorted(set(starts)):
             raise SettingError(
                 f"phases start at {starts}; the first starts at 0, the others each later"
             )
-        self._segments: list[_Segment] = []
+        self._stages: list[_Stage] = []
         for phase, lead in plan:
             if lead is not None:
                 dues = tuple(count * SCALE for count in lead[1])
-            elif self._segments:
+            elif self._stages:
                 dues = tuple(self._due(at, phase.start) for at in range(len(self.names)))
             else:
                 dues = (0,) * len(self.names)
             shares = tuple(_shares(phase.weights, self.names))
             begun = lead[0] if lead else None
-            self._segments.append(
-                _Segment(start=phase.start, shares=shares, dues=dues, led_in=begun)
-            )
+            self._stages.append(_Stage(start=phase.start, shares=shares, dues=dues, led_in=begun))
         self._plan = plan
         self._lead_in = self._leading()
         self._windows = [self._window(source) for source in range(len(self.names))]
 
     def _leading(self) -> list[int]:
-        """Sources that are still to be drawn before the segment that is led in, last one first."""
-        segment, begun = self._segments[-1], self._segments[-1].led_in
-        if begun is None or not begun <= self._position < segment.start:
+        """Finds the sources that are still to be drawn in the lead-in, last one first."""
+        stage, begun = self._stages[-1], self._stages[-1].led_in
+        if begun is None or not begun <= self._position < stage.start:
             return []
-        owed = [due - count * SCALE for due, count in zip(segment.dues, self._counts, strict=True)]
+        owed = [due - count * SCALE for due, count in zip(stage.dues, self._counts, strict=True)]
         missing = [source for source, one in enumerate(owed) if one > 0]
         # Who was furthest behind comes first.
-        return sorted(missing, key=lambda at: (self._due(at, begun) - segment.dues[at], -at))
+        return sorted(missing, key=lambda at: (self._due(at, begun) - stage.dues[at], -at))
 
-    def _segment(self, position: int) -> _Segment:
-        """The segment that `position` lies in, or is led in to."""
-        found = self._segments[0]
-        for segment in self._segments:
-            begins = segment.start if segment.led_in is None else segment.led_in + 1
+    def _stage(self, position: int) -> _Stage:
+        """Finds the stage that `position` lies in, or leads in to."""
+        found = self._stages[0]
+        for stage in self._stages:
+            begins = stage.start if stage.led_in is None else stage.led_in + 1
             if begins <= position:
-                found = segment
+                found = stage
         return found
 
     def _due(self, source: int, position: int) -> int:
-        segment = self._segment(position)
-        if position >= segment.start:
-            return segment.dues[source] + (position - segment.start) * segment.shares[source]
-        assert segment.led_in is not None
-        begun = self._due(source, segment.led_in)
-        way = (segment.dues[source] - begun) * (position - segment.led_in)
-        return begun + way // (segment.start - segment.led_in)
+        stage = self._stage(position)
+        if position >= stage.start:
+            return stage.dues[source] + (position - stage.start) * stage.shares[source]
+        assert stage.led_in is not None
+        begun = self._due(source, stage.led_in)
+        way = (stage.dues[source] - begun) * (position - stage.led_in)
+        return begun + way // (stage.start - stage.led_in)
 
     def _window(self, source: int) -> tuple[int, int]:
-        """From which draw on the source's next sample may come, and by which it must."""
+        """Computes from which draw on the source's next sample may come, and by which it must."""
         owed = self._counts[source] * SCALE
         deadline = self._first(source, owed + SCALE - self._slack)
         return self._first(source, owed + self._slack), deadline
 
     def _first(self, source: int, due: int) -> int:
-        """The smallest position, at or after the current segment, with this due or more."""
-        ends = [one.start if one.led_in is None else one.led_in for one in self._segments[1:]]
-        for segment, end in zip(self._segments, [*ends, NEVER], strict=True):
-            missing = due - segment.dues[source]
+        """Finds the smallest position, from the current stage on, with this due or more."""
+        ends = [one.start if one.led_in is None else one.led_in for one in self._stages[1:]]
+        for stage, end in zip(self._stages, [*ends, NEVER], strict=True):
+            missing = due - stage.dues[source]
             if missing <= 0:
-                return segment.start
-            if segment.shares[source]:
-                at = segment.start - (-missing // segment.shares[source])
+                return stage.start
+            if stage.shares[source]:
+                at = stage.start - (-missing // stage.shares[source])
                 if at <= end:
                     return at
         return NEVER
 
 
 def _shares(weights: Sequence[float], names: Sequence[str]) -> list[int]:
-    """Whole numbers in the ratio of the weights that sum to SCALE; 0 stays 0."""
+    """Turns weights into whole numbers of the same ratio that sum to SCALE; 0 stays 0."""
     if len(weights) != len(names) or not all(0 <= one < float("inf") for one in weights):
         raise SettingError(
             f"weights {list(weights)} for {list(names)}: give a number of 0 or more for each"

@@ -1,12 +1,11 @@
-"""The order of samples: a pure function of (seed, epoch, position) with no memory.
+"""Orders samples by a pure function of (seed, epoch, position) with no memory.
 
 Samples that lie together on disk form chunks. Chunks are permuted over the whole epoch, then
 samples within a window of a few chunks. So a reader decodes each frame about once and holds one
 window; any window is computed alone, which makes resuming at any point immediate.
 
 The permutation of n values is an 8-round Feistel network on a grid of barely more
-than n cells;
-values that fall outside are sent round again (cycle walking).
+than n cells; values that fall outside are sent round again (cycle walking).
 """
 
 from hashlib import blake2b
@@ -25,7 +24,7 @@ _Keys = NDArray[np.uint64]
 
 @frozen(kw_only=True)
 class Order:
-    """In which order the samples of each epoch are delivered."""
+    """The order in which the samples of each epoch are delivered."""
 
     samples: int = field(validator=ge(1))
     """Samples in an epoch."""
@@ -81,7 +80,7 @@ class Order:
 
 
 def permute(values: NDArray[np.uint64], size: int, keys: _Keys) -> NDArray[np.uint64]:
-    """The images of `values` under the permutation of range(size) that `keys` choose.
+    """Permutes `values` as the permutation of range(size) that `keys` choose.
 
     Args:
         values: uint64, any shape, each below `size`.
@@ -111,7 +110,7 @@ def _rounds(
 
 
 def _hash_below(bound: np.uint64, values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """A well-mixed number below `bound`, which is below 2**32, for each value."""
+    """Hashes each value to a number below `bound`, which is below 2**32."""
     mixed = (values ^ key) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0xD6E8FEB86659FD93)

@@ -1,4 +1,4 @@
-"""One set of conversations, drawn in its order and packed into rows of its own."""
+"""Draws one set of conversations in its order, and packs it into rows of its own."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -50,7 +50,7 @@ class PackedSource:
             )
 
     def draw(self) -> list[Row]:
-        """Draws one sample; returns the rows that are full by it."""
+        """Draws one sample; returns the rows that it fills."""
         number = self._draws[self.counters["drawn"]]
         self.counters["drawn"] += 1
         segments, without_targets = self._segments(number)
@@ -60,11 +60,11 @@ class PackedSource:
         return [row for segment in segments for row in self._packer.add(segment)]
 
     def flush(self) -> list[Row]:
-        """Returns the rows that are not full."""
+        """Closes the rows that are not full, and returns them."""
         return self._packer.flush()
 
     def _segments(self, number: int) -> tuple[list[Segment], int]:
-        """The segments of a sample that hold a target, and how many do not."""
+        """Finds the segments of a sample that hold a target, and counts those that do not."""
         size = int(self.samples.sizes[number])
         segments = cut_sample(number, size, self._length, split=self._long == "split")
         if 1 < size <= self._length:
@@ -74,7 +74,7 @@ class PackedSource:
         return kept, len(segments) - len(kept)
 
     def read(self, segment: Segment, weighting: Weighting) -> RowPart:
-        """A segment as a part of a row.
+        """Reads a segment as a part of a row.
 
         Args:
             segment: which tokens.
@@ -107,7 +107,7 @@ class PackedSource:
         self.counters = {name: count(state[name]) for name in _COUNTERS}
 
     def segment(self, values: Any) -> Segment:
-        """A segment from its JSON values.
+        """Makes a segment from its JSON values.
 
         Raises:
             ValueError: there is no such segment.

@@ -1,4 +1,4 @@
-"""What packs samples: it places segments of them in rows, one segment at a time.
+"""Defines packers, which place segments of samples in rows, one segment at a time.
 
 The folder `packing_rules` holds the rules, a module each.
 """
@@ -62,7 +62,7 @@ class Packer(Protocol):
 
 
 def cut_sample(sample: int, size: int, capacity: int, *, split: bool) -> list[Segment]:
-    """The segments of a sample: itself where it fits, else its beginning, or all its parts."""
+    """Cuts a sample into segments: one where it fits, else its beginning or, to `split` it, all."""
     if size <= capacity:
         return [Segment(sample, 0, size)]
     stop = size if split else capacity

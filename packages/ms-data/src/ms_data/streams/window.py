@@ -1,4 +1,4 @@
-"""The samples of one shuffle window, decoded once and cut into batches."""
+"""Holds the samples of one shuffle window, decoded once, and cuts them into batches."""
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -58,7 +58,7 @@ class Window:
         return len(self._starts)
 
     def rows(self, start: int, stop: int) -> Batch:
-        """The samples at `start` to `stop` of the window's order."""
+        """Makes a batch of the samples at `start` to `stop` of the window's order."""
         length, count = self._length, stop - start
         at = self._starts[start:stop]
         taken = self._gather(at)
@@ -84,7 +84,7 @@ class Window:
         return Batch(tokens=tokens, targets=targets, positions=positions, documents=documents)
 
     def _gather(self, at: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
-        """The `length` + 1 tokens from each flat coordinate, shape (b, length + 1)."""
+        """Gathers the `length` + 1 tokens from each flat coordinate, shape (b, length + 1)."""
         step = self._buffer.itemsize
         starts = self._buffer.size - self._length
         view = as_strided(self._buffer, (starts, self._length + 1), (step, step), writeable=False)

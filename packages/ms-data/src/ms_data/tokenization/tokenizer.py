@@ -1,4 +1,4 @@
-"""Text to tokens and back: a thin face over a `tokenizers` file."""
+"""Turns text into tokens and back: a thin face over a `tokenizers` file."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ms_data.chat.template import Rendered
 from ms_data.disk.split import read_index
-from ms_data.errors import DamageError, TokenizerError, shown
+from ms_data.errors import DamageError, TokenizerError, printable
 from ms_data.files.durable import write_files, writing
 from ms_data.files.untrusted import read_bytes
 
@@ -44,8 +44,8 @@ class Tokenizer:
     """
 
     def __init__(self, content: bytes, *, end_of_text: str | int | None = None) -> None:
-        with _calling("not a tokenizer.json of the `tokenizers` library"):
-            self._model = _plain(content)
+        with _binding("not a tokenizer.json of the `tokenizers` library"):
+            self._model = _load_model(content)
         self._model.encode_special_tokens = True
         self.content = content
         self.folder: Path | None = None
@@ -82,7 +82,7 @@ class Tokenizer:
         try:
             tokenizer = cls(content, end_of_text=end_of_text)
         except TokenizerError as error:
-            raise TokenizerError(f"{shown(path)}: {error}") from error
+            raise TokenizerError(f"{printable(path)}: {error}") from error
         tokenizer.folder = folder
         return tokenizer
 
@@ -92,25 +92,25 @@ class Tokenizer:
         return xxhash.xxh3_128_hexdigest(self.content)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of one text, without an end."""
+        """Encodes one text, without an end of text."""
         return _ids(self._model, text)
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """The tokens of each text, each followed by the end of text; uses all cores.
+        """Encodes each text and its end of text, shape (n,) each; uses all cores.
 
         Raises:
             TokenizerError: a text becomes the end of text itself, which would end a document in
                 its midst; or the tokenizer fails.
         """
-        with _calling("cannot encode a text"):
+        with _binding("cannot encode a text"):
             encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         found = [np.array([*one.ids, self.end_of_text], np.int64) for one in encoded]
         for text, ids in zip(texts, found, strict=True):
             if (ids[:-1] == self.end_of_text).any():
                 raise TokenizerError(
                     f"makes a text its end of text, token {self.end_of_text} "
-                    f"({self.end_of_text_name!r}), as in {shown(text)!r}; name a special token, "
-                    "which no text can spell, with --end-of-text"
+                    f"({self.end_of_text_name!r}), as in {printable(text)!r}; name a special "
+                    "token, which no text can spell, with --end-of-text"
                 )
         return found
 
@@ -121,7 +121,7 @@ class Tokenizer:
         return name or ""
 
     def files(self, special_tokens: Mapping[str, str] | None = None) -> dict[str, bytes]:
-        """The files, by name, of a folder that `transformers.AutoTokenizer` opens.
+        """Makes the files, by name, of a folder that `transformers.AutoTokenizer` opens.
 
         Args:
             special_tokens: such as `bos_token`, by name; the end of text is `eos_token` and
@@ -150,20 +150,20 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """Tokens that stand for no text, by name."""
+        """Names of the tokens that stand for no text."""
         added = self._model.get_added_tokens_decoder().values()
         return tuple(token.content for token in added if token.special)
 
     def encode_chat(self, text: str) -> list[int]:
-        """The tokens of a rendered conversation, in which special tokens are what they spell."""
+        """Encodes a rendered conversation, in which a special token's name is that token."""
         return _ids(self._chat_model(), text)
 
     def encode_chats(
         self, chats: Sequence[Rendered]
     ) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
-        """Tokens (n,) of each rendered conversation, and which of them its spans touch, (n,)."""
+        """Encodes rendered conversations: tokens (n,) and the loss mask (n,) of their spans."""
         texts = [chat.text for chat in chats]
-        with _calling("cannot encode a conversation"):
+        with _binding("cannot encode a conversation"):
             encoded = self._chat_model().encode_batch(texts, add_special_tokens=False)
         found = []
         for chat, one in zip(chats, encoded, strict=True):
@@ -177,12 +177,12 @@ class Tokenizer:
 
     def _chat_model(self) -> tokenizers.Tokenizer:
         if self._chat is None:
-            self._chat = _plain(self.content)
+            self._chat = _load_model(self.content)
             self._chat.encode_special_tokens = False
         return self._chat
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some tokens; ends of text are left out."""
+        """Decodes tokens to text; special tokens are left out."""
         text: str = self._model.decode([int(one) for one in ids], skip_special_tokens=True)
         return text
 
@@ -204,27 +204,27 @@ class Tokenizer:
 
 
 def _ids(model: tokenizers.Tokenizer, text: str) -> list[int]:
-    with _calling("cannot encode a text"):
+    with _binding("cannot encode a text"):
         ids: list[int] = model.encode(text, add_special_tokens=False).ids
     return ids
 
 
 @contextmanager
-def _calling(what: str) -> Iterator[None]:
-    """Turns whatever the binding raises, its Rust's panics too, into one line."""
+def _binding(what: str) -> Iterator[None]:
+    """Turns whatever the `tokenizers` library raises, Rust's panics too, into one line."""
     try:
         yield
     except BaseException as error:  # nothing narrower than Exception, and a panic is not even that
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise TokenizerError(
-            f"{what} ({shown(' '.join(str(error).split()))}); train one with `ms-data tokenizer`, "
-            "or fetch it again"
+            f"{what} ({printable(' '.join(str(error).split()))}); train one with "
+            "`ms-data tokenizer`, or fetch it again"
         ) from error
 
 
-def _plain(content: bytes) -> tokenizers.Tokenizer:
-    """A model that gives the same text the same tokens every time, and all of them."""
+def _load_model(content: bytes) -> tokenizers.Tokenizer:
+    """Loads a model without truncation, padding or dropout: a text always has the same tokens."""
     model = tokenizers.Tokenizer.from_str(content.decode())
     model.no_truncation()
     model.no_padding()

@@ -87,7 +87,7 @@ def train_tokenizer(
 
 
 def _without_endless_words(text: str) -> Iterator[str]:
-    """Cut a text inside whatever would be one word of a thousand characters or more.
+    """Cuts a text inside whatever would be one word of a thousand characters or more.
 
     The trainer's time grows with the square of a word's length, and such a word teaches nothing.
     """

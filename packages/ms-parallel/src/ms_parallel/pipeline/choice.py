@@ -3,28 +3,19 @@
 from functools import cache
 from pathlib import Path
 
-from attrs import frozen
-
 from ms_parallel.errors import ConfigError, ScheduleError
 from ms_parallel.files.untrusted import decoding, read_text
+from ms_parallel.pipeline.layer_split import Staged
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.schedules.generators.registry import named_schedule
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["SEARCH", "Choice", "Staged", "Tables", "is_file", "read_schedule"]
+__all__ = ["SEARCH", "Choice", "Tables", "is_file", "read_schedule"]
 
 LIMIT_BYTES = 1 << 26
 SEARCH = "search"
 """The choice that must be measured before it is a table."""
-
-
-@frozen(kw_only=True)
-class Staged:
-    """A table, and how many layers each of its stages has."""
-
-    schedule: Schedule
-    layers: tuple[int, ...]
 
 
 Choice = str | Path | Schedule | Staged

@@ -13,6 +13,7 @@ from ms_parallel.errors import ConfigError
 __all__ = ["Mailbox"]
 
 Name = tuple[int, int, str]
+"""(stage, microbatch, `F` or `B`): of the stage that sends, or of the one that receives."""
 Shape = tuple[int, ...]
 
 DTYPES = (
@@ -31,44 +32,39 @@ MAX_DIMS = 6
 class Mailbox:
     """Sends and receives in the order in which they are asked for.
 
-    Neighbouring requests leave as one batch. What shape a message has is told once by a small
-    message of its own before the first of its kind; from then on both ends know.
+    Neighbouring requests leave as one batch. A small message goes before the first of each kind
+    and gives its shape; from then on both ends know it.
     """
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
         self.shapes: dict[Shape, tuple[torch.dtype, tuple[int, ...]]] = {}
-        self.queue: list[dist.P2POp] = []
-        self.arriving: dict[Name, tuple[Tensor, int]] = {}
-        """Tensor and index in `queue`, until the queue is flushed."""
+        self.queue: list[tuple[Name, dist.P2POp]] = []
         self.sender: dict[Name, int] = {}
         """Global rank that a message comes from, until it is taken."""
         self.received: dict[Name, tuple[Tensor, Sequence[dist.Work]]] = {}
-        self.sent: list[tuple[Tensor, Sequence[dist.Work]]] = []
+        self.sent: list[tuple[Name, Tensor, Sequence[dist.Work]]] = []
 
-    def send(self, tensor: Tensor, peer: int, kind: Shape) -> None:
-        """Queue `tensor` for pipeline rank `peer`; `kind` is what decides its shape."""
+    def send(self, name: Name, tensor: Tensor, peer: int, kind: Shape) -> None:
+        """Queue the message `name` for pipeline rank `peer`; `kind` is what decides its shape."""
         tensor = tensor.contiguous()
         if kind not in self.shapes:
             self.shapes[kind] = (tensor.dtype, tuple(tensor.shape))
             self.flush()
-            self._queue(dist.isend, _describe(tensor, self.groups.device), peer)
+            self._queue(name, dist.isend, _describe(tensor, self.groups.device), peer)
             self.flush()
-        self._queue(dist.isend, tensor, peer)
+        self._queue(name, dist.isend, tensor, peer)
 
     def receive(self, name: Name, peer: int, kind: Shape) -> None:
         """Queue the arrival of the message `name` from pipeline rank `peer`."""
         if kind not in self.shapes:
             self.flush()
             header = torch.zeros(MAX_DIMS + 2, dtype=torch.int64, device=self.groups.device)
-            self.arriving[name] = (header, 0)
-            self.sender[name] = self._queue(dist.irecv, header, peer)
-            header = self.take(name)
-            self.shapes[kind] = _read(header)
+            self.sender[name] = self._queue(name, dist.irecv, header, peer)
+            self.shapes[kind] = _read(self.take(name))
         dtype, shape = self.shapes[kind]
         tensor = torch.empty(shape, dtype=dtype, device=self.groups.device)
-        self.arriving[name] = (tensor, len(self.queue))
-        self.sender[name] = self._queue(dist.irecv, tensor, peer)
+        self.sender[name] = self._queue(name, dist.irecv, tensor, peer)
 
     def take(self, name: Name) -> Tensor:
         """Wait for a message that `receive` queued, and return it."""
@@ -81,32 +77,32 @@ class Mailbox:
         return tensor
 
     def flush(self) -> None:
-        """Let all queued messages leave as one batch, and go what has been sent."""
-        self.sent = [entry for entry in self.sent if not all(w.is_completed() for w in entry[1])]
+        """Let all queued messages leave as one batch, and release what has been sent."""
+        self.sent = [entry for entry in self.sent if not all(w.is_completed() for w in entry[2])]
         if not self.queue:
             return
-        queue, arriving = self.queue, self.arriving
-        self.queue, self.arriving = [], {}
-        works = dist.batch_isend_irecv(queue)
+        queue, self.queue = self.queue, []
+        works = dist.batch_isend_irecv([operation for _, operation in queue])
         # One work a message (gloo), or one for the whole batch (NCCL, HCCL).
         each = [[work] for work in works] if len(works) == len(queue) else [works] * len(queue)
-        for name, (tensor, index) in arriving.items():
-            self.received[name] = (tensor, each[index])
-        self.sent += [
-            (op.tensor, done) for op, done in zip(queue, each, strict=True) if op.op is dist.isend
-        ]
+        for (name, operation), done in zip(queue, each, strict=True):
+            if operation.op is dist.isend:
+                self.sent.append((name, operation.tensor, done))
+            else:
+                self.received[name] = (operation.tensor, done)
 
-    def wait_for_sends(self) -> None:
-        """Return when every message that was sent may be overwritten."""
-        for _, works in self.sent:
-            for work in works:
-                work.wait()
-        self.sent = []
+    def wait_for_sends(self, name: Name | None = None) -> None:
+        """Return when the message `name`, by default every one, may be overwritten."""
+        self.flush()
+        for sent, _, works in self.sent:
+            if name in (None, sent):
+                for work in works:
+                    work.wait()
+        self.sent = [entry for entry in self.sent if name not in (None, entry[0])]
 
     def forget(self) -> None:
         """Drop everything under way, after an error."""
-        self.queue, self.arriving, self.received, self.sent = [], {}, {}, []
-        self.sender = {}
+        self.queue, self.received, self.sent, self.sender = [], {}, [], {}
 
     def share(self, tensor: Tensor | None, owner: int) -> Tensor:
         """Give `tensor` of pipeline rank `owner` (None elsewhere) to every pipeline rank."""
@@ -121,14 +117,16 @@ class Mailbox:
         dtype, shape = _read(header)
         if tensor is None:
             tensor = torch.empty(shape, dtype=dtype, device=self.groups.device)
-        tensor = tensor.contiguous()
+        # One that lies on the CPU would leave over another group than the others listen to.
+        tensor = tensor.to(self.groups.device).contiguous()
         dist.broadcast(tensor, source, group=group)
         return tensor
 
-    def _queue(self, operation: object, tensor: Tensor, peer: int) -> int:
+    def _queue(self, name: Name, operation: object, tensor: Tensor, peer: int) -> int:
         """Queue an operation with pipeline rank `peer`, and return its global rank."""
         rank, group = self.groups.peer("pipeline", peer), self.groups.group("pipeline")
-        self.queue.append(dist.P2POp(operation, tensor, rank, group))  # type: ignore[arg-type]
+        message = dist.P2POp(operation, tensor, rank, group)  # type: ignore[arg-type]
+        self.queue.append((name, message))
         return rank
 
 

@@ -16,35 +16,36 @@ from ms_parallel.models.batch import Batch
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.pipeline.messages import Mailbox
 from ms_parallel.pipeline.recorder import Recorder
-from ms_parallel.schedules.table.action import COMPUTE, Action, Kind
+from ms_parallel.schedules.table.action import RECEIVES, SENDS, Action, Kind
 from ms_parallel.schedules.table.schedule import Schedule
-from ms_parallel.split.sharding import after_weight_gradients, set_last_backward
+from ms_parallel.split.part import drop_gathered
+from ms_parallel.split.sharding import after_weight_gradients, gather_weights, set_last_backward
 from ms_parallel.split.weight_gradients import Later, putting_off
 
 __all__ = ["Finish", "Key", "Runtime", "Step", "call_stage"]
 
 Finish = Callable[[Tensor, Batch], Tensor]
-"""What the last stage makes of its hidden state: in training the scalar to go back from."""
+"""Turns the last stage's hidden state into its result; in training, into the loss."""
 
 Call = Callable[..., Tensor]
-"""Calls a stage: (stage, what enters, positions=, documents=, cache=) to what leaves it."""
+"""Calls a stage with (stage, input, positions=, documents=, cache=); returns its output."""
 
 Key = tuple[int, int]
 """(stage, microbatch)."""
 WEIGHTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-"""What ends with gradients of weights."""
+"""Actions that complete a microbatch's gradients of weights."""
 UNTIMED = nullcontext()
 
 
 def call_stage(stage: nn.Module, entering: Tensor, **context: Any) -> Tensor:
-    """Call a stage of our own models, whose head waits for the loss."""
+    """Call a stage of our own models; the loss applies the head."""
     hidden: Tensor = stage(entering, logits=False, **context)
     return hidden
 
 
 @define
 class Step:
-    """What one performance of a schedule holds; each entry goes when it is last needed."""
+    """The state of one run of a schedule; each entry goes when it is last needed."""
 
     microbatches: Sequence[Batch]
     finish: Finish
@@ -53,14 +54,16 @@ class Step:
     """For each stage the microbatches whose gradients of weights are still to come."""
     split: frozenset[Key]
     """Those whose backward is one of inputs and, later, one of weights."""
+    reduced: frozenset[int]
+    """Stages whose gradients REDUCE_GRAD sums over the data axis; else the last backward does."""
     inputs: dict[Key, Tensor] = field(factory=dict)
     outputs: dict[Key, Tensor] = field(factory=dict)
     roots: dict[Key, GradientEdge] = field(factory=dict)
     """Where the backward starts; keeps the graph but not the output."""
     gradients: dict[Key, Tensor] = field(factory=dict)
-    """Of a stage's output, and after its backward of its input."""
+    """Gradient of a stage's output; after its backward, of its input."""
     later: dict[Key, Later] = field(factory=dict)
-    """Of a split backward, what is left to do for the weights."""
+    """What a split backward has left to do for the weights."""
     results: dict[int, Tensor] = field(factory=dict)
 
 
@@ -92,7 +95,13 @@ class Runtime:
         *,
         caches: Mapping[int, KeyValueCache] | None = None,
     ) -> list[Tensor]:
-        """Perform `schedule` and return, for each microbatch, what the last stage made (detached).
+        """Perform `schedule` and return the last stage's result for each microbatch, detached.
+
+        Every action is performed where it stands: UNSHARD gathers a stage's sharded weights and
+        RESHARD frees them, REDUCE_GRAD sums its gradients over the data axis, a WAIT waits for what
+        it names. What a table does not name is done all the same: weights are gathered for a
+        stage's first microbatch, summed and freed after its last, and sends are waited for at the
+        end. The two actions of a pair are performed one after the other.
 
         A schedule of forwards alone evaluates; call it under `torch.no_grad()`, with a cache a
         stage to generate. The list is empty on processes that do not hold the last stage.
@@ -112,29 +121,31 @@ class Runtime:
             split=frozenset(
                 (a.stage, a.microbatch) for a in computations if a.kind is Kind.BACKWARD_INPUT
             ),
+            reduced=frozenset(a.stage for a in row if a.kind is Kind.REDUCE_GRAD),
         )
         doing = row[0]
         position.passes += 1
         try:
             for action in row:
-                for doing in action.parts or (action,):
+                for doing in action.flat:
                     position.action = doing
                     self._perform(doing, step, schedule)
-            self.mailbox.flush()
             self.mailbox.wait_for_sends()
+            for stage in {a.stage for a in row if a.kind is Kind.UNSHARD}:
+                drop_gathered(self.stages[stage])  # an update would leave the copies behind
             position.action = None
         except Exception as error:
             self.mailbox.forget()
-            told = explain(error, doing, self.groups)
-            if told is error:
+            explained = explain(error, doing, self.groups)
+            if explained is error:
                 raise
-            raise told from error
+            raise explained from error
         return [step.results[index] for index in sorted(step.results)]
 
     def _perform(self, action: Action, step: Step, schedule: Schedule) -> None:
         stage, microbatch = action.stage, action.microbatch
         key = (stage, microbatch)
-        if action.kind in COMPUTE:
+        if action.kind not in SENDS | RECEIVES:
             self.mailbox.flush()
         match action.kind:
             case Kind.FORWARD:
@@ -142,30 +153,54 @@ class Runtime:
             case Kind.BACKWARD | Kind.BACKWARD_INPUT:
                 self._backward(key, step, schedule)
             case Kind.BACKWARD_WEIGHT:
-                step.gradients_left[stage] -= 1
+                last = self._is_last(stage, step)
                 with self.recorder or UNTIMED:
                     step.later.pop(key).settle()
-                    after_weight_gradients(self.stages[stage], step.gradients_left[stage] == 0)
-            case Kind.SEND_FORWARD:
-                peer = schedule.placement[stage + 1]
-                self.mailbox.send(step.outputs.pop(key), peer, self._shape(step, key))
-            case Kind.RECV_FORWARD:
-                peer = schedule.placement[stage - 1]
-                self.mailbox.receive((*key, "F"), peer, self._shape(step, (stage - 1, microbatch)))
-            case Kind.SEND_BACKWARD:
-                peer = schedule.placement[stage - 1]
-                shape = self._shape(step, (stage - 1, microbatch))
-                self.mailbox.send(step.gradients.pop(key), peer, shape)
-            case Kind.RECV_BACKWARD:
-                peer = schedule.placement[stage + 1]
-                self.mailbox.receive((*key, "B"), peer, self._shape(step, key))
+                    after_weight_gradients(self.stages[stage], last)
+            case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
+                self._send(key, action.kind is Kind.SEND_FORWARD, step, schedule)
+            case Kind.RECV_FORWARD | Kind.RECV_BACKWARD:
+                self._receive(key, action.kind is Kind.RECV_FORWARD, step, schedule)
+            case Kind.WAIT_SEND_FORWARD:
+                self.mailbox.wait_for_sends((*key, "F"))
+            case Kind.WAIT_SEND_BACKWARD:
+                self.mailbox.wait_for_sends((*key, "B"))
+            case Kind.UNSHARD:
+                gather_weights(self.stages[stage])
+            case Kind.RESHARD:
+                drop_gathered(self.stages[stage])
+            case Kind.REDUCE_GRAD:
+                after_weight_gradients(self.stages[stage], True)
+            case Kind.WAIT_REDUCE_GRAD:
+                pass  # REDUCE_GRAD returns with what follows already ordered behind its sum
             case _:
-                # FSDP gathers and frees weights and sums their gradients when it is due; sends are
-                # waited for when the row is done.
-                pass
+                raise AssertionError(f"{action} is no single action")
+
+    def _send(self, key: Key, forward: bool, step: Step, schedule: Schedule) -> None:
+        stage, microbatch = key
+        if forward:
+            to, boundary, tensor = stage + 1, key, step.outputs.pop(key)
+        else:
+            to, boundary, tensor = stage - 1, (stage - 1, microbatch), step.gradients.pop(key)
+        name = (*key, "F" if forward else "B")
+        self.mailbox.send(name, tensor, schedule.placement[to], self._shape(step, boundary))
+
+    def _receive(self, key: Key, forward: bool, step: Step, schedule: Schedule) -> None:
+        stage, microbatch = key
+        sender, boundary = (stage - 1, (stage - 1, microbatch)) if forward else (stage + 1, key)
+        name = (*key, "F" if forward else "B")
+        self.mailbox.receive(name, schedule.placement[sender], self._shape(step, boundary))
+
+    def _is_last(self, stage: int, step: Step) -> bool:
+        """Count gradients of weights that are now complete; whether these are to be summed.
+
+        They are the stage's last, and the table names no REDUCE_GRAD for it.
+        """
+        step.gradients_left[stage] -= 1
+        return step.gradients_left[stage] == 0 and stage not in step.reduced
 
     def _shape(self, step: Step, boundary: Key) -> tuple[int, ...]:
-        """Under which the shape of what crosses a boundary is remembered."""
+        """The key of a message's shape: the boundary's stage and the microbatch's shape."""
         stage, microbatch = boundary
         return (stage, *step.microbatches[microbatch]["tokens"].shape)
 
@@ -195,7 +230,7 @@ class Runtime:
             step.outputs[key] = hidden.detach()
 
     def _compute(self, key: Key, entering: Tensor, step: Step, schedule: Schedule) -> Tensor:
-        """What a stage makes of what enters it; on the last stage, what is made of that."""
+        """A stage's output; on the last stage, the result."""
         stage, microbatch = key
         batch = step.microbatches[microbatch]
         hidden = self.call(
@@ -215,10 +250,8 @@ class Runtime:
             after = (stage + 1, microbatch)
             gradient = step.gradients.pop(after) if near else self.mailbox.take((*key, "B"))
         split = key in step.split
-        step.gradients_left[stage] -= not split
         # Where the last gradients are put off, what follows them sums over the data axis.
-        last = not split and step.gradients_left[stage] == 0
-        set_last_backward(self.stages[stage], last)
+        set_last_backward(self.stages[stage], not split and self._is_last(stage, step))
         again = putting_off(step.later[key]) if split else UNTIMED  # for recomputed blocks
         with self.recorder or UNTIMED, again:
             torch.autograd.backward(step.roots.pop(key), gradient)

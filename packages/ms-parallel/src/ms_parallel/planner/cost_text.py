@@ -15,7 +15,7 @@ Given = dict[str, list[Fraction]]
 """Costs by name, one value for all stages or one for each."""
 COSTS = ("forward", "backward_input", "backward_weight", "activation", "latency")
 MOST_DIGITS, SMALLEST = 40, 1e-30
-"""Of one cost."""
+"""Longest text and smallest value of one cost."""
 
 
 def parse_costs(text: str) -> Given:

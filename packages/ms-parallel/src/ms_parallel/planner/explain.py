@@ -28,7 +28,7 @@ PICTURES = {".svg": draw_svg, ".html": draw_html}
 
 
 class ScheduleFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A schedule in numbers. Times and memory are in the units of the costs."""
+    """A schedule in numbers; times and memory are in the units of the costs."""
 
     name: str
     ranks: int
@@ -51,9 +51,9 @@ class ScheduleFacts(msgspec.Struct, frozen=True, kw_only=True):
     critical_path: tuple[str, ...]
     """Actions that explain the makespan, as `rank:action`, in order."""
     lower_bound: float | None = None
-    """Of a search: a makespan that no schedule can beat."""
+    """A makespan that no schedule can beat; from a search."""
     measured_makespan: float | None = None
-    """Of a recorded step, in milliseconds."""
+    """Makespan of a recorded step, in milliseconds."""
     measured_bubble: float | None = None
 
 
@@ -64,7 +64,7 @@ class Explanation:
     facts: ScheduleFacts
     timeline: Timeline
     measured: Timeline | None = None
-    """Of a recorded step."""
+    """Timeline of a recorded step."""
 
     @property
     def lines(self) -> tuple[Timeline, ...]:

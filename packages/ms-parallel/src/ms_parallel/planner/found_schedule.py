@@ -1,7 +1,7 @@
-"""The schedule that a search has found for a run, as a file in the run's folder.
+"""The schedule that a search found for a run, as a file in the run's folder.
 
-A run that goes on performs the schedule that it began with: its sums keep their order, so its
-weights keep their bits, however the machine's speed has changed.
+A resumed run performs the schedule that it began with, whatever would be measured now: its sums
+keep their order, so its weights keep their bits.
 """
 
 import os
@@ -12,7 +12,7 @@ import msgspec
 from ms_parallel.errors import ConfigError
 from ms_parallel.files.durable import write_file, writing
 from ms_parallel.files.untrusted import decode_json, decoding, read_bytes
-from ms_parallel.pipeline.choice import Staged
+from ms_parallel.pipeline.layer_split import Staged
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.schedules.table.schedule import Schedule
 
@@ -29,13 +29,13 @@ class FoundSchedule(
     """A table, how many layers each stage has, and what both were found for."""
 
     conditions: dict[str, int | str | None]
-    """What the costs and the table depend on; for anything else the search is made again."""
+    """What the costs and the table depend on; where any of it differs, the search is made again."""
     table: str
     """In torch.distributed.pipelining's CSV form."""
     layers: tuple[int, ...]
-    """Of each stage."""
+    """Layers of each stage."""
     makespan_ms: float
-    """Of one step, simulated with the measured costs."""
+    """Time of one step, simulated with the measured costs."""
     lower_bound_ms: float
     """No schedule with this split and placement is shorter."""
     one_f_one_b_ms: float
@@ -48,7 +48,7 @@ class FoundSchedule(
 
     @property
     def staged(self) -> Staged:
-        """What an engine takes."""
+        """The table and its layers, as an engine takes them."""
         return Staged(schedule=Schedule.from_csv(self.table, name="search"), layers=self.layers)
 
 

@@ -7,7 +7,7 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.precision import precision_policy
 
-__all__ = ["after_weight_gradients", "set_last_backward", "shard_model"]
+__all__ = ["after_weight_gradients", "gather_weights", "set_last_backward", "shard_model"]
 
 
 def shard_model(
@@ -32,6 +32,15 @@ def shard_model(
         wrapped = fully_shard(module, **settings)  # type: ignore[call-overload]
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)
+
+
+def gather_weights(model: nn.Module) -> None:
+    """Begin to gather sharded weights; the next forward or backward waits for them."""
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._lazy_init()  # before the first forward there are no streams yet
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard(async_op=True)
 
 
 def set_last_backward(model: nn.Module, last: bool) -> None:

@@ -64,7 +64,7 @@ def execute(options: argparse.Namespace) -> int:
     for warning in analysis.warnings:
         print(f"ms-profile: warning: {plain(warning)}", file=sys.stderr)
     for finding in summary["advice"]:
-        print(f"{finding['rule']}: {plain(finding['title'])} (up to {finding['share']:.1%})")
+        print(f"{finding['rule']}: {plain(finding['title'])} (up to {finding['gain_share']:.1%})")
     print(f"{_count(analysis.ranks, 'rank')}, {_count(summary['advice'], 'finding')}: {out}")
     if options.perfetto is not None:
         spans = export_perfetto(analysis, options.perfetto)

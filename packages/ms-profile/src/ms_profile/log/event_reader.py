@@ -5,7 +5,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -17,9 +16,9 @@ from ms_profile.clocks.alignment import ClockFit
 from ms_profile.errors import FormatError
 from ms_profile.files.untrusted import decoding, read_bytes
 from ms_profile.log.blocks import Block, Damage, scan_blocks
-from ms_profile.log.event_log import ARRAY, SUFFIX, Event, Segment
+from ms_profile.log.event_log import ARRAY, SUFFIX, Event
 
-__all__ = ["EventFilter", "follow_events", "read_events", "read_segment"]
+__all__ = ["EventFilter", "follow_events", "read_events"]
 
 logger = logging.getLogger(__name__)
 LARGEST_FILE_BYTES: Final = 1 << 30
@@ -107,21 +106,6 @@ def event_files(folder: Path | str) -> list[Path]:
     if not found:
         raise FormatError(f"{folder} holds no event files (rank-*{SUFFIX}); give a log's folder")
     return found
-
-
-def read_segment(path: Path) -> Segment:
-    """Read the first block of an event file: whose it is.
-
-    Raises:
-        FormatError: the file does not start with one.
-    """
-    for block in scan_blocks(read_bytes(path, error=FormatError, limit_bytes=LARGEST_FILE_BYTES)):
-        if isinstance(block, Damage):
-            break
-        with suppress(*DAMAGE):
-            return msgspec.msgpack.decode(block.content, type=Segment)
-        break
-    raise FormatError(f"{path} does not start as an event file; it is damaged or foreign")
 
 
 def follow_events(

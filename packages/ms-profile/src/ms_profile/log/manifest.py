@@ -13,8 +13,10 @@ there, for a name is written after its file.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, BinaryIO, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -33,6 +35,7 @@ __all__ = [
     "read_run",
     "ring_path",
     "trace_path",
+    "whole_file",
     "write_whole",
 ]
 
@@ -133,17 +136,18 @@ def ring_path(folder: Path, rank: int) -> Path:
     return folder / "ring" / f"rank-{rank:05d}.ring"
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that appears whole or not at all.
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that appears under its name once it is written without an error.
 
     Raises:
-        OSError: the disk is full or the folder cannot be written.
+        OSError: the disk is full or the folder cannot be written; what stood there before stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with aside.open("wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
@@ -151,6 +155,12 @@ def write_whole(path: Path, content: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         aside.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all; see `whole_file`."""
+    with whole_file(path) as file:
+        file.write(content)
 
 
 def encode(manifest: Struct) -> bytes:

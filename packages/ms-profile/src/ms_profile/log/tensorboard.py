@@ -5,14 +5,15 @@ Three messages of protocol buffers in checksummed records are all the format tak
 `Summary {repeated Value value = 1}` and `Value {string tag = 1; float simple_value = 2}`.
 """
 
-import os
 import struct
 from collections.abc import Iterable
+from contextlib import ExitStack
 from math import inf
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from ms_profile.log.event_log import Event
+from ms_profile.log.manifest import whole_file
 
 __all__ = ["export_tensorboard"]
 
@@ -33,38 +34,22 @@ def export_tensorboard(events: Iterable[Event], folder: Path | str) -> int:
     Raises:
         OSError: the folder cannot be written.
     """
-    root = Path(folder)
-    files: dict[int, tuple[BinaryIO, Path]] = {}
+    files: dict[int, BinaryIO] = {}
     written = 0
-    try:
+    with ExitStack() as open_files:
         for event in events:
             if event.step is None:
                 continue
             if event.rank not in files:
-                files[event.rank] = _begin(root / f"rank-{event.rank:05d}", event.wall_ns)
+                name = f"events.out.tfevents.{event.wall_ns // 1_000_000_000}.ms-profile"
+                path = Path(folder) / f"rank-{event.rank:05d}" / name
+                file = files[event.rank] = open_files.enter_context(whole_file(path))
+                file.write(_record(_double(1, event.wall_ns / 1e9) + _bytes(3, b"brain.Event:2")))
             message, scalars = _message(event)
             if scalars:
-                files[event.rank][0].write(_record(message))
+                files[event.rank].write(_record(message))
                 written += scalars
-        for file, path in files.values():
-            file.flush()
-            os.fsync(file.fileno())
-            Path(file.name).replace(path)
-    finally:
-        for file, _ in files.values():
-            file.close()
-            Path(file.name).unlink(missing_ok=True)
     return written
-
-
-def _begin(folder: Path, wall_ns: int) -> tuple[BinaryIO, Path]:
-    """Open a run's file aside, its version record written; the second is its final name."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"events.out.tfevents.{wall_ns // 1_000_000_000}.ms-profile"
-    file = path.with_name("partial").open("wb")
-    version = b"brain.Event:2"
-    file.write(_record(_double(1, wall_ns / 1e9) + _bytes(3, version)))
-    return file, path
 
 
 def _message(event: Event) -> tuple[bytes, int]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ms_profile.errors import FormatError
 
-__all__ = ["Column", "pack_columns", "unpack_columns"]
+__all__ = ["Column", "pack_columns"]
 
 LEVEL = 6
 
@@ -49,25 +49,6 @@ def pack_columns(columns: Mapping[str, NDArray[Any]]) -> tuple[tuple[Column, ...
     packer = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS, 9)
     packed = b"".join([packer.compress(part) for part in parts] + [packer.flush()])
     return tuple(table), base64.b64encode(packed).decode()
-
-
-def unpack_columns(table: tuple[Column, ...], text: str) -> dict[str, NDArray[Any]]:
-    """Undo `pack_columns`.
-
-    Raises:
-        FormatError: the text is damaged.
-    """
-    try:
-        raw = zlib.decompress(base64.b64decode(text), -zlib.MAX_WBITS)
-    except (zlib.error, ValueError) as error:
-        raise FormatError(f"columns cannot be unpacked: {error}; write the report anew") from error
-    found = {}
-    for column in table:
-        width = int(column.type[1])
-        planes = np.frombuffer(raw, np.uint8, width * column.length, column.offset)
-        shuffled = np.ascontiguousarray(planes.reshape(width, -1).T)
-        found[column.name] = shuffled.reshape(-1).view(f"<u{width}")
-    return found
 
 
 def _narrow(name: str, values: NDArray[Any]) -> NDArray[Any]:

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from ms_profile.analysis.whole_run import Analysis, RankAnalysis
+from ms_profile.log.manifest import whole_file
 from ms_profile.trace.columns import EXPORT
 
 __all__ = ["export_perfetto"]
@@ -27,26 +28,16 @@ def export_perfetto(analysis: Analysis, path: str | os.PathLike[str]) -> int:
         OSError: the file cannot be written; what stood there before stays.
     """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    encoder = msgspec.json.Encoder()
-    written = 0
-    try:
-        with aside.open("wb") as raw, _packed(raw, target) as file:
-            head = {"displayTimeUnit": "ms", "otherData": {"producer": EXPORT}}
-            file.write(encoder.encode(head)[:-1] + b',"traceEvents":[')
-            first = True
-            for events in _batches(analysis):
-                if events:
-                    file.write((b"" if first else b",\n") + encoder.encode(events)[1:-1])
-                    first = False
-                    written += sum(event["ph"] == "X" for event in events)
-            file.write(b"]}")
-        with aside.open("rb") as whole:
-            os.fsync(whole.fileno())
-        aside.replace(target)
-    finally:
-        aside.unlink(missing_ok=True)
+    encode = msgspec.json.Encoder().encode
+    written, separator = 0, b""
+    with whole_file(target) as raw, _packed(raw, target) as file:
+        head = {"displayTimeUnit": "ms", "otherData": {"producer": EXPORT}}
+        file.write(encode(head)[:-1] + b',"traceEvents":[')
+        for events in filter(None, _batches(analysis)):
+            file.write(separator + encode(events)[1:-1])
+            separator = b",\n"
+            written += sum(event["ph"] == "X" for event in events)
+        file.write(b"]}")
     return written
 
 

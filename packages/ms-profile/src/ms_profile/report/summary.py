@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from attrs import asdict
+from msgspec import structs
 
 from ms_profile.advice.finding import Finding
 from ms_profile.advice.rules import advise
@@ -33,7 +34,7 @@ def build_summary(
     findings: Sequence[Finding] | None = None,
     metrics: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Everything of the report but the timeline, JSON-able; times in ns, sizes in bytes.
+    """Summarise an analysis for the report and for JSON; times in ns, sizes in bytes.
 
     Args:
         analysis: of `ms_profile.analyse`.
@@ -75,14 +76,10 @@ def _rank(one: RankAnalysis) -> dict[str, Any]:
          "communication": b.communication_ns, "hidden": b.hidden_ns}
         for b in one.breakdowns
     ]  # fmt: skip
-    clock = one.clock
     return {
         "rank": one.rank, "host": one.trace.host, "spans": len(one.trace),
         "file_bytes": one.trace.file_bytes, "device": one.activity.has_device, "steps": steps,
-        "clock": None if clock is None else {
-            "offset": clock.offset_ns, "drift": clock.drift, "error": clock.error_ns,
-            "bound": clock.bound_ns, "samples": clock.samples,
-        },
+        "clock": None if one.clock is None else structs.asdict(one.clock),
     }  # fmt: skip
 
 
@@ -143,9 +140,7 @@ def _communication(analysis: Analysis, links: LinkMatrix | None) -> dict[str, An
         "kinds": [[*key, *cell] for key, cell in sorted(kinds.items(), key=lambda i: -i[1][2])],
         "seen": seen,
         "fits": [
-            {"kind": fit.kind, "group": fit.group, "ranks": fit.ranks,
-             "latency_s": fit.fit.latency_s, "bandwidth": fit.fit.bandwidth_bytes_per_s,
-             "residual": fit.fit.residual, "samples": fit.samples, "least_bytes": fit.least_bytes}
+            asdict(fit, filter=lambda each, _: each.name != "fit") | structs.asdict(fit.fit)
             for fit in fit_transfers(ledger)
         ],
         "links": None if links is None else {
@@ -154,19 +149,14 @@ def _communication(analysis: Analysis, links: LinkMatrix | None) -> dict[str, An
                       for p in links.pairs],
         },
         "slow_group": None if group is None else {
-            "ranks": group.ranks, "excess": group.excess_ns, "confidence": group.confidence,
-            "everyone": set(group.ranks) >= set(ranks),
+            **asdict(group), "everyone": set(group.ranks) >= set(ranks),
         },
-        "slow_link": None if slow is None else {
-            "first": slow.first, "second": slow.second, "ratio": slow.ratio,
-            "confidence": slow.confidence,
-        },
+        "slow_link": None if slow is None else asdict(slow),
     }  # fmt: skip
 
 
 def _ledger(analysis: Analysis) -> dict[str, Any]:
     ledger = analysis.ledger
-    suspect = ledger.suspect
     sums = [[rank, phase, amount] for (rank, phase), amount in ledger.charged_ns().items()]
     longest = sorted(range(len(ledger.matched)), key=lambda n: -sum(ledger.wait_ns[n].values()))[
         :MOST_LEDGER_ROWS
@@ -186,10 +176,7 @@ def _ledger(analysis: Analysis) -> dict[str, Any]:
     return {
         "charged": sums, "waited": sorted(ledger.waited_ns().items()), "rows": rows,
         "matched": len(ledger.matched),
-        "suspect": None if suspect is None else {
-            "rank": suspect.rank, "phase": suspect.phase, "caused": suspect.caused_ns,
-            "share": suspect.share, "confidence": suspect.confidence,
-        },
+        "suspect": None if ledger.suspect is None else asdict(ledger.suspect),
     }  # fmt: skip
 
 
@@ -205,8 +192,5 @@ def _memory(one: RankAnalysis) -> dict[str, Any]:
 
 
 def _finding(one: Finding) -> dict[str, Any]:
-    return {
-        "rule": one.rule, "title": one.title, "advice": one.advice, "gain": one.gain_ns,
-        "share": one.gain_share,
-        "evidence": [[e.rank, e.name, str(e.start_ns), e.duration_ns] for e in one.evidence],
-    }  # fmt: skip
+    evidence = [[e.rank, e.name, str(e.start_ns), e.duration_ns] for e in one.evidence]
+    return {**asdict(one), "evidence": evidence}

@@ -15,7 +15,7 @@ READERS: dict[str, Reader] = {
 
 
 def reader_of(name: str, head: bytes) -> Reader:
-    """The reader of a file by its name and its first bytes, once unpacked; else that of text."""
+    """Chooses the reader of a file by its unpacked name and first bytes; else that of text."""
     for reader in READERS.values():
         if head.startswith(reader.signatures) or name.endswith(reader.suffixes):
             return reader

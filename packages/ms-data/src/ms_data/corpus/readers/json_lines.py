@@ -1,4 +1,4 @@
-"""JSON Lines: a document or a row of an instruction set a line."""
+"""Reads JSON Lines: each line is a document, or a row of an instruction set."""
 
 import codecs
 from collections.abc import Callable, Iterator

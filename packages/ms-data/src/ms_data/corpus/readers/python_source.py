@@ -1,4 +1,4 @@
-"""Sources of Python, decoded as the interpreter does, by their encoding cookie."""
+"""Reads Python's sources, decoded as the interpreter does, by their encoding cookie."""
 
 import io
 import tokenize
@@ -23,4 +23,4 @@ def _documents(file: OpenFile, options: ReadOptions) -> Iterator[Found]:
 
 
 READER = Reader(documents=_documents)
-"""Of no name: in a folder of the user's own, a source is text like any other."""
+"""It claims no name: in a user's folder, a source is text like any other."""

@@ -1,4 +1,4 @@
-"""Files of UTF-8 text: each is one document."""
+"""Reads files of UTF-8 text: each is one document."""
 
 import codecs
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def _documents(file: OpenFile, options: ReadOptions) -> Iterator[Found]:
 
 
 def _rows_of(content: bytes, kind: Any) -> str | None:
-    """Why a file of JSON is no document but rows, or None if it is one document."""
+    """Says why a file of JSON is rows and no document, or None if it is one document."""
     body = content.removeprefix(codecs.BOM_UTF8).strip()
     try:
         if body.startswith(b"["):

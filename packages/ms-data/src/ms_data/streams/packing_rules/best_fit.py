@@ -1,4 +1,4 @@
-"""Best-fit packing in bounded memory.
+"""Packs each segment where it fits best, in bounded memory.
 
 A sample goes into the open row that it fills best; where it fits none, a new row is opened. Past
 a bounded number of open rows the fullest one is closed. Nothing is sorted and no list of all

@@ -1,4 +1,4 @@
-"""Packed weights widened a few rows at a time, forward and again backward: they are never whole."""
+"""A linear layer on packed weights, widened a few rows at a time, so that they are never whole."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ from ms_kernels.packed_weights import dequantize
 __all__ = ["IMPLEMENTATION"]
 
 TILE_ELEMENTS = 2**18
-"""Of the weight that are widened at once: 1 MiB in float32."""
+"""Elements of the weight that are widened at once: 1 MiB in float32."""
 
 
 def quantized_linear(

@@ -18,7 +18,7 @@ p, h2 { overflow-wrap: anywhere } h2 { font-size: 16px }
 @media (max-width: 640px) { .wide { display: none } .phone { display: block } }
 @media (prefers-color-scheme: dark) { body { color: #e8eaed; background: #202124 } }
 </style>"""
-"""Of a page: on a phone stands the picture that is drawn for one."""
+"""A phone shows the narrow picture."""
 
 
 def draw_html(

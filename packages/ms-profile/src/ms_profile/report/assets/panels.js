@@ -29,7 +29,7 @@ function overview(go) {
     asked("memory") && tile(peak ? size(peak) : NOT_MEASURABLE, "most memory allocated on one device"),
     asked("waiting") && tile(suspect ? (suspect.confidence < 0.9 ? "no slow rank" : `rank ${suspect.rank}`) : NOT_MEASURABLE, suspect && suspect.confidence < 0.9 ? `stands out: rank ${suspect.rank} in ${suspect.phase} leads, with a confidence of ${share(suspect.confidence, 1)} alone` : suspect ? `causes most waiting: ${share(suspect.share, 1)} of it, in ${suspect.phase}, confidence ${share(suspect.confidence, 1)}` : "slow rank: it takes traces of two ranks with shared collectives"));
   const rows = ranks.map((rank) => [`rank ${rank.rank}`, Object.fromEntries(phaseNames.map((phase) => [phase, total(rank, phase)])), wall(rank)]);
-  const advice = summary.advice.slice(0, 3).map((one) => make("p", {}, make("span", { class: "gain" }, `up to ${share(one.share, 1)}`), one.title));
+  const advice = summary.advice.slice(0, 3).map((one) => make("p", {}, make("span", { class: "gain" }, `up to ${share(one.gain_share, 1)}`), one.title));
   return [
     ...summary.warnings.map((text) => make("p", { class: "warning", role: "status" }, text)),
     tiles,
@@ -57,9 +57,9 @@ function clockTable() {
   const columns = [
     { title: "rank", value: (r) => r.rank, text: (r) => `${r.rank}`, number: true },
     { title: "host", value: (r) => r.host, text: (r) => r.host || "not said" },
-    { title: "offset", value: (r) => r.clock && r.clock.offset, text: (r) => (r.clock ? time(r.clock.offset) : NOT_MEASURABLE), number: true },
+    { title: "offset", value: (r) => r.clock && r.clock.offset_ns, text: (r) => (r.clock ? time(r.clock.offset_ns) : NOT_MEASURABLE), number: true },
     { title: "drift", value: (r) => r.clock && r.clock.drift, text: (r) => (r.clock ? `${(r.clock.drift * 1e6).toFixed(1)} ppm` : NOT_MEASURABLE), number: true },
-    { title: "error (99%)", value: (r) => r.clock && r.clock.error, text: (r) => (!r.clock ? NOT_MEASURABLE : r.clock.error === null ? (r.clock.bound === null ? NOT_MEASURABLE : `≤ ${time(r.clock.bound)}, proved`) : r.clock.error ? `± ${time(r.clock.error)}` : "the same clock"), number: true },
+    { title: "error (99%)", value: (r) => r.clock && r.clock.error_ns, text: (r) => (!r.clock ? NOT_MEASURABLE : r.clock.error_ns === null ? (r.clock.bound_ns === null ? NOT_MEASURABLE : `≤ ${time(r.clock.bound_ns)}, proved`) : r.clock.error_ns ? `± ${time(r.clock.error_ns)}` : "the same clock"), number: true },
     { title: "collectives", value: (r) => r.clock && r.clock.samples, text: (r) => (r.clock ? count(r.clock.samples) : "0"), number: true },
     { title: "spans", value: (r) => r.spans, text: (r) => count(r.spans), number: true },
     { title: "trace", value: (r) => r.file_bytes, text: (r) => size(r.file_bytes), number: true },
@@ -71,11 +71,11 @@ function operators() {
   const { rows, device, self_ns: all } = summary.operators;
   const columns = [
     { title: "operator", value: (r) => r[0], text: (r) => r[0], class: "name" },
-    { title: "self", value: (r) => r[5], text: (r) => time(r[5]), number: true },
+    numeric("self", 5, time),
     { title: "self share", value: (r) => r[5], text: (r) => share(r[5], all), number: true },
-    { title: "total", value: (r) => r[4], text: (r) => time(r[4]), number: true },
+    numeric("total", 4, time),
     { title: "a call", value: (r) => r[4] / r[3], text: (r) => time(r[4] / r[3]), number: true },
-    { title: "calls", value: (r) => r[3], text: (r) => count(r[3]), number: true },
+    numeric("calls", 3, count),
     { title: "device", value: (r) => (device ? r[6] : null), text: (r) => (device ? time(r[6]) : NOT_MEASURABLE), number: true },
     { title: "kind", value: (r) => CATEGORY[r[1]], text: (r) => CATEGORY[r[1]] },
     { title: "input shapes", value: (r) => r[2], text: (r) => r[2] || "not recorded", class: "shape", hidden: !summary.shown.includes("shapes") },
@@ -85,11 +85,11 @@ function operators() {
     left ? make("p", { class: "soft" }, `${count(left)} more rows with ${share(summary.operators.left_out_ns, all)} of the self time are not in this page.`) : null)];
   const kernels = [
     { title: "kernel", value: (r) => r[0], text: (r) => r[0], class: "name" },
-    { title: "total", value: (r) => r[3], text: (r) => time(r[3]), number: true },
-    { title: "runs", value: (r) => r[2], text: (r) => count(r[2]), number: true },
+    numeric("total", 3, time),
+    numeric("runs", 2, count),
     { title: "mean", value: (r) => r[3] / r[2], text: (r) => time(r[3] / r[2]), number: true },
-    { title: "shortest", value: (r) => r[4], text: (r) => time(r[4]), number: true },
-    { title: "longest", value: (r) => r[5], text: (r) => time(r[5]), number: true },
+    numeric("shortest", 4, time),
+    numeric("longest", 5, time),
     { title: "kind", value: (r) => CATEGORY[r[1]], text: (r) => CATEGORY[r[1]] },
   ];
   parts.push(make("div", { class: "card" }, make("h2", {}, "Kernels on devices"), summary.kernels.length ? filtered("Filter kernels", sortedTable(summary.kernels, kernels, { sort: 1, caption: "Kernels" })) : make("p", { class: "soft" }, "Not measurable: the traces hold no device.")));
@@ -102,7 +102,7 @@ function communication() {
   const matrix = waits ? heatMap(ranks, waited, { heatOf: heatAgainstMost(waited), text: time, caption: "Wait by waiting rank and causing rank", rowTitle: "waits", columnTitle: "causes", none: "no wait" }) : make("p", { class: "soft" }, "Not measurable: it takes traces of two ranks or more that share collectives.");
   const parts = [make("div", { class: "card" }, make("h2", {}, "Who waits for whom"), matrix, waits ? make("p", { class: "soft" }, "Each row's rank waited because of each column's. A rank that held up the one it waits for is charged with that wait itself.") : null)];
   const group = summary.communication.slow_group;
-  if (group) parts.push(make("p", { class: "warning" }, group.everyone ? `Uneven transfers: they took ${time(group.excess)} more than if each had been as fast as the fastest tenth of its size. All ranks take part in them, so that no rank or link can be named; ms-profile link measures each.` : `Slow transfers: those of rank${group.ranks.length > 1 ? "s" : ""} ${group.ranks.join(", ")} took ${time(group.excess)} more than usual, confidence ${share(group.confidence, 1)}.`));
+  if (group) parts.push(make("p", { class: "warning" }, group.everyone ? `Uneven transfers: they took ${time(group.excess_ns)} more than if each had been as fast as the fastest tenth of its size. All ranks take part in them, so that no rank or link can be named; ms-profile link measures each.` : `Slow transfers: those of rank${group.ranks.length > 1 ? "s" : ""} ${group.ranks.join(", ")} took ${time(group.excess_ns)} more than usual, confidence ${share(group.confidence, 1)}.`));
   if (links) {
     const by = (index) => ranksOf(links.world).map((a) => ranksOf(links.world).map((b) => { const pair = links.pairs.find((p) => (p[0] === a && p[1] === b) || (p[0] === b && p[1] === a)); return pair ? pair[index] : null; }));
     parts.push(make("div", { class: "pair" },
@@ -112,15 +112,15 @@ function communication() {
   } else parts.push(make("div", { class: "card" }, make("h2", {}, "Links between ranks"), make("p", { class: "soft" }, "Not measured in this run. ms-profile link --out links.json measures every pair; give it to ms-profile report --links.")));
   const columns = [
     { title: "collective", value: (r) => r[0], text: (r) => r[0] },
-    { title: "message", value: (r) => r[2], text: (r) => size(r[2]), number: true },
-    { title: "transfer, a rank", value: (r) => r[5], text: (r) => time(r[5]), number: true },
-    { title: "wait, a rank", value: (r) => r[4], text: (r) => time(r[4]), number: true },
-    { title: "times", value: (r) => r[3], text: (r) => count(r[3]), number: true },
+    numeric("message", 2, size),
+    numeric("transfer, a rank", 5, time),
+    numeric("wait, a rank", 4, time),
+    numeric("times", 3, count),
     { title: "rate", value: (r) => (r[2] && r[5] ? (r[2] * r[3]) / r[5] : null), text: (r) => (r[2] && r[5] ? rate((r[2] * r[3]) / r[5] * 1e9) : NOT_MEASURABLE), number: true },
     { title: "group", value: (r) => r[1], text: (r) => r[1] || "not said" },
   ];
   parts.push(make("div", { class: "card" }, make("h2", {}, "Collectives by kind and size"), kinds.length ? sortedTable(kinds, columns, { sort: 2, caption: "Collectives" }).element : make("p", { class: "soft" }, summary.communication.seen ? `${count(summary.communication.seen)} collectives were seen, but by one rank alone: wait cannot be told from transfer.` : "The traces hold no collective.")));
-  if (fits.length) parts.push(make("div", { class: "card" }, make("h2", {}, "Latency and bandwidth that the collectives show"), fits.map((fit) => make("p", {}, `${fit.kind}${fit.group ? ` of ${fit.group}` : ""} among ranks ${fit.ranks.length > 8 ? `${fit.ranks[0]} to ${fit.ranks[fit.ranks.length - 1]} (${fit.ranks.length})` : fit.ranks.join(", ")}: ${time(fit.latency_s * 1e9)} + size / ${fit.bandwidth === null ? NOT_MEASURABLE : rate(fit.bandwidth)} (from ${size(fit.least_bytes)} on; misfit ${share(fit.residual, 1)}, ${count(fit.samples)} samples)`))));
+  if (fits.length) parts.push(make("div", { class: "card" }, make("h2", {}, "Latency and bandwidth that the collectives show"), fits.map((fit) => make("p", {}, `${fit.kind}${fit.group ? ` of ${fit.group}` : ""} among ranks ${fit.ranks.length > 8 ? `${fit.ranks[0]} to ${fit.ranks[fit.ranks.length - 1]} (${fit.ranks.length})` : fit.ranks.join(", ")}: ${time(fit.latency_s * 1e9)} + size / ${fit.bandwidth_bytes_per_s === null ? NOT_MEASURABLE : rate(fit.bandwidth_bytes_per_s)} (from ${size(fit.least_bytes)} on; misfit ${share(fit.residual, 1)}, ${count(fit.samples)} samples)`))));
   return parts;
 }
 const ranksOf = (world) => Array.from({ length: world }, (_, rank) => rank);
@@ -134,15 +134,15 @@ function waiting(go) {
     make("span", {}, `rank ${rank}, ${phase}`), make("div", { class: "bar" }, make("i", { style: `width: ${(100 * amount) / most}%; background: var(--${phase})` })), make("span", { class: "n" }, `${time(amount)} · ${share(amount, all)}`)]));
   const columns = [
     { title: "collective", value: (r) => r[0], text: (r) => r[0] },
-    { title: "message", value: (r) => r[1], text: (r) => size(r[1]), number: true },
-    { title: "wait, all ranks", value: (r) => r[3], text: (r) => time(r[3]), number: true },
-    { title: "transfer, all ranks", value: (r) => r[4], text: (r) => time(r[4]), number: true },
+    numeric("message", 1, size),
+    numeric("wait, all ranks", 3, time),
+    numeric("transfer, all ranks", 4, time),
     { title: "last to enter", value: (r) => r[5], text: (r) => `rank ${r[5]}` },
     { title: "charged to", value: (r) => (r[6] === null ? "" : `${r[6]} ${r[7]}`), text: (r) => (r[6] === null ? "nobody" : `rank ${r[6]}, ${r[7]}`) },
     { title: "", value: (r) => r[2], text: (r) => make("button", { type: "button", class: "link", on: { click: () => go("timeline", (line) => line.goTo(r[5], r[2], (r[3] + r[4]) / summary.ranks.length)) } }, "show") },
   ];
   return [
-    make("div", { class: "card" }, make("h2", {}, "Who and what caused the waiting"), suspect ? make("p", {}, `${suspect.confidence < 0.9 ? "No rank stands out; most, if not surely: " : ""}rank ${suspect.rank} in its ${suspect.phase} phase caused ${time(suspect.caused)} of the other ranks' waiting, confidence ${share(suspect.confidence, 1)}.`) : null, bars,
+    make("div", { class: "card" }, make("h2", {}, "Who and what caused the waiting"), suspect ? make("p", {}, `${suspect.confidence < 0.9 ? "No rank stands out; most, if not surely: " : ""}rank ${suspect.rank} in its ${suspect.phase} phase caused ${time(suspect.caused_ns)} of the other ranks' waiting, confidence ${share(suspect.confidence, 1)}.`) : null, bars,
       make("p", { class: "soft" }, `${count(matched)} collectives; the ranks waited ${waited.map(([rank, ns]) => `${time(ns)} (rank ${rank})`).join(", ")}. A wait is charged to the last rank to enter, and to the phases in which it spent more time than the one that waited; time that it had itself waited is passed on.`)),
     make("div", { class: "card" }, make("h2", {}, "Collectives with the longest waits"), sortedTable(rows, columns, { sort: 2, caption: "Waiting ledger" }).element),
   ];
@@ -164,7 +164,7 @@ function memory() {
 function advice(go) {
   if (!summary.advice.length) return [make("div", { class: "card" }, make("p", {}, "No rule fired on what was recorded."))];
   return summary.advice.map((one) => make("div", { class: "card finding" },
-    make("span", { class: "gain" }, `up to ${time(one.gain)} · ${share(one.share, 1)}`),
+    make("span", { class: "gain" }, `up to ${time(one.gain_ns)} · ${share(one.gain_share, 1)}`),
     make("h2", {}, one.title), make("p", {}, one.advice),
     make("p", { class: "soft" }, `Rule ${one.rule}. Its longest events:`),
     make("ul", {}, one.evidence.map(([rank, name, start, length]) => make("li", {}, make("button", { type: "button", class: "link", on: { click: () => go("timeline", (line) => line.goTo(rank, start, length)) } }, `${name}, ${time(length)}, rank ${rank}`))))));

@@ -1,6 +1,9 @@
 // Tables that sort by any column and filter by text; only the first rows are drawn.
 const MOST_ROWS = 250;
 
+// A column of numbers, each at the same place of its row.
+const numeric = (title, place, text) => ({ title, value: (row) => row[place], text: (row) => text(row[place]), number: true });
+
 // columns: [{title, value(row), text(row), number, class}]
 // A column of numbers that no row knows is not drawn, but named below the table.
 function sortedTable(rows, all, { filter = "", sort = 0, down = true, caption = "" } = {}) {

@@ -10,14 +10,14 @@ function dataWaits(go) {
   if (ranks.every(([, waited]) => waited === null)) return [make("div", { class: "card" }, make("h2", {}, "Waiting for batches"), make("p", { class: "soft" }, "Not measurable: neither the traces nor a recorder show a wait for a batch."))];
   const wallOf = (number) => wall(summary.ranks.find((one) => one.rank === number));
   const columns = [
-    { title: "rank", value: (r) => r[0], text: (r) => `${r[0]}`, number: true },
-    { title: "waited for batches", value: (r) => r[1], text: (r) => time(r[1]), number: true },
-    { title: "of it nothing else ran", value: (r) => r[2], text: (r) => time(r[2]), number: true },
+    numeric("rank", 0, String),
+    numeric("waited for batches", 1, time),
+    numeric("of it nothing else ran", 2, time),
     { title: "of the steps", value: (r) => r[2] && r[2] / wallOf(r[0]), text: (r) => share(r[2], wallOf(r[0])), number: true },
   ];
   const waits = [
-    { title: "wait", value: (r) => r[2], text: (r) => time(r[2]), number: true },
-    { title: "rank", value: (r) => r[0], text: (r) => `${r[0]}`, number: true },
+    numeric("wait", 2, time),
+    numeric("rank", 0, String),
     { title: "", value: (r) => Number(r[1]), text: (r) => showButton(go, r[0], r[1], r[2]) },
   ];
   return [
@@ -32,9 +32,9 @@ function idleTime(go) {
   const shown = CAUSES.filter((cause) => ranks.some(([, , , causes]) => causes[cause] !== null));
   const rows = ranks.map(([rank, , idle, causes]) => [`rank ${rank}`, causes, idle]);
   const gaps = [
-    { title: "gap", value: (r) => r[2], text: (r) => time(r[2]), number: true },
+    numeric("gap", 2, time),
     { title: "cause", value: (r) => r[3], text: (r) => (r[3] === "host" ? "Python or other code, or nothing that was recorded" : summary.phases[r[3]]) },
-    { title: "rank", value: (r) => r[0], text: (r) => `${r[0]}`, number: true },
+    numeric("rank", 0, String),
     { title: "", value: (r) => Number(r[1]), text: (r) => showButton(go, r[0], r[1], r[2]) },
   ];
   return [

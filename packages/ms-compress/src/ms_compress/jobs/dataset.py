@@ -1,0 +1,55 @@
+"""The rows of a run's dataset, checked against its model."""
+
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from ms_compress.commands.options import ModelRun
+from ms_compress.errors import ConfigError, DataError
+from ms_compress.training.corpus import read_batch, read_tokens
+
+__all__ = ["calibration_rows", "training_rows"]
+
+
+def training_rows(options: ModelRun, model: nn.Module) -> dict[str, Tensor]:
+    """Read rows of the run's dataset to train on: tokens, and the targets that count.
+
+    Raises:
+        ConfigError: none was given.
+        DataError: there is too little of it, or the model's vocabulary does not hold it.
+    """
+    length = options.tuning.sequence_length
+    found = read_batch(_dataset(options), count=options.rows, length=length, chat=options.model)
+    _check_vocabulary(options, model, found["tokens"])
+    return found
+
+
+def calibration_rows(options: ModelRun, model: nn.Module, *, most: int | None = None) -> Tensor:
+    """Read rows of the run's dataset to calibrate on, (R, S) int64.
+
+    Raises:
+        ConfigError, DataError: as of `training_rows`.
+    """
+    count = options.rows if most is None else min(options.rows, most)
+    length = options.tuning.sequence_length + 1
+    found = read_tokens(_dataset(options), count=count, length=length, chat=options.model)
+    _check_vocabulary(options, model, found)
+    return found
+
+
+def _dataset(options: ModelRun) -> Path:
+    if options.dataset is None:
+        raise ConfigError(
+            "dataset is missing; give a folder of shards, conversations in JSON Lines, or a JSON"
+            " list of tokens"
+        )
+    return options.dataset
+
+
+def _check_vocabulary(options: ModelRun, model: nn.Module, tokens: Tensor) -> None:
+    vocabulary = int(model.config.vocab_size)  # type: ignore[union-attr,arg-type]
+    if int(tokens.max()) >= vocabulary or int(tokens.min()) < 0:
+        raise DataError(
+            f"{options.dataset}: its tokens are {int(tokens.min())} to {int(tokens.max())}, and"
+            f" {options.model} has a vocabulary of {vocabulary}; use the model's own tokenizer"
+        )

@@ -1,0 +1,21 @@
+"""`ms-parallel init`: write a run file to begin from."""
+
+from argparse import ArgumentParser, Namespace
+
+HELP = "write a run file with every key, its default and its meaning"
+EXAMPLE = "ms-parallel init --out RUN.toml"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("--out", metavar="RUN.toml", help="a new file; otherwise it is printed")
+
+
+def run(options: Namespace) -> int:
+    """Print the template, or write it to a new file."""
+    from ms_parallel.run_template import template
+    from ms_parallel.settings.template import write_template
+
+    if write_template(template(), options.out):
+        print(f"wrote {options.out}; fill in dataset, then: ms-parallel train {options.out}")
+    return 0

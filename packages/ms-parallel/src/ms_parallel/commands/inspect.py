@@ -1,0 +1,44 @@
+"""`ms-parallel inspect`: say what a run will be."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from ms_parallel.command_line import GIB, add_json, add_run_file, print_json
+
+HELP = "say what a run will be: parameters, memory of each rank, layout"
+EXAMPLE = "ms-parallel inspect RUN.toml --set layout.pipeline=4"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare what the command takes."""
+    add_run_file(parser)
+    add_json(parser)
+
+
+def run(options: Namespace) -> int:
+    """Print the facts of a run without starting it."""
+    from ms_parallel.run_file import read_run_file
+    from ms_parallel.training.fitting import layout_of
+    from ms_parallel.training.inspection import inspect
+
+    run = read_run_file(options.run_file, options.set)
+    candidates = (Path(run.dataset_path), run.options.output_dir / "shards")
+    shards = next((folder for folder in candidates if (folder / "index.json").is_file()), None)
+    facts = inspect(run.options, layout_of(run.options), shards)
+    if options.json:
+        return print_json(facts)
+    print(f"model        {facts.architecture}, {facts.parameters:,} parameters")
+    print(f"layout       {facts.layout}: {facts.processes} processes")
+    print(
+        f"a step       {facts.tokens_per_step:,} tokens, {facts.microbatches} microbatches a"
+        " data rank"
+    )
+    print(f"\n{facts.picture}\n")
+    print("memory of a rank, estimated")
+    for rank in facts.ranks:
+        print(
+            f"  pipeline {rank.pipeline}: {rank.layers} layers, {rank.parameters:,} parameters;"
+            f" weights, gradients, moments {rank.state_bytes / GIB:.3f} GiB;"
+            f" activations {rank.activation_bytes / GIB:.3f} GiB"
+        )
+    return 0

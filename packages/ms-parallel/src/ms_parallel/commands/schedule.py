@@ -1,0 +1,68 @@
+"""`ms-parallel schedule`: prove a pipeline schedule and draw its timeline."""
+
+import shutil
+import sys
+from argparse import ArgumentParser, Namespace
+
+from ms_parallel.command_line import add_json, print_json
+
+HELP = "prove a pipeline schedule and draw its timeline"
+EXAMPLE = (
+    "ms-parallel schedule zb-v --stages 4 --microbatches 8"
+    " --costs backward_input=1.3,latency=0.1 --out zb-v.svg"
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument(
+        "schedule",
+        metavar="NAME|FILE",
+        help="a generator, a table (.csv), `search`, or a recorded step (.json)",
+    )
+    parser.add_argument(
+        "--stages", type=int, metavar="P", help="ranks of the pipeline (a V gives each two stages)"
+    )
+    parser.add_argument("--microbatches", type=int, metavar="M", help="of one step")
+    parser.add_argument(
+        "--costs",
+        default="",
+        metavar="COSTS",
+        help="forward, backward_input, backward_weight, activation (each 1) and latency (0),"
+        " as forward=1:1:1:1.4,latency=0.1",
+    )
+    parser.add_argument("--memory-cap", type=float, metavar="N", help="of a rank, for `search`")
+    parser.add_argument(
+        "--measured", metavar="FILE.json", help="a recorded step, drawn beside the simulated one"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write .svg, .html or .csv")
+    add_json(parser)
+
+
+def run(options: Namespace) -> int:
+    """Print the facts and the picture of a schedule."""
+    from ms_parallel.planner.explain import draw_to, explain
+    from ms_parallel.schedules.drawing.legend import path_text
+    from ms_parallel.schedules.drawing.text import draw_text
+
+    explained = explain(
+        options.schedule,
+        ranks=options.stages,
+        microbatches=options.microbatches,
+        costs=options.costs,
+        memory_cap=options.memory_cap,
+        measured=options.measured,
+    )
+    if options.out is not None:
+        draw_to(options.out, explained)
+    if options.json:
+        return print_json(explained.facts)
+    width = shutil.get_terminal_size((100, 24)).columns
+    colour = sys.stdout.isatty()
+    print(draw_text(*explained.lines, titles=explained.titles, width=width, colour=colour), end="")
+    print(f"critical path: {path_text(explained.timeline)}")
+    if pairs := explained.facts.overlapped_pairs:
+        print(f"{pairs} overlapped pairs are timed, and performed, one after the other")
+    if explained.facts.lower_bound is not None:
+        print(f"no schedule is shorter than {explained.facts.lower_bound:.4g}")
+    return 0

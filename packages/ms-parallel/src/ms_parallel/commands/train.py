@@ -1,0 +1,39 @@
+"""`ms-parallel train`: train as a run file says."""
+
+import contextlib
+import signal
+import sys
+from argparse import ArgumentParser, Namespace
+
+from ms_parallel.cluster.parent import end_with_launcher
+from ms_parallel.command_line import add_json, add_run_file, print_json
+from ms_parallel.entry import INTERRUPTED
+
+HELP = "train as a run file says; the same command resumes"
+EXAMPLE = (
+    "torchrun --standalone --nproc-per-node 2 -m ms_parallel train RUN.toml"
+    " --set layout.tensor=2 --set steps=500"
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare what the command takes."""
+    add_run_file(parser)
+    add_json(parser)
+
+
+def run(options: Namespace) -> int:
+    """Train, or resume, and print the result."""
+    end_with_launcher()
+    from ms_parallel.cluster.process import is_first
+    from ms_parallel.run_file import read_run_file
+    from ms_parallel.training.trainer import DistributedTrainer
+
+    run = read_run_file(options.run_file, options.set)
+    trainer = DistributedTrainer.from_options(run.options)
+    stdout = sys.stderr if options.json else sys.stdout
+    with contextlib.redirect_stdout(stdout):
+        result = trainer.train(run.dataset_path, run.length.epochs, run.length.steps)
+    if options.json and is_first():
+        print_json(result)
+    return INTERRUPTED if result.stopped_by == signal.SIGINT.name else 0
