@@ -1,4 +1,4 @@
-"""What a decoder of the Llama kind is made of."""
+"""The configuration of a decoder of the Llama kind."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
