@@ -17,8 +17,9 @@ from ms_parallel.cluster.watch import Heartbeat, position
 from ms_parallel.entry import BAD_INPUT, FAILED, INTERRUPTED, one_line
 from ms_parallel.errors import LaunchError, ParallelError, StageError
 
-__all__ = ["end_scripts_plainly", "report"]
+__all__ = ["count_as_mistake", "end_scripts_plainly", "report"]
 
+_mistakes: set[type[Exception]] = set()
 GOES_ON = "the same command goes on from the last complete checkpoint"
 
 
@@ -54,6 +55,11 @@ def report(error: BaseException) -> int | None:
     return code
 
 
+def count_as_mistake(kind: type[Exception]) -> None:
+    """Count errors of this kind, which another package raises, among what the user can mend."""
+    _mistakes.add(kind)
+
+
 def end_scripts_plainly() -> None:
     """Let an error that nobody handles end a script as it ends the command.
 
@@ -81,7 +87,7 @@ def _exit_of(error: BaseException) -> tuple[int, str] | None:
         return INTERRUPTED, f"interrupted; {GOES_ON}"
     if isinstance(error, StageError):
         return FAILED, str(error)
-    if isinstance(error, ParallelError) or _is_of_ms_data(error):
+    if isinstance(error, (ParallelError, *_mistakes)):
         return getattr(error, "exit_code", BAD_INPUT), " ".join(str(error).split())
     if _is_lost(error):
         reason = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split())).split(". ")[0][:160]
@@ -93,12 +99,6 @@ def _is_lost(error: BaseException) -> bool:
     """Whether this is what torch raises where another process does not come."""
     of_torch = isinstance(error, RuntimeError) and not isinstance(error, ParallelError)
     return of_torch and launched() and bool(LOST.search(str(error)))
-
-
-def _is_of_ms_data(error: BaseException) -> bool:
-    """Without importing ms-data, which a run need not have."""
-    data = sys.modules.get("ms_data")
-    return data is not None and isinstance(error, data.DataError)
 
 
 def _say(line: str) -> None:

@@ -2,6 +2,7 @@
 
 from types import ModuleType
 
+from ms_parallel.cluster.endings import count_as_mistake
 from ms_parallel.errors import ConfigError
 from ms_parallel.operators.protocol import Ops
 
@@ -20,6 +21,7 @@ def data_package() -> ModuleType:
         raise ConfigError(
             "training on a dataset needs ms-data; install it: pip install 'ms-parallel[data]'"
         ) from error
+    count_as_mistake(ms_data.DataError)
     return ms_data
 
 
