@@ -7,8 +7,10 @@ and defaults. The mistakes that a page would show (a documented parameter that i
 warnings again, which stop the build.
 """
 
+import ast
 import re
 from collections.abc import Iterator
+from textwrap import dedent
 from typing import Any, NamedTuple
 
 import griffe
@@ -42,6 +44,10 @@ class AttrsClasses(griffe.Extension):
         found = {cls.path: settings_of(cls) for cls in classes}  # before any class is changed
         for cls in classes:
             describe(cls, found[cls.path])
+        for cls in classes_of(pkg):
+            settings = forwarded_settings(cls, found)
+            if settings:
+                describe(cls, settings)
 
 
 def classes_of(place: griffe.Module | griffe.Class) -> Iterator[griffe.Class]:
@@ -77,6 +83,33 @@ def settings_of(cls: griffe.Class) -> list[Setting]:
             found[attribute.name] = setting_of(attribute, by_name=by_name)
     kept = [found[name] for name in found if found[name].parameter.annotation is not None]
     return sorted(kept, key=lambda one: one.parameter.kind is griffe.ParameterKind.keyword_only)
+
+
+def forwarded_settings(cls: griffe.Class, found: dict[str, list[Setting]]) -> list[Setting]:
+    """What `**settings` of a class's `__init__` takes: the fields of the attrs class it goes to.
+
+    They take the place of `**settings` in the signature, behind those that it names itself.
+    """
+    made = cls.members.get("__init__")
+    if not isinstance(made, griffe.Function) or made.source == "":
+        return []
+    rest = [each for each in made.parameters if each.kind is griffe.ParameterKind.var_keyword]
+    calls = (
+        node for node in ast.walk(ast.parse(dedent(made.source))) if isinstance(node, ast.Call)
+    )
+    for call in calls if rest else ():
+        passed = (ast.unparse(each.value) for each in call.keywords if each.arg is None)
+        if rest[0].name not in passed or not isinstance(call.func, ast.Name):
+            continue
+        settings = found.get(cls.module.resolve(call.func.id), [])
+        named = {each.name for each in made.parameters}
+        settings = [each for each in settings if each.parameter.name not in named]
+        del made.parameters[rest[0].name]
+        for each in settings:
+            each.parameter.kind = griffe.ParameterKind.keyword_only
+            made.parameters.add(each.parameter)
+        return settings
+    return []
 
 
 def own_fields(cls: griffe.Class) -> Iterator[griffe.Attribute]:

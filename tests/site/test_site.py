@@ -74,9 +74,9 @@ def test_a_page_with_a_mistake_stops_the_build(tmp_path: Path, name: str) -> Non
 def test_a_trainers_page_shows_its_parameters_with_types_and_defaults(site: Path) -> None:
     """Those of its base too, and only those without a default are required."""
     text = text_of(site / "api" / "ms_parallel" / "index.html", "ms_parallel.DistributedTrainer")
-    assert "DistributedTrainer ( model_arch : str , " in text
+    assert "DistributedTrainer ( model_arch : str | Path , " in text
     table = text[text.index("Name Type Description Default") :] + " "
-    assert re.search(r" model_arch str .{20,300}? required ", table)
+    assert re.search(r" model_arch str \| Path .{20,300}? required ", table)
     assert re.search(r" learning_rate float .{10,200}? 0\.0003 ", table)
     assert table.count(" required ") == 1
 

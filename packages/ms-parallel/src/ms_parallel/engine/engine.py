@@ -78,7 +78,6 @@ class Engine:
             `ms_parallel.split.own_model`), which is taken over with its weights: those of the first
             process, on all.
         layout: how the processes split the work; one process by default.
-        options: fields of `EngineOptions`.
 
     Raises:
         LayoutError: the layout does not fit the processes or the model.

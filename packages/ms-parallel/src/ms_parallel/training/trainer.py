@@ -52,7 +52,6 @@ class DistributedTrainer:
             processes on `data`.
         optimizer: `AdamW`.
         mixed_precision: compute in bfloat16; weights, moments and sums stay float32.
-        settings: all other fields of `Options`.
 
     Raises:
         ConfigError: a setting is of the wrong kind or out of range.
