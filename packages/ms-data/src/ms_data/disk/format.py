@@ -16,7 +16,7 @@ footer by the trailer and by the index, the trailer by what it says, and the ind
 
 import re
 import struct
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ import xxhash
 __all__ = [
     "FRAME",
     "FRAME_BYTES",
+    "KINDS",
     "LOSS_BIT",
     "MAGIC",
     "SHARD_NAME",
@@ -39,7 +40,6 @@ __all__ = [
     "decode_index",
     "encode_index",
     "frames_of",
-    "header_words",
     "sealed",
     "token_type_for",
 ]
@@ -66,6 +66,24 @@ TokenType = Literal["uint16", "uint32"]
 Kind = Literal["text", "conversations", "preferences"]
 """What the documents of a dataset are."""
 
+
+class KindFacts(NamedTuple):
+    """The facts of one kind of document."""
+
+    label: str
+    """What messages call such documents."""
+    header_words: int
+    """Words before the tokens of each document."""
+    stream: str
+    """The class that streams them."""
+
+
+KINDS: dict[Kind, KindFacts] = {
+    "text": KindFacts("text", 0, "TokenStream"),
+    "conversations": KindFacts("conversations", 1, "InstructionStream"),
+    "preferences": KindFacts("preference pairs", 3, "PreferenceStream"),
+}
+
 LOSS_BIT = np.uint32(1 << 31)
 """The bit of a word that says that its token is trained on, in datasets that are not text."""
 
@@ -81,11 +99,6 @@ def checksum(content: bytes | memoryview) -> int:
 def token_type_for(vocabulary_size: int, kind: Kind = "text") -> TokenType:
     """The narrowest type that holds every token of a vocabulary, and the loss bit."""
     return "uint16" if vocabulary_size <= 1 << 16 and kind == "text" else "uint32"
-
-
-def header_words(kind: Kind) -> int:
-    """Counts the words of the header before the tokens of each document."""
-    return {"text": 0, "conversations": 1, "preferences": 3}[kind]
 
 
 def frames_of(tokens: int, frame_tokens: int) -> int:
@@ -159,7 +172,7 @@ class Index(
     def __post_init__(self) -> None:
         _require(0 < self.frame_tokens <= MAX_FRAME_TOKENS, "frame_tokens", self.frame_tokens)
         text = self.kind is msgspec.UNSET
-        needed = token_type_for(self.vocabulary_size) if text else "uint32"
+        needed = token_type_for(self.vocabulary_size, self.document_kind)
         _require(needed == self.token_type, "token_type", self.token_type)
         _require(0 < self.vocabulary_size < 1 << 31, "vocabulary_size", self.vocabulary_size)
         _require(text == (self.chat is msgspec.UNSET) and self.kind != "text", "kind", self.kind)
@@ -169,6 +182,11 @@ class Index(
         _require(tokens < LARGEST, "the sum of tokens", tokens)
         names = [shard.name for shard in self.shards]
         _require(len(set(names)) == len(names), "shards", "the same name twice")
+
+    @property
+    def document_kind(self) -> Kind:
+        """What a document is."""
+        return "text" if self.kind is msgspec.UNSET else self.kind
 
     @property
     def splits(self) -> tuple[str, ...]:

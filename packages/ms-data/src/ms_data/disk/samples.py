@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_data.disk.format import LOSS_BIT, Kind, header_words
+from ms_data.disk.format import KINDS, LOSS_BIT, Kind
 from ms_data.disk.split import Split
 from ms_data.errors import DamageError, SettingError
 
@@ -81,7 +81,7 @@ class Samples(Sequence[Sample | PairSample]):
         self.kind: Kind = self._split.kind
         self.dataset_index = self._split.index
         """What the tokens mean, and the dataset's fingerprint."""
-        self._header = header_words(self.kind)
+        self._header = KINDS[self.kind].header_words
         ends = self._split.all_ends()
         self._starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
         self.sizes: NDArray[np.int64] = np.diff(ends, prepend=0) - self._header

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_data.disk.format import Index, Kind, decode_index
+from ms_data.disk.format import KINDS, Index, Kind, decode_index
 from ms_data.disk.shard import Frame, Shard
 from ms_data.errors import DamageError, SettingError, printable
 
@@ -19,13 +18,6 @@ __all__ = ["Split", "read_index"]
 
 OPEN_SHARDS = 128
 """Shards that a reader keeps open: one descriptor and a table of some 100 kB each."""
-
-_KINDS: dict[Kind, tuple[str, str]] = {
-    "text": ("text", "TokenStream"),
-    "conversations": ("conversations", "InstructionStream"),
-    "preferences": ("preference pairs", "PreferenceStream"),
-}
-"""What each kind of document is called, and what reads it."""
 
 
 def read_index(folder: Path) -> Index:
@@ -83,11 +75,12 @@ class Split:
     ) -> None:
         self.folder = Path(folder)
         self.index = read_index(self.folder)
-        self.kind: Kind = "text" if self.index.kind is msgspec.UNSET else self.index.kind
+        self.kind = self.index.document_kind
         if self.kind not in kinds:
-            held, reader = _KINDS[self.kind]
-            wanted = _KINDS[kinds[0]][0]
-            raise SettingError(f"{folder} holds {held}, read by {reader}; give {wanted}")
+            held, wanted = KINDS[self.kind], KINDS[kinds[0]]
+            raise SettingError(
+                f"{folder} holds {held.label}, read by {held.stream}; give {wanted.label}"
+            )
         self._entries = [shard for shard in self.index.shards if shard.split == name]
         if not self._entries:
             have = ", ".join(self.index.splits)

@@ -11,7 +11,7 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from ms_data.disk.format import LOSS_BIT, MAGIC, Index, ShardEntry, header_words
+from ms_data.disk.format import KINDS, LOSS_BIT, MAGIC, Index, ShardEntry
 from ms_data.disk.shard import Frame, Shard
 from ms_data.disk.split import read_index
 from ms_data.errors import DamageError
@@ -128,7 +128,7 @@ def _check_shard(folder: Path, entry: ShardEntry, index: Index) -> tuple[list[Fa
 
 def _inconsistency(frame: Frame, position: int | None, index: Index) -> str | None:
     """Finds what cannot be in a frame whose bytes are those that were written."""
-    text = index.kind is msgspec.UNSET
+    text = index.document_kind == "text"
     tokens = frame.tokens if text else _without_headers(frame, index)
     if tokens.size and int(tokens.max()) >= index.vocabulary_size:
         return "a token is outside the vocabulary"
@@ -141,11 +141,10 @@ def _inconsistency(frame: Frame, position: int | None, index: Index) -> str | No
 
 def _without_headers(frame: Frame, index: Index) -> NDArray[np.unsignedinteger]:
     """Gives the tokens of conversations or pairs, whose documents have a header each."""
-    assert index.kind is not msgspec.UNSET
     starts = np.concatenate(([-frame.position], frame.ends[frame.ends < len(frame.tokens)]))
     place = np.arange(len(frame.tokens))
     place -= np.repeat(starts, np.diff(np.maximum(starts, 0), append=len(frame.tokens)))
-    return frame.tokens[place >= header_words(index.kind)] & ~LOSS_BIT
+    return frame.tokens[place >= KINDS[index.document_kind].header_words] & ~LOSS_BIT
 
 
 def _position_after(frame: Frame) -> int:
