@@ -1,4 +1,4 @@
-"""What a checkpoint's folder holds, as it stands in `checkpoint.json`, checked when it is read.
+"""What a checkpoint's folder holds, as `checkpoint.json` says it, checked when it is read.
 
 Tensors lie in `rank-*.safetensors`, a file a rank, cut into the chunks that each rank held.
 The manifest says where every chunk lies and what its bytes must add up to, so that any number

@@ -1,4 +1,4 @@
-"""One safetensors file, written a tensor at a time.
+"""Writes one safetensors file, a tensor at a time.
 
 The library's own writer wants all tensors of a file in memory at once.
 """

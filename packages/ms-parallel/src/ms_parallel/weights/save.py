@@ -1,4 +1,4 @@
-"""Models to Hugging Face folders; under any layout, gathering one tensor at a time."""
+"""Writes models to Hugging Face folders; under any layout, gathering one tensor at a time."""
 
 import logging
 import shutil
