@@ -1,6 +1,7 @@
 """What an exported folder's own runtime computes is what training computed."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from models import decoder, deepseek, llama, qwen2, qwen3, tokens
 from safetensors.torch import load_file
 from torch import nn
 
+import ms_compress
 from ms_compress import ExportError, LayerError, SchemeError, export, prune, qat, verify
 from ms_compress.deployment.verification import compare
 from ms_compress.models.decoder_config import decoder_config
@@ -294,3 +296,12 @@ def test_transformer_xl_is_refused_without_a_remedy_that_fails(name: str, tmp_pa
     with pytest.raises(LayerError, match="name it as an exception"):
         prune(load_model(tmp_path / "model"), 0.5)
     prune(load_model(tmp_path / "model"), 0.5, exceptions=["*_bias"])
+
+
+def test_the_remedy_for_a_plain_model_names_functions_that_exist(tmp_path: Path) -> None:
+    """An export of a model that nobody prepared says what to call first."""
+    with pytest.raises(LayerError, match="no layer is prepared") as refused:
+        export(decoder(), tmp_path / "out", target="ct.int4_g32")
+    named = re.findall(r"(\w+)\(", str(refused.value))
+    assert len(named) == 2
+    assert set(named) <= set(ms_compress.__all__)
