@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ms_profile.trace.intervals import intersect, length_ns, subtract, union, within
+from ms_profile.trace.intervals import intersect, length_ns, subtract, union
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15)), max_size=12)
 
@@ -38,14 +38,3 @@ def test_union_intersection_and_difference_are_those_of_sets(
     ):
         assert covered(found) == truth
         assert length_ns(found) == len(truth)
-
-
-@given(spans, st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15)), min_size=1, max_size=8))
-def test_coverage_of_spans_counts_their_instants(
-    pairs: list[tuple[int, int]], queries: list[tuple[int, int]]
-) -> None:
-    """`within` gives for each query how many of its instants are covered."""
-    table = np.array(queries, np.int64)
-    found = within(of(pairs), table[:, 0], table[:, 0] + table[:, 1])
-    truth = instants(pairs)
-    assert found.tolist() == [len(truth & set(range(s, s + n))) for s, n in queries]

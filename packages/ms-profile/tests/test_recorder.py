@@ -81,7 +81,7 @@ def test_two_optimizers_that_step_in_turn_are_one_step(recorder: Recorder) -> No
 
 
 def test_a_training_that_calls_no_model_still_has_steps(recorder: Recorder) -> None:
-    """Parameters without a module that is called: the optimizer alone tells the steps."""
+    """Parameters without a module that is called: the optimizer alone shows the steps."""
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight])
     for _ in range(4):
@@ -91,7 +91,7 @@ def test_a_training_that_calls_no_model_still_has_steps(recorder: Recorder) -> N
 
 
 def test_steps_of_another_optimizer_are_marked(recorder: Recorder) -> None:
-    """Weights changed by anybody's code, two microbatches a step: `mark_step` tells."""
+    """Weights changed by other code, two microbatches a step: found by `mark_step`."""
     model = Block()
     for _ in range(4):
         for _ in range(2):
@@ -100,6 +100,40 @@ def test_steps_of_another_optimizer_are_marked(recorder: Recorder) -> None:
     assert recorder.steps == 3
     kinds = kinds_in_step(spans_of(recorder), 2)
     assert (kinds[Kind.FORWARD], kinds[Kind.MODULE], kinds[Kind.BETWEEN]) == (2, 2, 1)
+
+
+class OwnUpdate(torch.optim.Optimizer):
+    """An engine's own update, as a step of torch's optimizer that takes what it likes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__([{"params": list(model.parameters())}], {})
+
+    def step(self, change: float) -> None:  # type: ignore[override]
+        """Add `change` to every weight."""
+        with torch.no_grad():
+            for weight in self.param_groups[0]["params"]:
+                weight += change
+
+
+def test_an_engine_is_seen_where_its_update_is_an_optimizers_step(recorder: Recorder) -> None:
+    """Two microbatches a step, no mark, a `step` with arguments: found by torch's hooks alone."""
+    model = Block()
+    update = OwnUpdate(model)
+    for _ in range(4):
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+        update.step(0.5)
+    assert recorder.steps == 3
+    kinds = kinds_in_step(spans_of(recorder), 2)
+    assert (kinds[Kind.FORWARD], kinds[Kind.MODULE], kinds[Kind.OPTIMIZER]) == (2, 2, 1)
+
+
+def test_a_process_without_weights_still_has_steps(recorder: Recorder) -> None:
+    """A pipeline's stage may hold no parameter that is trained."""
+    update = OwnUpdate(nn.Identity())
+    for _ in range(4):
+        update.step(0.5)
+    assert recorder.steps == 3
 
 
 def test_marks_alone_make_steps_too(recorder: Recorder) -> None:

@@ -30,11 +30,11 @@ class CaptureError(ProfileError, ValueError):
 
 
 class EnvironmentValueError(CaptureError):
-    """A variable of the environment, as launchers set them, that is no number."""
+    """A launcher's variable in the environment, such as `RANK`, that is no number."""
 
 
 class RecordError(ProfileError, RuntimeError):
-    """What is to be recorded finds no room: a full disk, a folder that cannot be written."""
+    """A recording that cannot be written: the disk is full, or the folder is not writable."""
 
     exit_code = 1
     """The command's exit code: nothing that was given is wrong."""

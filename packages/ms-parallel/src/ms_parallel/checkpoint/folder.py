@@ -1,4 +1,4 @@
-"""The checkpoints of one run: which are complete, which may go, what a crash has left."""
+"""The checkpoints of one run: which are complete, which may be deleted, what a crash left."""
 
 import os
 import re

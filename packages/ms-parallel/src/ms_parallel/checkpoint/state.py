@@ -1,4 +1,4 @@
-"""Saving and loading a state of tensors, alone or together with the other ranks."""
+"""Saves and loads a state of tensors, alone or together with the other ranks."""
 
 import warnings
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What all processes of a run do as one: one acts for all, or all agree on a number."""
+"""Lets all processes act as one: one acts for all, or all agree on a number."""
 
 import pickle
 import signal
@@ -36,7 +36,7 @@ def first_does(action: Callable[[], T]) -> T:
     group = _patient_group(dist.group.WORLD)
     position.patient = True
     try:
-        return _act_and_tell(action, group)
+        return _act_and_send(action, group)
     finally:
         position.patient = False
 
@@ -48,14 +48,14 @@ def _patient_group(world: dist.ProcessGroup) -> Any:
     return dist.new_group(timeout=PATIENCE)
 
 
-def _act_and_tell(action: Callable[[], T], group: Any) -> T:
+def _act_and_send(action: Callable[[], T], group: Any) -> T:
     outcome: list[Any] = [None, None]
     raised: Exception | None = None
     if dist.get_rank() == 0:
         try:
             outcome[0] = action()
             pickle.dumps(outcome[0])
-        except Exception as error:  # told to the others, then raised again here
+        except Exception as error:  # sent to the others, then raised again here
             raised, outcome = error, [None, str(error) or type(error).__name__]
     dist.broadcast_object_list(outcome, src=0, group=group)
     if raised is not None:

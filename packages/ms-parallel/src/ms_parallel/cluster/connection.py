@@ -135,13 +135,15 @@ def _check_port() -> None:
         socket.create_server((host, port)).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise LaunchError(_taken(str(port))) from error
+            raise LaunchError(_taken()) from error
 
 
-def _taken(port: str) -> str:
+def _taken() -> str:
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     return (
-        f"port {port} is in use on this machine (MASTER_PORT={port}); choose a free one for all"
-        " ranks with MASTER_PORT, or start with torchrun --standalone, which finds one"
+        f"port {port} is in use on this machine ({host}:{port}); choose a free one for all ranks"
+        " with MASTER_PORT or torchrun's --master-port, or start with torchrun --standalone, which"
+        " finds one"
     )
 
 
@@ -149,7 +151,7 @@ def _why_not(error: Exception, number: int, timeout_s: float) -> str:
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     if "EADDRINUSE" in str(error):
-        return _taken(port)
+        return _taken()
     if number > 0:
         return (
             f"rank {number} did not meet rank 0 at {host}:{port} within {timeout_s:g} s ({reason});"

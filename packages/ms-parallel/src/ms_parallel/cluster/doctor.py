@@ -1,4 +1,4 @@
-"""What this machine has for training."""
+"""Examines what this machine has for training."""
 
 import importlib.metadata
 import os

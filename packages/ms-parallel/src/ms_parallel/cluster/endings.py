@@ -1,4 +1,4 @@
-"""How a run that cannot go on ends: one line from one process, and an exit code that tells why.
+"""Ends a run that cannot go on: one line from one process, and an exit code for the cause.
 
 2 is for what the user can mend (a setting, a file, a full disk), 1 for the rest.
 """
@@ -23,17 +23,17 @@ GOES_ON = "the same command goes on from the last complete checkpoint"
 
 
 def report(error: BaseException) -> int | None:
-    """Say in one line, once for all processes, why a run ends.
+    """Print in one line, once for all processes, why a run ends.
 
     Where a process did not come, the line says which, and where each stood.
 
     Returns:
-        The exit code; None if this is no error to be told in a line, and wants its traceback.
+        The exit code; None for an error that needs its traceback.
     """
-    told = _told(error)
-    if told is None:
+    found = _exit_of(error)
+    if found is None:
         return None
-    code, line = told
+    code, line = found
     if code == INTERRUPTED:  # came to all at once
         if is_first():
             _say(line)
@@ -75,8 +75,8 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
         sys.exit(code)
 
 
-def _told(error: BaseException) -> tuple[int, str] | None:
-    """Exit code and line of an error that a line can tell."""
+def _exit_of(error: BaseException) -> tuple[int, str] | None:
+    """The exit code and the line of an error that a line can explain."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, f"interrupted; {GOES_ON}"
     if isinstance(error, StageError):

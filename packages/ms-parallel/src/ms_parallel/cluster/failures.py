@@ -1,7 +1,7 @@
 """A stage that raises in mid-step: every rank stops, and says which stage it was.
 
-The failing rank leaves a word in the store and raises. When its process ends, its connections
-close; who waited for it raises in turn, and finds the word.
+The failing rank leaves a message in the store and raises. When its process ends, its connections
+close; who waited for it raises in turn, and finds the message.
 """
 
 import os
@@ -43,7 +43,7 @@ def explain(error: Exception, action: Action, groups: Groups) -> Exception:
     """
     if groups.layout.pipeline == 1 or isinstance(error, StageError):
         return error
-    first = _told()
+    first = _first_failure()
     if first is None and isinstance(error, RuntimeError) and LOST.search(str(error)):
         return error
     if first is None:
@@ -51,11 +51,11 @@ def explain(error: Exception, action: Action, groups: Groups) -> Exception:
             f"stage {action.stage} on rank {dist.get_rank()} failed at {action}, microbatch "
             f"{action.microbatch}: {type(error).__name__}: {' '.join(str(error).split())}"
         )
-        _tell(first)
+        _leave(first)
     return StageError(first)
 
 
-def _told() -> str | None:
+def _first_failure() -> str | None:
     """What the stage that failed first has left for the others, if any has."""
     store = _get_default_store()
     try:
@@ -64,7 +64,7 @@ def _told() -> str | None:
         return None
 
 
-def _tell(text: str) -> None:
+def _leave(text: str) -> None:
     store = _get_default_store()
     try:
         store.set_timeout(timedelta(seconds=5))

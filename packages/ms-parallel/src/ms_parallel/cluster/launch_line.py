@@ -1,4 +1,4 @@
-"""What to type so that this very program runs in as many processes as a layout needs."""
+"""Writes the command that starts this program in as many processes as a layout needs."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""Lets a process that torchrun started end with torchrun, however that one ended.
+"""Ends a process of torchrun's with torchrun, however that one ended.
 
 torchrun stops its ranks by a signal, which it cannot send once it was killed itself: they would
 train on, and hold the run's folder against the same command. So the kernel is asked to kill this

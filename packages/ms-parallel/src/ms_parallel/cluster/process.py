@@ -1,4 +1,4 @@
-"""Which of the processes that were started this one is, before and after they have met."""
+"""Rank and world size of this process, before and after the processes have met."""
 
 import os
 

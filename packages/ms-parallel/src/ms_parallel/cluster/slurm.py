@@ -1,4 +1,4 @@
-"""What a cluster's scheduler has told this process, in the words that torch.distributed reads.
+"""Reads rank, world size and meeting place from a cluster's scheduler.
 
 `srun` starts every rank itself and sets SLURM_* alone: such a process is not alone, and must not
 train as if it were. Its number, the number of all and the first node of the step say all that

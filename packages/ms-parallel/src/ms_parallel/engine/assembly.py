@@ -1,4 +1,4 @@
-"""What an engine runs: the configuration, the plan and this process's stages of a given model."""
+"""Builds what an engine runs: configuration, plan and this process's stages."""
 
 import os
 from collections.abc import Callable, Sequence

@@ -300,7 +300,7 @@ class Engine:
         mine = rows.contiguous().to(self.device)
         parts = [torch.empty_like(mine) for _ in range(self.data_ranks)]
         dist.all_gather(parts, mine, group=self.groups.group("rows"))
-        return torch.cat(parts)
+        return torch.cat(parts).to(rows.device)
 
     def generate(
         self,

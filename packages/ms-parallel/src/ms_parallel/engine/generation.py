@@ -71,8 +71,8 @@ def generate(
     """The tokens that follow each prompt, without the prompt, up to the first of `stops`, included.
 
     All processes of one data rank pass the same prompts; every data rank as many, of any length.
-    Chance depends on the seed, the prompt's place among those of all data ranks and the token's
-    place alone, so another layout draws the same.
+    Random numbers depend on the seed, on the prompt's place among those of all data ranks and on
+    the token's place alone, so another layout draws the same.
 
     Raises:
         ConfigError: a prompt is empty, or there is none.

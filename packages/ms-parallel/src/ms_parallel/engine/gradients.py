@@ -1,4 +1,4 @@
-"""What happens to gradients between the backward and the optimizer, under any layout."""
+"""Reduces gradients between the backward and the optimizer, under any layout."""
 
 from collections.abc import Collection, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What a loss is, what it may ask of the last stage, and the loss of next-token prediction."""
+"""The Protocols of losses and their inputs, and the loss of next-token prediction."""
 
 from typing import Protocol, runtime_checkable
 

@@ -1,4 +1,4 @@
-"""A data rank's rows, cut into microbatches, and what they weigh among all."""
+"""Cuts a data rank's rows into microbatches, and weighs them among all rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,6 +1,5 @@
 """The optimizer's settings, and the learning rate as a pure function of them."""
 
-import difflib
 import pkgutil
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -12,7 +11,7 @@ from attrs import Attribute, field, frozen
 from ms_parallel.errors import ConfigError
 from ms_parallel.settings import nearest, number, shown, whole
 
-__all__ = ["AdamWConfig", "betas", "decay", "decays", "learning_rate", "optimizer_config"]
+__all__ = ["AdamWConfig", "betas", "decay", "decays", "learning_rate"]
 
 Decay = Callable[[float], float]
 """From the share of the updates that have passed to the share of the fall that is still to come."""
@@ -76,22 +75,6 @@ class AdamWConfig:
     """Decoupled decay of matrices; norms' weights and biases (one dim) are never decayed."""
     max_grad_norm: float | None = field(default=1.0, validator=number(least=LEAST, optional=True))
     """Gradients of a greater global norm are scaled down to it; None never scales."""
-
-
-OPTIMIZERS = {"AdamW": AdamWConfig}
-
-
-def optimizer_config(name: str, **settings: Any) -> AdamWConfig:
-    """The configuration of the optimizer called `name`.
-
-    Raises:
-        ConfigError: no optimizer of that name; the message gives the nearest.
-    """
-    if name not in OPTIMIZERS:
-        known = {known.lower(): known for known in OPTIMIZERS}
-        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)
-        raise ConfigError(f"optimizer {name!r} is not known; the nearest is {known[near[0]]!r}")
-    return OPTIMIZERS[name](**settings)
 
 
 def learning_rate(step: int, config: AdamWConfig) -> float:

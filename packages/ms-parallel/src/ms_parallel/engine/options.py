@@ -1,4 +1,4 @@
-"""Everything that may be said of an engine but its model and its layout."""
+"""The options of an engine, validated when they are built."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

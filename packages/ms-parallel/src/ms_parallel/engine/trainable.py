@@ -1,4 +1,4 @@
-"""The parameters that an engine trains, what happens to their gradients, and their optimizer."""
+"""The parameters that an engine trains, with their gradients and their optimizer."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Keys and values of the positions that were already computed, for generation."""
+"""Keys and values of positions that were computed already, for generation."""
 
 import torch
 from torch import Tensor

@@ -1,13 +1,13 @@
 """What every model's configuration says, and the checks that its settings pass."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from attrs import Attribute
+from attrs import Attribute, field, frozen
 
 from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError, ModelError
-from ms_parallel.settings import number, whole
+from ms_parallel.settings import flag, number, whole
 
 __all__ = [
     "MOST",
@@ -23,60 +23,6 @@ __all__ = [
 TokenId = int | tuple[int, ...] | None
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Settings that name the tokens which begin, end and pad a text."""
-
-
-class ModelConfig(Protocol):
-    """What every model's configuration tells the rest of the package."""
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        ...
-
-    @property
-    def hidden_size(self) -> int:
-        """H."""
-        ...
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """Blocks of the whole model."""
-        ...
-
-    @property
-    def tie_word_embeddings(self) -> bool:
-        """The head's weight is the embedding's."""
-        ...
-
-    @property
-    def initializer_range(self) -> float:
-        """Standard deviation of fresh weights."""
-        ...
-
-    @property
-    def model_type(self) -> str:
-        """The architecture's name in config.json."""
-        ...
-
-    @property
-    def bos_token_id(self) -> TokenId:
-        """What begins a text, if anything does."""
-        ...
-
-    @property
-    def eos_token_id(self) -> TokenId:
-        """What ends a generated text: one token, any of several, or nothing."""
-        ...
-
-    @property
-    def pad_token_id(self) -> TokenId:
-        """What fills a batch's shorter rows, if anything does."""
-        ...
-
-    @property
-    def shape(self) -> ModelShape:
-        """The sizes that a layout has to divide."""
-        ...
 
 
 MOST: Mapping[str, int] = {
@@ -98,6 +44,52 @@ def size(instance: object, attribute: "Attribute[Any]", value: object) -> None:
 
 
 above_zero = number(least=1e-30)
+
+
+@frozen(kw_only=True)
+class ModelConfig:
+    """What every model's configuration says; the names are those of Hugging Face's config.json.
+
+    Raises:
+        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+    """
+
+    model_type: str
+    """The family, whose config.json is written."""
+    vocab_size: int = field(validator=size)
+    hidden_size: int = field(validator=size)
+    intermediate_size: int = field(validator=size)
+    num_hidden_layers: int = field(validator=size)
+    num_attention_heads: int = field(validator=size)
+    head_dim: int = field(validator=size)
+    """Width of one head; need not be hidden_size / num_attention_heads."""
+    tie_word_embeddings: bool = field(default=False, validator=flag)
+    """The head's weight is the embedding's."""
+    initializer_range: float = field(default=0.02, validator=above_zero)
+    """Standard deviation of fresh weights."""
+    bos_token_id: TokenId = None
+    """What begins a text, if anything does."""
+    eos_token_id: TokenId = None
+    """What ends a generated text: one token, or any of several."""
+    pad_token_id: TokenId = None
+    """What fills a batch's shorter rows, if anything does."""
+
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_attention_heads
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes that a layout has to divide."""
+        return ModelShape(
+            layers=self.num_hidden_layers,
+            attention_heads=self.num_attention_heads,
+            key_value_heads=self.key_value_heads,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            vocab_size=self.vocab_size,
+        )
 
 
 def check_heads(queries: int, keys: int, head_dim: int) -> None:

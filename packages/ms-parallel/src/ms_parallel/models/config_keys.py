@@ -1,4 +1,4 @@
-"""Which keys of a family's config.json are used, which change nothing, and which are refused.
+"""Checks which keys of a config.json are used, change nothing, or are refused.
 
 A key that is in no table might change what the model computes, so its folder is refused by name
 rather than computed as if the key were not there.

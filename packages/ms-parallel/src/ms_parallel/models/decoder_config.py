@@ -1,13 +1,12 @@
-"""What a decoder of the Llama kind is made of."""
+"""The configuration of a decoder of the Llama kind."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from attrs import field, fields, frozen
 
-from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError
-from ms_parallel.models.config import TokenId, above_zero, check_heads, size
+from ms_parallel.models.config import ModelConfig, above_zero, check_heads, size
 from ms_parallel.models.family import families
 from ms_parallel.settings import flag, nearest
 
@@ -53,29 +52,19 @@ def _rope_scaling(value: Any) -> Any:
 
 
 @frozen(kw_only=True)
-class DecoderConfig:
-    """A decoder of the Llama family; the names are those of Hugging Face's config.json.
+class DecoderConfig(ModelConfig):
+    """A decoder of the Llama kind.
 
     Raises:
         ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
     """
 
     model_type: str = "llama"
-    """The family, whose config.json is written."""
-    vocab_size: int = field(validator=size)
-    hidden_size: int = field(validator=size)
-    intermediate_size: int = field(validator=size)
-    num_hidden_layers: int = field(validator=size)
-    num_attention_heads: int = field(validator=size)
     num_key_value_heads: int = field(validator=size)
-    head_dim: int = field(validator=size)
-    """Width of one head; need not be hidden_size / num_attention_heads."""
     rms_norm_eps: float = field(default=1e-6, validator=above_zero)
     rope_theta: float = field(default=10000.0, validator=above_zero)
     rope_scaling: RopeScaling | None = field(default=None, converter=_rope_scaling)
     """A mapping of its settings will do."""
-    tie_word_embeddings: bool = field(default=False, validator=flag)
-    """The head's weight is the embedding's."""
     attention_bias: bool = field(default=False, validator=flag)
     """q, k and v projections have a bias; so has the output projection, but for qwen2."""
     mlp_bias: bool = field(default=False, validator=flag)
@@ -86,13 +75,6 @@ class DecoderConfig:
     """A position sees its last so many, itself included; None for all."""
     sliding_layers: tuple[int, ...] | None = None
     """Layers that the window applies to; None for all."""
-    initializer_range: float = field(default=0.02, validator=above_zero)
-    """Standard deviation of fresh weights."""
-    bos_token_id: TokenId = None
-    """Carried to and from config.json, like the last one."""
-    eos_token_id: TokenId = None
-    """What ends a generated text: one token, or any of several."""
-    pad_token_id: TokenId = None
 
     def __attrs_post_init__(self) -> None:
         check_heads(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
@@ -117,16 +99,9 @@ class DecoderConfig:
         return known[self.model_type]
 
     @property
-    def shape(self) -> ModelShape:
-        """The sizes that a layout has to divide."""
-        return ModelShape(
-            layers=self.num_hidden_layers,
-            attention_heads=self.num_attention_heads,
-            key_value_heads=self.num_key_value_heads,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            vocab_size=self.vocab_size,
-        )
+    def key_value_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_key_value_heads
 
     @property
     def attention_output_bias(self) -> bool:

@@ -1,4 +1,4 @@
-"""How a model may be split, as a value that lies beside the model."""
+"""How a model may be split, as a value beside the model."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Architectures by name, and what builds, splits and describes each."""
+"""Finds architectures by name, and builds, splits and describes their models."""
 
 import os
 from collections.abc import Mapping

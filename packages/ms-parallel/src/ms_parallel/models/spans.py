@@ -1,4 +1,4 @@
-"""Packed rows cut into their documents, so that attention reads no pair that it would mask.
+"""Cuts packed rows into their documents, so that attention reads no pair that it would mask.
 
 Documents of length n need n² scores where their row of S needs S²: with rows of 512 that hold
 documents of a hundred tokens, attention on a CPU takes half the time.

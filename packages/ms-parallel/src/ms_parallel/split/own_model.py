@@ -1,4 +1,4 @@
-"""A module of the user's own as the one stage of an engine, split as its plan allows.
+"""Runs a module of the user's own as the one stage of an engine, split as its plan allows.
 
 It is called as `module(tokens, positions=..., documents=..., cache=...)`, of which it names what it
 uses, and returns logits. Unlike our own models it is whole before it is split, so it has to fit one
@@ -45,7 +45,7 @@ class LanguageModel(Protocol):
 
 @frozen(kw_only=True)
 class OwnModelConfig:
-    """What is known of a module of the user's own: enough to tell it from another."""
+    """What is known of a module of the user's own: enough to distinguish it from another."""
 
     model_type: str
     """The name of its class."""

@@ -1,4 +1,4 @@
-"""Which part of a whole tensor this process holds, and tensors laid out alike."""
+"""Finds this process's part of a tensor, and lays out other tensors alike."""
 
 import torch
 from attrs import frozen

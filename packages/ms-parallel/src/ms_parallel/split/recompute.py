@@ -1,4 +1,4 @@
-"""Trades memory for time: a block keeps its input alone and runs again in the backward."""
+"""Recomputes blocks in the backward, which keep only their input, to save memory."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Puts off the gradients of weights, so that a backward can first give what another rank awaits.
+"""Delays gradients of weights, so that a backward first gives what another rank awaits.
 
 Nearly all of a weight's gradient is one product a linear map: its output's gradient with its input.
 Where a schedule splits a backward, that product is not formed in I but kept as its two factors

@@ -1,4 +1,4 @@
-"""The shards of a run: a folder of them as it is, or raw text that is built into one first."""
+"""Finds the shards of a run: a folder of them, or raw text that is built into one first."""
 
 import hashlib
 import os

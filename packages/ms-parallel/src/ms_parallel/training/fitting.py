@@ -1,4 +1,4 @@
-"""A model, its data and its layout made to fit one another, or a line that says what does not."""
+"""Fits a model, its data and its layout to one another, or says what does not fit."""
 
 from pathlib import Path
 from typing import Any

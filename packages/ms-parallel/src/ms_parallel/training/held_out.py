@@ -1,4 +1,4 @@
-"""The loss on text that is never trained on; the same number on every process."""
+"""Measures the loss on text that is never trained on; the same number on every process."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

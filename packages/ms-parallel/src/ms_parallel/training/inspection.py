@@ -1,4 +1,4 @@
-"""What a run will be: parameters, memory of each rank, and where each rank stands."""
+"""Estimates what a run will be: parameters, memory of each rank, where each rank stands."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Everything that may be said about a training run, checked when it is said."""
+"""The options of a training run, validated when they are built."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The folder of a run, held by rank 0 for all ranks, and what changed since it was last begun."""
+"""Holds a run's folder for all ranks, and names settings that changed since the last launch."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,7 +28,7 @@ FIXED = ("seed", "sequence_length")
 """Another value would go on from a place that another run has come to."""
 MODEL = "model_config."
 TABLES = ("model_arch", "model_config", "parallel_config")
-UNTOLD = ("log_every", "on_event", "output_dir", "progress", "resume", "timeout_s")
+NOT_COMPARED = ("log_every", "on_event", "output_dir", "progress", "resume", "timeout_s")
 """Settings that change nothing in what is trained."""
 
 
@@ -94,7 +94,7 @@ def _fixed(folder: Path, settings: dict[str, Any]) -> list[str]:
 
 def _settings(options: Options) -> dict[str, Any]:
     """All that decides what is trained, as JSON holds it."""
-    names = [f.name for f in fields(type(options)) if f.init and f.name not in UNTOLD]
+    names = [f.name for f in fields(type(options)) if f.init and f.name not in NOT_COMPARED]
     plain = {name: _plain(getattr(options, name)) for name in names if name not in TABLES}
     model = {f"{MODEL}{name}": value for name, value in options.model_config.items()}
     return {**plain, **model, "layout": str(options.parallel_config or "all on data")}

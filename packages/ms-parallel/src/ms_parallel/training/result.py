@@ -1,4 +1,4 @@
-"""What a run has come to: its numbers, and the trained model as a folder."""
+"""The result of a run: its numbers, and the trained model as a folder."""
 
 import shutil
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""One run: steps, evaluations and checkpoints, from wherever the last checkpoint left it."""
+"""Runs the steps, evaluations and checkpoints of a run from its last checkpoint on."""
 
 import hashlib
 import logging
@@ -205,7 +205,7 @@ class Run:
     def _step(self, pace: Throughput) -> Update:
         began = monotonic()
         position.step, position.activity = self.engine.step + 1, "update"
-        # Chance is a function of seed and step, so that a checkpoint need not hold its state.
+        # Random numbers follow from seed and step, so that a checkpoint need not hold their state.
         torch.manual_seed((self.options.seed * 1_000_003 + self.engine.step) % 2**63)
         update = self._update(next(self.stream))
         pace.step(update.tokens)
@@ -252,7 +252,7 @@ class Run:
             )
 
     def evaluate(self) -> float | None:
-        """The held-out loss now, told and kept; None without held-out text."""
+        """Measure, log and keep the held-out loss; None without held-out text."""
         if self.held_out is None:
             return None
         position.activity = "held-out evaluation"
@@ -313,7 +313,7 @@ def facts_of(folder: Path, manifest: checkpoint.Manifest) -> RunFacts:
 
 def model_facts(engine: Engine) -> dict[str, Any]:
     """What makes a model another model, as JSON gives it back; no weight depends on its tokens."""
-    facts = asdict(engine.config)  # type: ignore[arg-type]  # every one is attrs'
+    facts = asdict(engine.config)
     return {
         name: list(v) if isinstance(v, tuple) else v
         for name, v in facts.items()

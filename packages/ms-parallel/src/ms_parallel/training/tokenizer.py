@@ -1,4 +1,4 @@
-"""The tokenizer of a run, and how it makes the model that is trained with it end its texts."""
+"""Finds the tokenizer of a run, and gives the model the ids that end its texts."""
 
 import os
 from pathlib import Path
@@ -42,11 +42,11 @@ def with_ends(config: Any, shards: Path, folder: Path | None) -> Any:
     if not _is_of(folder, tokenizer):
         plain = evolve(config, bos_token_id=None, eos_token_id=None, pad_token_id=None)
         return with_tokens(plain, tokenizer)
-    said = config.eos_token_id
-    of_folder = (said,) if isinstance(said, int) else said or ()
+    ends = config.eos_token_id
+    of_folder = (ends,) if isinstance(ends, int) else ends or ()
     ids = tuple(dict.fromkeys((*tokenizer.end_token_ids, *of_folder)))
-    ends = ids[0] if len(ids) == 1 else ids or None
-    return with_tokens(evolve(config, eos_token_id=ends), tokenizer)
+    chosen = ids[0] if len(ids) == 1 else ids or None
+    return with_tokens(evolve(config, eos_token_id=chosen), tokenizer)
 
 
 def _is_of(folder: Path | None, tokenizer: TokenizerFiles) -> bool:

@@ -1,4 +1,4 @@
-"""The face that users type: a model, a layout, a dataset, and one call that trains."""
+"""`DistributedTrainer`: a model, a layout, a dataset, and one call that trains."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Weights of models: drawn fresh, read from folders and written to them, each process its part."""
+"""Weights of models: drawn, read from folders and written to them, each process its part."""
 
 from ms_parallel.weights.initial import initialise
 from ms_parallel.weights.load import has_weights, load_model, load_weights

@@ -1,4 +1,4 @@
-"""Weights that hold a NaN or an infinity are neither read nor saved."""
+"""Refuses weights that hold a NaN or an infinity."""
 
 import torch
 from torch import Tensor

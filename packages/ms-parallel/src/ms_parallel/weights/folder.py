@@ -1,4 +1,4 @@
-"""The weights of a folder of safetensors files, read by parts.
+"""Reads the weights of a folder of safetensors files by parts.
 
 A folder holds either `model.safetensors`, or several files and `model.safetensors.index.json`.
 """

@@ -1,4 +1,4 @@
-"""Fresh weights as a pure function of seed, parameter name and whole shape.
+"""Draws initial weights as a pure function of seed, parameter name and whole shape.
 
 Every layout therefore starts from the same model. Values are drawn in chunks of whole rows with a
 generator each, so that a rank draws only the chunks that its part touches.

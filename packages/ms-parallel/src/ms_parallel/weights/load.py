@@ -1,4 +1,4 @@
-"""Models from Hugging Face folders; under any layout each process reads only its part.
+"""Reads models from Hugging Face folders; under any layout each process reads only its part.
 
 Names are the same on both sides, so nothing is converted.
 """

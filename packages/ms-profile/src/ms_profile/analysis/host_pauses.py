@@ -1,4 +1,4 @@
-"""What the always-on recorder saw beside the tracer: garbage collection and waits for data."""
+"""What the recorder adds to a trace: garbage collection and waits for data."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ class Pauses:
 
 
 def read_pauses(folder: Path, rank: int) -> Pauses | None:
-    """Read them from a run's folder; None where the run has no readable ring of this rank."""
+    """Read a rank's pauses from a run's folder; None where it has no readable ring of the rank."""
     path = ring_path(folder, rank)
     if not path.is_file():
         return None

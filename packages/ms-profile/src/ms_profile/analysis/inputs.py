@@ -1,4 +1,4 @@
-"""Which traces of a folder are read, one a rank, and what is known of the run that they are of."""
+"""Which traces of a folder are read, one a rank, and which run they belong to."""
 
 import os
 import shlex
@@ -31,7 +31,7 @@ class FoundTraces:
 
 @frozen(kw_only=True)
 class RunDescription:
-    """What was run, as far as the folder says."""
+    """What was run, as its folder's manifests record it."""
 
     name: str
     """Name of the folder or file."""
@@ -50,7 +50,7 @@ class RunDescription:
 
 
 def find_traces(path: Path, *, window: int | None = None) -> FoundTraces:
-    """Find the traces to read: of a run's folder the ones that its ranks name.
+    """Find the traces to read; in a run's folder, those that its ranks' manifests name.
 
     Args:
         path: a trace, a ring, a folder of either, or the output folder of `ms-profile run`.

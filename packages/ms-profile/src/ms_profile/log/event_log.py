@@ -91,7 +91,7 @@ class StepMetrics(Struct, frozen=True, kw_only=True):
 
 
 class EventLog:
-    """Record events of this process; `log("step", {"step": 1, "loss": 2.3})` is all there is.
+    """Record events of this process: `log("step", {"step": 1, "loss": 2.3})`.
 
     Fits the `on_event=` seam of the trainers. Safe to call from any thread. A disk that is full
     or removed does not stop the training: it is warned of, up to 4 MiB wait for room, and what is

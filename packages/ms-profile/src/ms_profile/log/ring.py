@@ -19,6 +19,7 @@ from typing import Final
 
 import numpy as np
 from attrs import frozen
+from msgspec import structs
 from numpy.typing import NDArray
 
 from ms_profile.clocks.clock_pair import ClockPair, read_clocks
@@ -29,7 +30,8 @@ __all__ = ["Kind", "Ring", "RingRecording", "is_ring", "read_ring"]
 
 MAGIC: Final = b"MSRING01"
 HEADER: Final = struct.Struct("<8sIIIIQqqq")
-SLOT: Final = struct.Struct("<QQiHBBQ")
+SLOT: Final = struct.Struct("<QQiHHQ")
+"""Start, end, step, name, kind and (in the higher byte) thread, number; see `SLOT_DTYPE`."""
 PAGE: Final = 4096
 NAMES_BYTES: Final = 1 << 18
 SLOTS: Final = PAGE + NAMES_BYTES
@@ -102,12 +104,12 @@ class Ring:
         """The step written into each record."""
         self._map = _make_file(self.path, PAGE + NAMES_BYTES + capacity * SLOT.size)
         clock = read_clocks()
-        HEADER.pack_into(
-            self._map, 0, MAGIC, capacity, NAMES_BYTES, rank, 0, os.getpid(), *_words(clock)
-        )
+        own = (capacity, NAMES_BYTES, rank, 0, os.getpid())
+        HEADER.pack_into(self._map, 0, MAGIC, *own, *structs.astuple(clock))
         self._names: dict[str, int] = {}
         self._names_end = PAGE
         self._threads: dict[int, int] = {}
+        """The number of each thread in the higher byte, by its identity."""
         self._count = itertools.count()
         self._newest = -1
         self._lock = threading.Lock()
@@ -128,8 +130,7 @@ class Ring:
             0,
             self.step,
             name,
-            kind,
-            self._threads.get(get_ident()) or self._thread(),
+            kind | (self._threads.get(get_ident()) or self._thread()),
             number + 1,
         )
         return number
@@ -147,7 +148,7 @@ class Ring:
         self._newest = number
         place = SLOTS + number % self.capacity * 32
         step = self.step if step is None else step
-        pack_slot(self._map, place, start_ns, end_ns, step, name, kind, 0, number + 1)
+        pack_slot(self._map, place, start_ns, end_ns, step, name, kind, number + 1)
 
     def close(self) -> None:
         """Write the file out to disk and let go of it."""
@@ -160,7 +161,7 @@ class Ring:
         self._lock = threading.Lock()
 
     def _thread(self) -> int:
-        return self._threads.setdefault(get_ident(), min(len(self._threads) + 1, 255))
+        return self._threads.setdefault(get_ident(), min(len(self._threads) + 1, 255) << 8)
 
     def _register(self, text: str) -> int:
         with self._lock:
@@ -271,7 +272,3 @@ def _make_file(path: Path, size: int) -> mmap.mmap:
         raise RecordError(f"{path} cannot take {size} bytes: {error}; free some space") from error
     finally:
         os.close(descriptor)
-
-
-def _words(clock: ClockPair) -> tuple[int, int, int]:
-    return clock.monotonic_ns, clock.wall_ns, clock.error_ns

@@ -43,7 +43,7 @@ COLLECTIVE: Final = any_vendors("host_backend", "device_backend", end=":")
 
 
 def kind_of_scope(name: str) -> Kind:
-    """What a scope that torch opens stands for."""
+    """The kind of span that a scope of torch's is."""
     if COLLECTIVE.match(name):
         return Kind.COLLECTIVE
     if name.startswith("enumerate(DataLoader)"):
@@ -123,7 +123,7 @@ class ScopeRecorder:
         return time.monotonic_ns() - self._since_ns >= interval_ns
 
     def stop_in_own_thread(self) -> bool:
-        """`stop`, where a session is open and of the thread that asks; whether it was."""
+        """Stop, if a session is open that this thread started; return whether one was."""
         own = self._on and self._thread == threading.get_ident()
         if own:
             self.stop()

@@ -34,7 +34,7 @@ def build_summary(
     findings: Sequence[Finding] | None = None,
     metrics: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Everything of the report but the timeline, JSON-able; times in ns, sizes in bytes.
+    """Summarise an analysis for the report and for JSON; times in ns, sizes in bytes.
 
     Args:
         analysis: of `ms_profile.analyse`.

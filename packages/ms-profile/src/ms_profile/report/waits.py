@@ -16,7 +16,7 @@ CAUSES: Final = tuple(name for name in PHASES if name not in BUSY)
 
 
 def summarise_data(analysis: Analysis) -> dict[str, Any]:
-    """Waits for batches: `ranks` of [rank, waited, of it alone], the `longest` of [rank, at, ns].
+    """Waits for batches: `ranks` of [rank, waited, with nothing else], `longest` of [rank, at, ns].
 
     Both times are None where the rank's trace shows no waits.
     """

@@ -17,13 +17,13 @@ from ms_profile.vendors.category import Category
 __all__ = ["TraceBuilder"]
 
 Array = NDArray[Any]
-COLUMNS: Final = {
+COLUMNS: Final[dict[str, type[np.integer[Any]]]] = {
     **dict.fromkeys(
         ("start_ns", "duration_ns", "external", "correlation", "moved_bytes"), np.int64
     ),
     **dict.fromkeys(("name", "label", "thread", "shape"), np.int32),
 }
-MEMORY_COLUMNS: Final = {
+MEMORY_COLUMNS: Final[dict[str, type[np.integer[Any]]]] = {
     **dict.fromkeys(("at_ns", "change_bytes", "allocated_bytes", "reserved_bytes"), np.int64),
     **dict.fromkeys(("device", "thread"), np.int32),
 }
@@ -187,7 +187,7 @@ class TraceBuilder:
         category = categorise(columns.pop("label"), columns["name"], columns["thread"],
                               tuple(self._labels), names, threads)  # fmt: skip
         # Each column is let go of as soon as its sorted copy is there.
-        spans = {key: columns.pop(key)[order] for key in tuple(columns)}
+        spans: dict[str, Any] = {key: columns.pop(key)[order] for key in tuple(columns)}
         notes = self._finish_notes(order, category)
         category = category[order]
         return Trace(

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Intervals", "clip", "intersect", "length_ns", "subtract", "union", "within"]
+__all__ = ["Intervals", "clip", "intersect", "length_ns", "subtract", "union"]
 
 Intervals = NDArray[np.int64]
 
@@ -58,19 +58,3 @@ def subtract(left: Intervals, right: Intervals) -> Intervals:
 def clip(intervals: Intervals, start_ns: int, end_ns: int) -> Intervals:
     """Return what lies between two instants."""
     return intersect(intervals, np.array([[start_ns, end_ns]], np.int64))
-
-
-def within(intervals: Intervals, start_ns: NDArray[Any], end_ns: NDArray[Any]) -> NDArray[np.int64]:
-    """How much of each span, (N,) and (N,), the intervals cover, (N,) int64 ns."""
-    if not len(intervals):
-        return np.zeros(len(start_ns), np.int64)
-    covered = np.concatenate(([0], np.cumsum(intervals[:, 1] - intervals[:, 0])))
-
-    def before(instant: NDArray[Any]) -> NDArray[np.int64]:
-        row = np.searchsorted(intervals[:, 0], instant, side="right")
-        inside = np.minimum(instant, intervals[np.maximum(row - 1, 0), 1])
-        partial = np.where(row > 0, inside - intervals[np.maximum(row - 1, 0), 0], 0)
-        result: NDArray[np.int64] = covered[np.maximum(row - 1, 0)] + partial
-        return result
-
-    return before(end_ns) - before(start_ns)

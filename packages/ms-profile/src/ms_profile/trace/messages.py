@@ -22,7 +22,7 @@ RANK: Final = re.compile(r"\s*-?[0-9]{1,8}\s*")
 
 
 def note_of(arguments: Arguments) -> CollectiveNote:
-    """A note of its own: `arguments` would keep the text of its whole chunk in memory."""
+    """Copy what is noted of a collective: `arguments` keeps the text of its whole chunk alive."""
     return CollectiveNote(
         kind=arguments.collective, sent_elements=arguments.sent_elements,
         received_elements=arguments.received_elements, dtype=arguments.dtype,

@@ -1,4 +1,4 @@
-"""Names of process groups for collectives whose backend names none, from what the capture noted."""
+"""Names of process groups for collectives whose backend names none, as the recording noted them."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Says where each rank stands when one of them does not come: its step, collective and line."""
+"""Reports where each rank stands when one of them does not come: its step, collective, line."""
 
 from ms_parallel.cluster.watch.heartbeat import Heartbeat
 from ms_parallel.cluster.watch.record import position

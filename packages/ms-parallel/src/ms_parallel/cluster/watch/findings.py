@@ -1,4 +1,4 @@
-"""Which rank kept the others waiting, and what all of them stood in: decided from their records."""
+"""Decides from all ranks' records which rank kept the others waiting."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -12,7 +12,7 @@ NAMED = 3
 
 
 class State(StrEnum):
-    """What is known of a process, as it is said of it."""
+    """What is known of a process, in the words of the report."""
 
     ALIVE = "runs"
     STOPPED = "is stopped (by SIGSTOP or a debugger)"
@@ -35,23 +35,25 @@ def explain(records: Mapping[int, Record], states: Mapping[int, State], world: i
         if states.get(rank) is not State.ALIVE and not record.lost
     ]
     if never or absent:
-        told = [_absent(records[rank], states.get(rank, State.SILENT)) for rank in absent[:NAMED]]
+        clauses = [
+            _absent(records[rank], states.get(rank, State.SILENT)) for rank in absent[:NAMED]
+        ]
         if never:
-            told.append(f"{ranks_text(never)} never began")
-        return _sentence(told, len(absent) - NAMED, records, absent)
+            clauses.append(f"{ranks_text(never)} never began")
+        return _sentence(clauses, len(absent) - NAMED, records, absent)
     at_work = [rank for rank, record in records.items() if not (record.waits_in or record.lost)]
     if at_work and len(at_work) < world:
-        told = [
+        clauses = [
             f"{_who(records[rank])} runs and did not come: it is in"
             f" {_where(records[rank])} (raise timeout_s if it is only slow)"
             for rank in at_work[:NAMED]
         ]
-        return _sentence(told, len(at_work) - NAMED, records, at_work)
+        return _sentence(clauses, len(at_work) - NAMED, records, at_work)
     least = min((record.step for record in records.values()), default=0)
     late = [rank for rank, record in records.items() if record.step == least]
     if 0 < len(late) < world:
-        told = [f"{ranks_text(late)} came no further than step {least}"]
-        return _sentence(told, 0, records, [])
+        clauses = [f"{ranks_text(late)} came no further than step {least}"]
+        return _sentence(clauses, 0, records, [])
     what = "no rank waits for another" if at_work else "the ranks wait for one another"
     return _sentence([what], 0, records, [])
 
@@ -70,14 +72,14 @@ def _where(record: Record) -> str:
 
 
 def _sentence(
-    told: Sequence[str], more: int, records: Mapping[int, Record], named: Sequence[int]
+    clauses: Sequence[str], more: int, records: Mapping[int, Record], named: Sequence[int]
 ) -> str:
     groups: dict[str, list[int]] = {}
     for rank, record in sorted(records.items()):
         if rank not in named:
             groups.setdefault(_where(record), []).append(rank)
     largest = sorted(groups.items(), key=lambda group: -len(group[1]))
-    parts = [*told, *([f"so do {more} more ranks"] if more > 0 else [])]
+    parts = [*clauses, *([f"so do {more} more ranks"] if more > 0 else [])]
     parts += [f"{ranks_text(each)} stood in {where}" for where, each in largest[:NAMED]]
     if len(largest) > NAMED:
         parts.append(f"{sum(len(each) for _, each in largest[NAMED:])} ranks stood elsewhere")

@@ -1,4 +1,4 @@
-"""A thread in each rank that tells the others where it stands, and asks when one does not come.
+"""A thread in each rank that shares where it stands, and asks when another does not come.
 
 Each rank sets its record in the launcher's store once a second; who waits in vain reads all of
 them. Processes of this machine are looked up in /proc, so that a stopped one and a killed one are
@@ -135,7 +135,7 @@ class Heartbeat:
         return f"{self.prefix}/position-{rank}"
 
     def _look(self, store: Any, silence: "_Silence") -> None:
-        """Tell when no progress is made for half of the limit; end when rank 0 acts no more."""
+        """Warn when no progress is made for half of the limit; end when rank 0 acts no more."""
         now = time.monotonic()
         if position.patient:
             (first,) = self._read(store, [0]).values() or (None,)
@@ -143,8 +143,8 @@ class Heartbeat:
                 self._end(f"rank 0 acts for all ranks and gives no sign for {self.timeout_s:g} s")
         elif not position.step:  # to begin takes as long as it takes
             return
-        elif silence.lasts(now, position.progress) > self.timeout_s / 2 and not silence.told:
-            silence.told = True
+        elif silence.lasts(now, position.progress) > self.timeout_s / 2 and not silence.warned:
+            silence.warned = True
             if store.add(f"{self.prefix}/slow-{position.step}", 1) == 1:
                 found = explain(*self._gather(store), self.world)
                 _say(f"warning: nothing has moved for {self.timeout_s / 2:g} s: {found}")
@@ -188,7 +188,7 @@ class _Silence:
     """How long something has stayed the same."""
 
     def __init__(self) -> None:
-        self.told = False
+        self.warned = False
         self.began = False
         self._last: object = None
         self._since = 0.0
@@ -196,7 +196,7 @@ class _Silence:
     def lasts(self, now: float, value: object) -> float:
         """Seconds since `value` was another."""
         if value != self._last or not self.began:
-            self._last, self._since, self.told, self.began = value, now, False, True
+            self._last, self._since, self.warned, self.began = value, now, False, True
         return now - self._since
 
 

@@ -1,4 +1,4 @@
-"""What this process is doing: noted by whoever does it, read by the heartbeat's thread.
+"""Records what this process is doing, for the heartbeat to read.
 
 A note is an assignment to an attribute, some 30 ns, so that it may stand in every action of a
 schedule. The line is not noted at all: it is read off the thread's stack when it is wanted.

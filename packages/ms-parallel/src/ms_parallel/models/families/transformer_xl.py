@@ -22,21 +22,19 @@ import torch
 from attrs import field, frozen
 from torch import Tensor, nn
 
-from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.cache import KeyValueCache
-from ms_parallel.models.config import TokenId, above_zero, check_heads, size
+from ms_parallel.models.config import ModelConfig, above_zero, check_heads, size
 from ms_parallel.models.family import Family
 from ms_parallel.models.plan import ModelPlan, Style
 from ms_parallel.models.staged import Context, StagedModel
 from ms_parallel.operators.protocol import Ops
-from ms_parallel.settings import flag
 
 __all__ = ["FAMILY", "TransformerXL", "TransformerXLConfig"]
 
 
 @frozen(kw_only=True)
-class TransformerXLConfig:
+class TransformerXLConfig(ModelConfig):
     """A Transformer-XL.
 
     Raises:
@@ -44,25 +42,11 @@ class TransformerXLConfig:
     """
 
     model_type: str = "transformer-xl"
-    vocab_size: int = field(validator=size)
-    hidden_size: int = field(validator=size)
-    intermediate_size: int = field(validator=size)
-    num_hidden_layers: int = field(validator=size)
-    num_attention_heads: int = field(validator=size)
-    head_dim: int = field(validator=size)
     segment_length: int = field(validator=size)
     """Positions that gradients cross."""
     memory_length: int = field(validator=size)
     """Positions before a segment that it sees besides its own."""
     layer_norm_eps: float = field(default=1e-5, validator=above_zero)
-    tie_word_embeddings: bool = field(default=False, validator=flag)
-    """The head's weight is the embedding's."""
-    initializer_range: float = field(default=0.02, validator=above_zero)
-    """Standard deviation of fresh weights."""
-    bos_token_id: TokenId = None
-    eos_token_id: TokenId = None
-    """What ends a generated text: one token, or any of several."""
-    pad_token_id: TokenId = None
 
     def __attrs_post_init__(self) -> None:
         check_heads(self.num_attention_heads, self.num_attention_heads, self.head_dim)
@@ -70,18 +54,6 @@ class TransformerXLConfig:
             raise ConfigError(f"hidden_size={self.hidden_size} is odd; sinusoids need an even one")
         if self.model_type != "transformer-xl":
             raise ConfigError(f"model_type is {self.model_type!r}; it must be 'transformer-xl'")
-
-    @property
-    def shape(self) -> ModelShape:
-        """The sizes that a layout has to divide."""
-        return ModelShape(
-            layers=self.num_hidden_layers,
-            attention_heads=self.num_attention_heads,
-            key_value_heads=self.num_attention_heads,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            vocab_size=self.vocab_size,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ MOST_EVIDENCE = 5
 
 
 def look(analysis: Analysis) -> Iterator[Case]:
-    """The rank that waits longest for the one that is charged, with confidence, with most."""
+    """The rank that waits longest for the straggler, where one is named with confidence."""
     ledger, suspect = analysis.ledger, analysis.ledger.suspect
     if suspect is None or suspect.confidence < LEAST_CONFIDENCE:
         return

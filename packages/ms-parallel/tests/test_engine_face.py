@@ -1,0 +1,229 @@
+"""What trainers ask of an engine besides updates: statistics, heads, adapters, hooks and limits."""
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+sys.path.insert(0, str(Path(__file__).parent))
+from runs import build, global_batch, tiny
+
+from ms_parallel import AdamWConfig, DistributedTrainer, Engine, NextTokenLoss
+from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.cluster.layout import AXES, Layout, row_axes
+from ms_parallel.engine import assembly
+from ms_parallel.engine.loss import Batch, Output
+from ms_parallel.engine.optimizer import decays, learning_rate
+from ms_parallel.errors import ConfigError, ModelError
+
+TEMPERATURE = 2.0
+
+
+@pytest.fixture(scope="module")
+def groups() -> Groups:
+    """A group of this process alone."""
+    return connect(Layout(), device="cpu")
+
+
+class WithStatistics:
+    """Token losses at a temperature, and beside them their entropies and a head's sum."""
+
+    statistics = ("loss", "entropy", "value")
+
+    def weight(self, batch: Batch) -> float:
+        """Targets."""
+        return float((batch["targets"] >= 0).sum())
+
+    def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Their sum, and the statistics."""
+        counted = batch["targets"] >= 0
+        losses = output.token_losses(batch["targets"], temperature=TEMPERATURE)
+        entropies = output.entropies(counted, temperature=TEMPERATURE)
+        value = output.head("value").squeeze(-1) * counted
+        found = torch.stack([losses.sum(), entropies.sum(), value.sum()])
+        return losses.sum() + value.sum(), found.detach()
+
+
+def test_a_loss_logs_statistics_of_the_whole_batch(groups: Groups) -> None:
+    """Each is its sum over all microbatches by the weight; heads begin at zero, and learn."""
+    engine = build({}, groups, heads={"value": 1}, microbatch_size=3)
+    batch = global_batch(0)
+    model = engine.module
+    assert model is not None
+    with torch.no_grad():
+        logits = model(batch["tokens"], positions=batch["positions"], documents=batch["documents"])
+    counted = batch["targets"] >= 0
+    log_p = (logits / TEMPERATURE).log_softmax(-1)[counted]
+    expected = {
+        "loss": float(F.nll_loss(log_p, batch["targets"][counted])),
+        "entropy": float(-(log_p.exp() * log_p).sum(-1).mean()),
+        "value": 0.0,
+    }
+    update = engine.update(batch, WithStatistics())
+    # float32 sums of some fifty numbers: 1e-6 is a dozen roundings.
+    assert update.statistics == pytest.approx(expected, rel=1e-6)
+    assert update.loss == pytest.approx(expected["loss"], rel=1e-6)
+    assert update.skipped is None
+    assert engine.update(batch, WithStatistics()).statistics["value"] < 0.0
+
+
+def test_a_head_that_was_not_asked_for_is_named(groups: Groups) -> None:
+    """With what would give one."""
+    with pytest.raises(ModelError, match=r"no head 'value'; start it with heads=\{'value': 1\}"):
+        build({}, groups).evaluate(global_batch(0), lambda output, _: output.head("value"))
+
+
+def test_an_update_without_targets_says_so_and_has_no_numbers(groups: Groups) -> None:
+    """NaN, as a loss of zero would be a perfect one."""
+    batch = global_batch(0)
+    batch["targets"].fill_(-100)
+    update = build({}, groups, heads={"value": 1}).update(batch, WithStatistics())
+    assert update.skipped == "no_targets"
+    numbers = [update.loss, update.grad_norm, *update.statistics.values()]
+    assert all(number != number for number in numbers)
+
+
+def test_hooks_on_torch_optimizers_see_each_update(groups: Groups) -> None:
+    """Profilers find steps and models by them: also a skipped one, and none without targets."""
+    seen: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
+    try:
+        engine = build({}, groups)
+        engine.update(global_batch(0), NextTokenLoss())
+        engine.update({**global_batch(1), "weights": torch.full((4, 16), 1e38)}, NextTokenLoss())
+        empty = global_batch(2)
+        empty["targets"].fill_(-100)
+        engine.update(empty, NextTokenLoss())
+    finally:
+        handle.remove()
+    assert seen == [engine.optimizer] * 2
+    (stage,) = engine.stages.values()
+    held = {id(parameter) for parameter in engine.optimizer.param_groups[0]["params"]}
+    assert held == {id(parameter) for parameter in stage.parameters()}
+
+
+class Shift(nn.Module):
+    """A norm, and beside it a vector that is added."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.vector = nn.Parameter(torch.zeros_like(base.weight))
+
+    @property
+    def weight(self) -> Tensor:
+        """The norm's."""
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., H) to the same."""
+        return self.base(x) + self.vector
+
+
+class Shifts:
+    """Adapters in the sense of the engine's Protocol."""
+
+    def __init__(self, stages: Any) -> None:
+        for stage in stages.values():
+            stage.requires_grad_(False)
+            stage.model.norm = Shift(stage.model.norm)
+
+    def disable_adapter(self) -> Any:
+        """Nothing to switch here."""
+        return nullcontext()
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Nothing to write here."""
+
+
+def test_adapters_are_trained_and_nothing_else(groups: Groups) -> None:
+    """The model's own weights keep their bits; the state holds what is trained."""
+    engine = build({}, groups)
+    before = {name: value.clone() for name, value in engine.parameters.items()}
+    engine.adapt(Shifts)
+    assert isinstance(engine.adapters, Shifts)
+    assert list(engine.parameters) == ["model.norm.vector"]
+    losses = [engine.update(global_batch(0), NextTokenLoss()).loss for _ in range(3)]
+    assert losses[2] < losses[0]
+    (stage,) = engine.stages.values()
+    after = {name.replace("norm.base", "norm"): value for name, value in stage.named_parameters()}
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert {"model.norm.vector", "engine.step"} <= engine.state_dict().keys()
+
+
+def test_limits_are_those_of_the_model(groups: Groups) -> None:
+    """Tokens that it knows and the longest row; no limit where a family has none."""
+    engine = build({}, groups)
+    assert (engine.vocabulary_size, engine.context) == (48, 4096)
+    assert Engine(tiny(model_type="transformer-xl"), groups=groups).context is None
+    assert (engine.data_rank, engine.data_ranks) == (0, 1)
+
+
+def test_weights_that_a_checkpoint_brings_are_not_drawn(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine with unset weights draws none, and trains on as the one that was saved."""
+    first = build({}, groups)
+    first.update(global_batch(0), NextTokenLoss())
+    state = {name: value.clone() for name, value in first.state_dict().items()}
+    monkeypatch.setattr(assembly, "initialise", None)  # to call it would raise
+    second = build({}, groups, weights="unset")
+    second.load_state_dict(state)
+    updates = [engine.update(global_batch(1), NextTokenLoss()) for engine in (first, second)]
+    assert updates[0] == updates[1]
+
+
+def test_to_make_a_trainer_changes_nothing_in_the_process() -> None:
+    """The hook that ends scripts in one line is set where training begins."""
+    hook = sys.excepthook
+    DistributedTrainer("llama", {"data": 1}, sequence_length=8)
+    assert sys.excepthook is hook
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warmup_steps": 1.5}, "warmup_steps is 1.5; give a whole number"),
+        ({"decay_steps": True}, "decay_steps is True; give a whole number"),
+        ({"betas": 3}, "betas is 3; give two numbers"),
+        ({"betas": (0.9,)}, "betas is .*; give two numbers"),
+        ({"betas": (0.9, 1.0)}, "betas is .*; give two numbers"),
+        ({"decay": "cosin"}, "decay is 'cosin'; did you mean 'cosine'"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan; give a number"),
+    ],
+)
+def test_settings_of_the_optimizer_are_refused_as_a_run_files_are(
+    settings: dict[str, Any], message: str
+) -> None:
+    """One line, with what would do."""
+    with pytest.raises(ConfigError, match=message):
+        AdamWConfig(**settings)
+
+
+def test_every_decay_falls_from_the_peak_to_the_floor() -> None:
+    """A file in `decays/` is enough for one; each begins at 1, ends at 0 and never rises."""
+    assert set(decays()) == {"cosine", "linear"}
+    for name in decays():
+        config = AdamWConfig(learning_rate=1.0, decay=name, decay_steps=20, final_ratio=0.25)
+        rates = [learning_rate(step, config) for step in range(25)]
+        assert rates[0] == pytest.approx(1.0)
+        assert rates[20:] == pytest.approx([0.25] * 5)
+        assert rates == sorted(rates, reverse=True)
+    config = AdamWConfig(learning_rate=1.0, decay="linear", decay_steps=20, final_ratio=0.0)
+    assert learning_rate(5, config) == pytest.approx(0.75)
+
+
+def test_axes_are_the_fields_of_a_layout_that_have_ranks() -> None:
+    """The mesh, places and readers all follow from them."""
+    assert AXES == ("pipeline", "data", "context", "tensor")
+    assert row_axes() == ("data",)
+    place = Layout(data=3, tensor=2).place(3)
+    assert (place.data, place.tensor, place.pipeline) == (1, 1, 0)
+    assert (place.rank, place.count) == (1, 3)
