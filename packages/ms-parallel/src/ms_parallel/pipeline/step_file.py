@@ -5,18 +5,16 @@ from pathlib import Path
 
 import msgspec
 
-from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import ConfigError, ScheduleError
 from ms_parallel.files.durable import write_file, writing
 from ms_parallel.files.untrusted import decode_json, decoding, read_bytes
-from ms_parallel.pipeline.recorder import Recorder, gather_times
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.schedules.table.costs import Costs
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.schedules.timeline.measured import measured, measured_costs
 from ms_parallel.schedules.timeline.timeline import Timeline
 
-__all__ = ["RecordedStep", "is_recording", "read_step", "recorded_step", "write_step"]
+__all__ = ["RecordedStep", "is_recording", "read_step", "write_step"]
 
 LIMIT_BYTES = 1 << 28
 NS_PER_MS = 1_000_000
@@ -25,7 +23,7 @@ NS_PER_MS = 1_000_000
 class RecordedStep(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="timeline.v1"
 ):
-    """One update, as `recorded_step` gathers it."""
+    """One update, as `pipeline.gathering` gathers it."""
 
     step: int
     """Updates made before this one."""
@@ -55,28 +53,6 @@ class RecordedStep(
             [(Fraction(begin, NS_PER_MS), Fraction(end, NS_PER_MS)) for begin, end in row]
             for row in _from_zero(self.times_ns)
         ]
-
-
-def recorded_step(recorder: Recorder, groups: Groups, step: int) -> RecordedStep | None:
-    """Gather what all ranks of this pipeline have recorded; every process calls it.
-
-    Args:
-        recorder: of `Engine.recorded_update`.
-        groups: the layout's processes.
-        step: updates made before this one.
-
-    Returns:
-        The step, None where nothing had a loss.
-    """
-    if recorder.schedule is None:
-        return None
-    return RecordedStep(
-        step=step,
-        layout=str(groups.layout),
-        name=recorder.schedule.name,
-        table=recorder.schedule.to_csv(),
-        times_ns=tuple(map(tuple, gather_times(recorder, groups))),
-    )
 
 
 def write_step(path: Path, step: RecordedStep) -> None:
