@@ -130,7 +130,7 @@ class Attack(NamedTuple):
 
 def told(scene: Scene, outcome: Outcome) -> bool:
     """The program printed what only an attack that succeeded knows to print."""
-    return "ATTACKED" in outcome.told or SECRET in outcome.told
+    return "ATTACKED" in outcome.output or SECRET in outcome.output
 
 
 def killed(scene: Scene, outcome: Outcome) -> bool:
@@ -171,7 +171,7 @@ def _received(scene: Scene, outcome: Outcome) -> bool:
 
 def _lives_on(scene: Scene, outcome: Outcome) -> bool:
     """A process that the program started is there after the program's end."""
-    found = [word for word in outcome.told.split() if word.startswith("CHILD=")]
+    found = [word for word in outcome.output.split() if word.startswith("CHILD=")]
     if not found:
         return False
     child = int(found[0].removeprefix("CHILD="))

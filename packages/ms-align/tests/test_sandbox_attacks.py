@@ -159,7 +159,7 @@ def test_what_is_expected_is_nowhere_in_the_judged_process() -> None:
     assert run_python(f"{search}{tests}", QUICK).passed
     outcome = judge(search, tests, QUICK)
     assert outcome.reason == "failed"
-    assert "AssertionError: []" in outcome.told
+    assert "AssertionError: []" in outcome.output
 
 
 ENDLESS = {
@@ -232,7 +232,7 @@ def test_output_is_capped_and_the_trainer_does_not_grow() -> None:
     flood = "import os\nwhile True: os.write(2, b'y' * (1 << 20))"
     outcome = run_python(flood, Limits(wall_s=10.0))
     assert outcome.reason == "output"
-    assert len(outcome.told) <= 2000
+    assert len(outcome.output) <= 2000
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10
     assert run_python("print('x' * 100_000)", Limits(output_kib=200)).passed
     assert run_python("print('x' * 300_000)", Limits(output_kib=200)).reason == "output"
@@ -279,7 +279,7 @@ def test_threads_are_bounded_and_do_not_starve_another_program() -> None:
     beside = "import threading\nt = threading.Thread(target=print); t.start(); t.join()"
     assert run_python(beside, QUICK).passed
     thread.join()
-    assert outcomes[0].passed, outcomes[0].told
+    assert outcomes[0].passed, outcomes[0].output
 
 
 def test_no_process_or_descriptor_is_left() -> None:

@@ -11,7 +11,7 @@ import pytest
 from ms_rig import run_on_rig
 
 sys.path.insert(0, str(Path(__file__).parent))
-from folders import write_run, write_shards
+from folders import write_run
 from processes import run_processes
 
 HERE = Path(__file__).parent
@@ -45,22 +45,15 @@ def test_layouts_train_and_export_as_one_process(axis: str, tmp_path: Path) -> N
 
 def test_commands_run_on_the_accelerator(tmp_path: Path) -> None:
     """Each command reads its model to the device and writes what it is asked for."""
-    run, _shards = write_run(tmp_path), write_shards(tmp_path)
+    run = write_run(tmp_path)
     calls = {
         "qat": ["scheme=ort.matmulnbits", "start=gptq", f"teacher={tmp_path}/model"],
         "quantize": ["scheme=ct.int4_g32", "method=gptq", "by_loss=true", "act_order=true"],
         "prune": ["pattern=2:4", "method=wanda"],
         "distill": ["layers=1", "inner=128"],
     }
-    lines = [
-        [
-            name,
-            *(
-                part
-                for each in (*sets, f"output_dir={tmp_path}/{name}")
-                for part in ("--set", each)
-            ),
-        ]
-        for name, sets in calls.items()
-    ]
+    lines = []
+    for name, keys in calls.items():
+        given = [*keys, f"output_dir={tmp_path}/{name}"]
+        lines.append([name, *(part for key in given for part in ("--set", key))])
     assert run_on_rig(1, DEVICE_RUNS, "commands", run=str(run), calls=lines) == [[0] * 4]

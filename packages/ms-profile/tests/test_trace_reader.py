@@ -16,8 +16,8 @@ from ms_profile.analysis.operators import kernel_table, operator_table
 from ms_profile.errors import TraceError
 from ms_profile.trace.builder import TraceBuilder, in_order
 from ms_profile.trace.columns import Trace
+from ms_profile.trace.json_chunks import TraceText
 from ms_profile.trace.reader import read_trace
-from ms_profile.trace.text import TraceText
 from ms_profile.vendors.category import Category
 
 Writer = Callable[[list[dict[str, Any]]], str]

@@ -17,9 +17,14 @@ parser.add_argument("--steps", type=int, default=12)
 parser.add_argument("--parallel", choices=("none", "ddp", "fsdp"), default="none")
 parser.add_argument("--end", choices=("well", "raise", "exit", "kill", "hang"), default="well")
 parser.add_argument("--own-profiler", action="store_true")
+parser.add_argument("--on-accelerator", action="store_true")
 parser.add_argument("--width", type=int, default=32)
 parser.add_argument("--pause-s", type=float, default=0.0)
 options = parser.parse_args()
+device = torch.device("cpu")
+if options.on_accelerator:
+    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.accelerator.current_accelerator() or device
 
 
 class Block(nn.Module):
@@ -52,7 +57,7 @@ class Net(nn.Module):
 def build() -> nn.Module:
     """Build the model, split as asked."""
     torch.manual_seed(0)
-    model: nn.Module = Net()
+    model: nn.Module = Net().to(device)
     if options.parallel == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif options.parallel == "fsdp":
@@ -71,7 +76,7 @@ def train() -> None:
     batches = DataLoader(torch.randn(4 * options.steps, options.width), batch_size=4)  # type: ignore[arg-type]
     loss = torch.zeros(())
     for step, batch in enumerate(batches):
-        loss = model(batch).square().mean()
+        loss = model(batch.to(device)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -97,7 +102,7 @@ def end_early() -> None:
 if __name__ == "__main__":
     print("arguments", *sys.argv[1:])
     if options.parallel != "none":
-        dist.init_process_group("gloo")
+        dist.init_process_group(dist.get_default_backend_for_device(device))
     if options.own_profiler:
         with torch.profiler.profile() as own:
             train()

@@ -31,9 +31,9 @@ def any_of(flag: bool) -> bool:
     """Whether the flag of any process is set; all must call it at the same place."""
     if count() == 1:
         return flag
-    told = torch.tensor([int(flag)], device=exchange_device())
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return bool(told.item())
+    flags = torch.tensor([int(flag)], device=exchange_device())
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
 
 
 def exchange_device() -> torch.device:

@@ -5,13 +5,13 @@ from hashlib import sha256
 __all__ = ["LARGEST_SEED", "seed_of"]
 
 LARGEST_SEED = (1 << 63) - 1
-"""Of a run; every generator of random numbers takes it."""
+"""Largest seed of a run; every generator of random numbers takes it."""
 ROOM = 1 << 32
 """torch's generator for the CPU takes greater seeds, and heeds their lowest 32 bits."""
 
 
 def seed_of(run: int, part: int, *, apart: int) -> int:
-    """The seed, of 32 bits, of a part of a run; parts of two runs have chance of their own.
+    """The seed, of 32 bits, of a part of a run; parts of two runs draw apart from each other.
 
     Args:
         run: the run's own seed, at least 0.

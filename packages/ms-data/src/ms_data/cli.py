@@ -174,7 +174,7 @@ def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     )
     parser.add_argument("--pairs", action="store_true", help="the rows are preference pairs")
     parser.add_argument(
-        "--today", type=date.fromisoformat, help="the date a template is told, as 2026-01-31"
+        "--today", type=date.fromisoformat, help="the date that a template prints, as 2026-01-31"
     )
     parser.add_argument(
         "--allow-special", action="store_true", help="let messages spell special tokens"

@@ -49,7 +49,7 @@ class Generation(Sampling):
     slots: int = field(default=64, validator=whole())
     """Responses that are written at once."""
     seed: int = field(default=0, validator=whole(least=0, most=LARGEST_SEED))
-    """Of the random numbers."""
+    """Seed of the random numbers."""
 
 
 def generate(kind: type[Generation], settings: dict[str, Any], where: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ __all__ = ["check_launched", "end_with_launcher"]
 
 PR_SET_PDEATHSIG = 1
 PARENT = os.getppid()
-"""Of this process, as early as can be."""
+"""This process's parent, looked up as early as can be."""
 
 
 def end_with_launcher() -> None:

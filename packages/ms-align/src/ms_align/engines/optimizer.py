@@ -13,8 +13,8 @@ __all__ = ["OptimizerOptions"]
 def _betas(value: Any) -> tuple[float, float]:
     pair = tuple(value) if isinstance(value, list | tuple) else ()
     if len(pair) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in pair):
-        told = list(pair) or value
-        raise ConfigError(f"betas is {told!r}; give two numbers of at least 0, below 1")
+        shown = list(pair) or value
+        raise ConfigError(f"betas is {shown!r}; give two numbers of at least 0, below 1")
     return pair
 
 
@@ -29,7 +29,7 @@ class OptimizerOptions:
     decay_steps: int | None = field(default=None, validator=whole(optional=True))
     """Updates over which it then falls in a straight line to `final_learning_rate_ratio`."""
     final_learning_rate_ratio: float = field(default=0.0, validator=number(most=1.0))
-    """Of the highest rate, what the decay ends at."""
+    """Share of the highest rate that the decay ends at."""
     betas: tuple[float, float] = field(default=(0.9, 0.999), converter=_betas)
     """How much of the old moments an update keeps."""
     epsilon: float = field(default=1e-8, validator=number(least=1e-20))

@@ -1,4 +1,4 @@
-"""What a KL or a preference is measured against: another model, or the policy's own beginning."""
+"""What a KL or a preference is measured against: another model, or the initial policy."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

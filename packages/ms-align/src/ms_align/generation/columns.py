@@ -33,12 +33,12 @@ class Columns:
         self.low = 0
         """The first column of any row."""
         self.held: list[Tensor] = []
-        """Of each layer (2, room, Hk, capacity, D): keys, then values."""
+        """Each layer's (2, room, Hk, capacity, D): keys, then values."""
         self._mask: Tensor | None = None
 
     @property
     def rows(self) -> int:
-        """B."""
+        """Rows in use, B."""
         return self.starts.shape[0]
 
     def view(self, layer: int, count: int) -> Tensor:

@@ -36,15 +36,15 @@ class _Layer:
     """Weights of one block; each product's second operand, (in, out)."""
 
     before: Tensor
-    """Of the norm before attention, (H,)."""
+    """Weight of the norm before attention, (H,)."""
     qkv: Tensor
     qkv_bias: Tensor | None
     norms: tuple[Tensor, Tensor] | None
-    """Of q and k, (D,) each, where the model has them."""
+    """Weights of the norms of q and k, (D,) each, where the model has them."""
     out: Tensor
     out_bias: Tensor | None
     after: Tensor
-    """Of the norm behind attention, (H,)."""
+    """Weight of the norm behind attention, (H,)."""
     gate_up: Tensor
     down: Tensor
 

@@ -1,8 +1,8 @@
 """Continuous batching: a finished row's place is taken by the next prompt at once.
 
-A prompt is read once however many responses it gets. Chance depends on the seed, the response's
-number and the token's place alone, never on who shares the batch. Shapes: N responses, T their
-longest, B rows being written, V vocabulary.
+A prompt is read once however many responses it gets. Random numbers depend on the seed,
+the response's number and the token's place alone, never on who shares the batch. Shapes:
+N responses, T their longest, B rows being written, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -169,7 +169,7 @@ class _Written:
 
     sampling: Sampling
     uniforms: Tensor
-    """(N, T) float64: the chance of each token."""
+    """(N, T) float64 from [0, 1): what each token is drawn with."""
     tokens: Tensor
     logprobs: Tensor
     sampling_logprobs: Tensor
@@ -182,8 +182,8 @@ class _Written:
     @classmethod
     def empty(cls, count: int, sampling: Sampling, seed: int, device: torch.device) -> "_Written":
         shape = (count, sampling.max_new_tokens)
-        chance = torch.Generator().manual_seed(seed)
-        uniforms = torch.rand(shape, generator=chance, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(seed)
+        uniforms = torch.rand(shape, generator=generator, dtype=torch.float64)
         floats = torch.zeros(2, *shape, device=device)
         return cls(
             sampling=sampling,

@@ -24,7 +24,7 @@ class Responses:
     """(N,) int64; tokens of each response, a stop token included."""
     logprobs: Tensor | None
     """(N, T) float32, of the policy at the sampling's temperature; None where the generator keeps
-    none, and a forward must tell."""
+    none, and a forward must compute them."""
     sampling_logprobs: Tensor | None
     """(N, T) float32, of the distribution that the tokens were drawn from."""
     stopped: Tensor

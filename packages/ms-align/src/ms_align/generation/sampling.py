@@ -27,8 +27,8 @@ def token_numbers(value: object) -> tuple[int, ...]:
     """A setting that is one token's number, or several."""
     given = tuple(value) if isinstance(value, Iterable) else (value,)
     if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in given):
-        told = list(given) if isinstance(value, Iterable) else value
-        raise ConfigError(f"stop_tokens is {told!r}; give token numbers of at least 0")
+        shown = list(given) if isinstance(value, Iterable) else value
+        raise ConfigError(f"stop_tokens is {shown!r}; give token numbers of at least 0")
     return given
 
 
@@ -36,8 +36,8 @@ def _strings(value: object) -> tuple[str, ...]:
     several = isinstance(value, Iterable) and not isinstance(value, str)
     given = tuple(cast("Iterable[Any]", value)) if several else (value,)
     if not all(isinstance(text, str) and text for text in given):
-        told = list(given) if several else value
-        raise ConfigError(f"stop_strings is {told!r}; give texts that are not empty")
+        shown = list(given) if several else value
+        raise ConfigError(f"stop_strings is {shown!r}; give texts that are not empty")
     return given
 
 

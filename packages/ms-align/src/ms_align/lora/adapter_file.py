@@ -53,7 +53,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM", "FEATURE_EXTRACTION"),
     "bias": ("none",),
-    # Such a beginning leaves the model's weights alone, and is overwritten by what was trained;
+    # Such initial weights leave the model's weights alone, and are overwritten by what was trained;
     # the last two are made again (see `lora_begin`).
     "init_lora_weights": (
         *(None, True, False, "gaussian", "eva", "orthogonal", "mica"),
@@ -65,7 +65,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "inference_mode": ANYTHING,
     # Models run in evaluation mode.
     "lora_dropout": ANYTHING,
-    # Read while an adapter begins, and only for the beginning that bears its name.
+    # Read while an adapter is initialised, and only for the way that bears its name.
     "corda_config": ANYTHING,
     "eva_config": ANYTHING,
     "loftq_config": ANYTHING,

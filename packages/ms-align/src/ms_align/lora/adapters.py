@@ -97,19 +97,19 @@ class LoraLinear(nn.Module):
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """A from the uniform distribution within ±1/√I, as peft does; B at 0."""
-        chance = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         bound = 1.0 / math.sqrt(self.in_features)
-        self.lora_A.copy_(torch.rand(self.lora_A.shape, generator=chance) * 2 * bound - bound)
+        self.lora_A.copy_(torch.rand(self.lora_A.shape, generator=generator) * 2 * bound - bound)
         self.lora_B.zero_()
 
     @property
     def in_features(self) -> int:
-        """I."""
+        """Inputs of the layer, I."""
         return self.base_layer.in_features
 
     @property
     def out_features(self) -> int:
-        """O."""
+        """Outputs of the layer, O."""
         return self.base_layer.out_features
 
     @property
@@ -121,7 +121,7 @@ class LoraLinear(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """Of the layer."""
+        """The layer's own."""
         return cast("Tensor | None", self.base_layer.bias)
 
     @property
@@ -175,7 +175,7 @@ class AdaptedModel(nn.Module):
             return getattr(super().__getattr__("base"), name)
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        """As the model."""
+        """Run the model."""
         return self.base(*arguments, **named)
 
     def get_base_model(self) -> nn.Module:

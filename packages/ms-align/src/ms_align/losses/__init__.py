@@ -1,1 +1,1 @@
-"""One algorithm, one file, one pure loss function, and the value that an engine calls."""
+"""Formulas as pure functions, and the losses that engines call."""

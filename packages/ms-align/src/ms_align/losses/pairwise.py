@@ -40,7 +40,7 @@ def row_scores(output: Output, batch: Batch, head: str) -> Tensor:
     """What a head says at the last token of each row's first document, float32 (B,).
 
     Raises:
-        DataError: the batch does not tell where a row's first document ends.
+        DataError: the batch does not say where a row's first document ends.
     """
     if "documents" not in batch:
         raise DataError(

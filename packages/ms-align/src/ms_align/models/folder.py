@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,11 +58,12 @@ def load_model(folder: str | Path) -> nn.Module:
 
 def _is_known(path: Path) -> bool:
     """Whether ms-parallel builds such a model and reads files such as these, sound or not."""
-    import ms_parallel
+    from ms_parallel import ParallelError
+    from ms_parallel.models import architecture
 
     try:
-        ms_parallel.models.architecture(path)
-    except ms_parallel.ParallelError:
+        architecture(path)
+    except ParallelError:
         return False
     return any(path.glob("*.safetensors"))
 
@@ -111,6 +111,9 @@ def save_model(model: nn.Module, folder: Path) -> None:
 
 
 def _is_staged(model: nn.Module) -> bool:
-    """Whether it is a model of ms-parallel, which is not imported to find out."""
-    staged = getattr(sys.modules.get("ms_parallel.models"), "StagedModel", None)
-    return staged is not None and isinstance(model, staged)
+    """Whether it is a model of ms-parallel."""
+    if importlib.util.find_spec("ms_parallel") is None:
+        return False
+    from ms_parallel.models import StagedModel
+
+    return isinstance(model, StagedModel)

@@ -1,6 +1,6 @@
-"""One face for every causal language model: hidden states, and the head that makes logits of them.
+"""One interface to every causal language model: hidden states, and the head behind them.
 
-Three kinds of module are understood, told apart by what they offer, never by name alone:
+Three kinds of module are understood, recognised by what they offer, never by name alone:
 a model of the seam (`forward(tokens, positions=, documents=, cache=)` with `head_weight`, such as
 `ms_parallel.models.Decoder`), a transformers model (`get_output_embeddings`), and any module that
 maps tokens (B, S) to logits (B, S, V). Shapes: B rows, S positions, H hidden, V vocabulary.
@@ -78,7 +78,7 @@ def copy_of(module: nn.Module) -> nn.Module:
 
 
 def language_model(module: nn.Module) -> LanguageModel:
-    """The face of a model.
+    """The interface to a model.
 
     Raises:
         ModelError: it is none of the kinds that are understood.

@@ -1,4 +1,4 @@
-"""Rewards: anything that says of each response how good it is.
+"""Rewards: anything that gives each response a score.
 
 A reward is any Python callable that takes samples and gives a number for each, or a
 torch.nn.Module that maps tokens to scores; several are added up. What it gives is checked, and a
@@ -31,7 +31,7 @@ class Sample:
     prompt_tokens: tuple[int, ...]
     response_tokens: tuple[int, ...]
     answer: str | None = None
-    """Of the response dataset, or the prompt's own column `answer`."""
+    """The known answer, from the response dataset or the prompt's own column `answer`."""
     stopped: bool = True
     """Ended by a stop token or string, not by length."""
     extra: Mapping[str, Any] = field(factory=dict)
@@ -197,7 +197,7 @@ def _call(
         given = reward(samples)
     except Exception as error:  # a user's code may raise anything
         if len(samples) == 1:
-            return torch.zeros(1), {0: _line(name, samples[0], 0, _told(error))}
+            return torch.zeros(1), {0: _line(name, samples[0], 0, _raised(error))}
         return _each(name, reward, samples, error, go_on=one_by_one)
     values = _numbers(name, given, len(samples))
     failed = {
@@ -220,7 +220,7 @@ def _each(
                 break
     if not failed and not go_on:
         raise RewardError(
-            f"reward {name!r} {_told(error)} on {len(samples)} samples together, on none alone"
+            f"reward {name!r} {_raised(error)} on {len(samples)} samples together, on none alone"
         ) from error
     return values, failed
 
@@ -245,7 +245,7 @@ def _short(given: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _told(error: Exception) -> str:
+def _raised(error: Exception) -> str:
     return f"raised {type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 

@@ -1,4 +1,4 @@
-"""What an algorithm says of rollouts: all that tells PPO, GRPO, RLOO and their kin apart."""
+"""What differs between PPO, GRPO, RLOO and their kin: losses and advantages."""
 
 from typing import Protocol
 

@@ -28,7 +28,7 @@ class Prompt:
     text: str
     """As it was given; decoded where tokens were given."""
     answer: str | None = None
-    """Of the response dataset."""
+    """The known answer, from the response dataset."""
     extra: Mapping[str, Any] = field(factory=dict)
     """All other columns."""
 

@@ -135,7 +135,7 @@ class Loop:
 
     @property
     def checkpoints(self) -> Path:
-        """Where they lie."""
+        """The folder of the checkpoints."""
         return self.folder / "checkpoints"
 
     def run(self) -> Result:

@@ -1,4 +1,4 @@
-"""Settings that every trainer shares: how long, where to, what is told and kept."""
+"""Settings that every trainer shares: where a run lies, what is kept, shown and logged."""
 
 import os
 from pathlib import Path
@@ -24,13 +24,13 @@ def _folder(value: Any) -> Path | None:
 
 @frozen(kw_only=True, slots=False)  # trainers inherit from more than one
 class RunOptions:
-    """How a run goes on, shows itself and is kept."""
+    """How a run is kept, shown and resumed."""
 
     output_dir: Path | None = field(default=None, converter=_folder)
     """Checkpoints, events and the trained model lie here, and nothing of another run; by default
     `runs/sft`, `runs/ppo` and so on."""
     seed: int = field(default=0, validator=whole(least=0, most=LARGEST_SEED))
-    """Of all chance in the run."""
+    """Seed of all random numbers of the run."""
     evaluate_every: int | None = field(default=None, validator=whole(optional=True))
     """Updates between held-out evaluations; always at the first and last, None for only those."""
     checkpoint_every: int = field(default=50, validator=whole())
@@ -42,6 +42,6 @@ class RunOptions:
     log_every: int = field(default=10, validator=whole())
     """Updates between lines where there is no terminal."""
     progress: bool = field(default=True, validator=flag)
-    """Show steps and figures."""
+    """Show steps and metrics."""
     on_event: OnEvent | None = None
     """Takes every event; by default they go to `output_dir/events.jsonl`."""

@@ -72,7 +72,7 @@ def check_finite(engine: Engine) -> None:
 
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:
-    """Every weight that this process holds, also those that take no gradient where it can tell."""
+    """Every weight that this process holds; the frozen ones too, where it holds the module."""
     if engine.module is not None:
         return dict(engine.module.named_parameters())
     state = engine.state_dict()

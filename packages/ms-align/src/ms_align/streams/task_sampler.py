@@ -47,9 +47,9 @@ class TaskOptions:
     correction: float = field(default=0.0, validator=number(most=1.0))
     """1 makes the expected gradient that of `base`; 0 lets hard tasks count for more."""
     smoothing: float = field(default=0.9, validator=number(below=1.0))
-    """Of the loss: the share of the old value that an update keeps."""
+    """Share of the old smoothed loss that an update keeps."""
     slow_smoothing: float = field(default=0.98, validator=number(below=1.0))
-    """With `signal="progress"`: of the loss it is compared with."""
+    """With `signal="progress"`: that share for the loss it is compared with."""
     warmup_steps: int = field(default=10, validator=whole(least=0))
     """Updates that are drawn by `base`, until losses are known."""
 
@@ -60,7 +60,7 @@ class TaskSampler:
     Args:
         names: the tasks, as `task` in a batch counts them.
         options: how.
-        seed: of chance.
+        seed: of the random numbers.
 
     Raises:
         ConfigError: names in the options are not those of the tasks.
@@ -97,7 +97,7 @@ class TaskSampler:
         return [max(max(seen) if rate is None else rate, SMALLEST) for rate in rates]
 
     def probabilities(self) -> list[float]:
-        """Of each task, now; they sum to 1."""
+        """The probability of each task, now; they sum to 1."""
         powers = [one ** (1.0 / self.options.temperature) for one in self.complexities()]
         wanted = [base * power for base, power in zip(self.base, powers, strict=True)]
         total, floor = sum(wanted), self.options.floor / len(self.names)

@@ -34,7 +34,7 @@ class RewardOptions:
     margin_scale: float = field(default=1.0, validator=number())
     """Factor of the data's margins; 0 leaves them out."""
     centring: float = field(default=0.01, validator=number())
-    """Of the square of a pair's sum of scores; keeps scores around 0."""
+    """Weight of the square of a pair's sum of scores; keeps scores around 0."""
 
 
 @frozen(kw_only=True, slots=False)

@@ -1,4 +1,4 @@
-"""Runs a build: reads, tokenizes on all cores, deals to splits, compresses, saves as it goes."""
+"""Runs a build: reads, tokenizes on all cores, assigns splits, compresses, saves as it goes."""
 
 import os
 import time

@@ -79,7 +79,7 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.3"
         if differing:
             raise OutputError(
                 f"{folder} holds an interrupted build that cannot go on with other settings: "
-                f"{'; '.join(differing)}; give what it had, or remove the folder"
+                f"{'; '.join(differing)}; give those it had, or remove the folder"
             )
 
 

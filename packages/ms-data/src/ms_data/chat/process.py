@@ -65,7 +65,7 @@ def ask(request: Mapping[str, Any]) -> dict[str, Any]:
     """Sends a request to the process that renders and returns its answer; see `worker`.
 
     Raises:
-        SettingError: jinja2 is not installed, or no process can be begun.
+        SettingError: jinja2 is not installed, or no process can be started.
         TypeError: the request is no JSON.
     """
     return _PROCESS.ask(json.dumps(request).encode())
@@ -84,7 +84,7 @@ def _start() -> subprocess.Popen[bytes]:
         )
     except OSError as error:
         raise SettingError(
-            f"cannot begin the process that renders chat templates: {error}; it is {command[0]}"
+            f"cannot start the process that renders chat templates: {error}; it is {command[0]}"
         ) from error
 
 

@@ -310,7 +310,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 def main() -> None:
     """Takes away what a template could reach of the machine, then serves requests."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and closes the pipe
     sys.path[:] = json.loads(sys.argv[1])
     import pprint  # noqa: F401 - Jinja imports it when it is first asked for
 

@@ -99,11 +99,15 @@ class Corpus:
     ) -> Iterator[Document]:
         """Reads the documents after `start`; texts that are empty are passed over.
 
-        Files of a folder that are no text are left out, and `on_leave_out` hears what they are.
+        Args:
+            start: where an earlier reading stopped.
+            on_skip: called with the reason for each document that is not valid text, if
+                `skip_invalid` is on.
+            on_leave_out: called for each file of a folder that is no text with what it is.
 
         Raises:
             CorpusError: a file cannot be read, the one that was named is no text, or a document
-                is not valid text and `skip_invalid` is off. Otherwise `on_skip` hears the reason.
+                is not valid text and `skip_invalid` is off.
         """
         done_bytes = sum(self.sizes_bytes[: start.file])
         for number in range(start.file, len(self.files)):

@@ -57,7 +57,7 @@ def verify(
 
     Args:
         folder: a folder that `build` wrote.
-        on_progress: hears how many of how many bytes are checked, after each shard.
+        on_progress: called with the bytes that are checked, and all, after each shard.
 
     Raises:
         SettingError: the folder holds no dataset.

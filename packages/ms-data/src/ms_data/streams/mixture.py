@@ -204,21 +204,21 @@ class Mixture:
             else:
                 dues = (0,) * len(self.names)
             shares = tuple(_shares(phase.weights, self.names))
-            begun = lead[0] if lead else None
-            self._stages.append(_Stage(start=phase.start, shares=shares, dues=dues, led_in=begun))
+            begin = lead[0] if lead else None
+            self._stages.append(_Stage(start=phase.start, shares=shares, dues=dues, led_in=begin))
         self._plan = plan
         self._lead_in = self._leading()
         self._windows = [self._window(source) for source in range(len(self.names))]
 
     def _leading(self) -> list[int]:
         """Finds the sources that are still to be drawn in the lead-in, last one first."""
-        stage, begun = self._stages[-1], self._stages[-1].led_in
-        if begun is None or not begun <= self._position < stage.start:
+        stage, begin = self._stages[-1], self._stages[-1].led_in
+        if begin is None or not begin <= self._position < stage.start:
             return []
         owed = [due - count * SCALE for due, count in zip(stage.dues, self._counts, strict=True)]
         missing = [source for source, one in enumerate(owed) if one > 0]
         # Who was furthest behind comes first.
-        return sorted(missing, key=lambda at: (self._due(at, begun) - stage.dues[at], -at))
+        return sorted(missing, key=lambda at: (self._due(at, begin) - stage.dues[at], -at))
 
     def _stage(self, position: int) -> _Stage:
         """Finds the stage that `position` lies in, or leads in to."""
@@ -234,9 +234,9 @@ class Mixture:
         if position >= stage.start:
             return stage.dues[source] + (position - stage.start) * stage.shares[source]
         assert stage.led_in is not None
-        begun = self._due(source, stage.led_in)
-        way = (stage.dues[source] - begun) * (position - stage.led_in)
-        return begun + way // (stage.start - stage.led_in)
+        begin = self._due(source, stage.led_in)
+        way = (stage.dues[source] - begin) * (position - stage.led_in)
+        return begin + way // (stage.start - stage.led_in)
 
     def _window(self, source: int) -> tuple[int, int]:
         """Computes from which draw on the source's next sample may come, and by which it must."""

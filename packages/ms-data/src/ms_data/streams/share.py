@@ -165,5 +165,5 @@ def count(value: Any) -> int:
         ValueError: it is not one.
     """
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} stands where a count must")
+        raise ValueError(f"{value!r} is not a count")
     return value

@@ -13,7 +13,7 @@ _NEVER = 1 << 62
 
 
 class Window:
-    """Tokens and document ends of some samples, in memory, in the order that was asked for.
+    """Tokens and document ends of some samples, in memory, in a given order.
 
     Tokens lie in one buffer, a row a chunk; flat coordinates count along that buffer.
 

@@ -47,8 +47,8 @@ def train_tokenizer(
         text_key: the member of a JSON line that holds the text.
         skip_invalid: leave out what is not valid text.
         document_limit_mib: a document, once unpacked, of more than so many MiB is not valid.
-        on_progress: hears how many of how many bytes of the corpus are read.
-        on_leave_out: hears of each file of a folder that is no text what it is.
+        on_progress: called with the bytes of the corpus that are read, and all.
+        on_leave_out: called for each file of a folder that is no text with what it is.
 
     Raises:
         SettingError: vocab_size has no room for the bytes, or shards have none for it.

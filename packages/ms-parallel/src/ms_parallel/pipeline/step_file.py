@@ -12,7 +12,7 @@ from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.schedules.table.costs import Costs
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.schedules.timeline.measured import measured, measured_costs
-from ms_parallel.schedules.timeline.timeline import Timeline
+from ms_parallel.schedules.timeline.simulate import Timeline
 
 __all__ = ["RecordedStep", "is_recording", "read_step", "write_step"]
 

@@ -16,8 +16,7 @@ from ms_parallel.schedules.drawing.svg import draw_svg
 from ms_parallel.schedules.generators.registry import named_schedule
 from ms_parallel.schedules.solver.search import search
 from ms_parallel.schedules.table.schedule import Schedule
-from ms_parallel.schedules.timeline.simulate import simulate
-from ms_parallel.schedules.timeline.timeline import Timeline
+from ms_parallel.schedules.timeline.simulate import Timeline, simulate
 from ms_parallel.settings import check_path
 
 __all__ = ["Explanation", "ScheduleFacts", "draw_to", "explain"]

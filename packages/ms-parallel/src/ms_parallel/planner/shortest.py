@@ -8,8 +8,7 @@ from ms_parallel.schedules.generators.one_stage.one_f_one_b import one_f_one_b
 from ms_parallel.schedules.solver.balance import Balanced, balance
 from ms_parallel.schedules.table.placements import looped, one_a_rank, vee
 from ms_parallel.schedules.table.segments import SegmentCosts
-from ms_parallel.schedules.timeline.simulate import simulate
-from ms_parallel.schedules.timeline.timeline import Timeline
+from ms_parallel.schedules.timeline.simulate import Timeline, simulate
 from ms_parallel.split.stages import cut_layers
 
 __all__ = ["PER_MS", "shortest_schedule"]

@@ -19,7 +19,7 @@ from ms_profile.analysis.comparison import (
     recorded_steps,
 )
 from ms_profile.analysis.whole_run import analyse
-from ms_profile.commands.text import cell
+from ms_profile.commands.printable import cell
 from ms_profile.errors import TraceError
 
 __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]

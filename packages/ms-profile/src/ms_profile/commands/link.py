@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from ms_profile.commands.text import cell
+from ms_profile.commands.printable import cell
 from ms_profile.errors import LinkError, number_in_environment
 from ms_profile.links.matrix import LinkMatrix
 from ms_profile.links.measure import measure_links

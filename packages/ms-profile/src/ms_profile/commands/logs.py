@@ -10,7 +10,7 @@ from typing import Final
 
 from msgspec.json import encode
 
-from ms_profile.commands.text import plain
+from ms_profile.commands.printable import plain
 from ms_profile.errors import EventError
 from ms_profile.log.event_log import Event
 from ms_profile.log.event_reader import EventFilter, event_files_so_far, follow_events, read_events

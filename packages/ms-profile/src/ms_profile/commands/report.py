@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from ms_profile.analysis.whole_run import analyse
-from ms_profile.commands.text import plain
+from ms_profile.commands.printable import plain
 from ms_profile.errors import TraceError
 from ms_profile.links.matrix import read_links
 from ms_profile.metrics import METRICS, parse_metrics

@@ -9,11 +9,11 @@ from typing import Final
 
 import msgspec
 
-from ms_profile.commands.text import plain
+from ms_profile.commands.printable import plain
 from ms_profile.log.manifest import RankManifest, TraceSchedule
 from ms_profile.metrics import METRICS, parse_metrics
+from ms_profile.recording.launch import LAUNCHED, RunOutcome, launch, run_here
 from ms_profile.recording.plan import Plan, ProcessRank
-from ms_profile.recording.run import LAUNCHED, RunOutcome, launch, run_here
 
 __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
 

@@ -42,7 +42,7 @@ def measure_links(
         raise LinkError(
             "links need at least two ranks; run under torchrun, or give --nproc-per-node"
         )
-    place = device if device is not None else _device(dist.get_backend())
+    place = device if device is not None else _device(dist.get_backend_config())
     rank, world = dist.get_rank(), dist.get_world_size()
     pairs: list[PairLink] = []
     for first, second in combinations(range(world), 2):
@@ -69,11 +69,13 @@ def measure_links(
     )
 
 
-def _device(backend: str) -> "torch.device":
+def _device(backends: str) -> "torch.device":
+    """Return where messages lie under backends such as `cpu:gloo,cuda:nccl`."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator()
-    if "gloo" in backend or accelerator is None:
+    by_device = dict(each.split(":") for each in backends.split(","))
+    if accelerator is None or by_device.get(accelerator.type, "gloo") == "gloo":
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 

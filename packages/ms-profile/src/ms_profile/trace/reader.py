@@ -12,7 +12,7 @@ from attrs import evolve
 from ms_profile.errors import TraceError
 from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.columns import Trace
-from ms_profile.trace.text import TraceText
+from ms_profile.trace.json_chunks import TraceText
 
 __all__ = ["read_trace"]
 

@@ -31,7 +31,7 @@ class Outcome:
     """`judge`: the tests ran to their end. `run_python`: the program says that it did."""
     reason: str
     """`passed`, `failed`, `timeout`, `memory`, `output` or `ended early`."""
-    told: str
+    output: str
     """The end of what it printed, and of what its tests printed."""
     confined: bool
     """Whether every wall that the promise needs stood."""

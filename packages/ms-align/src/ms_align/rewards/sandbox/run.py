@@ -74,7 +74,7 @@ def _lacking(client: ZygoteClient) -> str:
         with tempfile.NamedTemporaryFile() as outside:
             probe = _PROBE.format(outside=outside.name)
             outcome = run_in(client, {"program": probe}, Limits(wall_s=30.0, cpu_s=30))
-        return "" if outcome.passed else f"a probe got out ({outcome.told.strip()[-200:]})"
+        return "" if outcome.passed else f"a probe got out ({outcome.output.strip()[-200:]})"
     return "it lacks " + ", ".join(client.missing)
 
 
@@ -107,7 +107,7 @@ def run_in(
     finally:
         run.end()
     reason = stopped or run.reason()
-    return Outcome(passed=reason == "passed", reason=reason, told=run.told, confined=confined)
+    return Outcome(passed=reason == "passed", reason=reason, output=run.output, confined=confined)
 
 
 class _Run:
@@ -214,7 +214,7 @@ class _Run:
             os.close(pipe)
 
     @property
-    def told(self) -> str:
+    def output(self) -> str:
         """The end of what they printed, the speaker's last."""
         return b"".join(self._tails.values())[-SHOWN_BYTES:].decode(errors="replace")
 
@@ -225,7 +225,7 @@ class _Run:
         ended = self._statuses["response" if self._verdict == RESPONSE_GONE else self._speaker]
         if ended in (-signal.SIGXCPU, -signal.SIGKILL):
             return "timeout"
-        if "MemoryError" in self.told or ended in (-signal.SIGSEGV, -signal.SIGABRT):
+        if "MemoryError" in self.output or ended in (-signal.SIGSEGV, -signal.SIGABRT):
             return "memory"
         return "failed" if ended else "ended early"
 

@@ -22,20 +22,16 @@ __all__ = ["IMPLEMENTATION"]
 MOST_ROWS = 200_000
 
 
-def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    *options: Any,
-) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, *options: Any) -> Tensor:
     """Return ``-log p[target]``; keeps all log p for the backward pass."""
-    asked = LossOptions(*options)
-    ignored = targets == asked.ignore_index
+    settings = LossOptions(*options)
+    ignored = targets == settings.ignore_index
     flat = logits.reshape(-1, logits.shape[-1]).float()
     chosen, foreign = within_classes(targets, ignored, flat.shape[1])
     chosen = chosen.reshape(-1).to(torch.int64)
     losses = torch.ops.npu.npu_cross_entropy_loss(flat, chosen, reduction="none")[0]
     losses = losses.view(targets.shape).masked_fill(foreign, torch.nan).masked_fill(ignored, 0)
-    return reduce(losses, ignored, asked.reduction)
+    return reduce(losses, ignored, settings.reduction)
 
 
 def _refuses(call: Call) -> str | None:

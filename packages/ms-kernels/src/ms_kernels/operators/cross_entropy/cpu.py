@@ -15,12 +15,12 @@ __all__ = ["IMPLEMENTATION"]
 
 def cross_entropy(logits: Tensor, targets: Tensor, *options: Any) -> Tensor:
     """Return ``-(1-s) log p[target] - s mean(log p) + z log²Z``."""
-    asked = LossOptions(*options)
-    ignored = targets == asked.ignore_index
+    settings = LossOptions(*options)
+    ignored = targets == settings.ignore_index
     losses: Tensor = _TokenLosses.apply(  # type: ignore[no-untyped-call]
-        logits, targets, ignored, asked.label_smoothing, asked.z_loss
+        logits, targets, ignored, settings.label_smoothing, settings.z_loss
     )
-    return reduce(losses, ignored, asked.reduction)
+    return reduce(losses, ignored, settings.reduction)
 
 
 class _TokenLosses(torch.autograd.Function):

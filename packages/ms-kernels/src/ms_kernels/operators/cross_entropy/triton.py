@@ -48,10 +48,10 @@ FORWARD, BACKWARD = TUNED = class_kernels(
 
 
 def _forward(logits: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    asked, targets = LossOptions(*options), targets.contiguous()
+    settings, targets = LossOptions(*options), targets.contiguous()
     constants = row_blocks(FORWARD, key_of(logits), logits.shape[-1])
-    losses, totals = row_losses(as_rows(logits), targets, asked, constants)
-    loss = reduce(losses.view(targets.shape), targets == asked.ignore_index, asked.reduction)
+    losses, totals = row_losses(as_rows(logits), targets, settings, constants)
+    loss = reduce(losses.view(targets.shape), targets == settings.ignore_index, settings.reduction)
     # Without a reduction masks and sums made nothing new.
     return loss, totals.view(targets.shape)
 
@@ -68,11 +68,11 @@ def _backward(
     wanted: int,
     *options: Any,
 ) -> Tensor:
-    asked = LossOptions(*options)
-    result, slopes = empty(logits), slopes_of(grad, targets, asked)
+    settings = LossOptions(*options)
+    result, slopes = empty(logits), slopes_of(grad, targets, settings)
     constants = row_blocks(BACKWARD, key_of(logits), logits.shape[-1])
     given = as_rows(logits), targets.contiguous(), totals, slopes, as_rows(result)
-    differentiate(*given, asked, constants)
+    differentiate(*given, settings, constants)
     return result
 
 

@@ -35,8 +35,8 @@ def decode_attention(
     batch, heads, width = q.shape
     page, key_heads = key_pages.shape[1:3]
     positions = page_table.shape[1] * page
-    asked = lengths.tolist()
-    wrong = [each for each in asked if not 0 <= each <= positions]
+    settings = lengths.tolist()
+    wrong = [each for each in settings if not 0 <= each <= positions]
     if wrong:
         got, fits = f"{wrong[0]} somewhere", f"from 0 to {positions}"
         raise ArgumentError("decode_attention", "lengths", got, fits)
@@ -50,7 +50,7 @@ def decode_attention(
         q.reshape(batch, 1, heads * width),
         key_pages.flatten(2),
         value_pages.flatten(2),
-        actual_seq_lengths=[max(each, 1) for each in asked],
+        actual_seq_lengths=[max(each, 1) for each in settings],
         block_table=table,
         num_heads=heads,
         scale_value=width**-0.5 if scale is None else float(scale),

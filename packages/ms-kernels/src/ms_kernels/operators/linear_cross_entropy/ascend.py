@@ -78,13 +78,13 @@ def _forward(
     targets: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    asked = LossOptions(*options)
-    ignored = targets == asked.ignore_index
+    settings = LossOptions(*options)
+    ignored = targets == settings.ignore_index
     chosen, foreign = chosen_classes(targets, ignored, weight)
     losses, top, total = row_losses(hidden, weight, chosen)
     losses = losses.view(targets.shape).masked_fill(foreign, torch.nan).masked_fill(ignored, 0)
     shaped = top.view(targets.shape), total.view(targets.shape)
-    return reduce(losses, ignored, asked.reduction), *shaped
+    return reduce(losses, ignored, settings.reduction), *shaped
 
 
 def _fake(
@@ -110,9 +110,9 @@ def _backward(
     wanted: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    asked = LossOptions(*options)
-    ignored = targets == asked.ignore_index
-    if asked.reduction == "mean":
+    settings = LossOptions(*options)
+    ignored = targets == settings.ignore_index
+    if settings.reduction == "mean":
         grad = grad / counted_of(ignored)
     slopes = grad.expand(targets.shape).masked_fill(ignored, 0).reshape(-1)
     return gradients(

@@ -53,12 +53,7 @@ FORWARD, BACKWARD, SCALE = TUNED = (
 MERIT = "half-precision products summed in float32, one chunk of logits at a time"
 
 
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *options: Any,
-) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> Tensor:
     """Return what `cross_entropy` of ``hidden @ weight.T`` returns."""
     run = _of_rows
     if LossOptions(*options).reduction != "none" and torch.is_grad_enabled():
@@ -79,7 +74,7 @@ def _holding(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., An
         targets: Tensor,
         *options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        asked = LossOptions(*options)
+        settings = LossOptions(*options)
         rows, places = as_rows(hidden), targets.reshape(-1).contiguous()
         sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
         losses = hidden.new_empty(len(rows), dtype=torch.float32)
@@ -87,13 +82,13 @@ def _holding(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., An
         for part, logits in chunks(rows, weight):
             gradient = room_for_gradient(logits, hidden)
             lift = lift_of(hidden.dtype)
-            losses[part], _ = row_losses(logits, places[part], asked, constants, gradient, lift)
+            losses[part], _ = row_losses(logits, places[part], settings, constants, gradient, lift)
             sums.add(gradient, rows, weight, part)
         held_hidden = unwanted(hidden).float() if sums.hidden is None else sums.hidden
         held_weight = unwanted(weight).float() if sums.weight is None else sums.weight
         if of_hidden:
             held_hidden = held_hidden.view(hidden.shape)
-        loss = reduce(losses, places == asked.ignore_index, asked.reduction)
+        loss = reduce(losses, places == settings.ignore_index, settings.reduction)
         return loss, held_hidden, held_weight
 
     def fake(
@@ -128,9 +123,9 @@ def _scale(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Scale what the forward pass held; it stays as it is: the graph may be walked again."""
-    asked = LossOptions(*options)
-    if asked.reduction == "mean":
-        grad = grad / counted_of(targets == asked.ignore_index)
+    settings = LossOptions(*options)
+    if settings.reduction == "mean":
+        grad = grad / counted_of(targets == settings.ignore_index)
     return (
         scaled(SCALE, held_hidden if is_wanted(wanted, 0) else None, grad, hidden),
         scaled(SCALE, held_weight if is_wanted(wanted, 1) else None, grad, weight),
@@ -143,13 +138,13 @@ _with_weight = _holding("holding_weight", of_hidden=False, of_weight=True)
 
 
 def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> Tensor:
-    asked = LossOptions(*options)
+    settings = LossOptions(*options)
     rows, places = as_rows(hidden), targets.reshape(-1).contiguous()
     losses = hidden.new_empty(len(rows), dtype=torch.float32)
     constants = row_blocks(FORWARD, key_of(hidden), len(weight))
     for part, logits in chunks(rows, weight):
-        losses[part], _ = row_losses(logits, places[part], asked, constants)
-    return reduce(losses.view(targets.shape), targets == asked.ignore_index, asked.reduction)
+        losses[part], _ = row_losses(logits, places[part], settings, constants)
+    return reduce(losses.view(targets.shape), targets == settings.ignore_index, settings.reduction)
 
 
 def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> Tensor:
@@ -165,18 +160,18 @@ def _backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Make the logits again, chunk by chunk, now that the gradient of each row is known."""
-    asked = LossOptions(*options)
+    settings = LossOptions(*options)
     rows, places = as_rows(hidden), targets.reshape(-1).contiguous()
     of_hidden, of_weight = is_wanted(wanted, 0), is_wanted(wanted, 1)
     sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
-    slopes = slopes_of(grad, targets, asked).view(-1)
+    slopes = slopes_of(grad, targets, settings).view(-1)
     peak, (slopes,) = lifted(hidden.dtype, slopes)
     walks = (row_blocks(each, key_of(hidden), len(weight)) for each in (FORWARD, BACKWARD))
     forward, back = walks
     for part, logits in chunks(rows, weight):
-        _, totals = row_losses(logits, places[part], asked, forward)
+        _, totals = row_losses(logits, places[part], settings, forward)
         gradient = room_for_gradient(logits, hidden)
-        differentiate(logits, places[part], totals, slopes[part], gradient, asked, back)
+        differentiate(logits, places[part], totals, slopes[part], gradient, settings, back)
         sums.add(gradient, rows, weight, part)
     return sums.scaled(SCALE, peak, hidden, weight)
 

@@ -5,7 +5,7 @@ from html import escape
 
 from ms_parallel.schedules.drawing.svg import draw_svg
 from ms_parallel.schedules.drawing.text import path_text, summary
-from ms_parallel.schedules.timeline.timeline import Timeline
+from ms_parallel.schedules.timeline.simulate import Timeline
 
 __all__ = ["draw_html"]
 

@@ -9,7 +9,8 @@ from attrs import frozen
 
 from ms_parallel.schedules.drawing.text import is_later_stage, number, summary
 from ms_parallel.schedules.table.action import Kind
-from ms_parallel.schedules.timeline.timeline import Span, Timeline
+from ms_parallel.schedules.table.playback import Span
+from ms_parallel.schedules.timeline.simulate import Timeline
 
 __all__ = ["draw_svg"]
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from ms_parallel.schedules.table.action import Kind
-from ms_parallel.schedules.timeline.timeline import Span, Timeline
+from ms_parallel.schedules.table.playback import Span
+from ms_parallel.schedules.timeline.simulate import Timeline
 
 __all__ = ["draw_text", "is_later_stage", "number", "path_text", "summary"]
 

@@ -9,48 +9,15 @@ thus stands before the computation during which its message arrives, so that it 
 """
 
 from collections.abc import Sequence
-from heapq import heappop, heappush
+
+from attrs import evolve
 
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.costs import Costs, Ticks
+from ms_parallel.schedules.table.playback import Playback, Result, results
 
-__all__ = ["Result", "duration", "results", "sources", "with_communication"]
-
-Result = tuple[bool, int, int]
-"""(is a gradient, stage whose output or input gradient it is, microbatch)."""
-
-
-def sources(action: Action, stages: int) -> tuple[Result, ...]:
-    """What a computation needs from other computations, as (is gradient, stage, microbatch)."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind is Kind.FORWARD:
-        return ((False, stage - 1, microbatch),) if stage > 0 else ()
-    if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage < stages - 1:
-        return ((True, stage + 1, microbatch),)
-    return ()
-
-
-def results(action: Action) -> list[Result]:
-    """What a computation, or each of a pair, makes for others, as (is gradient, stage, number)."""
-    return [
-        (part.kind is not Kind.FORWARD, part.stage, part.microbatch)
-        for part in action.computations
-        if part.kind is not Kind.BACKWARD_WEIGHT
-    ]
-
-
-def duration(action: Action, ticks: Ticks) -> int:
-    """Ticks that an action computes; the two of a pair run one after the other."""
-    length = 0
-    for part in action.computations:
-        if part.kind is Kind.FORWARD:
-            length += ticks.forward[part.stage]
-        if part.kind is Kind.BACKWARD_INPUT or part.kind is Kind.BACKWARD:
-            length += ticks.backward_input[part.stage]
-        if part.kind is Kind.BACKWARD_WEIGHT or part.kind is Kind.BACKWARD:
-            length += ticks.backward_weight[part.stage]
-    return length
+__all__ = ["with_communication"]
 
 
 def with_communication(
@@ -69,65 +36,32 @@ def with_communication(
             on its row.
     """
     _check_places(rows, placement)
-    weaver = _Weaver(rows, placement, ticks or Costs.uniform(len(placement)).ticks())
-    for rank in range(len(rows)):
-        weaver.begin(rank)
-    while weaver.running:
-        weaver.finish()
-    _check_finished(rows, weaver.cursor, len(placement), weaver.ready)
-    return tuple(map(tuple, weaver.output))
+    ticks = ticks or Costs.uniform(len(placement)).ticks()
+    output: list[list[Action]] = [[] for _ in rows]
 
-
-class _Weaver:
-    """Plays the rows; `running` holds (end, start, rank) of each rank's current computation."""
-
-    def __init__(
-        self, rows: Sequence[Sequence[Action]], placement: Sequence[int], ticks: Ticks
-    ) -> None:
-        self.rows, self.placement, self.ticks = rows, placement, ticks
-        self.cursor, self.clock = [0] * len(rows), [0] * len(rows)
-        self.ready: dict[Result, int] = {}
-        self.waiting: dict[Result, int] = {}
-        self.output: list[list[Action]] = [[] for _ in rows]
-        self.running: list[tuple[int, int, int]] = []
-
-    def begin(self, rank: int) -> None:
-        """Start the rank's next computation if all that it needs is known to come."""
-        if self.cursor[rank] == len(self.rows[rank]):
-            return
-        action = self.rows[rank][self.cursor[rank]]
-        start = self.clock[rank]
-        for part in action.computations:
-            for source in sources(part, len(self.placement)):
-                if source not in self.ready:
-                    self.waiting[source] = rank
-                    return
-                start = max(start, self.ready[source])
-        heappush(self.running, (start + duration(action, self.ticks), start, rank))
-
-    def finish(self) -> None:
-        """End the computation that ends next; its messages enter both rows at this moment."""
-        end, _, rank = heappop(self.running)
-        action = self.rows[rank][self.cursor[rank]]
-        self.output[rank].append(action)
-        self.cursor[rank] += 1
-        self.clock[rank] = end
-        woken = []
+    def insert(rank: int, action: Action) -> None:
+        output[rank].append(action)
         for result in results(action):
-            crosses = _exchange(result, self.placement, self.output)
-            self.ready[result] = end + (self.ticks.latency if crosses else 0)
-            if (sleeper := self.waiting.pop(result, None)) is not None:
-                woken.append(sleeper)
-        for sleeper in [rank, *woken]:
-            self.begin(sleeper)
+            _exchange(result, placement, output)
+
+    playback = Playback(rows, placement, evolve(ticks, transfer=(0,) * ticks.stages), insert)
+    if stuck := playback.run():
+        reasons = []
+        for rank in stuck[:4]:
+            is_gradient, stage, microbatch = playback.missing(rank)
+            action = rows[rank][len(playback.spans[rank])]
+            what = f"{stage}{'B' if is_gradient else 'F'}{microbatch}"
+            reasons.append(f"rank {rank} stands at {action} and waits for {what}")
+        raise ScheduleError(f"the rows deadlock: {'; '.join(reasons)}; reorder them")
+    return tuple(map(tuple, output))
 
 
-def _exchange(result: Result, placement: Sequence[int], output: list[list[Action]]) -> bool:
-    """Insert the message that carries a result, and say whether there is one."""
+def _exchange(result: Result, placement: Sequence[int], output: list[list[Action]]) -> None:
+    """Insert the message that carries a result, if another rank needs it."""
     is_gradient, stage, microbatch = result
     consumer = stage - 1 if is_gradient else stage + 1
     if not 0 <= consumer < len(placement) or placement[consumer] == placement[stage]:
-        return False
+        return
     send, receive = (
         (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)
         if is_gradient
@@ -135,7 +69,6 @@ def _exchange(result: Result, placement: Sequence[int], output: list[list[Action
     )
     output[placement[stage]].append(Action(send, stage, microbatch))
     output[placement[consumer]].append(Action(receive, consumer, microbatch))
-    return True
 
 
 def _check_places(rows: Sequence[Sequence[Action]], placement: Sequence[int]) -> None:
@@ -152,25 +85,3 @@ def _check_places(rows: Sequence[Sequence[Action]], placement: Sequence[int]) ->
                         f"{part} is on rank {rank} but stage {part.stage} is placed on rank "
                         f"{placement[part.stage]}; move the action or the stage"
                     )
-
-
-def _check_finished(
-    rows: Sequence[Sequence[Action]],
-    cursor: Sequence[int],
-    stages: int,
-    ready: dict[Result, int],
-) -> None:
-    stuck = [rank for rank, row in enumerate(rows) if cursor[rank] < len(row)]
-    if not stuck:
-        return
-    reasons = []
-    for rank in stuck[:4]:
-        action = rows[rank][cursor[rank]]
-        for part in action.computations:
-            missing = [s for s in sources(part, stages) if s not in ready]
-            if missing:
-                is_gradient, stage, microbatch = missing[0]
-                what = f"{stage}{'B' if is_gradient else 'F'}{microbatch}"
-                reasons.append(f"rank {rank} stands at {action} and waits for {what}")
-                break
-    raise ScheduleError(f"the rows deadlock: {'; '.join(reasons)}; reorder them")

@@ -12,10 +12,10 @@ from attrs import evolve
 
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import Action, Kind
-from ms_parallel.schedules.table.communication import results, sources
 from ms_parallel.schedules.table.costs import Costs, Number, as_fraction
+from ms_parallel.schedules.table.playback import Span, results, sources
 from ms_parallel.schedules.table.schedule import Schedule
-from ms_parallel.schedules.timeline.timeline import Span, Timeline, peak_memory
+from ms_parallel.schedules.timeline.simulate import Timeline, peak_memory
 
 __all__ = ["Times", "measured", "measured_costs"]
 

@@ -111,7 +111,7 @@ def launch(
 
 def _torchrun(processes: int, options: Sequence[str], endings: Path) -> int:
     """Start the processes, wait for them, and return torchrun's exit code."""
-    launcher = [sys.executable, "-m", "ms_profile.recording.launcher", str(endings), "--standalone"]
+    launcher = [sys.executable, "-m", "ms_profile.recording.torchrun", str(endings), "--standalone"]
     workers = ["--nproc-per-node", str(processes), "-m", "ms_profile", "run", *options]
     child = subprocess.Popen([*launcher, *workers], env=os.environ | {LAUNCHED: "1"})
     before = signal.getsignal(signal.SIGTERM)

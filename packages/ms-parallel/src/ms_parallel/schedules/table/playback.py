@@ -1,0 +1,146 @@
+"""Plays rows of computations with given durations, in the order in which they end.
+
+The transport is asynchronous: a message leaves when its computation ends and the link between the
+two ranks is free, occupies the link for its transfer, and arrives a latency later.
+"""
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from ms_parallel.schedules.table.action import Action, Kind
+from ms_parallel.schedules.table.costs import Ticks
+
+__all__ = ["Playback", "Result", "Span", "results", "sources"]
+
+Result = tuple[bool, int, int]
+"""(is a gradient, stage whose output or input gradient it is, microbatch)."""
+
+
+class Span(NamedTuple):
+    """One computation on the timeline; times in ticks."""
+
+    action: Action
+    start: int
+    end: int
+    cause: tuple[int, int] | None
+    """(rank, index) of the span whose end, or whose message, set this one's start."""
+
+
+def sources(action: Action, stages: int) -> tuple[Result, ...]:
+    """What a computation needs from other computations."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is Kind.FORWARD:
+        return ((False, stage - 1, microbatch),) if stage > 0 else ()
+    if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage < stages - 1:
+        return ((True, stage + 1, microbatch),)
+    return ()
+
+
+def results(action: Action) -> list[Result]:
+    """What a computation, or each of a pair, makes for others."""
+    return [
+        (part.kind is not Kind.FORWARD, part.stage, part.microbatch)
+        for part in action.computations
+        if part.kind is not Kind.BACKWARD_WEIGHT
+    ]
+
+
+def _duration(action: Action, ticks: Ticks) -> int:
+    """Ticks that an action computes; the two of a pair run one after the other."""
+    length = 0
+    for part in action.computations:
+        if part.kind is Kind.FORWARD:
+            length += ticks.forward[part.stage]
+        if part.kind is Kind.BACKWARD_INPUT or part.kind is Kind.BACKWARD:
+            length += ticks.backward_input[part.stage]
+        if part.kind is Kind.BACKWARD_WEIGHT or part.kind is Kind.BACKWARD:
+            length += ticks.backward_weight[part.stage]
+    return length
+
+
+class Playback:
+    """One playing of rows; `run` ends where all rows are done, or wait for one another.
+
+    Args:
+        rows: For each rank its computations, in order.
+        placement: Rank of each stage.
+        ticks: Durations.
+        on_end: Called with (rank, action) at the end of each computation, in order of time.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[Action]],
+        placement: Sequence[int],
+        ticks: Ticks,
+        on_end: Callable[[int, Action], None] | None = None,
+    ) -> None:
+        self.rows, self.placement, self.ticks, self.on_end = rows, placement, ticks, on_end
+        self.spans: list[list[Span]] = [[] for _ in rows]
+        self.arrival: dict[Result, tuple[int, int, int]] = {}
+        """When each result is where it is needed, and the rank and index of what made it."""
+        self.link_free: dict[tuple[int, int], int] = {}
+        self.waiting: dict[Result, int] = {}
+        """The rank that waits for each result."""
+
+    def run(self) -> list[int]:
+        """Play; returns the ranks that wait for ever."""
+        running: list[tuple[int, int, int, Span]] = []
+        """(end, start, rank, span) of each rank's current computation."""
+        ready = list(range(len(self.rows)))
+        while ready or running:
+            for rank in ready:
+                if (span := self._next(rank)) is not None:
+                    heappush(running, (span.end, span.start, rank, span))
+            if not running:
+                break
+            end, _, rank, span = heappop(running)
+            index = len(self.spans[rank])
+            self.spans[rank].append(span)
+            if self.on_end is not None:
+                self.on_end(rank, span.action)
+            ready = [rank]
+            for result in results(span.action):
+                self._deliver(result, end, rank, index)
+                if (sleeper := self.waiting.pop(result, None)) is not None:
+                    ready.append(sleeper)
+        return [r for r, row in enumerate(self.rows) if len(self.spans[r]) < len(row)]
+
+    def missing(self, rank: int) -> Result:
+        """The result for which the next computation of `rank` waits."""
+        action = self.rows[rank][len(self.spans[rank])]
+        needs = (s for part in action.computations for s in sources(part, len(self.placement)))
+        return next(source for source in needs if source not in self.arrival)
+
+    def _next(self, rank: int) -> Span | None:
+        """The rank's next computation, if all that it needs is known to come."""
+        done, row = self.spans[rank], self.rows[rank]
+        if len(done) == len(row):
+            return None
+        action = row[len(done)]
+        start = done[-1].end if done else 0
+        cause = (rank, len(done) - 1) if done else None
+        for part in action.computations:
+            for source in sources(part, len(self.placement)):
+                if source not in self.arrival:
+                    self.waiting[source] = rank
+                    return None
+                time, *origin = self.arrival[source]
+                if time > start:
+                    start, cause = time, (origin[0], origin[1])
+        return Span(action, start, start + _duration(action, self.ticks), cause)
+
+    def _deliver(self, result: Result, end: int, rank: int, index: int) -> None:
+        """Note when a result reaches the rank that needs it."""
+        is_gradient, stage, _ = result
+        consumer = stage + (-1 if is_gradient else 1)
+        if not 0 <= consumer < len(self.placement):
+            return
+        target = self.placement[consumer]
+        if target != rank:
+            transfer = self.ticks.transfer[min(stage, consumer)]
+            sent = max(end, self.link_free.get((rank, target), 0)) + transfer
+            self.link_free[rank, target] = sent
+            end = sent + self.ticks.latency
+        self.arrival[result] = (end, rank, index)
