@@ -251,7 +251,7 @@ class Engine:
     ) -> tuple[Update, Recorder]:
         """`update`, and a recorder of what this rank computed when; every process calls it.
 
-        `ms_parallel.pipeline.gather.recorded_step` gathers those of all ranks.
+        `ms_parallel.pipeline.gathering.recorded_step` gathers those of all ranks.
         """
         recorder = self.runtime.recorder = Recorder(self.device)
         try:

@@ -20,7 +20,7 @@ from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.errors import CheckpointError, DamageError, ParallelError
 from ms_parallel.events import OnEvent
 from ms_parallel.files.untrusted import decoding
-from ms_parallel.pipeline.gather import recorded_step
+from ms_parallel.pipeline.gathering import recorded_step
 from ms_parallel.pipeline.step_file import write_step
 from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.progress import RunDisplay, Throughput
