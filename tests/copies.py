@@ -16,7 +16,9 @@ COPIES = {
     "files/untrusted.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
     "progress.py": ("align", "parallel"),
     "settings/__init__.py": ("align", "compress", "parallel"),
+    "settings/keys.py": ("align", "compress", "parallel"),
     "settings/run_file.py": ("align", "compress", "parallel"),
+    "settings/template.py": ("align", "compress", "parallel"),
     "settings/validators.py": ("align", "compress", "parallel"),
     "tests/processes.py": ("compress", "parallel"),
 }

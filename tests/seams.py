@@ -14,7 +14,6 @@ import ms_parallel.operators
 import ms_profile
 from ms_align.engines.generator import EngineGenerator
 from ms_align.engines.local import LocalEngine
-from ms_align.engines.parallel import ParallelEngine
 from ms_align.generation import Generator
 from ms_data import InstructionStream, PreferenceStream, TokenStream
 from ms_parallel import Engine, Layout
@@ -56,13 +55,13 @@ def engine_takes_either_operators() -> tuple[Engine, Engine]:
 
 
 def align_takes_either_engine(
-    local: LocalEngine, parallel: ParallelEngine
+    local: LocalEngine, parallel: Engine
 ) -> tuple[ms_align.engines.protocol.Engine, ms_align.engines.protocol.Engine]:
     """Its own of one process, and ms-parallel's under any layout."""
     return local, parallel
 
 
-def align_draws_from_an_engine(engine: ParallelEngine) -> Generator:
+def align_draws_from_an_engine(engine: Engine) -> Generator:
     """What an engine under a layout offers of generation is enough."""
     return EngineGenerator(engine)
 

@@ -15,9 +15,8 @@ import attrs
 import pytest
 
 from ms_align.cli import main
-from ms_align.commands.command import COMMANDS, Command
-from ms_align.commands.template import keys_of, template_of
-from ms_align.run_keys import HIDDEN, groups_of
+from ms_align.commands.command import COMMANDS, HIDDEN, Command
+from ms_align.settings.keys import groups_of
 from ms_align.settings.run_file import NOT_IN_FILES
 
 from .test_offline import events, run_file
@@ -61,7 +60,7 @@ def test_the_keys_in_help_are_those_that_the_class_takes(command: Command) -> No
     kind = getattr(import_module(f"ms_align.{module}"), name)
     fields = {each.alias: each for each in attrs.fields(kind) if each.init}
     hidden = NOT_IN_FILES | HIDDEN
-    found = {key.name: key for group in groups_of(command.settings) for key in group.keys}
+    found = {key.name: key for group in groups_of(command.settings, HIDDEN) for key in group.keys}
     assert found.keys() == fields.keys() - hidden
     for key in found.values():
         assert key.meaning, f"{key.name} has no docstring"
@@ -74,15 +73,15 @@ def test_the_keys_in_help_are_those_that_the_class_takes(command: Command) -> No
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
 def test_a_template_holds_every_key_and_is_toml_either_way(command: Command) -> None:
     """As written, and with every default that has a value taken out of its comment."""
-    text = template_of(command)
+    text = command.template()
     as_written = tomllib.loads(text)
-    keys = {key.name: key for group in keys_of(command) for key in group.keys}
+    keys = {key.name: key for group in command.groups() for key in group.keys}
     assert as_written.keys() <= keys.keys()
     assert {name for name, key in keys.items() if key.required} <= as_written.keys()
     lines = [line.removeprefix("# ") for line in text.splitlines()]
     whole = [line for line in lines if " = " in line and line.partition(" = ")[0].isidentifier()]
     assert {line.partition(" = ")[0] for line in whole} >= {
-        name for name, key in keys.items() if not key.table
+        name for name, key in keys.items() if not key.inner
     }
     for line in whole:
         if not line.endswith("= not given"):

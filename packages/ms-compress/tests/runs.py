@@ -27,6 +27,7 @@ from ms_compress.methods.pattern import pattern
 from ms_compress.methods.pruning import keep_zeros, mask_zeros, masks, prune, set_masks
 from ms_parallel import AdamWConfig, Engine, Layout, NextTokenLoss
 from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.groups import Groups
 from ms_parallel.models import DecoderConfig, StagedModel
 
 VOCABULARY = 64
@@ -58,17 +59,22 @@ TARGETS = {
 STEPS = 3
 
 
-def train(layout: dict[str, int], scheme: str, folder: str, sparse: bool = False) -> dict[str, Any]:
+def train(
+    layout: dict[str, int],
+    scheme: str,
+    folder: str,
+    sparse: bool = False,
+    device: str | None = "cpu",
+) -> dict[str, Any]:
     """Losses of some steps in float64, and the digest of each exported file."""
     torch.set_default_dtype(torch.float64)
     try:
-        return _trained(layout, scheme, folder, sparse)
+        return _trained(connect(Layout(**layout), device=device), scheme, folder, sparse)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def _trained(layout: dict[str, int], scheme: str, folder: str, sparse: bool) -> dict[str, Any]:
-    groups = connect(Layout(**layout), device="cpu")
+def _trained(groups: Groups, scheme: str, folder: str, sparse: bool) -> dict[str, Any]:
     masks = {}
     if sparse:
         for layer in range(CONFIG.num_hidden_layers):
@@ -86,7 +92,7 @@ def _trained(layout: dict[str, int], scheme: str, folder: str, sparse: bool) -> 
         CONFIG,
         optimizer=AdamWConfig(learning_rate=2e-3, warmup_steps=0, weight_decay=0.1),
         groups=groups,
-        microbatch_size=1 if layout.get("pipeline", 1) > 1 else None,
+        microbatch_size=1 if groups.layout.pipeline > 1 else None,
         prepare=prepare,
     )
     losses = []

@@ -9,6 +9,7 @@ from runs import build, global_batch, my_rows, train
 
 from ms_parallel import DistributedTrainer, Engine, Layout, NextTokenLoss
 from ms_parallel.cluster.connection import connect
+from ms_parallel.pipeline.step_file import recorded_step
 from ms_parallel.planner.tuning import search_schedule
 
 SETTINGS = {"num_hidden_layers": 4, "num_key_value_heads": 4, "vocab_size": 48}
@@ -23,7 +24,8 @@ def measured(layout: str) -> dict[str, Any]:
     )
     engine = build(SETTINGS, groups, schedule=found.staged, microbatch_size=1)
     batch = my_rows(global_batch(0, rows), groups)
-    update, step = engine.recorded_update(batch, NextTokenLoss())
+    update, recorder = engine.recorded_update(batch, NextTokenLoss())
+    step = recorded_step(recorder, groups, 0)
     assert step is not None
     return {"loss": update.loss, "times": [len(times) for times in step.times_ns]}
 

@@ -117,7 +117,7 @@ def test_the_help_of_train_names_every_key(capsys: pytest.CaptureFixture[str]) -
         main(["train", "--help"])
     said = capsys.readouterr().out
     assert all(f"\n    {name}" in said for name in listed)
-    assert "learning_rate [0.0003]: The highest rate" in said
+    assert "learning_rate = 0.0003  The highest rate" in said
 
 
 def test_the_template_trains_when_its_dataset_is_filled_in(

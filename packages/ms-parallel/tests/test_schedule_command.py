@@ -29,6 +29,19 @@ def test_facts_are_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments[:-1], "--costs", "forward=1:2:3"]) == 2
 
 
+def test_overlapped_pairs_are_said_to_run_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    """DualPipeV's gain is not ours: the command counts its pairs and says how they are timed."""
+    sizes = ["--stages", "2", "--microbatches", "4"]
+    assert main(["schedule", "dualpipe-v", *sizes]) == 0
+    said = capsys.readouterr().out
+    assert main(["schedule", "dualpipe-v", *sizes, "--json"]) == 0
+    pairs = json.loads(capsys.readouterr().out)["overlapped_pairs"]
+    assert pairs > 0
+    assert f"{pairs} overlapped pairs are timed, and performed, one after the other" in said
+    assert main(["schedule", "zb-v", *sizes]) == 0
+    assert "overlapped" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("suffix", ["svg", "html", "csv"])
 def test_files_hold_the_picture_or_the_table(suffix: str, tmp_path: Path) -> None:
     """What is written as CSV is read again as the same schedule."""

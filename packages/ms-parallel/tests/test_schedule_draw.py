@@ -8,6 +8,7 @@ from attrs import evolve
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules import (
     Costs,
+    Schedule,
     draw_html,
     draw_svg,
     draw_text,
@@ -85,6 +86,32 @@ def test_a_measured_run_stands_beside_the_simulated_one():
     assert "measured: 1F1B" in picture
     with pytest.raises(ScheduleError, match=r"measured \[6, 5\] computations"):
         measured(line.schedule, [times[0], times[1][:-1]])
+
+
+def test_actions_that_compute_nothing_are_left_out_of_pictures_and_times():
+    """A table that names gathers and sums is simulated, drawn and measured as one without."""
+    text = "0UNSHARD,0F0,0F1,0B0,0B1,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD\n"
+    named, plain = (
+        simulate(Schedule.from_csv(table), Costs.uniform(1)) for table in (text, "0F0,0F1,0B0,0B1")
+    )
+    assert named.spans == plain.spans
+    assert draw_svg(named) == draw_svg(plain)
+    assert draw_text(named) == draw_text(plain)
+    times = [[(span.start, span.end) for span in row] for row in named.spans]
+    assert measured(named.schedule, times).spans == plain.spans
+    assert named.schedule.to_csv(communication=False) == text
+
+
+def test_a_pair_is_timed_one_after_the_other():
+    """A pair lasts as long as its two actions, nothing is gained by it, and the legend says so."""
+    costs = Costs.uniform(4)
+    paired = dualpipe_v(2, 8)
+    rows = [[part for action in row for part in action.flat] for row in paired.computations()]
+    apart = Schedule.from_computations(rows, paired.placement, paired.microbatches)
+    assert any(action.parts for row in paired.actions for action in row)
+    assert simulate(paired, costs).busy == simulate(apart, costs).busy
+    assert simulate(paired, costs).makespan >= simulate(apart, costs).makespan
+    assert "pair, one after the other" in draw_svg(simulate(paired, costs))
 
 
 def test_a_page_is_whole_and_names_are_escaped():

@@ -79,6 +79,17 @@ def test_the_search_weighs_layers_and_head_alike_on_all_placements() -> None:
         shortest_schedule(costs, 2, 8, 150, conditions={}, effort=0.1)
 
 
+def test_a_segment_of_several_layers_counts_each_of_them() -> None:
+    """A model that can be cut at every second layer: stages get whole segments, layers add up."""
+    times = [10, 10, 10, 10]
+    costs = SegmentCosts(
+        forward=times, backward_input=times, backward_weight=times, layers=[2, 2, 2, 1]
+    )
+    found = shortest_schedule(costs, 2, 4, None, conditions={}, effort=0.05)
+    assert sum(found.layers) == 7
+    assert found.staged.layers in ((4, 3), (2, 2, 2, 1))
+
+
 def test_a_stopped_run_goes_on_under_its_schedule_bit_for_bit(tmp_path: Path) -> None:
     """The file keeps the schedule, though costs would be measured otherwise now."""
     corpus = write_corpus(tmp_path / "corpus")

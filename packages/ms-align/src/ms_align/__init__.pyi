@@ -1,7 +1,7 @@
 """The public names; `__init__.py` imports each when it is first asked for."""
 
+from .engines.assembly import start_engine
 from .engines.local import LocalEngine
-from .engines.parallel import ParallelEngine
 from .errors import (
     AlignError,
     CheckpointError,
@@ -56,7 +56,6 @@ __all__ = [
     "NothingToLearnError",
     "Numeric",
     "PPOTrainer",
-    "ParallelEngine",
     "PythonParses",
     "PythonTests",
     "RLOOTrainer",
@@ -76,4 +75,5 @@ __all__ = [
     "add_lora",
     "gae",
     "load_lora",
+    "start_engine",
 ]

@@ -6,16 +6,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from ms_align import __version__
 from ms_align.commands.command import COMMANDS, Command
 from ms_align.commands.launch import end_with_launcher
-from ms_align.commands.template import help_of, template_of
 from ms_align.entry import DONE, CommandParser, perform
-from ms_align.errors import ConfigError
-from ms_align.files.durable import write_file
 from ms_align.settings.run_file import read_settings
+from ms_align.settings.template import help_text, write_template
 
 __all__ = ["main"]
 
@@ -46,7 +43,7 @@ def _parser(*, explains: bool) -> argparse.ArgumentParser:
             command.name,
             help=command.help,
             description=f"{command.help[0].upper()}{command.help[1:]}.",
-            epilog=help_of(command) if explains else None,
+            epilog=_epilog(command) if explains else None,
         )
         one.add_argument("run_file", metavar="RUN.toml", help="settings of the run, in TOML")
         one.add_argument(
@@ -79,15 +76,13 @@ def _add_init(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     init.set_defaults(act=lambda options: _init(named[options.name], options.out))
 
 
+def _epilog(command: Command) -> str:
+    return f"{help_text(command.groups())}\n\nexample: {command.example}"
+
+
 def _init(command: Command, out: str | None) -> int:
-    text = template_of(command)
-    if out is None:
-        sys.stdout.write(text)
-        return DONE
-    if os.path.lexists(out):
-        raise ConfigError(f"{out} is there already; choose another name")
-    write_file(Path(out), text.encode())
-    print(f"{out}: fill in the paths, then: ms-align {command.name} {out}")
+    if write_template(command.template(), out):
+        print(f"{out}: fill in the paths, then: ms-align {command.name} {out}")
     return DONE
 
 

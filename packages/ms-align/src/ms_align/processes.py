@@ -8,7 +8,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-__all__ = ["StopRequest", "any_of", "barrier", "count", "rank"]
+__all__ = ["StopRequest", "any_of", "barrier", "count", "exchange_device", "rank"]
 
 
 def rank() -> int:
@@ -31,11 +31,17 @@ def any_of(flag: bool) -> bool:
     """Whether the flag of any process is set; all must call it at the same place."""
     if count() == 1:
         return flag
-    # gloo reduces on the CPU; other backends want their own device.
-    device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
-    told = torch.tensor([int(flag)], device=device)
+    told = torch.tensor([int(flag)], device=exchange_device())
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
     return bool(told.item())
+
+
+def exchange_device() -> torch.device:
+    """Where a tensor must lie that all processes exchange: the CPU, if their group takes it."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    return accelerator
 
 
 class StopRequest:

@@ -3,18 +3,15 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ms_compress import __version__
 from ms_compress.commands import COMMANDS, Command
-from ms_compress.commands.keys import help_of_keys, template
 from ms_compress.entry import CommandParser, perform
-from ms_compress.errors import ConfigError
-from ms_compress.files.durable import write_synced, writing
 from ms_compress.settings.run_file import build, read_settings, refuse_renamed
+from ms_compress.settings.template import help_text, write_template
 
 __all__ = ["main"]
 
@@ -44,14 +41,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _init(options: argparse.Namespace) -> int:
     command = next(each for each in COMMANDS if each.name == options.name)
-    text = template(command)
-    if options.out is None:
-        sys.stdout.write(text)
-        return 0
-    if options.out.exists():
-        raise ConfigError(f"{options.out} exists; remove it, or choose another --out")
-    with writing(options.out):
-        write_synced(options.out, text.encode())
+    write_template(command.template(), options.out)
     return 0
 
 
@@ -72,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         example="ms-compress init qat --out RUN.toml",
     )
     one.add_argument("name", choices=[each.name for each in COMMANDS], metavar="COMMAND")
-    one.add_argument("--out", type=Path, metavar="RUN.toml", help="instead of standard output")
+    one.add_argument("--out", metavar="RUN.toml", help="instead of standard output")
     one.set_defaults(act=_init)
     return parser
 
@@ -82,7 +72,7 @@ def _add_command(commands: Any, command: Command) -> None:
         command.name,
         help=command.help,
         description=f"{command.help[0].upper()}{command.help[1:]}.",
-        epilog=f"{help_of_keys(command.options)}\n\nexample: {command.example}",
+        epilog=f"{help_text(command.groups())}\n\nexample: {command.example}",
     )
     one.add_argument("run_file", metavar="RUN.toml", help="settings of the run, in TOML")
     one.add_argument(

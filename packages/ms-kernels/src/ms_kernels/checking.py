@@ -1,4 +1,4 @@
-"""Proof that a backend agrees with the contract: results and gradients against float64."""
+"""Checks backends against the contract: results and gradients beside the reference in float64."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

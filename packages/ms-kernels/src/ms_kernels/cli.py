@@ -1,4 +1,4 @@
-"""The command `ms-kernels`: which operators and backends there are, why one is taken, proofs."""
+"""The command `ms-kernels`: its subcommands and their arguments."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -44,60 +44,89 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(
         required=True, metavar="list | explain | check | bench | build", title="commands"
     )
-    listing = commands.add_parser(
-        "list",
-        help="show every operator and what implements it",
-        example="ms-kernels list --json",
-    )
-    listing.set_defaults(run="list_operators")
-    why = commands.add_parser(
-        "explain",
-        help="show which backend a call gets, why, and the least work it must do",
-        example="ms-kernels explain attention Sq=1 Sk=4096 window=1024 documents",
-    )
-    why.add_argument("operator", help="its name; `ms-kernels list` names all")
-    why.add_argument(
+    for name, run, add, text, example in _COMMANDS:
+        command = commands.add_parser(name, help=text, example=example)
+        command.set_defaults(run=run)
+        add(command)
+        command.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
+def _add_explain(command: argparse.ArgumentParser) -> None:
+    command.add_argument("operator", help="its name; `ms-kernels list` names all")
+    command.add_argument(
         "details",
         nargs="*",
         metavar="NAME[=VALUE]",
         help="a size or an option that differs from the usual, or an optional argument",
     )
-    why.set_defaults(run="explain")
-    proof = commands.add_parser(
-        "check",
-        help="compare backends with the truth in float64, forward and backward",
-        example="ms-kernels check --operator attention --dtype bfloat16",
-    )
-    proof.add_argument("--operator", action="append", help="only this one; may be repeated")
-    proof.set_defaults(run="check")
-    timing = commands.add_parser(
-        "bench",
-        help="time every backend on this machine, or make its tuning table",
-        example="ms-kernels bench --tune --device cuda --out sm_90.json",
-    )
-    timing.add_argument("--operator", action="append", help="only this one; may be repeated")
-    timing.add_argument("--tune", action="store_true", help="make a tuning table of this chip")
-    timing.add_argument("--out", type=Path, help="where to write the table; CHIP.json if left out")
-    timing.set_defaults(run="bench")
-    making = commands.add_parser(
-        "build",
-        help="make the operator library of a chip that need not be here",
-        example="ms-kernels build --target sm_90 --out lib/    makes lib/sm_90/",
-    )
-    making.add_argument("--target", required=True, help=f"one of: {', '.join(TARGETS)}")
-    making.add_argument("--out", type=Path, required=True, help="where the target's folder goes")
-    making.add_argument(
+    command.add_argument("--chip", help="whose tuning table counts, such as sm_90; this machine's")
+    _add_device(command)
+
+
+def _add_check(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--operator", action="append", help="only this one; may be repeated")
+    _add_device(command)
+
+
+def _add_bench(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--tune", action="store_true", help="make a tuning table of this chip")
+    command.add_argument("--out", type=Path, help="where to write the table; CHIP.json if left out")
+    _add_check(command)
+
+
+def _add_device(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--backend", action="append", help="only this one; may be repeated")
+    command.add_argument("--device", default="cpu", help="such as cpu, cuda or npu")
+    command.add_argument("--dtype", default="float32", help="such as bfloat16")
+
+
+def _add_build(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--target", required=True, help=f"one of: {', '.join(TARGETS)}")
+    command.add_argument("--out", type=Path, required=True, help="where the target's folder goes")
+    command.add_argument(
         "--only", action="append", default=[], help="kernels or operators whose names begin so"
     )
-    making.add_argument(
+    command.add_argument(
         "--jobs", type=int, default=cores(), help="processes to compile in; one a core if left out"
     )
-    making.set_defaults(run="build")
-    why.add_argument("--chip", help="whose tuning table counts, such as sm_90; this machine's")
-    for command in (why, proof, timing):
-        command.add_argument("--backend", action="append", help="only this one; may be repeated")
-        command.add_argument("--device", default="cpu", help="such as cpu, cuda or npu")
-        command.add_argument("--dtype", default="float32", help="such as bfloat16")
-    for command in (listing, why, proof, timing, making):
-        command.add_argument("--json", action="store_true", help="print one JSON document")
-    return parser
+
+
+_COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None], str, str], ...] = (
+    (
+        "list",
+        "list_operators",
+        lambda command: None,
+        "show every operator and what implements it",
+        "ms-kernels list --json",
+    ),
+    (
+        "explain",
+        "explain",
+        _add_explain,
+        "show which backend a call gets, why, and the least work it must do",
+        "ms-kernels explain attention Sq=1 Sk=4096 window=1024 documents",
+    ),
+    (
+        "check",
+        "check",
+        _add_check,
+        "compare backends with the truth in float64, forward and backward",
+        "ms-kernels check --operator attention --dtype bfloat16",
+    ),
+    (
+        "bench",
+        "bench",
+        _add_bench,
+        "time every backend on this machine, or make its tuning table",
+        "ms-kernels bench --tune --device cuda --out sm_90.json",
+    ),
+    (
+        "build",
+        "build",
+        _add_build,
+        "make the operator library of a chip that need not be here",
+        "ms-kernels build --target sm_90 --out lib/    makes lib/sm_90/",
+    ),
+)
+"""Each command's name, the function that runs it, its arguments, help and example."""

@@ -3,7 +3,7 @@
 __all__ = ["ArgumentError", "BackendError", "KernelError", "TableError", "shown"]
 
 SHOWN_CHARACTERS = 80
-"""Of a value that a message tells."""
+"""Most characters of a value that a message shows."""
 
 
 def shown(value: object) -> str:

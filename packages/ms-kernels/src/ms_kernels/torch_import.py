@@ -1,4 +1,4 @@
-"""How torch is imported: not before it is needed, and in silence where numpy is missing."""
+"""Imports torch in silence where numpy is missing, and not before it is needed."""
 
 import warnings
 from collections.abc import Iterator

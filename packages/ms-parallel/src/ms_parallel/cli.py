@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from pkgutil import iter_modules
 
-from ms_parallel import __version__, commands
+from ms_parallel import commands
 from ms_parallel.entry import CommandParser, perform
+from ms_parallel.version import __version__
 
 __all__ = ["main"]
 
@@ -45,7 +46,8 @@ def _parser(words: Sequence[str]) -> CommandParser:
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
         if subparser.get_default("has_run_file") and {"-h", "--help"} & set(words):
-            from ms_parallel.run_template import keys_text
+            from ms_parallel.run_template import key_groups
+            from ms_parallel.settings.template import help_text
 
-            subparser.epilog = f"{keys_text()}\n\n{subparser.epilog}"
+            subparser.epilog = f"{help_text(key_groups())}\n\n{subparser.epilog}"
     return parser

@@ -138,7 +138,8 @@ static const std::unordered_set<std::string>& indexing() {
 static bool takes_numbers(const c10::OperatorHandle& op) {
   static const auto* names = new std::unordered_set<std::string>{
       "aten::masked_fill", "aten::masked_fill_", "aten::fill_", "aten::index_fill",
-      "aten::index_fill_", "aten::where", "aten::clamp", "aten::clamp_"};
+      "aten::index_fill_", "aten::where", "aten::clamp", "aten::clamp_", "aten::floor_divide",
+      "aten::floor_divide_"};
   const auto& name = op.schema().name();
   return op.hasTag(at::Tag::pointwise) || name.rfind("aten::_foreach", 0) == 0 ||
       names->count(name) || indexing().count(name);
@@ -161,7 +162,8 @@ class Check {
       return;
     }
     if (tensor.device().type() != KIND) {
-      const bool number = tensor.dim() == 0 && takes_numbers(op_);
+      const bool number = tensor.unsafeGetTensorImpl()->is_wrapped_number() ||
+          (tensor.dim() == 0 && takes_numbers(op_));
       if (!number && !is_index && !strange_) {
         strange_ = tensor.device();
       }

@@ -11,12 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from ms_align import trainers
-from ms_align.run_keys import Key, groups_of
+from ms_align.settings.keys import Key, KeyGroup, groups_of
+from ms_align.settings.template import template_text
 
-__all__ = ["COMMANDS", "Command"]
+__all__ = ["COMMANDS", "HIDDEN", "Command"]
+
+HIDDEN = {"on_event", "generator", "algorithm"}
+"""Fields that no file can hold."""
 
 Run = Callable[[Any, dict[str, Any], str], dict[str, Any]]
 """Takes the settings' class, settings, and the file's name for messages; returns what `--json`
@@ -47,6 +51,26 @@ class Command:
     def example(self) -> str:
         """A line that can be typed."""
         return f"ms-align {self.name} RUN.toml --set {self.sets}"
+
+    def groups(self) -> list[KeyGroup]:
+        """The keys of its run files: those that must be given first, then by class."""
+        groups = [
+            evolve(group, keys=tuple(self._called(key) for key in group.keys))
+            for group in groups_of(self.settings, HIDDEN)
+        ]
+        keys = [*(key for group in groups for key in group.keys), *self.more]
+        needed = tuple(key for key in keys if key.required)
+        others = KeyGroup(title="Data", keys=tuple(key for key in self.more if not key.required))
+        rest = [evolve(g, keys=tuple(k for k in g.keys if not k.required)) for g in groups]
+        return [KeyGroup(title="Needed", keys=needed), *(g for g in (others, *rest) if g.keys)]
+
+    def _called(self, key: Key) -> Key:
+        return evolve(key, name=self.called.get(key.name, key.name))
+
+    def template(self) -> str:
+        """A run file with every key: what must be given with a path to fill in."""
+        title = f"ms-align {self.name} RUN.toml: {self.help}."
+        return template_text(title, self.groups(), self.begins_with)
 
     def perform(self, settings: dict[str, Any], where: str) -> dict[str, Any]:
         """Run it with the settings of a run file."""

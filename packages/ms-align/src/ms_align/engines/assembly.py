@@ -5,24 +5,22 @@ The one place that decides which engine runs a model; trainers, commands and use
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from attrs import fields
 from torch import nn
 
 from ms_align.engines.local import LocalEngine
 from ms_align.engines.optimizer import OptimizerOptions
-from ms_align.engines.parallel import ParallelEngine
+from ms_align.engines.parallel import start_parallel
 from ms_align.engines.protocol import Engine
 from ms_align.errors import ConfigError
 from ms_align.lora.adapters import LoraOptions, add_lora
 from ms_align.models.folder import load_model
-from ms_align.settings import nearest
 
 if TYPE_CHECKING:
     from ms_parallel import Layout
 
-__all__ = ["layout_of", "start_engine"]
+__all__ = ["start_engine"]
 
 
 def start_engine(
@@ -42,7 +40,8 @@ def start_engine(
         layout: how processes split a folder's model, by ms-parallel; None for this process alone.
         lora: freeze the model and train adapters beside it.
         optimizer: AdamW's settings.
-        heads: width of each extra linear head on the final hidden states, by name.
+        heads: width of each extra linear head on the final hidden states, by name; they begin at
+            zero.
         microbatch_size: rows that pass at once; None for all.
         seed: of the adapters' first values.
 
@@ -50,62 +49,35 @@ def start_engine(
         ConfigError: it is no model, or a setting does not fit what is given.
         ModelError: the folder's model cannot be read.
     """
-    if isinstance(model, str | Path):
-        if layout is None:
-            base_name, module = str(model), load_model(model)
-        else:
-            engine = ParallelEngine.start(
-                model,
-                layout_of(layout),
-                optimizer=optimizer,
-                heads=heads,
-                microbatch_size=microbatch_size,
-            )
-            if lora is not None:
-                engine.adapt(lora, seed=seed, base_name=str(model))
-            return engine
-    elif isinstance(model, nn.Module):
-        base_name, module = "", model
-        if layout is not None:
-            _refuse("layout", model)
-    elif isinstance(model, Engine):
-        for name, given in (("layout", layout), ("lora", lora)):
-            if given is not None:
-                _refuse(name, model)
-        return model
-    else:
+    folder = model if isinstance(model, str | Path) else None
+    if layout is not None:
+        if folder is None:
+            raise _unfit("layout", model, "its folder")
+        return start_parallel(
+            folder,
+            layout,
+            lora=lora,
+            optimizer=optimizer or OptimizerOptions(),
+            heads=heads or {},
+            microbatch_size=microbatch_size,
+            seed=seed,
+        )
+    given = load_model(folder) if folder is not None else model
+    if isinstance(given, nn.Module):
+        if lora is not None:
+            given = add_lora(given, lora, seed=seed, base_name=str(folder or ""))
+        return LocalEngine(given, optimizer, heads=heads, microbatch_size=microbatch_size)
+    if not isinstance(given, Engine):
         raise ConfigError(
-            f"a model is {type(model).__name__}; give a torch.nn.Module, an Engine or a folder"
+            f"a model is {type(given).__name__}; give a torch.nn.Module, an Engine or a folder"
         )
     if lora is not None:
-        module = add_lora(module, lora, seed=seed, base_name=base_name)
-    return LocalEngine(module, optimizer, heads=heads, microbatch_size=microbatch_size)
+        raise _unfit("lora", model, "a module or a folder")
+    return given
 
 
-def layout_of(given: "Layout | Mapping[str, int]") -> "Layout":
-    """ms-parallel's layout of a table of ranks by axis.
-
-    Raises:
-        ConfigError: ms-parallel is not installed, or has no such axis.
-    """
-    try:
-        from ms_parallel import Layout
-    except ImportError as error:
-        raise ConfigError(
-            "a layout needs ms-parallel; install it with `pip install ms-align[parallel]`"
-        ) from error
-    if not isinstance(given, Mapping):
-        return given
-    axes = [each.name for each in fields(Layout)]
-    for name in given:
-        if name not in axes:
-            raise ConfigError(f"layout has no axis {name!r}; {nearest(name, axes)}")
-    return Layout(**given)
-
-
-def _refuse(name: str, model: object) -> NoReturn:
-    wanted = "its folder" if name == "layout" else "a module or a folder"
-    raise ConfigError(
+def _unfit(name: str, model: object, wanted: str) -> ConfigError:
+    return ConfigError(
         f"{name} is given and the model is a {type(model).__name__} in memory; give {wanted}, or "
         f"leave out {name}"
     )

@@ -29,7 +29,7 @@ class Columns:
         self.end = 0
         """The column that the next token goes to."""
         self.starts = torch.zeros(0, dtype=torch.int64)
-        """(B,) the first column of each row."""
+        """(B,) the first column of each row; on the CPU, which plans where what goes."""
         self.low = 0
         """The first column of any row."""
         self.held: list[Tensor] = []
@@ -50,8 +50,8 @@ class Columns:
         if bool((self.starts == self.low).all()):
             return None
         if self._mask is None or self._mask.shape != (self.rows, self.end + 1 - self.low):
-            columns = torch.arange(self.low, self.end + 1, device=self.starts.device)
-            self._mask = columns >= self.starts[:, None]
+            columns = torch.arange(self.low, self.end + 1)
+            self._mask = (columns >= self.starts[:, None]).to(self.held[0].device)
         return self._mask
 
     def advance(self) -> None:
@@ -77,10 +77,11 @@ class Columns:
             gone: (B,) bool.
 
         Returns:
-            (n,) int64, which row of before is at each place now.
+            (n,) int64 on the CPU, which row of before is at each place now.
         """
+        gone = gone.cpu()
         kept = (~gone).nonzero()[:, 0]
-        index = torch.arange(len(kept), device=gone.device)
+        index = torch.arange(len(kept))
         index[gone[: len(kept)]] = kept[kept >= len(kept)]
         for to, place in enumerate(index.tolist()):
             if to != place:
@@ -98,7 +99,7 @@ class Columns:
         Args:
             layers: of each layer (n, P, 2, Hk, D), each row from its first column on.
             lengths: (n,) int64 on the CPU, how many columns of each row count.
-            copies: (m,) int64, which of the n rows each new row begins with.
+            copies: (m,) int64 on the CPU, which of the n rows each new row begins with.
         """
         longest, new = int(lengths.max()), lengths[copies]
         rows = self.rows
@@ -117,7 +118,7 @@ class Columns:
             pairs = zip(copies.tolist(), new.tolist(), strict=True)
             for row, (source, length) in enumerate(pairs, rows):
                 held[:, row, :, self.end - length : self.end] = read[:, source, :, :length]
-        self.starts = torch.cat((self.starts, self.end - new.to(self.starts.device)))
+        self.starts = torch.cat((self.starts, self.end - new))
         self.low, self._mask = int(self.starts.min()), None
 
     def _move(self, capacity: int, room: int, *, to: int) -> None:

@@ -8,7 +8,7 @@ longest, B rows being written, V vocabulary.
 from collections.abc import Sequence
 
 import torch
-from attrs import define, field
+from attrs import define
 from torch import Tensor, nn
 
 from ms_align.errors import DataError, ModelError
@@ -83,7 +83,7 @@ class LocalGenerator:
         written = _Written.empty(len(prompts) * count, sampling, seed, device)
         waiting = list(range(len(prompts) * count))[::-1]
         longest = max(len(prompt) for prompt in prompts) + sampling.max_new_tokens
-        live = _Live(columns=Columns(longest + 1, room=min(self.slots, len(waiting))))
+        live = _Live.empty(Columns(longest + 1, room=min(self.slots, len(waiting))), device)
         reader = self._reader()
         while waiting or len(live.rows):
             if waiting and len(live.rows) < self.slots:
@@ -145,12 +145,17 @@ class _Live:
     """The rows that are being written."""
 
     columns: Columns
-    rows: Tensor = field(factory=lambda: torch.zeros(0, dtype=torch.int64))
+    rows: Tensor
     """(B,) which response each is."""
-    tokens: Tensor = field(factory=lambda: torch.zeros(0, dtype=torch.int64))
+    tokens: Tensor
     """(B,) the newest of each."""
-    positions: Tensor = field(factory=lambda: torch.zeros(0, dtype=torch.int64))
+    positions: Tensor
     """(B,) of the newest token."""
+
+    @classmethod
+    def empty(cls, columns: Columns, device: torch.device) -> "_Live":
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        return cls(columns=columns, rows=none, tokens=none, positions=none)
 
     def drop(self, gone: Tensor) -> None:
         index = self.columns.drop(gone)

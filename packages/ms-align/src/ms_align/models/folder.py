@@ -1,10 +1,12 @@
 """Models from disk and to disk, by whichever library knows them."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from safetensors.torch import save_file
 from torch import nn
 
@@ -13,11 +15,22 @@ from ms_align.errors import ConfigError, ModelError
 from ms_align.files.durable import writing
 from ms_align.files.untrusted import decoding
 
-__all__ = ["load_model", "save_model"]
+__all__ = ["best_device", "load_model", "save_model"]
+
+
+def best_device() -> torch.device:
+    """This process's accelerator; the CPU where the machine has none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+    return torch.device(found.type, index)
 
 
 def load_model(folder: str | Path) -> nn.Module:
     """The model of a Hugging Face folder, through ms-parallel where it knows the architecture.
+
+    It lies on this process's accelerator, where there is one.
 
     Raises:
         ModelError: there is no model, or it cannot be read.
@@ -32,12 +45,12 @@ def load_model(folder: str | Path) -> nn.Module:
         import ms_parallel
 
         try:
-            return ms_parallel.load_model(path)
+            return ms_parallel.load_model(path, device=best_device())
         except ms_parallel.ParallelError as error:
             if not others or _is_known(path):
                 raise ModelError(str(error)) from error
     if others:
-        return _from_transformers(path)
+        return _from_transformers(path).to(best_device())
     raise ConfigError(
         f"reading the model in {folder} needs ms-parallel or transformers; install "
         "ms-align[parallel] or ms-align[hf]"

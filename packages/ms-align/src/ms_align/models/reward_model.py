@@ -54,7 +54,8 @@ class RewardModel(nn.Module):
             )
         self.body = body
         if head is None:
-            head = nn.Linear(face.hidden_size, 1, bias=False)
+            device = next(body.parameters()).device
+            head = nn.Linear(face.hidden_size, 1, bias=False, device=device)
             nn.init.zeros_(head.weight)
         self.head = head
         self._face = face
@@ -152,7 +153,7 @@ class RewardModel(nn.Module):
         if {name: tuple(tensor.shape) for name, tensor in weights.items()} != shapes:
             raise ModelError(f"{path / HEAD_FILE} does not fit the model beside it; train it anew")
         head.load_state_dict(weights)
-        return cls(body, head).eval()
+        return cls(body, head.to(next(body.parameters()).device)).eval()
 
 
 def _filler(config: dict[str, Any], tokenizer: TokenizerFiles | None) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from ms_align.errors import ConfigError, ModelError
+from ms_align.models.folder import best_device
 from ms_align.models.reward_model import RewardModel, is_reward_model
 
 __all__ = ["named_rewards"]
@@ -71,4 +72,4 @@ def _from_folder(folder: Path) -> nn.Module:
         raise ModelError(
             f"{folder} holds no reward model: it {what}; train one with `ms-align reward`"
         )
-    return cast(nn.Module, model)
+    return cast(nn.Module, model).to(best_device())

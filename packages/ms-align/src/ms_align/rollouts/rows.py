@@ -139,7 +139,10 @@ def score_together(
             failure = error
     if processes.any_of(failure is not None):
         raise failure or RuntimeError("a reward failed on the first process; see its message")
+    # The group may take no tensor of the CPU.
+    numbers = numbers.to(processes.exchange_device())
     dist.broadcast(numbers, src=0)
+    numbers = numbers.cpu()
     return Scores(
         total=numbers[0],
         parts=dict(zip(rewards, numbers[1:], strict=True)),

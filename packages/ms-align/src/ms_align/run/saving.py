@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ms_align import processes
-from ms_align.engines.parallel_adapters import ParallelAdapters
+from ms_align.engines.parallel import StageAdapters
 from ms_align.engines.protocol import Engine
 from ms_align.errors import NonFiniteError
 from ms_align.files.durable import whole_folder
@@ -83,7 +83,7 @@ def _writes_model(engine: Engine, merge: bool) -> bool:
     """Adapters over processes are not merged: their model's weights lie in parts."""
     if engine.adapters is None:
         return True
-    return merge and not isinstance(engine.adapters, ParallelAdapters)
+    return merge and not isinstance(engine.adapters, StageAdapters)
 
 
 @contextmanager

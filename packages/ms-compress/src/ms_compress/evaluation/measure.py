@@ -91,7 +91,7 @@ def _folders(evaluation: Evaluation) -> list[tuple[str, Footprint]]:
     for name, folders in evaluation.models.items():
         many = [folders] if isinstance(folders, str | Path) else folders
         named += [(name, footprint(folder)) for folder in many]
-    if named[0][1].target != "float":
+    if not named[0][1].is_plain:
         raise ConfigError(
             f"baseline: {evaluation.baseline} is a {named[0][1].target} model; give a plain one"
         )

@@ -48,4 +48,4 @@ class Evaluation:
     rounds: int = field(default=5, validator=whole())
     """Times that each speed is measured, in turn with the others."""
     threads: int = field(default=1, validator=whole(most=1024))
-    """Of each runtime."""
+    """Threads of each runtime."""

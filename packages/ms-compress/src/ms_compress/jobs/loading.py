@@ -19,6 +19,8 @@ __all__ = ["check_finite", "load", "save"]
 def load(folder: str | Path) -> nn.Module:
     """Load a Hugging Face folder's model, by ms-parallel if it is installed, else by transformers.
 
+    It lies on the machine's accelerator, where there is one.
+
     Raises:
         ConfigError: the folder is none, or neither package is installed.
         ExportError: a value is NaN or infinite.
@@ -31,9 +33,14 @@ def load(folder: str | Path) -> nn.Module:
         import ms_parallel
     except ImportError:
         return _load_with_transformers(path)
-    model: nn.Module = ms_parallel.load_model(path)
+    model: nn.Module = ms_parallel.load_model(path, device=_best_device())
     check_finite(model)
     return model
+
+
+def _best_device() -> torch.device:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else found
 
 
 def _load_with_transformers(path: Path) -> nn.Module:
@@ -47,7 +54,7 @@ def _load_with_transformers(path: Path) -> nn.Module:
         path, local_files_only=True, dtype=torch.float32
     )
     check_finite(model)
-    return model
+    return model.to(_best_device())
 
 
 def save(model: nn.Module, folder: Path, *, beside: Path, last: Callable[[Path], object]) -> None:

@@ -1,6 +1,6 @@
 """Calibration: statistics of each linear layer's inputs, one decoder layer at a time.
 
-Held at once are the hidden states of the calibration tokens, at one place of the model, and the
+In memory are the hidden states of the calibration tokens at one place of the model, and the
 statistics of one decoder layer. A decoder layer sees what those before it make once they have been
 changed, as in GPTQ (Frantar et al. 2022, arXiv:2210.17323) and Wanda. Its own linear layers are
 watched in one pass before any of them is visited: inputs that they make for one another are those
@@ -22,11 +22,11 @@ from ms_compress.models.selection import blocks_of
 __all__ = ["Statistic", "check_calibration", "walk"]
 
 Statistic = Callable[[Tensor | None, Tensor], Tensor]
-"""Adds inputs (T, K) float32 to what was held of a layer, None at first."""
+"""Adds inputs (T, K) float32 to what was gathered of a layer so far, None at first."""
 
 
-class _Reached(Exception):  # noqa: N818 - no error: it ends a forward that has served
-    """The last decoder layer has been called."""
+class _Reached(Exception):  # noqa: N818 - it is no error
+    """Ends a forward that has called the last decoder layer."""
 
 
 @frozen(kw_only=True, eq=False)

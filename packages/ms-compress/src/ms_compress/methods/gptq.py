@@ -29,7 +29,7 @@ __all__ = ["gptq", "gptq_weight"]
 BLOCK = 128
 """Columns whose errors are gathered before the rest is updated."""
 CELL = 0.45
-"""Of a scale, how far a weight may lie from the middle of its code and be sure to keep it."""
+"""How far a weight may lie from the middle of its code and be sure to keep it, in scales."""
 
 
 def gptq(

@@ -33,7 +33,7 @@ def output_squares(
     """Σ g gᵀ over tokens, (N, N) float32 of each layer, g the gradient of the loss by its output.
 
     Targets are drawn from the model's own predictions, from a fixed seed: the sum is then the
-    output's Fisher information, and no text is wanted but what tokens are met.
+    output's Fisher information, and the batches need no targets.
 
     Args:
         model: a whole decoder of ms-parallel or transformers, in evaluation mode.

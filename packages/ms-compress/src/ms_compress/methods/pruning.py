@@ -124,7 +124,7 @@ def masks(model: nn.Module) -> dict[str, Tensor]:
 def set_masks(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
     """Give layers whole masks by name, such as those of the model before it was split.
 
-    Of a pipeline stage or a split model each process takes its part; before fully_shard.
+    Each process of a pipeline or of a split model takes its part; call it before fully_shard.
 
     Raises:
         LayerError: a name or shape is not this model's.

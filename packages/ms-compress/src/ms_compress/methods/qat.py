@@ -97,8 +97,8 @@ def qat(
 def fit_scales(model: nn.Module) -> None:
     """Set learned scales to those at which rounding the weights as they are errs least.
 
-    As rounding to nearest without training, or where learning begins; masks are kept. Only what
-    `qat(..., learned_scales=True)` prepared has scales to set.
+    It serves rounding to nearest without training, and as the start of learning; masks are kept.
+    Only what `qat(..., learned_scales=True)` prepared has scales to set.
 
     Raises:
         LayerError: no layer has learned scales.
@@ -187,9 +187,9 @@ def _check_embeddings(
 
 
 def _round_head_input(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
-    """Round what the final norm gives, where the head is a product with a weight, not a layer.
+    """Round the final norm's output, where the head is a product with a weight and no layer.
 
-    What holds that weight rounds no input of its own, as it may not be called.
+    No layer is called there that could round its own input.
     """
     head = chosen.get("lm_head", chosen.get("model.embed_tokens"))
     norm: nn.Module = model.model.norm  # type: ignore[assignment]

@@ -23,7 +23,7 @@ __all__ = ["Shard", "WholeTensor", "held_tensors", "merge", "rank"]
 
 @frozen(kw_only=True)
 class Shard:
-    """A box of a whole tensor that one process holds."""
+    """The part of a tensor that one process holds."""
 
     rank: int
     offsets: tuple[int, ...]

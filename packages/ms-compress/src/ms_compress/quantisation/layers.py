@@ -48,8 +48,8 @@ class Prepared(nn.Module):
     """The mask, on whatever device it was last used. No buffer: it outlives `to_empty`, and what
     is stored are the zeros themselves."""
     computed_in: torch.dtype | None
-    """What the last forward had the weight in. Under mixed precision that is not what is kept, and
-    codes are those of the rounded weight: export rounds likewise."""
+    """Dtype of the weight in the last forward. Under mixed precision it is narrower than the stored
+    one, and codes are those of the narrower weight: export rounds likewise."""
 
     @property
     def rule(self) -> Rule:

@@ -59,7 +59,7 @@ class Scheme:
     signed_peak: bool
     """The peak is the value of largest magnitude with its sign, else without."""
     first_peak: bool = False
-    """Of two values that are equally far from zero the first is the peak, else the lower one."""
+    """The peak of two values that are equally far from zero is the first, else the lower one."""
     rounding: Rounding
     by_inverse: bool
     """Codes are products with 1 / scale, not quotients by the scale."""

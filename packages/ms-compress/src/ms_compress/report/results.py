@@ -21,7 +21,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     perplexity: float
     """exp of the mean loss of a held-out token, as the runtime computes it."""
     size_bytes: int
-    """Of the files that hold weights."""
+    """Bytes of the files that hold weights."""
     bits_a_weight: float
     """All those bytes, in bits, over the number of the model's weights."""
     prefill_tokens_per_s: float

@@ -6,7 +6,7 @@ from attrs import asdict, frozen
 
 from ms_compress.errors import ExportError
 from ms_compress.files.untrusted import decoding
-from ms_compress.targets.target import Contents, all_formats
+from ms_compress.targets.target import Contents, Target, all_formats
 
 __all__ = ["Footprint", "footprint"]
 
@@ -18,6 +18,8 @@ class Footprint(Contents):
     folder: Path
     target: str
     """`float`, `ct`, `ort` or `gguf`, as `open_runtime` takes it."""
+    is_plain: bool
+    """The model is not exported for a target, but as it was trained."""
     size_bytes: int
     """Bytes of the files that hold weights."""
 
@@ -46,4 +48,10 @@ def footprint(folder: str | Path) -> Footprint:
     contents = found.contents(folder)
     if not contents.weights:
         raise ExportError(f"{folder}: its files hold no weights; export it again")
-    return Footprint(**asdict(contents), folder=folder, target=found.name, size_bytes=size)
+    return Footprint(
+        **asdict(contents),
+        folder=folder,
+        target=found.name,
+        is_plain=not isinstance(found, Target),
+        size_bytes=size,
+    )

@@ -1,9 +1,9 @@
 """Rows of text to calibrate, train and evaluate on: plain text, or conversations.
 
 A dataset is a folder of ms-data's shards, of text or of conversations, a JSON list of lists of
-tokens, or an instruction set in JSON Lines, which the model folder's chat template renders. Of
-conversations each row holds one, from its first token on, and the loss is that of the answers
-alone; so every runtime reads them alike, as none has to know where in a row another one begins.
+tokens, or an instruction set in JSON Lines, which the model folder's chat template renders. A row
+holds one conversation from its first token on, and its loss is that of the answers alone; so every
+runtime reads it alike, as none has to know where in a row another conversation begins.
 """
 
 from collections.abc import Iterator, Mapping

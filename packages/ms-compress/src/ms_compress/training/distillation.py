@@ -42,8 +42,9 @@ def distillation_loss(
         targets: (...) int64; positions of -100 do not count, whatever their logits are.
 
     Returns:
-        A float32 scalar; 0 where no position counts. Of logits of -inf, an entry adds 0 where the
-        distribution that is averaged over has none of it, and infinity where the other alone has.
+        A float32 scalar; 0 where no position counts. An entry whose logit is -inf adds 0 if the
+        distribution that is averaged over gives it no probability, and infinity if only the other
+        one gives it none.
 
     Raises:
         ConfigError: an argument is out of range, or the vocabularies differ.

@@ -32,7 +32,7 @@ class Tuning:
     max_grad_norm: float = field(default=1.0, validator=number(least=1e-12))
     """Gradients are cut to this norm."""
     seed: int = field(default=0, validator=whole(least=0, most=2**63 - 1))
-    """Of the order of rows."""
+    """Seed of the order of rows."""
     divergence: Divergence = field(
         default="forward", validator=one_of("forward", "reverse", "skewed")
     )

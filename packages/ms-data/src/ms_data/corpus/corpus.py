@@ -4,7 +4,7 @@ import gzip
 import itertools
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
 from pathlib import Path
@@ -68,28 +68,24 @@ class Corpus:
 
     def identity(self, count: int) -> str:
         """Hexadecimal xxh3-128 of the names, sizes and times of the first `count` files."""
-        seen = xxhash.xxh3_128()
-        for path in self.files[:count]:
-            facts = path.stat()
-            # A name need not be UTF-8.
-            seen.update(os.fsencode(path) + f"\0{facts.st_size} {facts.st_mtime_ns}\0".encode())
-        return seen.hexdigest()
+        facts = [(path, path.stat()) for path in self.files[:count]]
+        # A name need not be UTF-8.
+        return _digest(
+            os.fsencode(path) + f"\0{one.st_size} {one.st_mtime_ns}\0".encode()
+            for path, one in facts
+        )
 
     @property
     def listing(self) -> str:
         """Hexadecimal xxh3-128 of the files' names below the root and their sizes."""
-        seen = xxhash.xxh3_128()
-        for path, size in zip(self.files, self.sizes_bytes, strict=True):
-            seen.update(os.fsencode(os.path.relpath(path, self.root)) + f"\0{size}\0".encode())
-        return seen.hexdigest()
+        names = (os.fsencode(os.path.relpath(path, self.root)) for path in self.files)
+        sized = zip(names, self.sizes_bytes, strict=True)
+        return _digest(name + f"\0{size}\0".encode() for name, size in sized)
 
     def content(self) -> str:
         """Hexadecimal xxh3-128 of every byte of every file; reads them all, on all cores."""
-        seen = xxhash.xxh3_128()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for checksum in pool.map(_checksum_of, self.files):
-                seen.update(checksum)
-        return seen.hexdigest()
+            return _digest(pool.map(_checksum_of, self.files))
 
     def changed_since(self, time_ns: int) -> Path | None:
         """Finds the first file that was written after `time_ns`, if there is one."""
@@ -185,3 +181,10 @@ def _checksum_of(path: Path) -> bytes:
     except OSError as error:
         raise CorpusError(f"{path}: cannot be read: {error.strerror or error}") from error
     return seen.digest()
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    seen = xxhash.xxh3_128()
+    for part in parts:
+        seen.update(part)
+    return seen.hexdigest()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_data.disk.format import LEARNT, Kind, header_words
+from ms_data.disk.format import LOSS_BIT, Kind, header_words
 from ms_data.disk.split import Split
 from ms_data.errors import DamageError, SettingError
 
@@ -79,6 +79,8 @@ class Samples(Sequence[Sample | PairSample]):
         kinds: tuple[Kind, ...] = (kind,) if kind else ("conversations", "preferences")
         self._split = Split(folder, split, kinds=kinds, cached_frames=CACHED_FRAMES)
         self.kind: Kind = self._split.kind
+        self.dataset_index = self._split.index
+        """What the tokens mean, and the dataset's fingerprint."""
         self._header = header_words(self.kind)
         ends = self._split.all_ends()
         self._starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
@@ -86,26 +88,6 @@ class Samples(Sequence[Sample | PairSample]):
         """Tokens of each sample, shape (count,); of a pair, both parts together."""
         if not len(self.sizes) or int(self.sizes.min()) < 1:
             raise DamageError(Path(folder, "index.json"), "index", "a sample has no tokens")
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Every token is below it."""
-        return self._split.index.vocabulary_size
-
-    @property
-    def end_of_text(self) -> int:
-        """The token that stands where a row is not filled."""
-        return self._split.index.end_of_text
-
-    @property
-    def tokenizer(self) -> tuple[str, int]:
-        """What the tokens mean: the tokenizer's checksum and its end of text."""
-        return self._split.index.tokenizer, self._split.index.end_of_text
-
-    @property
-    def fingerprint(self) -> str:
-        """Names the dataset by its content."""
-        return self._split.index.fingerprint
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -147,9 +129,9 @@ def _floats(*values: float) -> _Words:
 
 def _marked(sample: Sample) -> _Words:
     words = sample.tokens.astype(np.uint32)
-    words[sample.loss_mask] |= LEARNT
+    words[sample.loss_mask] |= LOSS_BIT
     return words
 
 
 def _read(words: _Words, weight: float) -> Sample:
-    return Sample((words & ~LEARNT).astype(np.int64), (words & LEARNT) != 0, weight)
+    return Sample((words & ~LOSS_BIT).astype(np.int64), (words & LOSS_BIT) != 0, weight)

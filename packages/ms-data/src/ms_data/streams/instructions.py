@@ -2,7 +2,7 @@
 
 import operator
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,25 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_data.disk.samples import Samples
-from ms_data.errors import SettingError, StateError
+from ms_data.errors import SettingError
 from ms_data.streams.batch import WeightedBatch, fill_rows
 from ms_data.streams.draws import Draws
 from ms_data.streams.mixture import Mixture, Phase
 from ms_data.streams.packed_source import Long, PackedSource, Weighting
 from ms_data.streams.packer import Row
 from ms_data.streams.packing_rules import PACKING_RULES
-from ms_data.streams.share import (
-    Share,
-    StreamPlace,
-    at_least_one,
-    check_state,
-    count,
-    reading_state,
-)
+from ms_data.streams.share import BatchStream, StreamPlace, count
 
 __all__ = ["InstructionBatch", "InstructionStream"]
 
-STATE_VERSION = 1
 _CHOICES: dict[str, Collection[str]] = {
     "long": get_args(Long),
     "packing": PACKING_RULES,
@@ -43,7 +35,7 @@ class InstructionBatch(WeightedBatch):
     """Shape (b,): the number of the source; the documents of a row are of one source."""
 
 
-class InstructionStream(Iterator[InstructionBatch]):
+class InstructionStream(BatchStream[InstructionBatch]):
     """Global batches of packed rows, of which each process receives its own.
 
     Samples are drawn from the sources as a `Mixture` says and packed source by source. Which
@@ -90,18 +82,20 @@ class InstructionStream(Iterator[InstructionBatch]):
         shuffle: bool = True,
         epochs: int | None = None,
     ) -> None:
-        at_least_one(sequence_length=sequence_length, epochs=epochs)
+        super().__init__(
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            seed=seed,
+            place=place,
+            split=split,
+            shuffle=shuffle,
+            epochs=epochs,
+        )
         _check(open_rows, {"long": long, "packing": packing, "weighting": weighting})
-        self._share = Share.at(place, batch_size)
-        self.sequence_length = operator.index(sequence_length)
-        self.batch_size = operator.index(batch_size)
         self._weighting: Weighting = weighting
-        self._settings: dict[str, Any] = {
+        self._settings = {
             "sources": {},
-            "split": split,
-            "sequence_length": self.sequence_length,
-            "seed": operator.index(seed),
-            "shuffle": bool(shuffle),
+            **self._settings,
             "long": long,
             "packing": packing,
             "open_rows": operator.index(open_rows),
@@ -114,7 +108,7 @@ class InstructionStream(Iterator[InstructionBatch]):
         self._sources = [self._open(number) for number in range(len(self.names))]
         self._check_tokenizers()
         self._settings["sources"] = {
-            name: source.samples.fingerprint
+            name: source.samples.dataset_index.fingerprint
             for name, source in zip(self.names, self._sources, strict=True)
         }
         sizes = [float(len(source.samples)) for source in self._sources]
@@ -134,9 +128,10 @@ class InstructionStream(Iterator[InstructionBatch]):
         return PackedSource(samples, draws, packer, length=length, long=settings["long"])
 
     def _check_tokenizers(self) -> None:
-        first = self._sources[0].samples.tokenizer
+        first = self._sources[0].samples.dataset_index
         for name, source in zip(self.names, self._sources, strict=True):
-            if source.samples.tokenizer != first:
+            other = source.samples.dataset_index
+            if (other.tokenizer, other.end_of_text) != (first.tokenizer, first.end_of_text):
                 raise SettingError(
                     f"sources {self.names[0]!r} and {name!r} were built with different tokenizers "
                     "or ends of text, so their tokens mean different things; build both with one"
@@ -150,7 +145,7 @@ class InstructionStream(Iterator[InstructionBatch]):
     @property
     def vocabulary_size(self) -> int:
         """Every token is below it."""
-        return max(source.samples.vocabulary_size for source in self._sources)
+        return max(source.samples.dataset_index.vocabulary_size for source in self._sources)
 
     @property
     def mixture(self) -> Mixture:
@@ -178,9 +173,6 @@ class InstructionStream(Iterator[InstructionBatch]):
     def change_weights(self, weights: Mapping[str, float] | Sequence[float]) -> int:
         """Changes the weights from now on; see `Mixture.change`."""
         return self._mixture.change(weights)
-
-    def __iter__(self) -> "InstructionStream":
-        return self
 
     def __next__(self) -> InstructionBatch:
         while len(self._ready) < self.batch_size and not self._flushed:
@@ -231,15 +223,12 @@ class InstructionStream(Iterator[InstructionBatch]):
             [[self._sources[at].read(one, self._weighting) for one in row] for at, row in own],
             count=self._share.rows,
             width=self.sequence_length,
-            end_of_text=self._sources[0].samples.end_of_text,
+            end_of_text=self._sources[0].samples.dataset_index.end_of_text,
         )
         return {**batch, "task": task}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands: JSON values, the same in every process."""
+    def _position(self) -> dict[str, Any]:
         return {
-            "version": STATE_VERSION,
-            "settings": self._settings,
             "mixture": self._mixture.state_dict(),
             "sources": [source.state() for source in self._sources],
             "ready": [[task, [list(one) for one in row]] for task, row in self._ready],
@@ -248,35 +237,18 @@ class InstructionStream(Iterator[InstructionBatch]):
             "flushed": self._flushed,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to where `state` was taken; batch size and number of processes may differ.
-
-        Raises:
-            StateError: the state is of other data or other settings; names what differs.
-        """
-        given = state.get("settings")
-        settings = given if isinstance(given, Mapping) else {}
-        check_state({**settings, "version": state.get("version")}, STATE_VERSION, self._settings)
-        before = self.state_dict()
-        try:
-            with reading_state():
-                self._restore(state)
-        except StateError:
-            self._restore(before)
-            raise
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        for source, one in zip(self._sources, state["sources"], strict=True):
+    def _go_to(self, position: Mapping[str, Any]) -> None:
+        for source, one in zip(self._sources, position["sources"], strict=True):
             source.restore(one)
         self._ready = deque(
             (count(task), tuple(self._sources[task].segment(one) for one in row))
-            for task, row in state["ready"]
+            for task, row in position["ready"]
         )
-        self._rows, self._tokens = count(state["rows"]), count(state["tokens"])
-        self._mixture.load_state_dict(state["mixture"])
+        self._rows, self._tokens = count(position["rows"]), count(position["tokens"])
+        self._mixture.load_state_dict(position["mixture"])
         # A run that ended goes on where this stream has more epochs.
         reached = self._last is not None and self._mixture.position >= self._last
-        self._flushed = bool(state["flushed"]) and reached
+        self._flushed = bool(position["flushed"]) and reached
 
 
 def _check(open_rows: int, choices: Mapping[str, str]) -> None:

@@ -1,7 +1,6 @@
 """Streams preference pairs for training: two rows a pair, chosen above rejected."""
 
-import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,10 @@ from ms_data.disk.samples import Samples
 from ms_data.errors import SettingError
 from ms_data.streams.batch import RowPart, WeightedBatch, fill_rows
 from ms_data.streams.draws import Draws
-from ms_data.streams.share import (
-    Share,
-    StreamPlace,
-    at_least_one,
-    check_state,
-    count,
-    reading_state,
-)
+from ms_data.streams.share import BatchStream, StreamPlace, count
 
 __all__ = ["PreferenceBatch", "PreferenceStream"]
 
-STATE_VERSION = 1
 WIDTH_STEP = 8
 """Rows are as wide as the longest of the global batch, rounded up to a multiple of this."""
 
@@ -35,7 +26,7 @@ class PreferenceBatch(WeightedBatch):
     """Shape (b,): by how much the chosen part is better, the same for both rows of a pair."""
 
 
-class PreferenceStream(Iterator[PreferenceBatch]):
+class PreferenceStream(BatchStream[PreferenceBatch]):
     """Global batches of pairs, of which each process receives its own.
 
     A pair one of whose parts has no target within `sequence_length` tokens is left out and
@@ -71,13 +62,18 @@ class PreferenceStream(Iterator[PreferenceBatch]):
     ) -> None:
         if sequence_length < 2:
             raise SettingError(f"sequence_length is {sequence_length}; it must be 2 or more")
-        at_least_one(epochs=epochs)
-        self._share = Share.at(place, batch_size)
+        super().__init__(
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            seed=seed,
+            place=place,
+            split=split,
+            shuffle=shuffle,
+            epochs=epochs,
+        )
         self.samples = Samples(folder, split, kind="preferences")
         self.folders = (Path(folder),)
         """Where the pairs lie, with the tokenizer that made them."""
-        self.sequence_length = operator.index(sequence_length)
-        self.batch_size = operator.index(batch_size)
         self._kept = [one for one in range(len(self.samples)) if self._fits(one)]
         self.left_out = len(self.samples) - len(self._kept)
         """Pairs of an epoch that are left out, as a part has no target in this length."""
@@ -86,16 +82,10 @@ class PreferenceStream(Iterator[PreferenceBatch]):
                 f"{folder}: no pair of split {split!r} has both answers within {sequence_length} "
                 "tokens; raise sequence_length"
             )
-        self._draws = Draws(len(self._kept), seed=operator.index(seed), shuffle=shuffle)
+        self._draws = Draws(len(self._kept), seed=self._settings["seed"], shuffle=shuffle)
         self._last = None if epochs is None else epochs * len(self._kept)
         self._drawn = 0
-        self._settings = {
-            "dataset": self.samples.fingerprint,
-            "split": split,
-            "sequence_length": self.sequence_length,
-            "seed": operator.index(seed),
-            "shuffle": bool(shuffle),
-        }
+        self._settings = {"dataset": self.samples.dataset_index.fingerprint, **self._settings}
 
     @property
     def pairs_per_epoch(self) -> int:
@@ -105,15 +95,12 @@ class PreferenceStream(Iterator[PreferenceBatch]):
     @property
     def vocabulary_size(self) -> int:
         """Every token is below it."""
-        return self.samples.vocabulary_size
+        return self.samples.dataset_index.vocabulary_size
 
     @property
     def consumed_pairs(self) -> int:
         """Pairs that all processes together have received."""
         return self._drawn
-
-    def __iter__(self) -> "PreferenceStream":
-        return self
 
     def __next__(self) -> PreferenceBatch:
         left = self.batch_size if self._last is None else self._last - self._drawn
@@ -125,25 +112,17 @@ class PreferenceStream(Iterator[PreferenceBatch]):
         width = min(self.sequence_length, -(-longest // WIDTH_STEP) * WIDTH_STEP)
         own, rows = self._share.of(pairs), 2 * self._share.rows
         parts = [[RowPart.of(part, 0, width, one.weight)] for one in own for part in one[:2]]
-        end = self.samples.end_of_text
+        end = self.samples.dataset_index.end_of_text
         margin = np.zeros(rows, np.float32)
         margin[: 2 * len(own)] = np.repeat([pair.margin for pair in own], 2)
         self._drawn += len(pairs)
         return {**fill_rows(parts, count=rows, width=width, end_of_text=end), "margin": margin}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands: JSON values, the same in every process."""
-        return {"version": STATE_VERSION, "consumed_pairs": self._drawn, **self._settings}
+    def _position(self) -> dict[str, Any]:
+        return {"consumed_pairs": self._drawn}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to where `state` was taken; batch size and number of processes may differ.
-
-        Raises:
-            StateError: the state is of other data or other settings; names what differs.
-        """
-        check_state(state, STATE_VERSION, self._settings)
-        with reading_state():
-            self._drawn = count(state["consumed_pairs"])
+    def _go_to(self, position: Mapping[str, Any]) -> None:
+        self._drawn = count(position["consumed_pairs"])
 
     def _fits(self, number: int) -> bool:
         if int(self.samples.sizes[number]) <= self.sequence_length:

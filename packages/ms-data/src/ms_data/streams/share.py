@@ -1,16 +1,20 @@
 """Shares a batch among processes, and checks the settings and states of all streams."""
 
 import operator
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from attrs import frozen
 
 from ms_data.errors import SettingError, StateError
 
-__all__ = ["Share", "StreamPlace", "at_least_one", "check_state", "count", "reading_state"]
+__all__ = ["BatchStream", "Share", "StreamPlace", "at_least_one", "count", "reading_state"]
 
+STATE_VERSION = 2
+
+B = TypeVar("B")
 T = TypeVar("T")
 
 
@@ -71,23 +75,76 @@ def at_least_one(**settings: int | None) -> None:
             raise SettingError(f"{name} is {value!r}; it must be 1 or more")
 
 
-def check_state(state: Mapping[str, Any], version: int, settings: Mapping[str, Any]) -> None:
-    """Checks that a saved state has this version and these settings.
+class BatchStream(Iterator[B]):
+    """A stream of global batches, which says where it stands and goes on from there.
 
-    Raises:
-        StateError: one differs; names it.
+    A subclass adds to `_settings`, and gives and takes its position in JSON values.
     """
-    if state.get("version") != version:
-        raise StateError(
-            f"stream state has version {state.get('version')!r}, this ms-data reads {version}; "
-            "resume with the ms-data that wrote it"
-        )
-    for name, value in settings.items():
-        if state.get(name) != value:
+
+    def __init__(
+        self,
+        *,
+        sequence_length: int,
+        batch_size: int,
+        seed: int,
+        place: StreamPlace | None,
+        split: str,
+        shuffle: bool,
+        epochs: int | None,
+    ) -> None:
+        at_least_one(sequence_length=sequence_length, epochs=epochs)
+        self._share = Share.at(place, batch_size)
+        self.sequence_length = operator.index(sequence_length)
+        self.batch_size = operator.index(batch_size)
+        self._settings: dict[str, Any] = {
+            "split": split,
+            "sequence_length": self.sequence_length,
+            "seed": operator.index(seed),
+            "shuffle": bool(shuffle),
+        }
+        """All that decides which samples come when."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands: JSON values, the same in every process."""
+        return {"version": STATE_VERSION, "settings": self._settings, **self._position()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to where `state` was taken; batch size and number of processes may differ.
+
+        Raises:
+            StateError: the state is of other data or other settings; names what differs.
+        """
+        if state.get("version") != STATE_VERSION:
             raise StateError(
-                f"stream state has {name} {state.get(name)!r} where this stream has {value!r}; "
-                "make the stream as it was, or start it anew"
+                f"stream state has version {state.get('version')!r}, this ms-data reads "
+                f"{STATE_VERSION}; resume with the ms-data that wrote it"
             )
+        settings = state.get("settings")
+        for name, value in self._settings.items():
+            given = settings.get(name) if isinstance(settings, Mapping) else None
+            if given != value:
+                raise StateError(
+                    f"stream state has {name} {given!r} where this stream has {value!r}; "
+                    "make the stream as it was, or start it anew"
+                )
+        before = self._position()
+        try:
+            with reading_state():
+                self._go_to(state)
+        except StateError:
+            self._go_to(before)
+            raise
+
+    @abstractmethod
+    def _position(self) -> dict[str, Any]:
+        """Where the stream stands, in JSON values."""
+
+    @abstractmethod
+    def _go_to(self, position: Mapping[str, Any]) -> None:
+        """Goes to a position; raises ValueError or the like for one that cannot be."""
 
 
 @contextmanager

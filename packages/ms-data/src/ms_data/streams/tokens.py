@@ -1,7 +1,7 @@
 """Streams text for training: shuffled, shared by processes and resumable by arithmetic."""
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,24 +11,16 @@ from ms_data.disk.split import Split
 from ms_data.errors import SettingError
 from ms_data.streams.batch import Batch
 from ms_data.streams.order import Order
-from ms_data.streams.share import (
-    Share,
-    StreamPlace,
-    at_least_one,
-    check_state,
-    count,
-    reading_state,
-)
+from ms_data.streams.share import BatchStream, StreamPlace, at_least_one, count
 from ms_data.streams.window import Window
 
 __all__ = ["TokenStream"]
 
-STATE_VERSION = 1
 CHUNK_FRAMES = 4
 """A chunk of about four frames makes reading the one it shares with its neighbour cheap."""
 
 
-class TokenStream(Iterator[Batch]):
+class TokenStream(BatchStream[Batch]):
     """Global batches of fixed-length samples, of which each process receives its rows.
 
     Sample i of an epoch covers tokens i·S to i·S + S of the split's documents laid end to end.
@@ -68,12 +60,16 @@ class TokenStream(Iterator[Batch]):
         chunk_samples: int | None = None,
         window_chunks: int = 64,
     ) -> None:
-        at_least_one(sequence_length=sequence_length, epochs=epochs)
-        self._share = Share.at(place, batch_size)
+        super().__init__(
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            seed=seed,
+            place=place,
+            split=split,
+            shuffle=shuffle,
+            epochs=epochs,
+        )
         self._split = Split(folder, split)
-        self._split_name = split
-        sequence_length = self.sequence_length = operator.index(sequence_length)
-        self.batch_size = operator.index(batch_size)
         samples = self._split.tokens // sequence_length
         if not samples:
             raise SettingError(
@@ -85,10 +81,10 @@ class TokenStream(Iterator[Batch]):
         at_least_one(chunk_samples=chunk_samples, window_chunks=window_chunks)
         self._order = Order(
             samples=samples,
-            seed=operator.index(seed),
+            seed=self._settings["seed"],
             chunk_samples=operator.index(chunk_samples),
             window_chunks=operator.index(window_chunks),
-            shuffle=bool(shuffle),
+            shuffle=self._settings["shuffle"],
         )
         self._last = None if epochs is None else epochs * samples
         if self._last is not None and self._last < self.batch_size:
@@ -97,6 +93,12 @@ class TokenStream(Iterator[Batch]):
                 f"{epochs} epochs do not fill one batch of {batch_size}; lower batch_size or "
                 "sequence_length"
             )
+        self._settings = {
+            "dataset": self.fingerprint,
+            **self._settings,
+            "chunk_samples": self._order.chunk_samples,
+            "window_chunks": self._order.window_chunks,
+        }
         self._consumed = 0
         self._window: tuple[tuple[int, int], Window] | None = None
 
@@ -129,9 +131,6 @@ class TokenStream(Iterator[Batch]):
     def epoch(self) -> int:
         """The epoch of the next sample, from 0."""
         return self._consumed // self._order.samples
-
-    def __iter__(self) -> "TokenStream":
-        return self
 
     def __next__(self) -> Batch:
         if self._last is not None and self._consumed + self.batch_size > self._last:
@@ -166,35 +165,11 @@ class TokenStream(Iterator[Batch]):
         window = self._window[1]
         return window.rows(offset, min(offset + most, len(window)))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands: a few JSON values, the same in every process."""
-        return {
-            "version": STATE_VERSION,
-            "consumed_samples": self._consumed,
-            **self._identity(),
-        }
+    def _position(self) -> dict[str, Any]:
+        return {"consumed_samples": self._consumed}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to where `state` was taken; batch size and number of processes may differ.
-
-        Raises:
-            StateError: the state is of other data or another order; names what differs.
-        """
-        check_state(state, STATE_VERSION, self._identity())
-        with reading_state():
-            self._consumed = count(state["consumed_samples"])
-
-    def _identity(self) -> dict[str, Any]:
-        """Everything that the order of samples depends on."""
-        return {
-            "dataset": self.fingerprint,
-            "split": self._split_name,
-            "sequence_length": self.sequence_length,
-            "seed": self._order.seed,
-            "shuffle": self._order.shuffle,
-            "chunk_samples": self._order.chunk_samples,
-            "window_chunks": self._order.window_chunks,
-        }
+    def _go_to(self, position: Mapping[str, Any]) -> None:
+        self._consumed = count(position["consumed_samples"])
 
 
 def _join(parts: list[Batch]) -> Batch:

@@ -1,4 +1,4 @@
-"""A library's folder, made whole: compiled piece by piece beside its place, then moved there."""
+"""Builds a library's folder: compiled piece by piece beside its place, then moved there whole."""
 
 import logging
 import os
@@ -47,7 +47,7 @@ def build(
         only: kernels or operators whose names begin so; all if empty.
         jobs: processes to compile in, at most. With more than one, a script that calls this guards
             its top level by ``if __name__ == "__main__":``.
-        progress: told after each piece.
+        progress: called after each piece, with its name, how many are done, and of how many.
 
     Returns:
         The target's folder: a shared library, its C header, a manifest.

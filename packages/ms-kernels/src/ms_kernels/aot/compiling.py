@@ -1,4 +1,4 @@
-"""From an entry to a chip's machine code, and what it takes of the chip, with no chip here."""
+"""Compiles a kernel to a chip's machine code, and reads what it takes of the chip."""
 
 import os
 import re
@@ -22,15 +22,15 @@ class Resources:
     """What one kernel takes of a chip: its budget."""
 
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
     spilled_bytes: int
-    """Of a thread's local memory: what did not fit its registers."""
+    """Bytes of a thread's local memory: what did not fit its registers."""
     shared_bytes: int
-    """Of a multiprocessor's shared memory, for one program."""
+    """Bytes of a multiprocessor's shared memory, for one program."""
     matrix_instructions: int
     """Tensor core or MFMA instructions in the code."""
     vector_bits: int
-    """Of the widest load or store of global memory."""
+    """Width of the widest load or store of global memory."""
 
 
 @frozen(kw_only=True)

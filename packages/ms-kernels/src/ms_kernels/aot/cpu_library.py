@@ -1,4 +1,4 @@
-"""The library of the CPU: each operator a package of AOTInductor, and a C function that runs it."""
+"""Makes the library of the CPU: a package of AOTInductor for each operator, and C that runs it."""
 
 import hashlib
 import zipfile

@@ -1,4 +1,4 @@
-"""The library of a GPU: kernels compiled by Triton, embedded in C that launches them."""
+"""Makes the library of a GPU: kernels compiled by Triton, embedded in C that launches them."""
 
 import hashlib
 import logging

@@ -1,4 +1,4 @@
-"""A lint over TTIR: offsets that leave 32 bits, and launch axes that hold 65,535 programs at most.
+"""Finds offsets that may leave 32 bits, and launch axes of 65,535 programs at most, in TTIR.
 
 Every whole number of 32 bits gets the interval that it may lie in. A program's index along the
 first axis is below 2^30 and so is the first tile of a launch (together they stay below 2^31, which

@@ -1,4 +1,4 @@
-"""A built library from Python, without Triton and torch.compile: ctypes and the manifest."""
+"""Loads a built library and launches its kernels, without Triton and torch.compile."""
 
 import ctypes
 import hashlib
@@ -95,8 +95,9 @@ def load(folder: Path | str) -> Library:
         path = folder / file.path
         with decoding(path, error=BackendError):
             if not path.is_file() or path.stat().st_size != file.size_bytes:
-                told = f"{path} is missing or not {file.size_bytes} bytes; build it again"
-                raise BackendError(told)
+                raise BackendError(
+                    f"{path} is missing or not {file.size_bytes} bytes; build it again"
+                )
             with path.open("rb") as content:
                 found = hashlib.file_digest(content, "sha256").hexdigest()
             if found != file.sha256:

@@ -1,4 +1,4 @@
-"""What stands in a library's folder: a typed, versioned, checksummed list."""
+"""The list of what a library's folder holds: typed, versioned, checksummed."""
 
 from pathlib import Path
 from typing import Literal
@@ -13,10 +13,10 @@ __all__ = ["NAME", "File", "Kernel", "Manifest", "Parameter", "read_manifest"]
 NAME = "manifest.json"
 
 KINDS = frozenset({"pointer", "i32", "i64", "f32"})
-"""Of a kernel's parameters."""
+"""Kinds of a kernel's parameters."""
 
 LARGEST_BYTES = 64 * 2**20
-"""Of a manifest; a larger one is no manifest."""
+"""Largest size of a manifest."""
 
 
 class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,7 +26,7 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: str
     """``"pointer"``, ``"i32"``, ``"i64"`` or ``"f32"``; of a model the dtype of a tensor."""
     multiple_of: int = 1
-    """Of bytes, for a pointer's address."""
+    """What its value is a multiple of; in bytes for a pointer."""
     taken: bool = True
     """Whether the kernel takes it, or the launch alone."""
 
@@ -67,7 +67,7 @@ class Manifest(
     library: str
     """The shared library's file."""
     version: str
-    """Of ms-kernels."""
+    """Version of ms-kernels."""
     compiler: str
     """What made the code, with its version."""
     kernels: list[Kernel]
@@ -86,8 +86,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = decode_json(content, Manifest, where=path, error=BackendError)
     except BackendError as error:
-        told = f"{error}: no manifest of this version; build the library again"
-        raise BackendError(told) from error
+        reason = f"{error}: no manifest of this version; build the library again"
+        raise BackendError(reason) from error
     _check(manifest, path)
     return manifest
 

@@ -1,4 +1,4 @@
-"""The C that a library is made of: its header, and a function for each kernel."""
+"""Writes a library's C source: the header, and a function for each kernel."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Chips that a library can be built for, none of which need be here."""
+"""The chips that a library can be built for; none of them need be here."""
 
 from attrs import frozen
 
@@ -20,7 +20,7 @@ class Target:
     lanes: int = 1
     """Threads of a warp."""
     suffix: str = ""
-    """Of a compiled kernel's file."""
+    """Ending of a compiled kernel's file."""
 
 
 def _nvidia(capability: int) -> Target:

@@ -1,4 +1,4 @@
-"""Work in several processes: compilers hold one core each, and Python's lock besides."""
+"""Runs work in several processes, since a compiler holds one core and Python's lock."""
 
 import multiprocessing
 import os

@@ -15,7 +15,7 @@ SMALL = 2**16
 """Elements below which Python's share of the time outweighs what is saved, where no table says."""
 
 BLOCK_BYTES = 2**20
-"""Of one operand, at four bytes an element: a few of them share a second-level cache."""
+"""Bytes of one operand's block, at four an element: a few share a second-level cache."""
 
 
 def blocks(rows: int, width: int) -> Iterator[slice]:

@@ -1,8 +1,8 @@
-"""What each command of `ms-kernels` does: a skin over one function, printed as text or as JSON."""
+"""The commands of `ms-kernels`: each calls one function and prints its answer as text or JSON."""
 
-from ms_kernels.commands.library import build
+from ms_kernels.commands.bench import bench
+from ms_kernels.commands.build import build
+from ms_kernels.commands.check import check
 from ms_kernels.commands.operators import explain, list_operators
-from ms_kernels.commands.proof import check
-from ms_kernels.commands.timing import bench
 
 __all__ = ["bench", "build", "check", "explain", "list_operators"]

@@ -1,4 +1,4 @@
-"""What the command's arguments name: operators, backends, dtypes, devices, sizes and options.
+"""Reads the command's arguments: operators, backends, dtypes, devices, sizes and options.
 
 Each raises a `KernelError` that says what would fit.
 """

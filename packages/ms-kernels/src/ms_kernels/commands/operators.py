@@ -1,4 +1,4 @@
-"""What operators there are, and which implementation a call gets: `list` and `explain`."""
+"""`list` and `explain`: what operators there are, and which implementation a call gets."""
 
 import argparse
 import json
@@ -85,10 +85,7 @@ def explain(options: argparse.Namespace) -> int:
             "dtype": choice.dtype,
             "sizes": dims,
             "backend": choice.backend,
-            "verdicts": [
-                {"backend": each.backend, "taken": each.taken, "reason": each.reason}
-                for each in choice.verdicts
-            ],
+            "verdicts": msgspec.to_builtins(choice.verdicts),
             "launches": msgspec.to_builtins(choice.launches),
             "least_work": {name: work._asdict() for name, work in works.items()},
         }

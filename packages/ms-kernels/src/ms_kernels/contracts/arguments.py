@@ -1,4 +1,4 @@
-"""The parts of a contract: its tensors, its options, what it costs, where it is measured."""
+"""The parts of a contract: tensor arguments, options, costs, and sizes to measure at."""
 
 from collections.abc import Callable, Mapping
 from math import prod
@@ -8,7 +8,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from ms_kernels.contracts.call import FLOATING, Dims
+from ms_kernels.contracts.call import FLOATING, INDICES, Dims
 
 __all__ = [
     "Argument",
@@ -18,6 +18,7 @@ __all__ = [
     "Model",
     "Option",
     "Work",
+    "indices",
     "no_cost",
     "streaming",
 ]
@@ -52,6 +53,11 @@ class Argument:
     """Makes an example; normal numbers where it is None."""
 
 
+def indices(name: str, dims: str, draw: Draw) -> Argument:
+    """Return an argument of whole numbers that name something: classes, experts, places."""
+    return Argument(name=name, dims=dims, dtypes=INDICES, differentiable=False, draw=draw)
+
+
 @frozen(kw_only=True)
 class Option:
     """A plain Python argument of an operator."""
@@ -66,8 +72,14 @@ class Option:
     """The values that are allowed, in words."""
     trials: tuple[object, ...] = ()
     """Other values that proofs should try."""
+    kind: Any = field()
+    """Its Python type, for torch's schema of an operator; that of the default if left out."""
     changing: bool = False
     """Whether it differs from call to call, as a step does: no decision may depend on it."""
+
+    @kind.default
+    def _kind(self) -> Any:
+        return type(self.default)
 
 
 class Work(NamedTuple):

@@ -1,4 +1,4 @@
-"""One use of an operator without its data: what checks and choices may know of it."""
+"""Describes one use of an operator without its data, for checks and choices."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

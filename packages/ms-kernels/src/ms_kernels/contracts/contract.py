@@ -1,4 +1,4 @@
-"""What an operator is, as a value: its arguments, limits, cost, tolerance and slow truth.
+"""The contract of an operator as a value: arguments, limits, cost, tolerance and reference.
 
 Sizes are named by symbols, written as in ``"B S Hq D"``. A symbol that stands in two arguments
 must have one size; ``...`` stands for any number of leading dims. Everything that is checked is

@@ -1,4 +1,4 @@
-"""Indices are data, which are looked at on the CPU alone.
+"""Checks of indices, which are data and therefore looked at on the CPU alone.
 
 Where torch itself refuses a bad index they are looked at once it has, to say which is wrong; else
 before. On an accelerator that would wait for the device: kernels do not read what is out of range.

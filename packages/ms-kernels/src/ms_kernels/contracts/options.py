@@ -33,6 +33,7 @@ window_option = Option(
     default=None,
     holds=lambda value: value is None or is_whole(value, 1),
     fits="None or a whole number of positions, 1 or more",
+    kind=int | None,
     trials=(1, 7),
 )
 
@@ -41,6 +42,7 @@ scale_option = Option(
     default=None,
     holds=lambda value: value is None or is_number(value),
     fits="None (for D ** -0.5) or a number, finite in float32",
+    kind=float | None,
     trials=(0.3,),
 )
 

@@ -1,4 +1,4 @@
-"""Memory that an operator writes may be no other argument's: refused before anything is written.
+"""Refuses arguments that share memory with one that an operator writes.
 
 Addresses are the host's knowledge, so that no accelerator is waited for.
 """

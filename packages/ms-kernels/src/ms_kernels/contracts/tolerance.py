@@ -1,4 +1,4 @@
-"""How far a result may lie from the truth computed in float64 from the same rounded inputs.
+"""Tolerances: how far a result may lie from the reference in float64, given the same inputs.
 
 A backend that accumulates in float32 and rounds its result once is off by half a unit in the
 last place of the dtype (``eps / 2``), plus what float32 lost on the way: sums of up to about

@@ -1,4 +1,4 @@
-"""What a plain Python argument may be: finite numbers, whole numbers, one of some words."""
+"""Checks of plain Python values: finite numbers, whole numbers, one of some words."""
 
 from collections.abc import Callable
 

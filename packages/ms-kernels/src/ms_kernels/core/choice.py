@@ -1,4 +1,4 @@
-"""Which implementation a call gets, and why: a pure function from a call to a value.
+"""Chooses the implementation that a call gets, and says why, as a pure function of the call.
 
 Nothing is timed and nothing is remembered, so that every rank of a run takes the same one.
 """

@@ -1,4 +1,4 @@
-"""From a call's tensors to the function that performs it; what was decided is kept.
+"""Performs calls: checks them, chooses an implementation, and keeps what was decided.
 
 A decision depends on shapes, dtypes, devices, strides and options alone, so the next call that
 looks the same pays for one dictionary lookup, and neither checks nor chooses again.
@@ -81,7 +81,7 @@ def implementation(
             ],
         )
         run = _kept.get(key)
-    except (AttributeError, RuntimeError, TypeError):  # no tensor, no strides, no hash: told below
+    except (AttributeError, RuntimeError, TypeError):  # no tensor or no hash: refused below
         key = run = None
     if run is None:
         run = decide(describe_call(contract, tensors, options)).implementation.run

@@ -1,4 +1,4 @@
-"""Kernels that a library for a GPU holds, with the types, sizes and limits they are compiled for.
+"""Entries of a GPU's library: kernels with the types, sizes and limits they are compiled for.
 
 Numbers of tiles and limits are written once, in an expression that Python and C read alike. Names
 in it are the kernel's arguments and constants, or `extra` arguments that the launch alone needs.

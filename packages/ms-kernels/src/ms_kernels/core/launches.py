@@ -55,7 +55,7 @@ class TableKey(NamedTuple):
 
     chip: str
     dtype: torch.dtype
-    """Of the operator's first argument."""
+    """Dtype of the operator's first argument."""
 
 
 def key_of(tensor: Tensor) -> TableKey:
@@ -73,7 +73,7 @@ class TunedKernel:
     """Its name in tables."""
     backend: str = "triton"
     version: int = 1
-    """Of the implementation."""
+    """Version of the implementation."""
     sizes: tuple[str, ...] = ()
     """Symbols of the contract whose sizes tables may tell apart."""
     tried_at: tuple[Mapping[str, int], ...] = ({},)

@@ -1,4 +1,4 @@
-"""The operators, each assembled from its folder."""
+"""Assembles each operator from its folder, and keeps them by name."""
 
 from collections.abc import Iterable
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Which tensor stands where in the two torch operators of one backend, and what follows from that.
+"""The arguments and results of a backend's two torch operators, in order, and what follows.
 
 The forward operator takes the contract's arguments and options, and returns results and kept
 tensors; the backward one takes the results' gradients, saved tensors, which gradients are wanted,
@@ -45,7 +45,7 @@ class Plan:
     differentiable: tuple[int, ...] = field(init=False)
     """Places of the arguments that have a gradient."""
     dims: dict[str, DimNames] = field(init=False)
-    """Of every tensor, by name."""
+    """Dims of every tensor, by name."""
 
     @arguments.default
     def _arguments(self) -> tuple[str, ...]:

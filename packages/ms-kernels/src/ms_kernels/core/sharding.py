@@ -1,4 +1,4 @@
-"""How DTensor may split an operator over processes: read off the names of its dims.
+"""Says how DTensor may split an operator over processes, from the names of its dims.
 
 A contract says along which symbols an operator falls into pieces that know nothing of each other.
 Then every tensor that has such a dim is split along it, every other is whole on each process; a
@@ -16,7 +16,7 @@ __all__ = ["Spec", "shardings"]
 
 
 class Spec(Protocol):
-    """What DTensor tells of a tensor: `torch.distributed.tensor._dtensor_spec.DTensorSpec`."""
+    """What DTensor knows of a tensor: `torch.distributed.tensor._dtensor_spec.DTensorSpec`."""
 
     @property
     def shape(self) -> Sequence[int]:

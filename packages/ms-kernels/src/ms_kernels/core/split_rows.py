@@ -1,4 +1,4 @@
-"""Operators on DTensor that run on each process's own part, and say what the parts make together.
+"""Runs operators on each process's own part of DTensors, and puts the results together.
 
 For those whose rule cannot be read off the names of dims (`ms_kernels.core.sharding`): a mean
 counts rows elsewhere, and what sorting tokens counts is no sum over features. Rows of hidden stay

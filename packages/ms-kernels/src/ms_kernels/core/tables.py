@@ -1,4 +1,4 @@
-"""Committed tables of what pays on which chip: thresholds of backends, configurations of kernels.
+"""Tuning tables: from which size a backend pays on a chip, and how kernels run best there.
 
 A table is a file, ``tables/CHIP.json``, keyed by operator, backend, the implementation's version
 and dtype. It is made by ``ms-kernels bench --tune`` on the chip, reviewed and committed; nothing is
@@ -43,7 +43,7 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A whole number that any decoder holds."""
 
 Value = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-"""Of a kernel's parameter."""
+"""A kernel's parameter."""
 
 
 class Configuration(
@@ -71,16 +71,16 @@ class Entry(
     operator: str
     backend: str
     version: int
-    """Of the implementation that it is about."""
+    """Version of the implementation."""
     dtype: str
-    """Of the first argument, such as ``"bfloat16"``."""
+    """Dtype of the first argument, such as ``"bfloat16"``."""
     pays_from: int | None = 0
     """Elements, of all arguments together, from which on it beats what comes after it; None: at
     no size that was tried."""
     measured: bool = True
     """Whether it was timed on the chip; else it was chosen by what the compiled kernels take."""
     configurations: tuple[Configuration, ...] = ()
-    """Of each kernel the first that holds is taken."""
+    """The first that holds is taken, for each kernel."""
 
     def __post_init__(self) -> None:
         if self.version < 1 or (self.pays_from is not None and self.pays_from < 0):

@@ -1,4 +1,4 @@
-"""How a backend that torch cannot look into becomes an operator that torch works with.
+"""Makes torch operators of backends that torch cannot look into.
 
 A Triton kernel or a vendor's call is opaque: torch.compile cannot trace it, FakeTensor cannot run
 it, autograd and DTensor do not know it. `opaque` wraps a forward and a backward function into two
@@ -30,7 +30,8 @@ Rules:
 
 1. `forward` and `backward` are annotated with plain types (``Tensor``, ``Tensor | None``, ``int``,
    ``float``, ``bool``, ``str``, sequences of them): torch's schema is inferred from them. The
-   contract's tensors come first, then its options, all by position.
+   contract's tensors come first, then its options, all by position; ``*options`` stands for all of
+   the contract's.
 2. `forward` returns new tensors, never a view of an argument, and takes any strides: it is given
    what the user passed. What it returns is contiguous, the results of the contract's dtype, the
    kept tensors float32 (float64 for float64); else pass a `fake`, which gives exactly its shapes,
@@ -102,10 +103,10 @@ def opaque(
         return _in_place(contract, backend, forward)
     plan = Plan(contract=contract, kept=dict(kept or {}), saves=tuple(saves))
     name = f"{contract.name}_{backend}"
-    overload = _define(name, forward, fake or plan.fake)
+    overload = _define(contract, name, forward, fake or plan.fake)
     rules = [(overload, plan.dims_of(plan.arguments), plan.dims_of(plan.outputs))]
     if backward is not None:
-        back = _define(f"{name}_backward", backward, fake_backward or plan.fake_backward)
+        back = _define(contract, f"{name}_backward", backward, fake_backward or plan.fake_backward)
         given = plan.dims_of((*contract.results, *plan.saves))
         gradients = (plan.arguments[place] for place in plan.differentiable)
         rules.append((back, given, plan.dims_of(gradients)))
@@ -181,9 +182,11 @@ class _SplitRules:
             register_sharding(overload)(rule)
 
 
-def _define(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def _define(
+    contract: Contract, name: str, function: Callable[..., Any], fake: Callable[..., Any]
+) -> Any:
     """Register a function and its fake; return the torch operator."""
-    schema = torch.library.infer_schema(_without_defaults(function), mutates_args=())
+    schema = torch.library.infer_schema(_with_schema(contract, function), mutates_args=())
     tags = (torch.Tag.pt2_compliant_tag,)
     _registry.define(f"{name}{schema}", tags=tags)  # type: ignore[no-untyped-call]
     # The default backend's key: below autograd, so that a call inside is not recorded.
@@ -197,7 +200,7 @@ def _in_place(contract: Contract, backend: str, forward: Callable[..., Any]) -> 
     mutated = [argument.name for argument in contract.arguments if argument.mutated]
     operator = torch.library.custom_op(
         f"{_NAMESPACE}::{contract.name}_{backend}",
-        _without_defaults(forward),
+        _with_schema(contract, forward),
         mutates_args=mutated,
     )
     operator.register_fake(lambda *given: None)
@@ -209,14 +212,22 @@ def _in_place(contract: Contract, backend: str, forward: Callable[..., Any]) -> 
     return run
 
 
-def _without_defaults(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function under a signature without defaults: torch would drop such arguments."""
+def _with_schema(contract: Contract, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function under a signature that torch infers a schema from.
+
+    It has no defaults, since torch would drop such arguments, and names the contract's options.
+    """
 
     def same(*given: Any) -> Any:
         return function(*given)
 
+    named, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    options = [inspect.Parameter(o.name, named, annotation=o.kind) for o in contract.options]
     signature = inspect.signature(function, eval_str=True)
-    bare = [each.replace(default=inspect.Parameter.empty) for each in signature.parameters.values()]
+    bare: list[inspect.Parameter] = []
+    for each in signature.parameters.values():
+        starred = each.kind is inspect.Parameter.VAR_POSITIONAL
+        bare += options if starred else [each.replace(default=empty)]
     same.__signature__ = signature.replace(parameters=bare)  # type: ignore[attr-defined]
     same.__annotations__ = {each.name: each.annotation for each in bare}
     same.__annotations__["return"] = signature.return_annotation

@@ -1,4 +1,4 @@
-"""What torch.compile takes for known as it makes a graph."""
+"""Marks functions whose results torch.compile takes as constants of a graph."""
 
 from collections.abc import Callable
 from typing import TypeVar

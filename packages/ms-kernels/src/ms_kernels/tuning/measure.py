@@ -1,4 +1,4 @@
-"""Times of implementations, in turn, so that what disturbs one disturbs all.
+"""Times implementations in turn, so that what disturbs one disturbs all.
 
 On the CPU it is the process's own time, which a busy machine stretches little; on an accelerator
 the time between two events.

@@ -1,4 +1,4 @@
-"""Makes a tuning table by measuring: from which size a backend pays, and how its kernels run best.
+"""Makes a tuning table: measures from which size a backend pays, and how its kernels run best.
 
 For each operator there is a ladder of sizes, small to large, narrow and wide. An implementation
 pays from the smallest size from which on it is slower at no size that was tried than what would be
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from attrs import frozen
 
 from ms_kernels.contracts.call import describe
 from ms_kernels.contracts.contract import Contract
@@ -57,47 +58,136 @@ def tune(
         spend_s: seconds for one way at one size.
         on_progress: takes a line for each implementation as it is done.
     """
-    chip = chip_of(device)
+    measure = _Measure(device=device, spend_s=spend_s)
     entries = []
     for each in IMPLEMENTATIONS:
-        if each.backend == "reference" or (
-            operators is not None and each.operator not in operators
-        ):
+        if operators is not None and each.operator not in operators:
             continue
-        for dtype in dtypes:
-            if not each.pays_from and not each.tuned:
-                continue  # there is nothing to find
-            entry = _entry(each, device, dtype, spend_s)
+        for dtype in dtypes if each.pays_from or each.tuned else ():  # else nothing is to be found
+            entry = measure.entry(each, dtype)
             if entry is None:
                 continue
             entries.append(entry)
             chosen = f", {len(entry.configurations)} configurations" if each.tuned else ""
             from_ = "no size" if entry.pays_from is None else f"{entry.pays_from} elements"
             on_progress(f"{each.operator} {each.backend} {entry.dtype}: pays from {from_}{chosen}")
-    return Table(chip=chip, torch=torch.__version__.partition("+")[0], entries=tuple(entries))
+    version = torch.__version__.partition("+")[0]
+    return Table(chip=chip_of(device), torch=version, entries=tuple(entries))
 
 
-def _entry(
-    candidate: Implementation, device: torch.device, dtype: torch.dtype, spend_s: float
-) -> Entry | None:
-    """Measure one implementation in one dtype, or return None where it takes no such call."""
-    contract = CONTRACTS[candidate.operator]
-    configurations = tuple(_tuned(contract, candidate, device, dtype, spend_s))
-    ratios: list[tuple[int, float]] = []
-    for dims in _sizes(contract, device) if candidate.pays_from else ():
-        found = _compare(contract, candidate, dims, device, dtype, spend_s)
-        if found is not None:
-            ratios.append(found)
-    if not ratios and not configurations:
-        return None
-    return Entry(
-        operator=candidate.operator,
-        backend=candidate.backend,
-        version=candidate.version,
-        dtype=describe(dtype),
-        pays_from=_pays_from(ratios) if candidate.pays_from else 0,
-        configurations=configurations,
-    )
+@frozen(kw_only=True)
+class _Measure:
+    """Measures implementations on one device."""
+
+    device: torch.device
+    spend_s: float
+    """Seconds for one way at one size."""
+
+    def entry(self, candidate: Implementation, dtype: torch.dtype) -> Entry | None:
+        """Measure one implementation in one dtype, or return None where it takes no such call."""
+        contract = CONTRACTS[candidate.operator]
+        configurations = tuple(self._configurations(candidate, dtype))
+        sizes = _sizes(contract, self.device) if candidate.pays_from else ()
+        found = (self._compare(candidate, dims, dtype) for dims in sizes)
+        ratios = [each for each in found if each is not None]
+        if not ratios and not configurations:
+            return None
+        return Entry(
+            operator=candidate.operator,
+            backend=candidate.backend,
+            version=candidate.version,
+            dtype=describe(dtype),
+            pays_from=_pays_from(ratios) if candidate.pays_from else 0,
+            configurations=configurations,
+        )
+
+    def _compare(
+        self, candidate: Implementation, dims: Mapping[str, int], dtype: torch.dtype
+    ) -> tuple[int, float] | None:
+        """Return a call's elements, and the time beside what would be taken instead.
+
+        The ratio is the worse one of forward alone and forward with backward.
+        """
+        contract, inputs = CONTRACTS[candidate.operator], self._inputs(candidate, dims, dtype)
+        call = describe_call(contract, inputs, contract.defaults)
+        after = IMPLEMENTATIONS[IMPLEMENTATIONS.index(candidate) + 1 :]
+        instead = first_fit(call, after)
+        if instead is None or obstacle_to(candidate, call) is not None:
+            return None
+        worst = 0.0
+        differentiable = any(argument.differentiable for argument in contract.arguments)
+        for backward in (False, True) if differentiable else (False,):
+            ways = {
+                name: one_pass(contract, each.run, inputs, contract.defaults, backward=backward)
+                for name, each in (("own", candidate), ("other", instead))
+            }
+            took = in_turn(ways, self.device, spend_s=self.spend_s)
+            worst = max(worst, took["own"] / took["other"])
+        return call.elements, worst
+
+    def _inputs(
+        self, candidate: Implementation, dims: Mapping[str, int], dtype: torch.dtype
+    ) -> tuple[torch.Tensor | None, ...]:
+        contract = CONTRACTS[candidate.operator]
+        drawn = contract.draw(dims, dtype=dtype, device=self.device)
+        return tuple(None if each.optional else drawn[each.name] for each in contract.arguments)
+
+    def _configurations(
+        self, candidate: Implementation, dtype: torch.dtype
+    ) -> Iterator[Configuration]:
+        """Yield what each kernel was fastest with; what the next size says as well is left out.
+
+        Kernels are tuned one after the other, the others as the tables have them.
+        """
+        contract = CONTRACTS[candidate.operator]
+        spare = [argument.name for argument in contract.arguments if argument.optional]
+        for kernel in candidate.tuned:
+            found: list[Configuration] = []
+            for sizes in kernel.tried_at:
+                dims = {**contract.example, **sizes}
+                # Asked before anything is drawn: these sizes are an accelerator's.
+                call = contract.call(dims, dtype=dtype, device=self.device, without=spare)
+                if obstacle_to(candidate, call) is not None:
+                    continue
+                inputs = self._inputs(candidate, dims, dtype)
+                at_most = {name: dims[name] for name in kernel.sizes}
+                values = self._fastest(candidate, kernel, inputs, tuple(at_most.values()))
+                if found and found[-1].values == values:
+                    found.pop()
+                each = Configuration(kernel=kernel.name, at_most=at_most, values=dict(values))
+                found.append(each)
+            yield from found
+
+    def _fastest(
+        self,
+        candidate: Implementation,
+        kernel: TunedKernel,
+        inputs: tuple[Any, ...],
+        sizes: tuple[int, ...],
+    ) -> Mapping[str, int]:
+        """Return the parameters that are fastest, forward and backward, of those that run."""
+        contract = CONTRACTS[candidate.operator]
+        call = describe_call(contract, inputs, contract.defaults)
+        standing = launch_of(kernel, call.chip, describe(call.dtype), sizes).values
+        plain = one_pass(contract, candidate.run, inputs, contract.defaults, backward=True)
+
+        def under(values: Mapping[str, int]) -> Callable[[], object]:
+            def step() -> object:
+                with trying(kernel, values):
+                    return plain()
+
+            return step
+
+        tried = [standing, *(each for each in kernel.candidates if each != standing)]
+        ways = {str(place): under(each) for place, each in enumerate(tried)}
+        for name, way in list(ways.items())[1:]:
+            try:
+                way()
+            except Exception as error:  # Triton has no base class of its errors: it does not fit
+                log.info("%s with %s: %s", kernel.name, tried[int(name)], error)
+                del ways[name]
+        took = in_turn(ways, self.device, spend_s=self.spend_s, rounds=3)
+        return tried[int(min(took, key=lambda name: took[name]))]
 
 
 def _sizes(contract: Contract, device: torch.device) -> Iterator[dict[str, int]]:
@@ -119,112 +209,6 @@ def largest(contract: Contract, device: torch.device) -> dict[str, int]:
     """Return the largest sizes that are tried."""
     *_, found = _sizes(contract, device)
     return found
-
-
-def _compare(
-    contract: Contract,
-    candidate: Implementation,
-    dims: dict[str, int],
-    device: torch.device,
-    dtype: torch.dtype,
-    spend_s: float,
-) -> tuple[int, float] | None:
-    """Return a call's elements, and the time beside what would be taken instead.
-
-    The ratio is the worse one of forward alone and forward with backward.
-    """
-    inputs = _inputs(contract, dims, device, dtype)
-    call = describe_call(contract, inputs, contract.defaults)
-    instead = _instead(candidate, inputs, contract)
-    if instead is None or obstacle_to(candidate, call) is not None:
-        return None
-    worst = 0.0
-    differentiable = any(argument.differentiable for argument in contract.arguments)
-    for backward in (False, True) if differentiable else (False,):
-        ways = {
-            name: one_pass(contract, each.run, inputs, contract.defaults, backward=backward)
-            for name, each in (("own", candidate), ("other", instead))
-        }
-        took = in_turn(ways, device, spend_s=spend_s)
-        worst = max(worst, took["own"] / took["other"])
-    return call.elements, worst
-
-
-def _inputs(
-    contract: Contract, dims: Mapping[str, int], device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor | None, ...]:
-    drawn = contract.draw(dims, dtype=dtype, device=device)
-    return tuple(None if each.optional else drawn[each.name] for each in contract.arguments)
-
-
-def _instead(
-    candidate: Implementation, inputs: tuple[torch.Tensor | None, ...], contract: Contract
-) -> Implementation | None:
-    """Return the implementation that would be taken if there were no `candidate`."""
-    call = describe_call(contract, inputs, contract.defaults)
-    return first_fit(call, IMPLEMENTATIONS[IMPLEMENTATIONS.index(candidate) + 1 :])
-
-
-def _tuned(
-    contract: Contract,
-    candidate: Implementation,
-    device: torch.device,
-    dtype: torch.dtype,
-    spend_s: float,
-) -> Iterator[Configuration]:
-    """Yield what each kernel was fastest with; what the next larger size says as well is left out.
-
-    Kernels are tuned one after the other, the others as the tables have them.
-    """
-    for each in candidate.tuned:
-        found: list[Configuration] = []
-        for sizes in each.tried_at:
-            dims = {**contract.example, **sizes}
-            spare = [argument.name for argument in contract.arguments if argument.optional]
-            # Asked before anything is drawn: these sizes are an accelerator's.
-            call = contract.call(dims, dtype=dtype, device=device, without=spare)
-            if obstacle_to(candidate, call) is not None:
-                continue
-            inputs = _inputs(contract, dims, device, dtype)
-            at_most = {name: dims[name] for name in each.sizes}
-            values = _fastest(contract, candidate, each, inputs, tuple(at_most.values()), spend_s)
-            if found and found[-1].values == values:
-                found.pop()
-            found.append(Configuration(kernel=each.name, at_most=at_most, values=dict(values)))
-        yield from found
-
-
-def _fastest(
-    contract: Contract,
-    candidate: Implementation,
-    tuned: TunedKernel,
-    inputs: tuple[Any, ...],
-    sizes: tuple[int, ...],
-    spend_s: float,
-) -> Mapping[str, int]:
-    """Return the parameters that are fastest, forward and backward, of those that run at all."""
-    call = describe_call(contract, inputs, contract.defaults)
-    standing = launch_of(tuned, call.chip, describe(call.dtype), sizes).values
-    plain = one_pass(contract, candidate.run, inputs, contract.defaults, backward=True)
-
-    def under(values: Mapping[str, int]) -> Callable[[], object]:
-        def step() -> object:
-            with trying(tuned, values):
-                return plain()
-
-        return step
-
-    tried = [standing, *(each for each in tuned.candidates if each != standing)]
-    ways = {str(place): under(each) for place, each in enumerate(tried)}
-    for name, way in list(ways.items())[1:]:
-        try:
-            way()
-        except Exception as error:  # Triton has no base class of its errors: it does not fit
-            log.info("%s with %s: %s", tuned.name, tried[int(name)], error)
-            del ways[name]
-    device = inputs[0].device
-    took = in_turn(ways, device, spend_s=spend_s, rounds=3)
-    return tried[int(min(took, key=lambda name: took[name]))]
 
 
 def _pays_from(ratios: Sequence[tuple[int, float]]) -> int | None:

@@ -101,7 +101,8 @@ def _initialise(
     device: torch.device, store: Any, rank: int, world_size: int, timeout_s: float
 ) -> None:
     backend = dist.get_default_backend_for_device(device)
-    # A gloo group beside an accelerator's own lets what lies on the CPU be exchanged too.
+    # Beside an accelerator's own, gloo exchanges what lies on the CPU. Not bound to its device:
+    # groups would then be split off, which not every backend can.
     dist.init_process_group(
         backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}",
         store=store,

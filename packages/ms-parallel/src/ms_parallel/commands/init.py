@@ -1,8 +1,6 @@
 """`ms-parallel init`: write a run file to begin from."""
 
-import os
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 HELP = "write a run file with every key, its default and its meaning"
 EXAMPLE = "ms-parallel init --out RUN.toml"
@@ -15,15 +13,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Print the template, or write it to a new file."""
-    from ms_parallel.errors import ConfigError
-    from ms_parallel.files.durable import write_file
     from ms_parallel.run_template import template
+    from ms_parallel.settings.template import write_template
 
-    if options.out is None:
-        print(template(), end="")
-        return 0
-    if os.path.lexists(options.out):
-        raise ConfigError(f"{options.out} exists; choose another name, or delete it")
-    write_file(Path(options.out), template().encode())
-    print(f"wrote {options.out}; fill in dataset, then: ms-parallel train {options.out}")
+    if write_template(template(), options.out):
+        print(f"wrote {options.out}; fill in dataset, then: ms-parallel train {options.out}")
     return 0

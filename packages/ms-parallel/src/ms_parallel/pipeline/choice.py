@@ -1,30 +1,22 @@
-"""Which schedule an engine performs: to train, and to run forwards alone."""
+"""The schedule that an engine performs: chosen by name, file or value; and forwards alone."""
 
 from functools import cache
 from pathlib import Path
 
-from attrs import frozen
-
 from ms_parallel.errors import ConfigError, ScheduleError
 from ms_parallel.files.untrusted import decoding, read_text
+from ms_parallel.pipeline.layer_split import Staged
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.schedules.generators.registry import named_schedule
 from ms_parallel.schedules.table.action import Action, Kind
+from ms_parallel.schedules.table.placements import stages_by_rank
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["SEARCH", "Choice", "Staged", "Tables", "is_file", "read_schedule"]
+__all__ = ["SEARCH", "Choice", "Tables", "is_file", "read_schedule"]
 
 LIMIT_BYTES = 1 << 26
 SEARCH = "search"
-"""The choice that must be measured before it is a table."""
-
-
-@frozen(kw_only=True)
-class Staged:
-    """A table, and how many layers each of its stages has."""
-
-    schedule: Schedule
-    layers: tuple[int, ...]
+"""The choice that is measured and searched for before a run begins."""
 
 
 Choice = str | Path | Schedule | Staged
@@ -134,9 +126,8 @@ def _forwards(placement: tuple[int, ...], microbatches: int) -> Schedule:
         [
             Action(Kind.FORWARD, stage, microbatch)
             for microbatch in range(microbatches)
-            for stage, home in enumerate(placement)
-            if home == rank
+            for stage in mine
         ]
-        for rank in range(max(placement) + 1)
+        for mine in stages_by_rank(placement)
     ]
     return Schedule.from_computations(rows, placement, microbatches, "forwards")

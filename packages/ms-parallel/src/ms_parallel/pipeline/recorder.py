@@ -1,4 +1,4 @@
-"""Notes when this rank's computations begin and end, on one clock for all ranks of a pipeline."""
+"""Records when this rank's computations begin and end, on one clock for all ranks of a pipeline."""
 
 import time
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from ms_parallel.schedules.table.schedule import Schedule
 __all__ = ["Recorder", "gather_times", "offset_ns"]
 
 ECHOES = 16
-"""Questions to the first rank's clock; the one that was answered fastest counts."""
+"""Round trips to the first rank's clock; the fastest counts."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Recorder:
-    """A context that notes when it is entered and left, once a computation.
+    """A context manager that records when each computation begins and ends.
 
     On a CPU it reads the clock, which costs less than a microsecond. On an accelerator it records
     events in the stream, so that nothing waits while the schedule runs.
@@ -29,7 +29,7 @@ class Recorder:
         self.device = device
         self.on_cpu = device.type == "cpu"
         self.schedule: Schedule | None = None
-        """What was performed."""
+        """The schedule that was run."""
         self.marks_ns: list[int] = []
         self.events: list[torch.Event] = []
         self.origin_ns = time.monotonic_ns()
@@ -90,7 +90,7 @@ def gather_times(recorder: Recorder, groups: Groups) -> list[list[tuple[int, int
 
 
 def offset_ns(groups: Groups, clock: Callable[[], int] = time.monotonic_ns) -> int:
-    """What to add to this rank's clock to read the first pipeline rank's, in nanoseconds.
+    """Offset of the first pipeline rank's clock from this rank's, in nanoseconds.
 
     Half of the fastest of some round trips bounds the error (Cristian, 1989).
 
@@ -107,9 +107,9 @@ def offset_ns(groups: Groups, clock: Callable[[], int] = time.monotonic_ns) -> i
                 asked = clock()
                 dist.send(box, first, group=group)
                 dist.recv(box, first, group=group)
-                answered, told = clock(), int(box)
+                answered, theirs = clock(), int(box)
                 trip = answered - asked
-                best = min(best or (trip, 0), (trip, told - (asked + answered) // 2))
+                best = min(best or (trip, 0), (trip, theirs - (asked + answered) // 2))
             elif here == 0:
                 peer = groups.peer("pipeline", other)
                 dist.recv(box, peer, group=group)

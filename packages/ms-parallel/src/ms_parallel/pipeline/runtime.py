@@ -25,27 +25,27 @@ from ms_parallel.split.weight_gradients import Later, putting_off
 __all__ = ["Finish", "Key", "Runtime", "Step", "call_stage"]
 
 Finish = Callable[[Tensor, Batch], Tensor]
-"""What the last stage makes of its hidden state: in training the scalar to go back from."""
+"""Turns the last stage's hidden state into its result; in training, into the loss."""
 
 Call = Callable[..., Tensor]
-"""Calls a stage: (stage, what enters, positions=, documents=, cache=) to what leaves it."""
+"""Calls a stage with (stage, input, positions=, documents=, cache=); returns its output."""
 
 Key = tuple[int, int]
 """(stage, microbatch)."""
 WEIGHTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-"""What ends with gradients of weights."""
+"""Actions that complete a microbatch's gradients of weights."""
 UNTIMED = nullcontext()
 
 
 def call_stage(stage: nn.Module, entering: Tensor, **context: Any) -> Tensor:
-    """Call a stage of our own models, whose head waits for the loss."""
+    """Call a stage of our own models; the loss applies the head."""
     hidden: Tensor = stage(entering, logits=False, **context)
     return hidden
 
 
 @define
 class Step:
-    """What one performance of a schedule holds; each entry goes when it is last needed."""
+    """The state of one run of a schedule; each entry goes when it is last needed."""
 
     microbatches: Sequence[Batch]
     finish: Finish
@@ -61,9 +61,9 @@ class Step:
     roots: dict[Key, GradientEdge] = field(factory=dict)
     """Where the backward starts; keeps the graph but not the output."""
     gradients: dict[Key, Tensor] = field(factory=dict)
-    """Of a stage's output, and after its backward of its input."""
+    """Gradient of a stage's output; after its backward, of its input."""
     later: dict[Key, Later] = field(factory=dict)
-    """Of a split backward, what is left to do for the weights."""
+    """What a split backward has left to do for the weights."""
     results: dict[int, Tensor] = field(factory=dict)
 
 
@@ -95,7 +95,7 @@ class Runtime:
         *,
         caches: Mapping[int, KeyValueCache] | None = None,
     ) -> list[Tensor]:
-        """Perform `schedule` and return, for each microbatch, what the last stage made (detached).
+        """Perform `schedule` and return the last stage's result for each microbatch, detached.
 
         Every action is performed where it stands: UNSHARD gathers a stage's sharded weights and
         RESHARD frees them, REDUCE_GRAD sums its gradients over the data axis, a WAIT waits for what
@@ -136,10 +136,10 @@ class Runtime:
             position.action = None
         except Exception as error:
             self.mailbox.forget()
-            told = explain(error, doing, self.groups)
-            if told is error:
+            explained = explain(error, doing, self.groups)
+            if explained is error:
                 raise
-            raise told from error
+            raise explained from error
         return [step.results[index] for index in sorted(step.results)]
 
     def _perform(self, action: Action, step: Step, schedule: Schedule) -> None:
@@ -200,7 +200,7 @@ class Runtime:
         return step.gradients_left[stage] == 0 and stage not in step.reduced
 
     def _shape(self, step: Step, boundary: Key) -> tuple[int, ...]:
-        """Under which the shape of what crosses a boundary is remembered."""
+        """The key of a message's shape: the boundary's stage and the microbatch's shape."""
         stage, microbatch = boundary
         return (stage, *step.microbatches[microbatch]["tokens"].shape)
 
@@ -230,7 +230,7 @@ class Runtime:
             step.outputs[key] = hidden.detach()
 
     def _compute(self, key: Key, entering: Tensor, step: Step, schedule: Schedule) -> Tensor:
-        """What a stage makes of what enters it; on the last stage, what is made of that."""
+        """A stage's output; on the last stage, the result."""
         stage, microbatch = key
         batch = step.microbatches[microbatch]
         hidden = self.call(

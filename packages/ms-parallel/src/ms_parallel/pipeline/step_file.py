@@ -1,4 +1,4 @@
-"""One step of a real run as a file: which schedule was performed, and when each action ran."""
+"""One step of a real run as a file: its schedule, and when each computation ran."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -31,7 +31,7 @@ class RecordedStep(
     """Updates made before this one."""
     layout: str
     name: str
-    """Of the schedule."""
+    """Name of the schedule."""
     table: str
     """The schedule in torch.distributed.pipelining's CSV form."""
     times_ns: tuple[tuple[tuple[int, int], ...], ...]
@@ -39,7 +39,7 @@ class RecordedStep(
 
     @property
     def schedule(self) -> Schedule:
-        """What was performed."""
+        """The schedule that was run."""
         return Schedule.from_csv(self.table, name=self.name)
 
     def timeline(self) -> Timeline:

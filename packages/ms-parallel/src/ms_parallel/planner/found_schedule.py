@@ -1,7 +1,7 @@
-"""The schedule that a search has found for a run, as a file in the run's folder.
+"""The schedule that a search found for a run, as a file in the run's folder.
 
-A run that goes on performs the schedule that it began with: its sums keep their order, so its
-weights keep their bits, however the machine's speed has changed.
+A resumed run performs the schedule that it began with, whatever would be measured now: its sums
+keep their order, so its weights keep their bits.
 """
 
 import os
@@ -12,14 +12,14 @@ import msgspec
 from ms_parallel.errors import ConfigError
 from ms_parallel.files.durable import write_file, writing
 from ms_parallel.files.untrusted import decode_json, decoding, read_bytes
-from ms_parallel.pipeline.choice import Staged
+from ms_parallel.pipeline.layer_split import Staged
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.schedules.table.schedule import Schedule
 
 __all__ = ["FILE", "FoundSchedule", "read_found", "write_found"]
 
 FILE = "schedule.json"
-"""In `output_dir`."""
+"""Its name in `output_dir`."""
 LIMIT_BYTES = 1 << 28
 
 
@@ -29,26 +29,26 @@ class FoundSchedule(
     """A table, how many layers each stage has, and what both were found for."""
 
     conditions: dict[str, int | str | None]
-    """What the costs and the table depend on; for anything else the search is made again."""
+    """What the costs and the table depend on; where any of it differs, the search is made again."""
     table: str
     """In torch.distributed.pipelining's CSV form."""
     layers: tuple[int, ...]
-    """Of each stage."""
+    """Layers of each stage."""
     makespan_ms: float
-    """Of one step, simulated with the measured costs."""
+    """Time of one step, simulated with the measured costs."""
     lower_bound_ms: float
-    """No schedule with this split and placement is shorter."""
+    """A time that no schedule with this split and placement can beat."""
     one_f_one_b_ms: float
     """What 1F1B would take with layers shared out evenly."""
     peak_bytes: tuple[int, ...]
     """Activations that each pipeline rank holds at most."""
     memory_cap_bytes: int
     costs: dict[str, tuple[float, ...]]
-    """Measured for each layer: milliseconds of each pass, bytes held."""
+    """Measured for each segment: milliseconds of each pass, bytes held."""
 
     @property
     def staged(self) -> Staged:
-        """What an engine takes."""
+        """The table and its layers, as an engine takes them."""
         return Staged(schedule=Schedule.from_csv(self.table, name="search"), layers=self.layers)
 
 

@@ -1,4 +1,4 @@
-"""What measuring a model's segments takes: a schedule, memory kept, and the time of messages."""
+"""Probes of a model's segments: their schedule, the memory they keep, the time of messages."""
 
 from collections.abc import Sequence
 from math import prod
@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.registry import model_plan
-from ms_parallel.pipeline.choice import Staged
+from ms_parallel.pipeline.layer_split import Staged
 from ms_parallel.pipeline.runtime import Key, Runtime, Step
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import stages_by_rank
@@ -34,8 +34,8 @@ __all__ = [
 ]
 
 MICROBATCHES = 3
-"""Of one step: the first gathers sharded weights and the last sums gradients, so one has neither
-and the median counts it."""
+"""Microbatches of a step: the first gathers sharded weights and the last sums gradients, so one
+does neither, and the median counts that one."""
 ECHOES = 10
 """Messages there and back, of each size."""
 ALIKE = 0.05

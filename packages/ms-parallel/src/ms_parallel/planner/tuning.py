@@ -34,7 +34,7 @@ from ms_parallel.schedules.table.segments import SegmentCosts
 __all__ = ["conditions_of", "measure_segments", "search_schedule"]
 
 STEPS = 3
-"""That are timed, after one that is not."""
+"""Steps that are timed, after one that is not."""
 MAX = dist.ReduceOp.MAX
 
 

@@ -6,8 +6,9 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from attrs import Attribute, evolve, field, fields, frozen
 
-from ms_align.engines.assembly import layout_of, start_engine
+from ms_align.engines.assembly import start_engine
 from ms_align.engines.optimizer import OptimizerOptions
+from ms_align.engines.parallel import layout_of
 from ms_align.engines.protocol import Engine
 from ms_align.errors import ConfigError
 from ms_align.lora.adapters import LoraOptions

@@ -1,7 +1,7 @@
 """Folders of Hugging Face compressed-tensors, for transformers and vLLM.
 
 Weights are `pack-quantized`: a row's codes, plus 2^(bits-1), as a stream of bits in int32 words,
-the first in the lowest bits. Of 8 bits, with inputs rounded too, they are `int-quantized`.
+the first in the lowest bits. With 8 bits and rounded inputs they are `int-quantized`.
 Source: compressed-tensors, `pack_to_int32` and `QuantizationConfig`.
 """
 

@@ -122,7 +122,7 @@ def permuted(rows: Tensor, heads: int) -> Tensor:
 def pack(value: Quantised, bits: int) -> Bytes:
     """Pack blocks of 32 codes with their scale into (N, G · 18) or (N, G · 34) bytes.
 
-    Of 4 bits, byte j of a block holds code j in its low half and code j + 16 in its high half.
+    With 4 bits, byte j of a block holds code j in its low half and code j + 16 in its high half.
     """
     rows, groups = value.scales.shape
     scales = value.scales.numpy().view(np.uint8).reshape(rows, groups, 2)

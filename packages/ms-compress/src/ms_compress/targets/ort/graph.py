@@ -94,8 +94,8 @@ class Graph:
     def _positions(self) -> None:
         """Add lengths, each token's position, which keys count, and the rotary tables.
 
-        Keys of a row lie where its tokens do, filled places too: where these are is told by the
-        mask alone, on the left, on the right or between a prompt and what follows it.
+        Keys of a row lie where its tokens do, filled places too: the mask alone says where these
+        are, on the left, on the right or between a prompt and what follows it.
         """
         config, kinds = self.config, self.onnx.TensorProto
         self._constant("zero", np.array([0], dtype=np.int64))

@@ -1,4 +1,4 @@
-"""When a call gets one of our Triton kernels.
+"""Decides when a call gets one of our Triton kernels.
 
 Triton is imported by the first launch, so that importing the package stays fast and needs
 nothing. What is chosen depends on whether it is installed, never on what was timed.
@@ -17,6 +17,7 @@ from ms_kernels.contracts.contract import Contract
 from ms_kernels.core.choice import Implementation
 from ms_kernels.core.entries import Entry
 from ms_kernels.core.launches import TunedKernel
+from ms_kernels.core.torch_operator import opaque
 from ms_kernels.core.tracing import known_when_traced
 
 __all__ = ["narrow_heads", "narrow_rows", "on_gpu"]
@@ -70,14 +71,25 @@ def narrow_heads(call: Call) -> str | None:
 
 def on_gpu(
     contract: Contract,
-    run: Callable[..., Any],
     merit: str,
     *,
     tuned: tuple[TunedKernel, ...],
     entries: Callable[[str, str], Iterable[Entry]],
     refuses: Callable[[Call], str | None] = lambda call: None,
+    run: Callable[..., Any] | None = None,
+    **passes: Any,
 ) -> Implementation:
-    """Return an implementation by our kernels; its version is that of the tuned ones."""
+    """Return an implementation by our kernels; its version is that of the tuned ones.
+
+    Args:
+        contract: the operator.
+        merit: why it is preferred to those after it.
+        tuned: kernels whose launch parameters stand in tuning tables.
+        entries: kernels that a library for a GPU holds, from chip and dtype.
+        refuses: why it cannot take a call, or None if it can.
+        run: what performs it; made by `opaque` if None.
+        **passes: what `opaque` takes: `forward`, `backward` and the like.
+    """
 
     def declines(call: Call) -> str | None:
         return _absent() or (_foreign() if call.device.type == "npu" else None) or refuses(call)
@@ -85,7 +97,7 @@ def on_gpu(
     return Implementation(
         operator=contract.name,
         backend="triton",
-        run=run,
+        run=run or opaque(contract, "triton", **passes),
         devices=frozenset({"cuda", "npu"}),
         dtypes=(torch.float32, torch.bfloat16, torch.float16),
         subclasses=bool(contract.splits),

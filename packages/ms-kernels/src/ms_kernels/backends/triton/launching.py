@@ -1,4 +1,4 @@
-"""From a number of tiles to launches: one axis, in pieces that the chip takes.
+"""Launches a kernel over a number of tiles: along one axis, in pieces that the chip takes.
 
 A kernel is named by its module and function, and imported with Triton by the first launch.
 """

@@ -11,7 +11,6 @@ from ms_kernels.backends.triton.launching import blocks, launch
 from ms_kernels.contracts.call import Call, describe
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, key_of
-from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.adamw_step.contract import CONTRACT
 
 __all__ = ["IMPLEMENTATION"]
@@ -75,9 +74,9 @@ def _refuses(call: Call) -> str | None:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    opaque(CONTRACT, "triton", forward=_step),
     "one pass over memory, in place",
     tuned=TUNED,
     entries=entries,
     refuses=_refuses,
+    forward=_step,
 )

@@ -8,7 +8,6 @@ from ms_kernels.backends.triton.configuration import norm_kernels
 from ms_kernels.backends.triton.implementation import narrow_rows, on_gpu
 from ms_kernels.backends.triton.rows import wanted_of
 from ms_kernels.core.entries import Entry
-from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.add_rms_norm.contract import CONTRACT
 from ms_kernels.operators.rms_norm.triton import KERNELS, differentiate, norm_entries, normalise
 
@@ -47,16 +46,12 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    opaque(
-        CONTRACT,
-        "triton",
-        forward=_forward,
-        kept={"scale": "..."},
-        backward=_backward,
-        saves=("summed", "weight", "scale"),
-    ),
     "adds and normalises in one pass; saves the sum and one number a row",
     tuned=TUNED,
     entries=entries,
     refuses=narrow_rows,
+    forward=_forward,
+    kept={"scale": "..."},
+    backward=_backward,
+    saves=("summed", "weight", "scale"),
 )

@@ -11,7 +11,6 @@ from ms_kernels.backends.triton.launching import blocks, launch, power_of_two
 from ms_kernels.backends.triton.rows import empty, wanted_of, with_unit_stride
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, Defaults, TableKey, TunedKernel, key_of
-from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.attention.contract import CONTRACT
 
 __all__ = ["IMPLEMENTATION", "LOG2_E", "document_ranges"]
@@ -234,16 +233,12 @@ def _entry(kernel: str, dtype: str, detail: str, constants: dict[str, int], tile
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    opaque(
-        CONTRACT,
-        "triton",
-        forward=_forward,
-        kept={"lse": "B Hq Sq"},
-        backward=_backward,
-        saves=("q", "k", "v", "documents", "result", "lse"),
-    ),
     "never holds the scores; skips what mask, window and documents hide",
     tuned=TUNED,
     entries=entries,
     refuses=narrow_heads,
+    forward=_forward,
+    kept={"lse": "B Hq Sq"},
+    backward=_backward,
+    saves=("q", "k", "v", "documents", "result", "lse"),
 )

@@ -8,12 +8,14 @@ Differences from the contract, bridged here:
 3. Reductions are made here, over the rows that count.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ms_kernels.backends.ascend import empty, on_npu, within_classes
 from ms_kernels.contracts.call import Call
-from ms_kernels.operators.cross_entropy.contract import CONTRACT, reduce
+from ms_kernels.operators.cross_entropy.contract import CONTRACT, LossOptions, reduce
 
 __all__ = ["IMPLEMENTATION"]
 
@@ -23,25 +25,23 @@ MOST_ROWS = 200_000
 def cross_entropy(
     logits: Tensor,
     targets: Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
+    *options: Any,
 ) -> Tensor:
     """Return ``-log p[target]``; keeps all log p for the backward pass."""
-    ignored = targets == ignore_index
+    asked = LossOptions(*options)
+    ignored = targets == asked.ignore_index
     flat = logits.reshape(-1, logits.shape[-1]).float()
     chosen, foreign = within_classes(targets, ignored, flat.shape[1])
     chosen = chosen.reshape(-1).to(torch.int64)
     losses = torch.ops.npu.npu_cross_entropy_loss(flat, chosen, reduction="none")[0]
     losses = losses.view(targets.shape).masked_fill(foreign, torch.nan).masked_fill(ignored, 0)
-    return reduce(losses, ignored, reduction)
+    return reduce(losses, ignored, asked.reduction)
 
 
 def _refuses(call: Call) -> str | None:
     """Decline what the fused operator does not offer with a gradient."""
     logits = call.given[0]
-    if call.options[1] or call.options[2]:
+    if not LossOptions(*call.options).plain:
         return "has no label smoothing and no z-loss with a gradient"
     rows = 1
     for size in logits.shape[:-1]:

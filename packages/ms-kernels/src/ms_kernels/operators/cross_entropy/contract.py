@@ -1,16 +1,40 @@
 """Cross-entropy of logits against class indices, with label smoothing and z-loss."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ms_kernels.contracts.arguments import Argument, Ladder, Model, Option, streaming
-from ms_kernels.contracts.call import INDICES, Dims, accumulator
+from ms_kernels.contracts.arguments import Argument, Ladder, Model, Option, indices, streaming
+from ms_kernels.contracts.call import Dims, accumulator
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.indices import check_classes
 from ms_kernels.contracts.options import ignore_index_option
 from ms_kernels.contracts.values import is_number, one_of
 
-__all__ = ["CONTRACT", "LOSS_OPTIONS", "classes", "counted_of", "cross_entropy", "reduce"]
+__all__ = [
+    "CONTRACT",
+    "LOSS_OPTIONS",
+    "LossOptions",
+    "classes",
+    "counted_of",
+    "cross_entropy",
+    "reduce",
+]
+
+
+class LossOptions(NamedTuple):
+    """The options of a loss, in order."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    reduction: str
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is neither label smoothing nor z-loss."""
+        return not (self.label_smoothing or self.z_loss)
 
 
 def cross_entropy(
@@ -93,13 +117,7 @@ CONTRACT = Contract(
     summary="-log softmax(logits)[target], label smoothing, z-loss, ignored targets",
     arguments=(
         Argument(name="logits", dims="... V"),
-        Argument(
-            name="targets",
-            dims="...",
-            dtypes=INDICES,
-            differentiable=False,
-            draw=classes,
-        ),
+        indices("targets", "...", classes),
     ),
     options=LOSS_OPTIONS,
     returns="() or, with reduction='none', (...); float32",

@@ -8,25 +8,19 @@ from torch.autograd.function import once_differentiable
 
 from ms_kernels.backends.cpu import blocks, on_cpu
 from ms_kernels.contracts.call import accumulator
-from ms_kernels.operators.cross_entropy.contract import CONTRACT, reduce
+from ms_kernels.operators.cross_entropy.contract import CONTRACT, LossOptions, reduce
 
 __all__ = ["IMPLEMENTATION"]
 
 
-def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, *options: Any) -> Tensor:
     """Return ``-(1-s) log p[target] - s mean(log p) + z log²Z``."""
-    ignored = targets == ignore_index
+    asked = LossOptions(*options)
+    ignored = targets == asked.ignore_index
     losses: Tensor = _TokenLosses.apply(  # type: ignore[no-untyped-call]
-        logits, targets, ignored, label_smoothing, z_loss
+        logits, targets, ignored, asked.label_smoothing, asked.z_loss
     )
-    return reduce(losses, ignored, reduction)
+    return reduce(losses, ignored, asked.reduction)
 
 
 class _TokenLosses(torch.autograd.Function):

@@ -12,8 +12,7 @@ from ms_kernels.backends.triton.launching import blocks, launch
 from ms_kernels.backends.triton.rows import as_rows, empty
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import TableKey, TunedKernel, key_of
-from ms_kernels.core.torch_operator import opaque
-from ms_kernels.operators.cross_entropy.contract import CONTRACT, counted_of, reduce
+from ms_kernels.operators.cross_entropy.contract import CONTRACT, LossOptions, counted_of, reduce
 
 __all__ = [
     "IMPLEMENTATION",
@@ -48,32 +47,17 @@ FORWARD, BACKWARD = TUNED = class_kernels(
 )
 
 
-def _forward(
-    logits: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
-) -> tuple[Tensor, Tensor]:
-    targets = targets.contiguous()
+def _forward(logits: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    asked, targets = LossOptions(*options), targets.contiguous()
     constants = row_blocks(FORWARD, key_of(logits), logits.shape[-1])
-    options = ignore_index, label_smoothing, z_loss, constants
-    losses, totals = row_losses(as_rows(logits), targets, *options)
-    loss = reduce(losses.view(targets.shape), targets == ignore_index, reduction)
+    losses, totals = row_losses(as_rows(logits), targets, asked, constants)
+    loss = reduce(losses.view(targets.shape), targets == asked.ignore_index, asked.reduction)
     # Without a reduction masks and sums made nothing new.
     return loss, totals.view(targets.shape)
 
 
-def _fake(
-    logits: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
-) -> tuple[Tensor, Tensor]:
-    return loss_like(logits, targets, reduction), empty(targets, torch.float32)
+def _fake(logits: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return loss_like(logits, targets, *options), empty(targets, torch.float32)
 
 
 def _backward(
@@ -82,37 +66,33 @@ def _backward(
     targets: Tensor,
     totals: Tensor,
     wanted: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
+    *options: Any,
 ) -> Tensor:
-    result, slopes = empty(logits), slopes_of(grad, targets, ignore_index, reduction)
+    asked = LossOptions(*options)
+    result, slopes = empty(logits), slopes_of(grad, targets, asked)
     constants = row_blocks(BACKWARD, key_of(logits), logits.shape[-1])
-    options = ignore_index, label_smoothing, z_loss, constants
-    rows = as_rows(logits)
-    differentiate(rows, targets.contiguous(), totals, slopes, as_rows(result), *options)
+    given = as_rows(logits), targets.contiguous(), totals, slopes, as_rows(result)
+    differentiate(*given, asked, constants)
     return result
 
 
-def loss_like(like: Tensor, targets: Tensor, reduction: str) -> Tensor:
+def loss_like(like: Tensor, targets: Tensor, *options: Any) -> Tensor:
     """Return a tensor of the shape of a loss, without numbers."""
-    return like.new_empty(targets.shape if reduction == "none" else (), dtype=torch.float32)
+    shape = targets.shape if LossOptions(*options).reduction == "none" else ()
+    return like.new_empty(shape, dtype=torch.float32)
 
 
-def slopes_of(grad: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+def slopes_of(grad: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
     """Return the gradient of each row's loss, float32 and contiguous, from that of the result."""
-    if reduction == "mean":
-        grad = grad / counted_of(targets == ignore_index)
+    if options.reduction == "mean":
+        grad = grad / counted_of(targets == options.ignore_index)
     return grad.to(torch.float32).expand(targets.shape).contiguous()
 
 
 def row_losses(
     logits: Tensor,
     targets: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
+    options: LossOptions,
     constants: Mapping[str, int],
     gradient: Tensor | None = None,
     factor: float = 1.0,
@@ -122,9 +102,7 @@ def row_losses(
     Args:
         logits: any stride between rows.
         targets: N of them, contiguous.
-        ignore_index: the target of a row that does not count.
-        label_smoothing: as for the operator.
-        z_loss: as for the operator.
+        options: the operator's.
         constants: block and warps, as `row_blocks` gives them.
         gradient: (N, V), is given the logits' gradient times `factor`; may be `logits` itself.
         factor: keeps float16 gradients out of the range of subnormal numbers.
@@ -138,7 +116,7 @@ def row_losses(
         count,
         logits,
         *(logits, targets, losses, totals, out, classes, logits.stride(0), out.stride(0)),
-        *(ignore_index, float(label_smoothing), float(z_loss), factor),
+        *(options.ignore_index, float(options.label_smoothing), float(options.z_loss), factor),
         DIFFERENTIATE=gradient is not None,
         **constants,
     )
@@ -151,9 +129,7 @@ def differentiate(
     totals: Tensor,
     slopes: Tensor,
     gradient: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
+    options: LossOptions,
     constants: Mapping[str, int],
 ) -> None:
     """Put the gradient of logits (N, V) into `gradient`, each row times its slope (N,)."""
@@ -163,7 +139,8 @@ def differentiate(
         count * blocks(classes, constants["BLOCK"]),
         logits,
         *(logits, targets, totals, slopes, gradient, classes, logits.stride(0)),
-        *(gradient.stride(0), ignore_index, float(label_smoothing), float(z_loss)),
+        *(gradient.stride(0), options.ignore_index),
+        *(float(options.label_smoothing), float(options.z_loss)),
         **constants,
     )
 
@@ -204,16 +181,12 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    opaque(
-        CONTRACT,
-        "triton",
-        forward=_forward,
-        fake=_fake,
-        kept={"totals": "..."},
-        backward=_backward,
-        saves=("logits", "targets", "totals"),
-    ),
     "reads the logits once forward, and once more for their gradient",
     tuned=TUNED,
     entries=entries,
+    forward=_forward,
+    fake=_fake,
+    kept={"totals": "..."},
+    backward=_backward,
+    saves=("logits", "targets", "totals"),
 )

@@ -12,7 +12,6 @@ from ms_kernels.backends.triton.launching import blocks, launch, power_of_two
 from ms_kernels.backends.triton.rows import empty, with_unit_stride
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, key_of
-from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.attention.triton import LOG2_E
 from ms_kernels.operators.decode_attention.contract import CONTRACT
 
@@ -133,9 +132,9 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    opaque(CONTRACT, "triton", forward=_forward),
     "reads each page once, many parts of a sequence at a time",
     tuned=TUNED,
     entries=entries,
     refuses=narrow_heads,
+    forward=_forward,
 )

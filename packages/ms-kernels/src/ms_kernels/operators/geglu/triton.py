@@ -6,7 +6,6 @@ from torch import Tensor
 
 from ms_kernels.backends.triton.implementation import on_gpu
 from ms_kernels.core.entries import Entry
-from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.geglu.contract import CONTRACT
 from ms_kernels.operators.swiglu.triton import (
     MERIT,
@@ -41,8 +40,10 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    opaque(CONTRACT, "triton", forward=_forward, backward=_backward, saves=("gate", "up")),
     MERIT,
     tuned=TUNED,
     entries=entries,
+    forward=_forward,
+    backward=_backward,
+    saves=("gate", "up"),
 )

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ms_kernels.contracts.arguments import Argument, Ladder, Work
-from ms_kernels.contracts.call import INDICES, Dims, accumulator
+from ms_kernels.contracts.arguments import Argument, Ladder, Work, indices
+from ms_kernels.contracts.call import Dims, accumulator
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.indices import check_range, readable
 from ms_kernels.errors import ArgumentError
@@ -77,13 +77,7 @@ CONTRACT = Contract(
     arguments=(
         Argument(name="x", dims="T K"),
         Argument(name="weights", dims="E K N", like="x"),
-        Argument(
-            name="counts",
-            dims="E",
-            dtypes=INDICES,
-            differentiable=False,
-            draw=_counts,
-        ),
+        indices("counts", "E", _counts),
     ),
     returns="(T N), dtype of x",
     results={"result": "T N"},

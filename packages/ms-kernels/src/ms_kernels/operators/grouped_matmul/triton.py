@@ -17,7 +17,7 @@ from ms_kernels.backends.triton.rows import empty, with_unit_stride
 from ms_kernels.contracts.call import Call
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, key_of
-from ms_kernels.core.torch_operator import is_wanted, opaque, unwanted
+from ms_kernels.core.torch_operator import is_wanted, unwanted
 from ms_kernels.operators.grouped_matmul.contract import CONTRACT
 
 __all__ = ["IMPLEMENTATION"]
@@ -120,15 +120,11 @@ def _refuses(call: Call) -> str | None:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    opaque(
-        CONTRACT,
-        "triton",
-        forward=_forward,
-        backward=_backward,
-        saves=("x", "weights", "counts"),
-    ),
     "all experts in one launch, without waiting for their counts",
     tuned=TUNED,
     entries=entries,
     refuses=_refuses,
+    forward=_forward,
+    backward=_backward,
+    saves=("x", "weights", "counts"),
 )

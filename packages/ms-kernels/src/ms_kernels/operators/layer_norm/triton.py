@@ -11,7 +11,7 @@ from ms_kernels.backends.triton.launching import blocks, launch
 from ms_kernels.backends.triton.rows import as_rows, empty
 from ms_kernels.core.entries import Entry
 from ms_kernels.core.launches import key_of
-from ms_kernels.core.torch_operator import is_wanted, opaque, unwanted
+from ms_kernels.core.torch_operator import is_wanted, unwanted
 from ms_kernels.operators.layer_norm.contract import CONTRACT
 from ms_kernels.operators.rms_norm.triton import norm_entries
 
@@ -77,16 +77,12 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    opaque(
-        CONTRACT,
-        "triton",
-        forward=_forward,
-        kept={"mean": "...", "scale": "..."},
-        backward=_backward,
-        saves=("x", "weight", "mean", "scale"),
-    ),
     "one pass over memory each way; saves x and two numbers a row",
     tuned=TUNED,
     entries=entries,
     refuses=narrow_rows,
+    forward=_forward,
+    kept={"mean": "...", "scale": "..."},
+    backward=_backward,
+    saves=("x", "weight", "mean", "scale"),
 )

@@ -1,1 +1,1 @@
-"""Cross-entropy of ``hidden @ weight.T``, whose logits are never held all at once."""
+"""Cross-entropy of ``hidden @ weight.T``, in chunks of logits."""

@@ -1,4 +1,4 @@
-"""Linear cross-entropy and log-probabilities of tokens, whose logits are never all there.
+"""Linear cross-entropy and log-probabilities of tokens, without holding all logits.
 
 Three operators of torch_npu, made for vocabularies that are split over devices, here on one device
 that holds all classes: npu_fused_linear_online_max_sum multiplies and keeps each row's maximum and
@@ -20,13 +20,15 @@ One difference stays: CANN's kernels round the logits to half precision, as a pl
 projects in half precision, where the contract's reference keeps float32.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ms_kernels.backends.ascend import HALVES, empty, on_npu, within_classes
 from ms_kernels.contracts.call import Call
 from ms_kernels.core.torch_operator import opaque
-from ms_kernels.operators.cross_entropy.contract import counted_of, reduce
+from ms_kernels.operators.cross_entropy.contract import LossOptions, counted_of, reduce
 from ms_kernels.operators.linear_cross_entropy.contract import CONTRACT
 
 __all__ = ["IMPLEMENTATION", "MERIT", "chosen_classes", "gradients", "large_enough", "row_losses"]
@@ -34,7 +36,7 @@ __all__ = ["IMPLEMENTATION", "MERIT", "chosen_classes", "gradients", "large_enou
 MERIT = "npu_fused_linear_online_max_sum: product and softmax in one kernel, without logits"
 
 LEAST_CLASSES = 128
-"""Of the gradient's operator."""
+"""Classes that the gradient's operator needs at least."""
 
 MOST_FEATURES = 65_534
 
@@ -74,30 +76,27 @@ def _forward(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ignored = targets == ignore_index
+    asked = LossOptions(*options)
+    ignored = targets == asked.ignore_index
     chosen, foreign = chosen_classes(targets, ignored, weight)
     losses, top, total = row_losses(hidden, weight, chosen)
     losses = losses.view(targets.shape).masked_fill(foreign, torch.nan).masked_fill(ignored, 0)
     shaped = top.view(targets.shape), total.view(targets.shape)
-    return reduce(losses, ignored, reduction), *shaped
+    return reduce(losses, ignored, asked.reduction), *shaped
 
 
 def _fake(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = hidden.new_empty(targets.shape, dtype=torch.float32)
-    loss = torch.empty_like(rows) if reduction == "none" else rows.new_empty(())
+    loss = (
+        torch.empty_like(rows) if LossOptions(*options).reduction == "none" else rows.new_empty(())
+    )
     return loss, rows, torch.empty_like(rows)
 
 
@@ -109,13 +108,11 @@ def _backward(
     top: Tensor,
     total: Tensor,
     wanted: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    ignored = targets == ignore_index
-    if reduction == "mean":
+    asked = LossOptions(*options)
+    ignored = targets == asked.ignore_index
+    if asked.reduction == "mean":
         grad = grad / counted_of(ignored)
     slopes = grad.expand(targets.shape).masked_fill(ignored, 0).reshape(-1)
     return gradients(
@@ -135,7 +132,7 @@ def large_enough(call: Call) -> str | None:
 
 def _refuses(call: Call) -> str | None:
     """Decline what the fused loss does not offer."""
-    if call.options[1] or call.options[2]:
+    if not LossOptions(*call.options).plain:
         return "has no label smoothing and no z-loss"
     return large_enough(call)
 

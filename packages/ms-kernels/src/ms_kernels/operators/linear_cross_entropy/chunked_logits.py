@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ms_kernels.contracts.call import accumulator
 
-__all__ = ["CHUNK_BYTES", "Sums", "chunk_rows_of", "new_buffer", "project"]
+__all__ = ["CHUNK_BYTES", "Sums", "chunk_rows_of", "chunks_of"]
 
 CHUNK_BYTES = 64 * 2**20
 """Size of the logits that are held at once."""
@@ -63,15 +63,17 @@ def _tiles(weight: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         yield columns, weight[columns].to(wide)
 
 
-def new_buffer(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
-    """Make room for the logits of one chunk; every chunk uses it in turn."""
-    rows = min(chunk_rows, len(hidden))
-    return hidden.new_empty((rows, len(weight)), dtype=accumulator(hidden.dtype))
+def chunks_of(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield some rows of hidden (N, H) at a time and their logits (R, V), all in one buffer.
 
-
-def project(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
-    """Put the logits (R, V) of hidden (R, H), multiplied and summed in float32, into `buffer`."""
-    logits = buffer[: len(hidden)]
-    for columns, tile in _tiles(weight, buffer.dtype):
-        torch.mm(hidden.to(buffer.dtype), tile.T, out=logits[:, columns])
-    return logits
+    Logits are multiplied and summed in float32 (float64 for float64); the next ones replace them.
+    """
+    wide = accumulator(hidden.dtype)
+    buffer = hidden.new_empty((min(chunk_rows, len(hidden)), len(weight)), dtype=wide)
+    for start in range(0, len(hidden), chunk_rows):
+        rows = slice(start, start + chunk_rows)
+        chunk = hidden[rows]
+        logits = buffer[: len(chunk)]
+        for columns, tile in _tiles(weight, wide):
+            torch.mm(chunk.to(wide), tile.T, out=logits[:, columns])
+        yield rows, logits

@@ -1,4 +1,4 @@
-"""Cross-entropy of ``hidden @ weight.T``, whose logits are never held all at once.
+"""Cross-entropy of ``hidden @ weight.T``, in chunks of logits.
 
 Rows are taken in chunks. A chunk's logits turn
 into their own gradient in place, which is spent on the gradients of hidden and weight at once;
@@ -21,18 +21,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ms_kernels.contracts.arguments import Argument, Ladder, Work
-from ms_kernels.contracts.call import INDICES, Dims, accumulator
+from ms_kernels.contracts.arguments import Argument, Ladder, Work, indices
+from ms_kernels.contracts.call import Dims, accumulator
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.indices import check_classes
 from ms_kernels.contracts.tolerance import LOGITS
-from ms_kernels.operators.cross_entropy.contract import LOSS_OPTIONS, classes, counted_of, reduce
-from ms_kernels.operators.linear_cross_entropy.chunked_logits import (
-    Sums,
-    chunk_rows_of,
-    new_buffer,
-    project,
+from ms_kernels.operators.cross_entropy.contract import (
+    LOSS_OPTIONS,
+    LossOptions,
+    classes,
+    counted_of,
+    reduce,
 )
+from ms_kernels.operators.linear_cross_entropy.chunked_logits import Sums, chunk_rows_of, chunks_of
 
 __all__ = ["CONTRACT", "linear_cross_entropy"]
 
@@ -65,10 +66,7 @@ def linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         targets.reshape(-1),
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        reduction,
+        LossOptions(ignore_index, label_smoothing, z_loss, reduction),
         chunk_rows,
         training,
         foresees,
@@ -83,39 +81,28 @@ class _Chunked(torch.autograd.Function):
         hidden: Tensor,  # (N, H)
         weight: Tensor,  # (V, H)
         targets: Tensor,  # (N,)
-        ignore_index: int,
-        label_smoothing: float,
-        z_loss: float,
-        reduction: str,
+        options: LossOptions,
         chunk_rows: int,
         training: bool,
         foresees: bool,
     ) -> Tensor:
-        ignored = targets == ignore_index
+        ignored = targets == options.ignore_index
         losses = hidden.new_empty(targets.shape, dtype=accumulator(hidden.dtype))
-        ctx.smoothing, ctx.reduction, ctx.chunk_rows = (
-            (label_smoothing, z_loss),
-            reduction,
-            chunk_rows,
-        )
-        ctx.foresees = foresees
-        known = reduction != "none" or foresees
+        ctx.options, ctx.chunk_rows, ctx.foresees = options, chunk_rows, foresees
+        known = options.reduction != "none" or foresees
         sums = Sums(hidden, weight, ctx.needs_input_grad) if training and known else None
-        buffer = new_buffer(hidden, weight, chunk_rows)
-        for start in range(0, len(targets), chunk_rows):
-            rows = slice(start, start + chunk_rows)
-            logits = project(hidden[rows], weight, buffer)
-            losses[rows] = _differentiate(logits, targets[rows], ignored[rows], *ctx.smoothing)
+        for rows, logits in chunks_of(hidden, weight, chunk_rows):
+            losses[rows] = _differentiate(logits, targets[rows], ignored[rows], options)
             if sums is not None:
                 sums.add(logits, hidden[rows], weight, rows)
         if training:
             held = (sums.hidden, sums.weight) if sums is not None else (hidden, weight)
             # One chunk was all there is: spare the backward pass from making it again.
-            kept = buffer if sums is None and len(targets) <= chunk_rows else None
+            kept = logits if sums is None and 0 < len(targets) <= chunk_rows else None
             again = (hidden, weight) if foresees else (None, None)
             ctx.save_for_backward(*held, targets, ignored, kept, *again)
             ctx.dtypes = hidden.dtype, weight.dtype
-        return reduce(losses, ignored, reduction)
+        return reduce(losses, ignored, options.reduction)
 
     @staticmethod
     @once_differentiable
@@ -123,10 +110,10 @@ class _Chunked(torch.autograd.Function):
         first, second, targets, ignored, kept, *_ = ctx.saved_tensors
         if ctx.foresees:
             first, second = _scaled(ctx, first, second, grad)
-        elif ctx.reduction == "none":
+        elif ctx.options.reduction == "none":
             first, second = _again(ctx, first, second, targets, ignored, kept, grad)
         else:
-            if ctx.reduction == "mean":
+            if ctx.options.reduction == "mean":
                 grad = grad / counted_of(ignored)
             # The held sums stay as they are: the graph may be walked again.
             first = first if first is None else first * grad
@@ -135,7 +122,7 @@ class _Chunked(torch.autograd.Function):
             held if held is None else held.to(dtype)
             for held, dtype in zip((first, second), ctx.dtypes, strict=True)
         )
-        return (*grads, *(None,) * 8)
+        return (*grads, *(None,) * 5)
 
 
 def _scaled(
@@ -163,11 +150,8 @@ def _weight_gradient(
 ) -> Tensor:
     """Make the logits of some rows again, and of these the gradient of the weight."""
     sums = Sums(hidden, weight, (False, True))
-    buffer = new_buffer(hidden, weight, ctx.chunk_rows)
-    for start in range(0, len(targets), ctx.chunk_rows):
-        rows = slice(start, start + ctx.chunk_rows)
-        logits = project(hidden[rows], weight, buffer)
-        _differentiate(logits, targets[rows], ignored[rows], *ctx.smoothing)
+    for rows, logits in chunks_of(hidden, weight, ctx.chunk_rows):
+        _differentiate(logits, targets[rows], ignored[rows], ctx.options)
         sums.add(logits, hidden[rows], weight, rows, grad[rows, None])
     assert sums.weight is not None
     return sums.weight
@@ -184,21 +168,20 @@ def _again(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Make the logits again, chunk by chunk, now that the gradient of each row is known."""
     sums = Sums(hidden, weight, ctx.needs_input_grad)
-    buffer = new_buffer(hidden, weight, ctx.chunk_rows) if kept is None else kept
-    for start in range(0, len(targets), ctx.chunk_rows):
-        rows = slice(start, start + ctx.chunk_rows)
-        logits = buffer
-        if kept is None:
-            logits = project(hidden[rows], weight, buffer)
-            _differentiate(logits, targets[rows], ignored[rows], *ctx.smoothing)
+    if kept is not None:
+        sums.add(kept, hidden, weight, slice(None), grad[:, None])
+        return sums.hidden, sums.weight
+    for rows, logits in chunks_of(hidden, weight, ctx.chunk_rows):
+        _differentiate(logits, targets[rows], ignored[rows], ctx.options)
         sums.add(logits, hidden[rows], weight, rows, grad[rows, None])
     return sums.hidden, sums.weight
 
 
 def _differentiate(
-    logits: Tensor, targets: Tensor, ignored: Tensor, label_smoothing: float, z_loss: float
+    logits: Tensor, targets: Tensor, ignored: Tensor, options: LossOptions
 ) -> Tensor:
     """Return the losses (R,) of logits (R, V), which become their own gradient in place."""
+    _, label_smoothing, z_loss, _ = options
     chosen = targets.to(torch.int64).masked_fill(ignored, 0).unsqueeze(-1)
     picked = logits.gather(-1, chosen)
     top = logits.amax(-1, keepdim=True)
@@ -232,13 +215,7 @@ CONTRACT = Contract(
     arguments=(
         Argument(name="hidden", dims="... H"),
         Argument(name="weight", dims="V H", like="hidden"),
-        Argument(
-            name="targets",
-            dims="...",
-            dtypes=INDICES,
-            differentiable=False,
-            draw=classes,
-        ),
+        indices("targets", "...", classes),
     ),
     options=LOSS_OPTIONS,
     returns="() or, with reduction='none', (...); float32",

@@ -1,4 +1,4 @@
-"""Sums of float32 scaled and rounded to the dtype of what they are the gradient of."""
+"""Scales float32 sums of gradients and rounds them to the dtype of their tensors."""
 
 import triton
 import triton.language as tl

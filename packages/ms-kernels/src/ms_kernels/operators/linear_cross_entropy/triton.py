@@ -19,7 +19,7 @@ from ms_kernels.backends.triton.rows import as_rows, empty
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import TableKey, key_of
 from ms_kernels.core.torch_operator import is_wanted, opaque, unwanted
-from ms_kernels.operators.cross_entropy.contract import counted_of, reduce
+from ms_kernels.operators.cross_entropy.contract import LossOptions, counted_of, reduce
 from ms_kernels.operators.cross_entropy.triton import (
     KERNELS,
     LOSS_TYPES,
@@ -57,19 +57,15 @@ def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
+    *options: Any,
 ) -> Tensor:
     """Return what `cross_entropy` of ``hidden @ weight.T`` returns."""
     run = _of_rows
-    if reduction != "none" and torch.is_grad_enabled():
+    if LossOptions(*options).reduction != "none" and torch.is_grad_enabled():
         if weight.requires_grad:
             run = _with_both if hidden.requires_grad else _with_weight
         elif hidden.requires_grad:
             run = _with_hidden
-    options = ignore_index, label_smoothing, z_loss, reduction
     result: Tensor = run(hidden, weight, targets, *options)
     return result
 
@@ -81,39 +77,34 @@ def _holding(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., An
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        ignore_index: int,
-        label_smoothing: float,
-        z_loss: float,
-        reduction: str,
+        *options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        asked = LossOptions(*options)
         rows, places = as_rows(hidden), targets.reshape(-1).contiguous()
         sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
         losses = hidden.new_empty(len(rows), dtype=torch.float32)
         constants = row_blocks(FORWARD, key_of(hidden), len(weight))
-        options = ignore_index, label_smoothing, z_loss, constants
         for part, logits in chunks(rows, weight):
             gradient = room_for_gradient(logits, hidden)
             lift = lift_of(hidden.dtype)
-            losses[part], _ = row_losses(logits, places[part], *options, gradient, lift)
+            losses[part], _ = row_losses(logits, places[part], asked, constants, gradient, lift)
             sums.add(gradient, rows, weight, part)
         held_hidden = unwanted(hidden).float() if sums.hidden is None else sums.hidden
         held_weight = unwanted(weight).float() if sums.weight is None else sums.weight
         if of_hidden:
             held_hidden = held_hidden.view(hidden.shape)
-        return reduce(losses, places == ignore_index, reduction), held_hidden, held_weight
+        loss = reduce(losses, places == asked.ignore_index, asked.reduction)
+        return loss, held_hidden, held_weight
 
     def fake(
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        ignore_index: int,
-        label_smoothing: float,
-        z_loss: float,
-        reduction: str,
+        *options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         held_hidden = empty(hidden if of_hidden else unwanted(hidden), torch.float32)
         held_weight = empty(weight if of_weight else unwanted(weight), torch.float32)
-        return loss_like(hidden, targets, reduction), held_hidden, held_weight
+        return loss_like(hidden, targets, *options), held_hidden, held_weight
 
     return opaque(
         CONTRACT,
@@ -134,14 +125,12 @@ def _scale(
     held_hidden: Tensor,
     held_weight: Tensor,
     wanted: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Scale what the forward pass held; it stays as it is: the graph may be walked again."""
-    if reduction == "mean":
-        grad = grad / counted_of(targets == ignore_index)
+    asked = LossOptions(*options)
+    if asked.reduction == "mean":
+        grad = grad / counted_of(targets == asked.ignore_index)
     return (
         scaled(SCALE, held_hidden if is_wanted(wanted, 0) else None, grad, hidden),
         scaled(SCALE, held_weight if is_wanted(wanted, 1) else None, grad, weight),
@@ -153,34 +142,18 @@ _with_hidden = _holding("holding_hidden", of_hidden=True, of_weight=False)
 _with_weight = _holding("holding_weight", of_hidden=False, of_weight=True)
 
 
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
-) -> Tensor:
+def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> Tensor:
+    asked = LossOptions(*options)
     rows, places = as_rows(hidden), targets.reshape(-1).contiguous()
     losses = hidden.new_empty(len(rows), dtype=torch.float32)
     constants = row_blocks(FORWARD, key_of(hidden), len(weight))
-    options = ignore_index, label_smoothing, z_loss, constants
     for part, logits in chunks(rows, weight):
-        losses[part], _ = row_losses(logits, places[part], *options)
-    return reduce(losses.view(targets.shape), targets == ignore_index, reduction)
+        losses[part], _ = row_losses(logits, places[part], asked, constants)
+    return reduce(losses.view(targets.shape), targets == asked.ignore_index, asked.reduction)
 
 
-def _fake(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
-) -> Tensor:
-    return loss_like(hidden, targets, reduction)
+def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> Tensor:
+    return loss_like(hidden, targets, *options)
 
 
 def _backward(
@@ -189,23 +162,21 @@ def _backward(
     weight: Tensor,
     targets: Tensor,
     wanted: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Make the logits again, chunk by chunk, now that the gradient of each row is known."""
+    asked = LossOptions(*options)
     rows, places = as_rows(hidden), targets.reshape(-1).contiguous()
     of_hidden, of_weight = is_wanted(wanted, 0), is_wanted(wanted, 1)
     sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
-    slopes = slopes_of(grad, targets, ignore_index, reduction).view(-1)
+    slopes = slopes_of(grad, targets, asked).view(-1)
     peak, (slopes,) = lifted(hidden.dtype, slopes)
-    options, key = (ignore_index, label_smoothing, z_loss), key_of(hidden)
-    forward, back = (row_blocks(each, key, len(weight)) for each in (FORWARD, BACKWARD))
+    walks = (row_blocks(each, key_of(hidden), len(weight)) for each in (FORWARD, BACKWARD))
+    forward, back = walks
     for part, logits in chunks(rows, weight):
-        _, totals = row_losses(logits, places[part], *options, forward)
+        _, totals = row_losses(logits, places[part], asked, forward)
         gradient = room_for_gradient(logits, hidden)
-        differentiate(logits, places[part], totals, slopes[part], gradient, *options, back)
+        differentiate(logits, places[part], totals, slopes[part], gradient, asked, back)
         sums.add(gradient, rows, weight, part)
     return sums.scaled(SCALE, peak, hidden, weight)
 
@@ -232,4 +203,4 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
     )
 
 
-IMPLEMENTATION = on_gpu(CONTRACT, linear_cross_entropy, MERIT, tuned=TUNED, entries=entries)
+IMPLEMENTATION = on_gpu(CONTRACT, MERIT, tuned=TUNED, entries=entries, run=linear_cross_entropy)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ms_kernels.contracts.arguments import Argument, Ladder, Option, Work
-from ms_kernels.contracts.call import INDICES, Dims
+from ms_kernels.contracts.arguments import Argument, Ladder, Option, Work, indices
+from ms_kernels.contracts.call import Dims
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.indices import check_range
 from ms_kernels.contracts.values import is_whole
@@ -43,13 +43,7 @@ CONTRACT = Contract(
     summary="rows of x sorted by the experts that their tokens chose",
     arguments=(
         Argument(name="x", dims="T H"),
-        Argument(
-            name="experts",
-            dims="T C",
-            dtypes=INDICES,
-            differentiable=False,
-            draw=_draw,
-        ),
+        indices("experts", "T C", _draw),
     ),
     options=(
         Option(

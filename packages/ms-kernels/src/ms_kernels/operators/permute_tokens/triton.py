@@ -15,7 +15,6 @@ from ms_kernels.backends.triton.launching import blocks, launch
 from ms_kernels.backends.triton.rows import with_unit_stride
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import TableKey, TunedKernel, key_of
-from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.permute_tokens.contract import CONTRACT
 
 __all__ = ["IMPLEMENTATION", "SUM_CHOICES", "sum_choices"]
@@ -98,15 +97,11 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    opaque(
-        CONTRACT,
-        "triton",
-        forward=_forward,
-        fake=_fake,
-        backward=_backward,
-        saves=("places",),
-    ),
     "gathers both ways, where plain torch adds atomically",
     tuned=TUNED,
     entries=entries,
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    saves=("places",),
 )

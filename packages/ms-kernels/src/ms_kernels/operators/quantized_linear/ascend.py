@@ -27,7 +27,7 @@ from ms_kernels.packed_weights import dequantize, unpack_codes
 __all__ = ["IMPLEMENTATION"]
 
 LARGEST = 65_535
-"""Of K and N."""
+"""Largest K and N."""
 GROUPING = 32
 """Sizes of groups are multiples of it."""
 _signed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

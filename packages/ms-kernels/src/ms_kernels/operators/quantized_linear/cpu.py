@@ -1,4 +1,4 @@
-"""Packed weights widened a few rows at a time, forward and again backward: they are never whole."""
+"""A linear layer on packed weights, widened a few rows at a time, so that they are never whole."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,25 +15,12 @@ from ms_kernels.packed_weights import dequantize
 __all__ = ["IMPLEMENTATION"]
 
 TILE_ELEMENTS = 2**18
-"""Of the weight that are widened at once: 1 MiB in float32."""
-
-
-def quantized_linear(
-    x: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None = None,
-    bits: int = 4,
-    group_size: int = 32,
-) -> Tensor:
-    """Return ``x @ weight.T`` of the matrix that the codes stand for."""
-    result: Tensor = _QuantizedLinear.apply(  # type: ignore[no-untyped-call]
-        x, packed, scales, zeros, bits, group_size
-    )
-    return result
+"""Elements of the weight that are widened at once: 1 MiB in float32."""
 
 
 class _QuantizedLinear(torch.autograd.Function):
+    """Returns ``x @ weight.T`` of the matrix that the codes stand for."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -84,5 +71,7 @@ def _tiles(
 
 
 IMPLEMENTATION = on_cpu(
-    CONTRACT, quantized_linear, "widens a few rows of the weight at a time, and saves it packed"
+    CONTRACT,
+    _QuantizedLinear.apply,
+    "widens a few rows of the weight at a time, and saves it packed",
 )

@@ -17,7 +17,6 @@ from ms_kernels.backends.triton.launching import blocks, launch, power_of_two
 from ms_kernels.backends.triton.rows import as_rows
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, TunedKernel, key_of
-from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.quantized_linear.contract import CONTRACT
 
 __all__ = ["IMPLEMENTATION"]
@@ -131,15 +130,11 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    opaque(
-        CONTRACT,
-        "triton",
-        forward=_forward,
-        backward=_backward,
-        fake_backward=_fake_backward,
-        saves=("packed", "scales", "zeros"),
-    ),
     "reads packed codes and unpacks them in registers",
     tuned=TUNED,
     entries=entries,
+    forward=_forward,
+    backward=_backward,
+    fake_backward=_fake_backward,
+    saves=("packed", "scales", "zeros"),
 )

@@ -16,7 +16,6 @@ from ms_kernels.backends.triton.launching import blocks, launch
 from ms_kernels.backends.triton.rows import as_rows, empty, wanted_of
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import TableKey, TunedKernel, key_of
-from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.rms_norm.contract import CONTRACT
 
 __all__ = ["IMPLEMENTATION", "differentiate", "norm_entries", "normalise"]
@@ -128,16 +127,12 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    opaque(
-        CONTRACT,
-        "triton",
-        forward=_forward,
-        kept={"scale": "..."},
-        backward=_backward,
-        saves=("x", "weight", "scale"),
-    ),
     "one pass over memory each way; saves x and one number a row",
     tuned=TUNED,
     entries=entries,
     refuses=narrow_rows,
+    forward=_forward,
+    kept={"scale": "..."},
+    backward=_backward,
+    saves=("x", "weight", "scale"),
 )

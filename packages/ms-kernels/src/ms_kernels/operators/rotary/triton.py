@@ -11,7 +11,6 @@ from ms_kernels.backends.triton.launching import blocks, launch, power_of_two
 from ms_kernels.backends.triton.rows import empty, wanted_of, with_unit_stride
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, key_of
-from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.rotary.contract import CONTRACT
 
 __all__ = ["IMPLEMENTATION"]
@@ -105,8 +104,10 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    opaque(CONTRACT, "triton", forward=_forward, backward=_backward, saves=("cos", "sin")),
     "q and k in one launch; saves only the angles",
     tuned=TUNED,
     entries=entries,
+    forward=_forward,
+    backward=_backward,
+    saves=("cos", "sin"),
 )

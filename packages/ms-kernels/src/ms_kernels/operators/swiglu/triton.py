@@ -10,7 +10,6 @@ from ms_kernels.backends.triton.launching import blocks, launch
 from ms_kernels.backends.triton.rows import as_rows, empty, wanted_of
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, TunedKernel, key_of
-from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.swiglu.contract import CONTRACT
 
 __all__ = ["IMPLEMENTATION", "MERIT", "apply", "differentiate", "gate_entries", "gate_kernels"]
@@ -107,8 +106,10 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    opaque(CONTRACT, "triton", forward=_forward, backward=_backward, saves=("gate", "up")),
     MERIT,
     tuned=TUNED,
     entries=entries,
+    forward=_forward,
+    backward=_backward,
+    saves=("gate", "up"),
 )

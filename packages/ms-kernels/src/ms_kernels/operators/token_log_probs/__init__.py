@@ -1,1 +1,1 @@
-"""Log-probabilities of chosen tokens under ``hidden @ weight.T``, a chunk of logits at a time."""
+"""Log-probabilities of chosen tokens under ``hidden @ weight.T``, in chunks of logits."""

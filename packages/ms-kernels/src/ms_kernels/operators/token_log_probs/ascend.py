@@ -1,5 +1,7 @@
 """Log-probabilities of tokens by the fused operators of `linear_cross_entropy.ascend`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,27 +24,13 @@ def _forward(
     hidden: Tensor,
     weight: Tensor,
     tokens: Tensor,
-    temperature: float,
-    ignore_index: int,
-    entropy: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ignored = tokens == ignore_index
+    ignored = tokens == options[1]
     chosen, foreign = chosen_classes(tokens, ignored, weight)
     losses, top, total = (each.view(tokens.shape) for each in row_losses(hidden, weight, chosen))
     found = (-losses).masked_fill_(foreign, torch.nan).masked_fill_(ignored, 0)
     return found, torch.zeros_like(losses), top, total
-
-
-def _fake(
-    hidden: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    temperature: float,
-    ignore_index: int,
-    entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = hidden.new_empty(tokens.shape, dtype=torch.float32)
-    return rows, torch.empty_like(rows), torch.empty_like(rows), torch.empty_like(rows)
 
 
 def _backward(
@@ -54,11 +42,9 @@ def _backward(
     top: Tensor,
     total: Tensor,
     wanted: int,
-    temperature: float,
-    ignore_index: int,
-    entropy: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    ignored = tokens == ignore_index
+    ignored = tokens == options[1]
     slopes = (-grad).masked_fill(ignored, 0).reshape(-1)
     return gradients(slopes, hidden, weight, chosen_classes(tokens, ignored, weight)[0], top, total)
 
@@ -67,7 +53,6 @@ _log_probs = opaque(
     CONTRACT,
     "ascend",
     forward=_forward,
-    fake=_fake,
     kept={"top": "...", "total": "..."},
     backward=_backward,
     saves=("hidden", "weight", "tokens", "top", "total"),
@@ -78,12 +63,10 @@ def token_log_probs(
     hidden: Tensor,
     weight: Tensor,
     tokens: Tensor,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-    entropy: bool = False,
+    *options: Any,
 ) -> Tensor:
     """Return log p of the tokens; keeps two float32 a row."""
-    result: Tensor = _log_probs(hidden, weight, tokens, temperature, ignore_index, entropy)[0]
+    result: Tensor = _log_probs(hidden, weight, tokens, *options)[0]
     return result
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens under ``hidden @ weight.T``, whose logits are never all there.
+"""Log-probabilities of chosen tokens under ``hidden @ weight.T``, in chunks of logits.
 
 Forward and backward each make the logits in chunks; between them one number a row is held, two
 with entropies. The weight's gradient is summed in float32.
@@ -11,20 +11,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ms_kernels.contracts.arguments import Argument, Ladder, Option, Work
-from ms_kernels.contracts.call import INDICES, Dims, accumulator
+from ms_kernels.contracts.arguments import Argument, Ladder, Option, Work, indices
+from ms_kernels.contracts.call import Dims, accumulator
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.indices import check_classes
 from ms_kernels.contracts.options import flag, ignore_index_option
 from ms_kernels.contracts.tolerance import LOGITS
 from ms_kernels.contracts.values import LARGEST, SMALLEST, is_number
 from ms_kernels.operators.cross_entropy.contract import classes
-from ms_kernels.operators.linear_cross_entropy.chunked_logits import (
-    Sums,
-    chunk_rows_of,
-    new_buffer,
-    project,
-)
+from ms_kernels.operators.linear_cross_entropy.chunked_logits import Sums, chunk_rows_of, chunks_of
 
 __all__ = ["CONTRACT", "token_log_probs"]
 
@@ -73,10 +68,8 @@ class _Chosen(torch.autograd.Function):
         places = tokens.to(torch.int64).masked_fill(ignored, 0)
         total = hidden.new_empty(tokens.shape, dtype=accumulator(hidden.dtype))
         chosen, spread = torch.empty_like(total), torch.zeros_like(total)
-        buffer = new_buffer(hidden, weight, chunk_rows)
-        for start in range(0, len(tokens), chunk_rows):
-            rows = slice(start, start + chunk_rows)
-            logits = project(hidden[rows], weight, buffer).div_(temperature)
+        for rows, logits in chunks_of(hidden, weight, chunk_rows):
+            logits.div_(temperature)
             total[rows] = logits.logsumexp(-1)
             chosen[rows] = logits.gather(-1, places[rows, None]).squeeze(-1) - total[rows]
             if entropy:
@@ -93,12 +86,9 @@ class _Chosen(torch.autograd.Function):
         pull = grad.masked_fill(ignored, 0).unsqueeze(-1) / ctx.temperature
         pull_spread = grad_spread.masked_fill(ignored, 0).unsqueeze(-1) / ctx.temperature
         sums = Sums(hidden, weight, ctx.needs_input_grad)
-        buffer = new_buffer(hidden, weight, ctx.chunk_rows)
-        for start in range(0, len(places), ctx.chunk_rows):
-            rows = slice(start, start + ctx.chunk_rows)
-            logits = project(hidden[rows], weight, buffer).div_(ctx.temperature)
+        for rows, logits in chunks_of(hidden, weight, ctx.chunk_rows):
             # d log p[t] = e_t - p, and dH = -p · (log p + H).
-            logits.sub_(total[rows, None])
+            logits.div_(ctx.temperature).sub_(total[rows, None])
             factor = -pull[rows]
             if ctx.entropy:
                 factor = factor - pull_spread[rows] * (logits + spread[rows, None])
@@ -141,13 +131,7 @@ CONTRACT = Contract(
     arguments=(
         Argument(name="hidden", dims="... H"),
         Argument(name="weight", dims="V H", like="hidden", draw=_weight),
-        Argument(
-            name="tokens",
-            dims="...",
-            dtypes=INDICES,
-            differentiable=False,
-            draw=classes,
-        ),
+        indices("tokens", "...", classes),
     ),
     options=(
         Option(

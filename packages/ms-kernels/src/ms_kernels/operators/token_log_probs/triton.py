@@ -129,4 +129,4 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
         yield loss_entry(kernel, KERNELS, chip, dtype, flags={}, fp32=floats, i64="TOKENS")
 
 
-IMPLEMENTATION = on_gpu(CONTRACT, token_log_probs, MERIT, tuned=TUNED, entries=entries)
+IMPLEMENTATION = on_gpu(CONTRACT, MERIT, tuned=TUNED, entries=entries, run=token_log_probs)

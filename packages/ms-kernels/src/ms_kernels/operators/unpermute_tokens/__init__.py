@@ -1,1 +1,1 @@
-"""The way back from rows in order of expert to tokens, weighted sums of their choices."""
+"""Weighted sums of each token's rows, which lead from the order of experts back to tokens."""

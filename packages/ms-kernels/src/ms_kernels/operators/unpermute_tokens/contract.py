@@ -1,4 +1,4 @@
-"""The way back from rows in order of expert to tokens, weighted sums of their choices."""
+"""Weighted sums of each token's rows, which lead from the order of experts back to tokens."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ms_kernels.contracts.arguments import Argument, Ladder, Work
-from ms_kernels.contracts.call import FLOATING, INDICES, Dims, accumulator
+from ms_kernels.contracts.arguments import Argument, Ladder, Work, indices
+from ms_kernels.contracts.call import FLOATING, Dims, accumulator
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.indices import check_range, readable
 from ms_kernels.errors import ArgumentError
@@ -66,13 +66,7 @@ CONTRACT = Contract(
     summary="each token's weighted sum of the rows at its places",
     arguments=(
         Argument(name="rows", dims="R H"),
-        Argument(
-            name="places",
-            dims="T C",
-            dtypes=INDICES,
-            differentiable=False,
-            draw=_draw,
-        ),
+        indices("places", "T C", _draw),
         Argument(name="weights", dims="T C", dtypes=FLOATING, optional=True),
     ),
     returns="(T H), dtype of rows",

@@ -10,7 +10,7 @@ from ms_kernels.backends.triton.launching import launch
 from ms_kernels.backends.triton.rows import empty, with_unit_stride
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import TableKey, key_of
-from ms_kernels.core.torch_operator import is_wanted, opaque, unwanted
+from ms_kernels.core.torch_operator import is_wanted, unwanted
 from ms_kernels.operators.permute_tokens.triton import SUM_CHOICES, sum_choices
 from ms_kernels.operators.unpermute_tokens.contract import CONTRACT
 
@@ -80,14 +80,10 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    opaque(
-        CONTRACT,
-        "triton",
-        forward=_forward,
-        backward=_backward,
-        saves=("rows", "places", "weights"),
-    ),
     "weighs and sums in one pass; gradients without atomic additions",
     tuned=TUNED,
     entries=entries,
+    forward=_forward,
+    backward=_backward,
+    saves=("rows", "places", "weights"),
 )

@@ -46,7 +46,7 @@ def arrange(problem: Problem, policy: Policy, *, limit: int | None = None) -> Ar
 
 
 class _Head:
-    """Forwards, or backwards of inputs, of one stage: what is next of them."""
+    """The next forward, or the next backward of inputs, of one stage."""
 
     __slots__ = (
         "after", "arrived", "delay", "due", "frees", "kind", "length", "link", "need", "number",
@@ -58,7 +58,7 @@ class _Head:
         self.rank = problem.placement[stage]
         self.length = problem.lengths[kind][stage]
         self.due = (policy.backward if kind else policy.forward)[stage]
-        """Of the next microbatch."""
+        """When the next microbatch is due."""
         later = [s for s in range(stage + 1, ticks.stages) if problem.placement[s] == self.rank]
         reserve = 0 if policy.order else sum(ticks.activation[s] for s in later)
         self.need = ticks.activation[stage] + reserve
@@ -68,7 +68,7 @@ class _Head:
         self.arrived: list[int] = [0] * problem.microbatches if not kind and not stage else []
         """When the input of the n-th microbatch is there."""
         self.after: _Head | None = None
-        """Who uses the result; `delay` ticks later, through `link` of two ranks if it is far."""
+        """What uses the result, `delay` ticks later, over `link` if it is on another rank."""
         self.link: tuple[int, int] | None = None
         self.delay = 0
 
@@ -108,7 +108,7 @@ class _ListScheduler:
         self.events: list[tuple[int, int]] = []
 
     def _connect(self, head: _Head, problem: Problem) -> None:
-        """Tell who uses the result, and how far that is."""
+        """Note what uses the result, and how far away it is."""
         stage, last = head.stage, len(problem.placement) - 1
         if head.kind == _F:
             head.after = self.heads[_F][stage + 1] if stage < last else self.heads[_I][stage]
@@ -129,7 +129,7 @@ class _ListScheduler:
                 self.decide(rank, time)
 
     def call(self, rank: int, time: int) -> None:
-        """Have `rank` decide at `time`, or when it is free."""
+        """Let `rank` decide at `time`, or when it is free."""
         if time < self.free[rank]:
             time = self.free[rank]
         if time < self.wake[rank]:
@@ -197,7 +197,7 @@ class _ListScheduler:
         self.occupy(rank, length, now + length)
 
     def occupy(self, rank: int, length: int, end: int) -> None:
-        """Have `rank` compute until `end`, and decide then."""
+        """Let `rank` compute until `end`, and decide then."""
         self.free[rank] = end
         self.left[rank] -= length
         if end + self.left[rank] >= self.limit:

@@ -1,4 +1,4 @@
-"""What the search is asked, how it chooses, and what it makes: integers throughout, for speed."""
+"""A scheduling problem, a policy that solves it, and the arrangement that results, all integers."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -19,7 +19,7 @@ Rows = tuple[tuple[Operation, ...], ...]
 
 @frozen(kw_only=True)
 class Problem:
-    """What is to be scheduled; times and memory in ticks."""
+    """Costs, placement, microbatches and memory caps; times and memory in ticks."""
 
     ticks: Ticks
     placement: tuple[int, ...] = field(converter=integers)
@@ -99,7 +99,7 @@ class Policy:
 
 @frozen(kw_only=True)
 class Arrangement:
-    """What the list scheduler made."""
+    """The rows that the list scheduler made."""
 
     rows: Rows
     """For each rank its operations in order."""

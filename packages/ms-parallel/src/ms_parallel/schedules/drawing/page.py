@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from html import escape
 
-from ms_parallel.schedules.drawing.legend import path_text, summary
 from ms_parallel.schedules.drawing.svg import draw_svg
+from ms_parallel.schedules.drawing.text import path_text, summary
 from ms_parallel.schedules.timeline.timeline import Timeline
 
 __all__ = ["draw_html"]
@@ -18,7 +18,7 @@ p, h2 { overflow-wrap: anywhere } h2 { font-size: 16px }
 @media (max-width: 640px) { .wide { display: none } .phone { display: block } }
 @media (prefers-color-scheme: dark) { body { color: #e8eaed; background: #202124 } }
 </style>"""
-"""Of a page: on a phone stands the picture that is drawn for one."""
+"""A phone shows the narrow picture."""
 
 
 def draw_html(

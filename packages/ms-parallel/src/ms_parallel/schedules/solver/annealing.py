@@ -1,6 +1,6 @@
-"""Improves an arrangement by annealing: delays of a block, hop by hop, and orders of actions.
+"""Improves an arrangement by simulated annealing: of a block's delays, and of the order of actions.
 
-Both walks are functions of a seed and a number of steps alone.
+Both walks depend on a seed and a number of steps alone.
 """
 
 from collections.abc import Sequence
@@ -126,14 +126,14 @@ class _Walker:
         self.memory = [change[kind](*kept[stage]) for kind, stage, _ in player.ops]
 
     def walk(self, start: Arrangement, steps: int, hottest: float, random: Random) -> Arrangement:
-        """One walk that cools down over its steps; the best order that it met."""
+        """Walk while cooling down; returns the best order met."""
         player = self.player
         rows = [[player.number(op) for op in row] for row in start.rows]
         played = player.play(rows)
         assert played is not None  # it was arranged
         best, shortest = rows, start.makespan
         places = [0] * len(player.ops)
-        """Of each action its index in its row."""
+        """Each action's index in its row."""
         for row in rows:
             _number(row, places)
         pairs = self._critical(rows, played, places)

@@ -14,7 +14,7 @@ class Played(NamedTuple):
     """When the actions of rows start; all in ticks."""
 
     starts: list[int]
-    """Of each action."""
+    """When each action starts."""
     arrived: list[int]
     """When each action's input is there."""
     end: int
@@ -40,9 +40,9 @@ class Player:
         self.length = [problem.lengths[kind][stage] for kind, stage, _ in self.ops]
         self.rank = [home[stage] for _, stage, _ in self.ops]
         self.target = [self._target(op) for op in self.ops]
-        """Who uses an action's result next; -1 for nobody."""
+        """The action that uses each action's result; -1 for none."""
         self.source = [-1] * len(self.ops)
-        """Whose result an action uses; -1 for nobody's."""
+        """The action whose result each action uses; -1 for none."""
         for op, target in enumerate(self.target):
             if target >= 0:
                 self.source[target] = op
@@ -67,8 +67,8 @@ class Player:
             )
             for op, target in enumerate(self.target)
         ]
-        """Of an action its length, the backward of weights that it allows, who uses its result, and
-        on which rank if not on its own; -1 for none. In one tuple, as `play` needs all of them."""
+        """For each action its length, the backward of weights that it allows, the action that uses
+        its result, and that one's rank if it is another; -1 for none. One tuple, read at once."""
 
     def number(self, op: Operation) -> int:
         """An action's number."""
@@ -89,10 +89,10 @@ class Player:
     def replay(
         self, rows: Sequence[Sequence[int]], known: Played, rank: int, first: int, since: int
     ) -> Played | None:
-        """Play rows of which one was changed, from where that may be felt.
+        """Play rows of which one was changed, from the change on.
 
-        What starts before an instant at which nothing had changed yet starts as it did: it waits
-        for nothing that comes later.
+        Actions that start before the first changed one start when they did: they wait for nothing
+        that comes later.
 
         Args:
             rows: of all ranks.

@@ -1,4 +1,4 @@
-"""Finds the best schedule for measured costs and a memory cap, and says how good it can be."""
+"""Searches for the shortest schedule under a memory cap, and bounds how short one can be."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -47,7 +47,7 @@ class Found:
 
     schedule: Schedule
     makespan: Fraction
-    """Of `simulate` with the costs searched for."""
+    """As `simulate` finds it with the costs searched for."""
     lower_bound: Fraction
     """A makespan that no schedule can beat on any of the placements that were tried."""
     peak_memory: tuple[Fraction, ...]
@@ -152,7 +152,7 @@ def _placements(
 def _best_at(
     problems: Mapping[int, Problem], lowers: Mapping[int, int], budget: int, seed: int
 ) -> tuple[int, Arrangement]:
-    """The best found for these caps, and which of the problems it is of."""
+    """The best arrangement for these caps, and the index of the problem that it solves."""
     tried = {
         place: _constructed(problem, budget // len(problems)) for place, problem in problems.items()
     }
@@ -161,7 +161,7 @@ def _best_at(
 
 
 def _tighter(problems: Sequence[Problem]) -> Iterator[dict[int, Problem]]:
-    """The same in less memory, from more to less: what fits into less may be better found.
+    """The same problems in less memory, from more to less: a tighter cap may give a better result.
 
     Room tempts the list scheduler to run ahead. The caps are the least that works for all ranks
     times powers of two, whatever the cap asked for, so that each larger cap tries them too.
@@ -181,7 +181,7 @@ def _tighter(problems: Sequence[Problem]) -> Iterator[dict[int, Problem]]:
 
 
 def _constructed(problem: Problem, budget: int) -> tuple[Arrangement, Arrangement]:
-    """The best of all, and the best that keeps a hand-made order, if there is one."""
+    """The best arrangement, and the best of those that keep a hand-made order, if there are any."""
     found, seeded = best(problem, budget), None
     if problem.actions <= _FEW:
         for share in (Fraction(5, 6), Fraction(1, 2)):
@@ -207,7 +207,7 @@ def _refined(
     budget: int,
     seed: int,
 ) -> Arrangement:
-    """Anneal blocks, then orders, of the best found and of the best hand-made."""
+    """Anneal the delays of blocks, then the orders of the best and of the best hand-made rows."""
     if found.makespan > lower and 3 * problem.ticks.stages * 100 < budget // 4:
         found = anneal_blocks(problem, found, budget // 4, seed)
     for start, heats in ((found, WARM), (found, COOL), (seeded, COOL)):

@@ -90,7 +90,7 @@ def measured_costs(schedule: Schedule, times: Times) -> Costs:
             lengths.setdefault((action.kind, action.stage), []).append(as_fraction(end - start))
 
     def means(*kinds: Kind) -> list[Fraction]:
-        """Of each stage, of the first kind that it has."""
+        """The mean of each stage's passes of the first of these kinds that it has."""
         return [
             next(
                 (_mean(lengths[kind, stage]) for kind in kinds if (kind, stage) in lengths),

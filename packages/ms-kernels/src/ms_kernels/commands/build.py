@@ -1,4 +1,4 @@
-"""The library of a chip: `build`."""
+"""`build`: makes the operator library of a chip."""
 
 import argparse
 import json
@@ -19,13 +19,12 @@ __all__ = ["build"]
 
 def build(options: argparse.Namespace) -> int:
     """Make the operator library of a chip."""
+    chosen = {"only": options.only, "jobs": options.jobs}
     if options.json:
-        place = build_library(options.target, options.out, only=options.only, jobs=options.jobs)
+        place = build_library(options.target, options.out, **chosen)
     else:
-        with _progress() as told:
-            place = build_library(
-                options.target, options.out, only=options.only, jobs=options.jobs, progress=told
-            )
+        with _progress() as progress:
+            place = build_library(options.target, options.out, progress=progress, **chosen)
     manifest = read_manifest(place)
     if options.json:
         facts = {"folder": str(place), "manifest": msgspec.to_builtins(manifest)}
@@ -40,7 +39,7 @@ def build(options: argparse.Namespace) -> int:
 def _progress() -> Iterator[Progress]:
     """Show a bar on a terminal, and a line for each tenth of the work elsewhere."""
     if not sys.stderr.isatty():
-        yield _tell_tenths
+        yield _print_tenths
         return
     with RichProgress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("building")
@@ -49,6 +48,6 @@ def _progress() -> Iterator[Progress]:
         )
 
 
-def _tell_tenths(what: str, done: int, count: int) -> None:
+def _print_tenths(what: str, done: int, count: int) -> None:
     if done == count or done % max(count // 10, 1) == 0:
         print(f"{done} of {count}: {what}", file=sys.stderr)

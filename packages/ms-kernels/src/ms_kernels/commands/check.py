@@ -1,9 +1,10 @@
-"""The proof that implementations agree with the truth: `check`."""
+"""`check`: compares implementations with the reference in float64."""
 
 import argparse
 import json
 from collections.abc import Sequence
-from typing import Any
+
+from attrs import asdict
 
 from ms_kernels.checking import Finding
 from ms_kernels.checking import check as compare_all
@@ -22,17 +23,13 @@ def check(options: argparse.Namespace) -> int:
         options.operator, options.backend, device=device, dtype=dtype_of(options.dtype)
     )
     if options.json:
-        print(json.dumps([_row(each) for each in findings], indent=2))
+        rows = [{**asdict(each), "holds": each.holds} for each in findings]
+        print(json.dumps(rows, indent=2))
     else:
         _print_findings(findings)
     # A check that ran nothing has not held.
     run = [each for each in findings if not each.reason]
     return 0 if run and all(each.holds for each in run) else 1
-
-
-def _row(finding: Finding) -> dict[str, Any]:
-    names = ("operator", "backend", "device", "dtype", "options", "part", "share", "reason")
-    return {**{name: getattr(finding, name) for name in names}, "holds": finding.holds}
 
 
 def _print_findings(findings: Sequence[Finding]) -> None:
@@ -43,8 +40,8 @@ def _print_findings(findings: Sequence[Finding]) -> None:
         if key not in worst or not each.share <= worst[key].share:
             worst[key] = each
     for (operator, backend, settings), each in worst.items():
-        told = each.reason or f"{each.share:6.1%} of the tolerance, at worst, in {each.part}"
+        result = each.reason or f"{each.share:6.1%} of the tolerance, at worst, in {each.part}"
         mark = "  --" if each.reason else "  ok" if each.holds else "FAIL"
-        print(f"{mark}  {operator:<21} {backend:<10} {settings or 'defaults':<24} {told}")
+        print(f"{mark}  {operator:<21} {backend:<10} {settings or 'defaults':<24} {result}")
     run = [each for each in findings if not each.reason]
     print(f"{sum(each.holds for each in run)} of {len(run)} results and gradients hold")

@@ -1,4 +1,4 @@
-"""Times of implementations, and the tuning table of a chip: `bench`."""
+"""`bench`: times implementations, or makes a chip's tuning table."""
 
 import argparse
 import json

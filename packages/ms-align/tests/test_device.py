@@ -1,0 +1,70 @@
+"""Every trainer, engine and generator on a device that is not the CPU.
+
+The device computes as the CPU does; a tensor on the wrong one, or a collective on the wrong group,
+raises (see `tests/rig/` at the repository's top).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ms_rig import run_on_rig
+
+from .layout_run import run as run_here
+
+RUNS = Path(__file__).with_name("device_runs.py")
+AXES = ("data", "tensor", "pipeline")
+
+
+def on_rig(count: int, function: str, **arguments: Any) -> Any:
+    """What the first process returns."""
+    return run_on_rig(count, RUNS, function, **arguments)[0]
+
+
+def test_trainers_learn_from_their_own_responses(tmp_path: Path) -> None:
+    """PPO with critic, reference and reward model; GRPO, RLOO; adapters; after a stop too."""
+    found = on_rig(1, "online", folder=str(tmp_path))
+    assert all(len(losses) == 2 for losses in found.values())
+
+
+def test_responses_are_those_of_the_cpu() -> None:
+    """Of every kind of model, read as it is or in the fused form."""
+    assert all(on_rig(1, "generated").values())
+
+
+def test_a_reward_model_learns_and_scores(sets: Path, tmp_path: Path) -> None:
+    """What is saved scores as what was trained."""
+    assert on_rig(1, "rewarded", sets=str(sets), folder=str(tmp_path))["same"]
+
+
+def test_adapters_are_written_read_and_merged(tmp_path: Path) -> None:
+    """With the same logits each time."""
+    assert on_rig(1, "adapted", folder=str(tmp_path)) == {"read": True, "merged": True}
+
+
+@pytest.fixture(scope="module")
+def alone(sets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """What one process does on the CPU."""
+    return run_here(sets, tmp_path_factory.mktemp("alone"), None)
+
+
+@pytest.mark.parametrize("axis", ["one", *AXES])
+def test_sft_and_dpo_are_those_of_the_cpu(
+    sets: Path, tmp_path: Path, alone: dict[str, list[float]], axis: str
+) -> None:
+    """In one process, and under a layout of two."""
+    layout = None if axis == "one" else {axis: 2}
+    count = 1 if layout is None else 2
+    found = on_rig(count, "offline", sets=str(sets), folder=str(tmp_path), layout=layout)
+    for name, values in found.items():
+        tolerance = 1e-4 if "grad_norm" in name else 1e-5  # as in test_layouts.py
+        assert values == pytest.approx(alone[name], rel=tolerance, abs=tolerance), name
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_rollouts_and_updates_of_two_processes(sets: Path, tmp_path: Path, axis: str) -> None:
+    """PPO and GRPO, each over a stop: the same losses in both processes."""
+    (tmp_path / "start").symlink_to(sets / "model")
+    first, second = run_on_rig(2, RUNS, "online_layouts", folder=str(tmp_path), layout={axis: 2})
+    assert first == second
+    assert len(first["ppo"]) == len(first["grpo"]) == 2
