@@ -139,8 +139,6 @@ def _tokenizer(place: Path) -> Any:
 
 def ours(place: Path, steps: int, *, transformers: bool) -> float:
     """Ours, packed, from the same samples, on our decoder or on transformers' model."""
-    from ms_align.engines.optimizer import OptimizerOptions
-    from ms_align.run.options import RunOptions
     from ms_align.trainers.sft import SFTTrainer
     from ms_data import InstructionStream
 
@@ -157,13 +155,14 @@ def ours(place: Path, steps: int, *, transformers: bool) -> float:
 
     with tempfile.TemporaryDirectory() as folder:
         SFTTrainer(
-            _model(place, transformers=transformers),
-            stream,
-            optimizer=OptimizerOptions(learning_rate=1e-4),
-            options=RunOptions(
-                output_dir=Path(folder), progress=False, checkpoint_every=10**6, on_event=on_event
-            ),
-        ).train(steps + 1)
+            model=_model(place, transformers=transformers),
+            learning_rate=1e-4,
+            steps=steps + 1,
+            output_dir=Path(folder),
+            progress=False,
+            checkpoint_every=10**6,
+            on_event=on_event,
+        ).train(stream)
     return (filled[steps] - filled[0]) / (marks[steps] - marks[0])
 
 

@@ -21,8 +21,6 @@ import numpy as np
 import torch
 
 from ms_align import PPOTrainer, RewardModel, RewardTrainer, Sample, SFTTrainer
-from ms_align.engines.optimizer import OptimizerOptions
-from ms_align.run.options import RunOptions
 from ms_parallel.models import architecture, build_model
 from ms_parallel.weights import initialise
 
@@ -103,9 +101,9 @@ def model(seed: int) -> Any:
     return made
 
 
-def run_options(folder: Path, name: str, **more: Any) -> RunOptions:
-    """A quiet run."""
-    return RunOptions(output_dir=folder / name, progress=False, checkpoint_every=10**6, **more)
+def quiet(folder: Path, name: str, **more: Any) -> dict[str, Any]:
+    """The settings of a quiet run."""
+    return {"output_dir": folder / name, "progress": False, "checkpoint_every": 10**6, **more}
 
 
 def learn_reward(folder: Path) -> tuple[RewardModel, dict[str, float]]:
@@ -115,16 +113,9 @@ def learn_reward(folder: Path) -> tuple[RewardModel, dict[str, float]]:
         stream = Reviews(99, pairs=True)
         return (next(stream) for _ in range(8))
 
-    trainer = RewardTrainer(
-        model(1),
-        Reviews(1, pairs=True),
-        held_out=held_out,
-        optimizer=OptimizerOptions(learning_rate=1e-3),
-        options=run_options(folder, "reward"),
-    )
-    figures = dict(trainer.train(150).last)
-    trainer.reward_model().save(folder / "reward-model")
-    return RewardModel.load(folder / "reward-model"), figures
+    settings = quiet(folder, "reward", model=model(1), steps=150, learning_rate=1e-3)
+    result = RewardTrainer(**settings).train(Reviews(1, pairs=True), held_out=held_out)
+    return RewardModel.load(folder / "reward" / "model"), dict(result.last)
 
 
 def optimise(folder: Path, policy: Path, reward: RewardModel, kl_coeff: float) -> list[Any]:
@@ -215,12 +206,8 @@ def main() -> None:
         reward, figures = learn_reward(folder)
         print("reward model, held out (a tenth of the labels is wrong):", json.dumps(figures))
         policy = model(2)
-        SFTTrainer(
-            policy,
-            Reviews(2, pairs=False),
-            optimizer=OptimizerOptions(learning_rate=2e-3),
-            options=run_options(folder, "sft"),
-        ).train(200)
+        settings = quiet(folder, "sft", model=policy, steps=200, learning_rate=2e-3)
+        SFTTrainer(**settings).train(Reviews(2, pairs=False))
         from ms_align.models.folder import save_model
 
         save_model(policy, folder / "policy")

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ms_align import SFTOptions, SFTTrainer, TaskOptions
-from ms_align.engines.optimizer import OptimizerOptions
-from ms_align.run.options import RunOptions
+from ms_align import SFTTrainer, TaskOptions
+from ms_align.run.loop import RunLog
+from ms_align.streams.text_ends import TextEnds
+from ms_align.trainers.frame.offline import TrainingData
 from ms_parallel.models import architecture, build_model
 from ms_parallel.weights import initialise
 
@@ -106,38 +107,31 @@ def updates_to_target(mixture: str, schedule: str, seed: int) -> tuple[int, str]
 
     with TemporaryDirectory() as folder:
         trainer = SFTTrainer(
-            model,
-            Tasks(tasks, seed),
-            held_out=lambda: [next(Tasks(tasks, 1000 + at)) for at in range(5)],
-            sft=SFTOptions(tasks=options),
-            optimizer=OptimizerOptions(learning_rate=2e-3, warmup_steps=20),
-            options=RunOptions(
-                output_dir=Path(folder),
-                seed=seed,
-                progress=False,
-                evaluate_every=EVERY,
-                checkpoint_every=10**6,
-                on_event=on_event,
-            ),
+            model=model,
+            tasks=options,
+            learning_rate=2e-3,
+            warmup_steps=20,
+            steps=MOST,
+            output_dir=Path(folder),
+            seed=seed,
         )
+        data = TrainingData(
+            stream=Tasks(tasks, seed),
+            held_out=lambda: [next(Tasks(tasks, 1000 + at)) for at in range(5)],
+        )
+        learner = trainer.learner(trainer.engine(), data, TextEnds.of(None))
         step, reached = 0, MOST
-        run_log = _run_log(on_event)
+        log = RunLog(event=on_event, note=lambda text: None)
         while step < MOST:
-            trainer.update(run_log)
+            learner.update(log)
             step += 1
             if step % EVERY == 0:
-                on_event("evaluate", trainer.evaluate(run_log))
+                on_event("evaluate", learner.evaluate(log))
                 if worst[-1] < TARGET:
                     reached = step
                     break
     shown = " ".join(f"{value:.2f}" for value in chances.values())
     return reached, shown
-
-
-def _run_log(on_event: Callable[[str, Any], None]) -> Any:
-    from ms_align.run.loop import RunLog
-
-    return RunLog(event=on_event, note=lambda text: None)
 
 
 def main() -> None:

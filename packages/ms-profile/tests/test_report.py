@@ -7,6 +7,7 @@ import sys
 import zlib
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -54,6 +55,19 @@ def test_columns_come_back_as_they_were_packed(a: list[int], b: list[int], c: li
     table, text = pack_columns(columns)
     found = unpack_columns(table, text)
     assert {name: values.tolist() for name, values in found.items()} == {"a": a, "b": b, "c": c}
+
+
+def test_the_summary_that_is_returned_is_the_one_on_the_page(tmp_path: Path) -> None:
+    """It is made once: what a command prints of it is what the page shows."""
+    page = tmp_path / "report.html"
+    summary = write_report(analyse_traces(simulate_run(ranks=2, steps=4).traces), page)
+    held = re.search(r'id="summary">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert held is not None
+    shown = json.loads(held[1])
+    assert {"timeline", "columns"} <= shown.keys()
+    drawn = {name: shown.pop(name) for name in ("timeline", "columns")}
+    assert all(drawn.values())
+    assert shown == json.loads(msgspec.json.encode(summary))
 
 
 def test_numbers_that_do_not_fit_are_refused() -> None:

@@ -4,12 +4,14 @@ import gzip
 import json
 import tracemalloc
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ms_profile import vendors
 from ms_profile.analysis.operators import kernel_table, operator_table
 from ms_profile.errors import TraceError
 from ms_profile.trace.builder import TraceBuilder, in_order
@@ -266,3 +268,12 @@ def test_rows_are_ordered_by_thread_then_start_then_longest_first() -> None:
         duration = random.integers(0, 4, count)
         expected = np.lexsort((-duration, start, thread))
         assert in_order(thread, start, duration).tolist() == expected.tolist()
+
+
+def test_every_vendors_file_is_found_by_itself() -> None:
+    """A file of `vendors/` is a vendor, but for the two that say what one is."""
+    folder = Path(vendors.__path__[0])
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__", "vendor", "category"}
+    found = [import_module(f"{vendors.__name__}.{name}").VENDOR for name in names]
+    assert len(found) == len(vendors.VENDORS) >= 6
+    assert all(one in vendors.VENDORS for one in found)

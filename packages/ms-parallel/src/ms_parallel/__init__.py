@@ -6,7 +6,7 @@ Names are imported when they are first used, so that a command's help need not w
 
 import lazy_loader
 
-__version__ = "0.1.0"
+from ms_parallel.version import __version__ as __version__
 
 __getattr__, __dir__, _names = lazy_loader.attach_stub(__name__, __file__)
 __all__ = sorted([*_names, "__version__"])

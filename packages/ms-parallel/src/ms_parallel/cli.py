@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from pkgutil import iter_modules
 
-from ms_parallel import __version__, commands
+from ms_parallel import commands
 from ms_parallel.entry import CommandParser, perform
+from ms_parallel.version import __version__
 
 __all__ = ["main"]
 

@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 from torch import Tensor, nn
 
 from ms_compress.errors import VerifyError
-from ms_compress.models.logits import model_logits
+from ms_compress.models.logits import model_logits, vocabulary_of
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.models.wrappers import unwrapped
 from ms_compress.quantisation.layers import prepared_layers
@@ -85,7 +85,7 @@ def verify(
     """
     folder, model = Path(folder), unwrapped(model)
     if tokens is None:
-        tokens = probe(_vocabulary(model))
+        tokens = probe(vocabulary_of(model))
     # What a runtime leaves out, such as a buffer of the model's own, its logits may do without.
     runtime = find_target(target).opens(folder, threads=1, strict=False)
     check_weights(model, folder, target)
@@ -123,7 +123,7 @@ def check_text(
         VerifyError: it reads or ends texts otherwise, or chose what the model would not.
     """
     files, reference = read_tokenizer(folder), encoder(folder)
-    ends = text_ends(files, {}, _vocabulary(model)).ends
+    ends = text_ends(files, {}, vocabulary_of(model)).ends
     for text in (*TEXTS, *(f"a{each['content']}b" for each in files.added.values())):
         expected, got = reference(text), runtime.encode(text)
         if got != expected:
@@ -232,7 +232,3 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
     finally:
         for each, dtype in narrow:
             each.data = each.data.to(dtype)
-
-
-def _vocabulary(model: nn.Module) -> int:
-    return int(model.config.vocab_size)  # type: ignore[union-attr,arg-type]

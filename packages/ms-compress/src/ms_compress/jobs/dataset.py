@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ms_compress.commands.options import ModelRun
 from ms_compress.errors import ConfigError, DataError
+from ms_compress.models.logits import vocabulary_of
 from ms_compress.training.corpus import read_batch, read_tokens
 
 __all__ = ["calibration_rows", "training_rows"]
@@ -47,7 +48,7 @@ def _dataset(options: ModelRun) -> Path:
 
 
 def _check_vocabulary(options: ModelRun, model: nn.Module, tokens: Tensor) -> None:
-    vocabulary = int(model.config.vocab_size)  # type: ignore[union-attr,arg-type]
+    vocabulary = vocabulary_of(model)
     if int(tokens.max()) >= vocabulary or int(tokens.min()) < 0:
         raise DataError(
             f"{options.dataset}: its tokens are {int(tokens.min())} to {int(tokens.max())}, and"

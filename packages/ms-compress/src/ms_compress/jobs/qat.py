@@ -13,6 +13,7 @@ from ms_compress.jobs.output import run_output
 from ms_compress.jobs.training import train
 from ms_compress.methods.pruning import keep_zeros, mask_zeros, masks
 from ms_compress.methods.qat import FloatThenQuantised
+from ms_compress.models.logits import vocabulary_of
 
 __all__ = ["run"]
 
@@ -51,7 +52,7 @@ def _teacher(model: nn.Module, options: QatRun) -> nn.Module | None:
     if options.teacher is None:
         return None
     teacher = load(options.teacher)
-    sizes = [int(each.config.vocab_size) for each in (model, teacher)]  # type: ignore[union-attr,arg-type]
+    sizes = [vocabulary_of(each) for each in (model, teacher)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
             f"teacher has a vocabulary of {sizes[1]}, and the model one of {sizes[0]}; give a"

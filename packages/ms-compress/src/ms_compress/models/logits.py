@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["evaluating", "model_logits", "next_token_logits"]
+__all__ = ["evaluating", "model_logits", "next_token_logits", "vocabulary_of"]
 
 
 @contextmanager
@@ -36,3 +36,8 @@ def model_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     device = next(model.parameters()).device
     with evaluating(model):
         return next_token_logits(model, tokens.to(device)).float().cpu()
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """Return how many tokens a model knows, as its configuration says."""
+    return int(model.config.vocab_size)  # type: ignore[union-attr,arg-type]

@@ -42,6 +42,16 @@ class OpenFile(NamedTuple):
     raw: BufferedReader
     """The file itself, for formats that are not read in order."""
 
+    def whole(self, limit: int) -> "bytes | Invalid":
+        """Reads a file that is one document of at most `limit` bytes."""
+        parts: list[bytes] = []
+        for block in self.blocks:
+            parts.append(block)
+            limit -= len(block)
+            if limit < 0:
+                return Invalid(f"{self.path}: {TOO_LONG}")
+        return b"".join(parts)
+
 
 @frozen(kw_only=True)
 class ReadOptions:

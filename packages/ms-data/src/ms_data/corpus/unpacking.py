@@ -7,7 +7,7 @@ from typing import Any
 
 import zstandard
 
-__all__ = ["PACKINGS", "READ_BYTES", "lines_of", "unpacked", "whole"]
+__all__ = ["PACKINGS", "READ_BYTES", "lines_of", "unpacked"]
 
 PACKINGS = ("gz", "zst")
 
@@ -73,14 +73,3 @@ def lines_of(blocks: Iterator[bytes], limit: int) -> Iterator[bytes | None]:
         yield None
     elif tail := b"".join(rest):
         yield tail
-
-
-def whole(blocks: Iterator[bytes], limit: int) -> bytes | None:
-    """Joins all blocks, or returns None where they are more than `limit` bytes."""
-    parts: list[bytes] = []
-    for block in blocks:
-        parts.append(block)
-        limit -= len(block)
-        if limit < 0:
-            return None
-    return b"".join(parts)

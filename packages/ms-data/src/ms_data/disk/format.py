@@ -25,7 +25,7 @@ import xxhash
 __all__ = [
     "FRAME",
     "FRAME_BYTES",
-    "LEARNT",
+    "LOSS_BIT",
     "MAGIC",
     "SHARD_NAME",
     "TRAILER",
@@ -66,7 +66,7 @@ TokenType = Literal["uint16", "uint32"]
 Kind = Literal["text", "conversations", "preferences"]
 """What the documents of a dataset are."""
 
-LEARNT = np.uint32(1 << 31)
+LOSS_BIT = np.uint32(1 << 31)
 """The bit of a word that says that its token is trained on, in datasets that are not text."""
 
 SHARD_NAME = re.compile(r"shard-[0-9]{5,9}\.msd")

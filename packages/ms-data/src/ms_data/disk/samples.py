@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_data.disk.format import LEARNT, Kind, header_words
+from ms_data.disk.format import LOSS_BIT, Kind, header_words
 from ms_data.disk.split import Split
 from ms_data.errors import DamageError, SettingError
 
@@ -129,9 +129,9 @@ def _floats(*values: float) -> _Words:
 
 def _marked(sample: Sample) -> _Words:
     words = sample.tokens.astype(np.uint32)
-    words[sample.loss_mask] |= LEARNT
+    words[sample.loss_mask] |= LOSS_BIT
     return words
 
 
 def _read(words: _Words, weight: float) -> Sample:
-    return Sample((words & ~LEARNT).astype(np.int64), (words & LEARNT) != 0, weight)
+    return Sample((words & ~LOSS_BIT).astype(np.int64), (words & LOSS_BIT) != 0, weight)

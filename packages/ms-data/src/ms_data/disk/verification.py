@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 import xxhash
 import zstandard
+from numpy.typing import NDArray
 
-from ms_data.disk.format import LEARNT, MAGIC, Index, ShardEntry, header_words
+from ms_data.disk.format import LOSS_BIT, MAGIC, Index, ShardEntry, header_words
 from ms_data.disk.shard import Frame, Shard
 from ms_data.disk.split import read_index
 from ms_data.errors import DamageError
@@ -127,29 +128,24 @@ def _check_shard(folder: Path, entry: ShardEntry, index: Index) -> tuple[list[Fa
 
 def _inconsistency(frame: Frame, position: int | None, index: Index) -> str | None:
     """Finds what cannot be in a frame whose bytes are those that were written."""
-    if index.kind is not msgspec.UNSET:
-        return _inconsistent_samples(frame, position, index)
-    if int(frame.tokens.max()) >= index.vocabulary_size:
+    text = index.kind is msgspec.UNSET
+    tokens = frame.tokens if text else _without_headers(frame, index)
+    if tokens.size and int(tokens.max()) >= index.vocabulary_size:
         return "a token is outside the vocabulary"
-    if (frame.tokens[frame.ends - 1] != index.end_of_text).any():
+    if text and (frame.tokens[frame.ends - 1] != index.end_of_text).any():
         return "a document does not end in the end of text"
     if position is not None and frame.position != position:
         return "it does not go on where the frame before it stops"
     return None
 
 
-def _inconsistent_samples(frame: Frame, position: int | None, index: Index) -> str | None:
-    """Does the same for a frame of conversations or pairs, whose documents have a header each."""
+def _without_headers(frame: Frame, index: Index) -> NDArray[np.unsignedinteger]:
+    """Gives the tokens of conversations or pairs, whose documents have a header each."""
     assert index.kind is not msgspec.UNSET
     starts = np.concatenate(([-frame.position], frame.ends[frame.ends < len(frame.tokens)]))
     place = np.arange(len(frame.tokens))
     place -= np.repeat(starts, np.diff(np.maximum(starts, 0), append=len(frame.tokens)))
-    tokens = frame.tokens[place >= header_words(index.kind)] & ~LEARNT
-    if tokens.size and int(tokens.max()) >= index.vocabulary_size:
-        return "a token is outside the vocabulary"
-    if position is not None and frame.position != position:
-        return "it does not go on where the frame before it stops"
-    return None
+    return frame.tokens[place >= header_words(index.kind)] & ~LOSS_BIT
 
 
 def _position_after(frame: Frame) -> int:

@@ -83,16 +83,19 @@ class InstructionStream(BatchStream[InstructionBatch]):
         epochs: int | None = None,
     ) -> None:
         super().__init__(
-            sequence_length=sequence_length, batch_size=batch_size, place=place, epochs=epochs
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            seed=seed,
+            place=place,
+            split=split,
+            shuffle=shuffle,
+            epochs=epochs,
         )
         _check(open_rows, {"long": long, "packing": packing, "weighting": weighting})
         self._weighting: Weighting = weighting
         self._settings = {
             "sources": {},
-            "split": split,
-            "sequence_length": self.sequence_length,
-            "seed": operator.index(seed),
-            "shuffle": bool(shuffle),
+            **self._settings,
             "long": long,
             "packing": packing,
             "open_rows": operator.index(open_rows),

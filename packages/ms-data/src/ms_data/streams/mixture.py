@@ -4,9 +4,10 @@ After t samples a source has been drawn within one sample of its due, the sum of
 those t, at every t: Tijdeman's rule ("The chairman assignment problem", 1980). Among the sources
 that are due enough, it takes the one that would first fall too far behind; it must know the
 weights to come, so phases are given beforehand where they are known. Weights that change
-unforeseen are led in by at most n - 1 samples, one of each source that is behind, after which
-every source has exactly its due and the rule begins anew; within them no source is off by more
-than one either. All arithmetic is in whole numbers: a ledger saved and loaded is the same ledger.
+unforeseen take effect after a lead-in of at most n - 1 samples, one of each source that is behind;
+then every source has exactly its due and the rule begins anew. Within the lead-in no source is off
+by more than one either. All arithmetic is in whole numbers: a ledger saved and loaded is the same
+ledger.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -123,7 +124,8 @@ class Mixture:
         """Sets other weights from now on, in place of all later phases.
 
         Returns:
-            The samples drawn before they take effect: at most one a source, but one, from now.
+            How many samples are drawn before they take effect, over all sources from the start:
+            for n sources at most n - 1 more than now.
 
         Raises:
             SettingError: weights are not finite, negative or all 0, or not one a source.

@@ -1,6 +1,5 @@
 """Streams preference pairs for training: two rows a pair, chosen above rejected."""
 
-import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,13 @@ class PreferenceStream(BatchStream[PreferenceBatch]):
         if sequence_length < 2:
             raise SettingError(f"sequence_length is {sequence_length}; it must be 2 or more")
         super().__init__(
-            sequence_length=sequence_length, batch_size=batch_size, place=place, epochs=epochs
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            seed=seed,
+            place=place,
+            split=split,
+            shuffle=shuffle,
+            epochs=epochs,
         )
         self.samples = Samples(folder, split, kind="preferences")
         self.folders = (Path(folder),)
@@ -77,16 +82,10 @@ class PreferenceStream(BatchStream[PreferenceBatch]):
                 f"{folder}: no pair of split {split!r} has both answers within {sequence_length} "
                 "tokens; raise sequence_length"
             )
-        self._draws = Draws(len(self._kept), seed=operator.index(seed), shuffle=shuffle)
+        self._draws = Draws(len(self._kept), seed=self._settings["seed"], shuffle=shuffle)
         self._last = None if epochs is None else epochs * len(self._kept)
         self._drawn = 0
-        self._settings = {
-            "dataset": self.samples.dataset_index.fingerprint,
-            "split": split,
-            "sequence_length": self.sequence_length,
-            "seed": operator.index(seed),
-            "shuffle": bool(shuffle),
-        }
+        self._settings = {"dataset": self.samples.dataset_index.fingerprint, **self._settings}
 
     @property
     def pairs_per_epoch(self) -> int:

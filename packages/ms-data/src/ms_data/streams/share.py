@@ -78,7 +78,7 @@ def at_least_one(**settings: int | None) -> None:
 class BatchStream(Iterator[B]):
     """A stream of global batches, which says where it stands and goes on from there.
 
-    A subclass fills `_settings`, and gives and takes its position in JSON values.
+    A subclass adds to `_settings`, and gives and takes its position in JSON values.
     """
 
     def __init__(
@@ -86,14 +86,22 @@ class BatchStream(Iterator[B]):
         *,
         sequence_length: int,
         batch_size: int,
+        seed: int,
         place: StreamPlace | None,
+        split: str,
+        shuffle: bool,
         epochs: int | None,
     ) -> None:
         at_least_one(sequence_length=sequence_length, epochs=epochs)
         self._share = Share.at(place, batch_size)
         self.sequence_length = operator.index(sequence_length)
         self.batch_size = operator.index(batch_size)
-        self._settings: dict[str, Any] = {}
+        self._settings: dict[str, Any] = {
+            "split": split,
+            "sequence_length": self.sequence_length,
+            "seed": operator.index(seed),
+            "shuffle": bool(shuffle),
+        }
         """All that decides which samples come when."""
 
     def __iter__(self) -> Self:

@@ -61,7 +61,13 @@ class TokenStream(BatchStream[Batch]):
         window_chunks: int = 64,
     ) -> None:
         super().__init__(
-            sequence_length=sequence_length, batch_size=batch_size, place=place, epochs=epochs
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            seed=seed,
+            place=place,
+            split=split,
+            shuffle=shuffle,
+            epochs=epochs,
         )
         self._split = Split(folder, split)
         samples = self._split.tokens // sequence_length
@@ -75,10 +81,10 @@ class TokenStream(BatchStream[Batch]):
         at_least_one(chunk_samples=chunk_samples, window_chunks=window_chunks)
         self._order = Order(
             samples=samples,
-            seed=operator.index(seed),
+            seed=self._settings["seed"],
             chunk_samples=operator.index(chunk_samples),
             window_chunks=operator.index(window_chunks),
-            shuffle=bool(shuffle),
+            shuffle=self._settings["shuffle"],
         )
         self._last = None if epochs is None else epochs * samples
         if self._last is not None and self._last < self.batch_size:
@@ -89,10 +95,7 @@ class TokenStream(BatchStream[Batch]):
             )
         self._settings = {
             "dataset": self.fingerprint,
-            "split": split,
-            "sequence_length": self.sequence_length,
-            "seed": self._order.seed,
-            "shuffle": self._order.shuffle,
+            **self._settings,
             "chunk_samples": self._order.chunk_samples,
             "window_chunks": self._order.window_chunks,
         }

@@ -14,29 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from ms_parallel.errors import DamageError
 from ms_parallel.files.untrusted import decoding, read_bytes
+from ms_parallel.weights.file import DTYPES as NAMES
 
 __all__ = ["DTYPES", "MANIFEST", "Chunk", "Manifest", "SavedFile", "SavedTensor", "read_manifest"]
 
 MANIFEST = "checkpoint.json"
 MANIFEST_LIMIT_BYTES = 1 << 30
 FILE_NAME = re.compile(r"rank-[0-9]{5,10}\.safetensors")
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""safetensors' name of each dtype that may be saved."""
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+"""dtype of each of safetensors' names."""
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

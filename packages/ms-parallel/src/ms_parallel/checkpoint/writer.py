@@ -1,6 +1,5 @@
 """The storage side of `torch.distributed.checkpoint.save`: one safetensors file a rank."""
 
-import json
 import os
 import shutil
 import zlib
@@ -15,7 +14,6 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ms_parallel.checkpoint.manifest import (
-    DTYPES,
     MANIFEST,
     Chunk,
     Manifest,
@@ -24,10 +22,9 @@ from ms_parallel.checkpoint.manifest import (
 )
 from ms_parallel.errors import CheckpointError
 from ms_parallel.files.durable import publish, sync_folder, write_all, write_synced, writing
+from ms_parallel.weights.file import DTYPES, TensorEntry, header_of
 
 __all__ = ["Writer"]
-
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Writer(StorageWriter):
@@ -146,22 +143,14 @@ def _box(item: WriteItem) -> Any:
 
 
 def _header(items: list[WriteItem]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    entries = []
     for item in items:
-        box, dtype = _box(item), _dtype(item)
-        if dtype not in NAMES:
-            raise CheckpointError(f"state {item.index.fqn!r} has dtype {dtype}; it cannot be saved")
-        begin, end = end, end + box.sizes.numel() * dtype.itemsize
+        name, box, dtype = item.index.fqn, _box(item), _dtype(item)
+        if dtype not in DTYPES:
+            raise CheckpointError(f"state {name!r} has dtype {dtype}; it cannot be saved")
         place = ",".join(map(str, box.offsets))
-        entries[f"{item.index.fqn}@{place}"] = {
-            "dtype": NAMES[dtype],
-            "shape": list(box.sizes),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+        entries.append(TensorEntry(name=f"{name}@{place}", shape=tuple(box.sizes), dtype=dtype))
+    return header_of(entries)
 
 
 def _content(planner: SavePlanner, item: WriteItem) -> memoryview:
@@ -174,5 +163,5 @@ def _content(planner: SavePlanner, item: WriteItem) -> memoryview:
 def _saved(metadata: Any, chunks: tuple[Chunk, ...]) -> SavedTensor:
     assert isinstance(metadata, TensorStorageMetadata)
     return SavedTensor(
-        dtype=NAMES[metadata.properties.dtype], shape=tuple(metadata.size), chunks=chunks
+        dtype=DTYPES[metadata.properties.dtype], shape=tuple(metadata.size), chunks=chunks
     )

@@ -42,8 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     """Print the facts and the picture of a schedule."""
     from ms_parallel.planner.explain import draw_to, explain
-    from ms_parallel.schedules.drawing.legend import path_text
-    from ms_parallel.schedules.drawing.text import draw_text
+    from ms_parallel.schedules.drawing.text import draw_text, path_text
 
     explained = explain(
         options.schedule,

@@ -307,25 +307,17 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int = 0,
         stop_token: int | Collection[int] | Literal["eos"] | None = "eos",
+        **sampling: Any,
     ) -> list[list[int]]:
         """Continue each of this data rank's prompts; see `ms_parallel.engine.generation`.
 
         Args:
             prompts: tokens of each prompt, at least one.
             max_new_tokens: how many to write at most.
-            temperature: divides the logits; 0 always takes the likeliest token.
-            top_k: only so many likeliest tokens are ever chosen; None for all.
-            top_p: only the likeliest that together reach this probability are ever chosen.
-            min_p: only those of at least this share of the likeliest one's probability are.
-            seed: of the random numbers; the same under every layout gives the same tokens.
             stop_token: ends a row: one token or any of several; by default those that the model's
                 configuration names as `eos_token_id`. None lets each row run to max_new_tokens.
+            sampling: fields of `Sampling`: temperature, top_k, top_p, min_p, seed.
 
         Returns:
             The new tokens of each row, without the prompt, on every process of the data rank.
@@ -334,9 +326,7 @@ class Engine:
             self,
             prompts,
             max_new_tokens=max_new_tokens,
-            sampling=Sampling(
-                temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
-            ),
+            sampling=Sampling(**sampling),
             stops=self._stops(stop_token),
         )
 

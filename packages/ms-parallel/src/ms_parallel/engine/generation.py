@@ -6,13 +6,14 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor, nn
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.loss import Batch, Output
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.cache import KeyValueCache
+from ms_parallel.settings import number, whole
 from ms_parallel.split.part import drop_gathered
 
 __all__ = ["Forwards", "Sampling", "generate", "pick"]
@@ -46,25 +47,16 @@ class Forwards(Protocol):
 class Sampling:
     """How the next token is chosen."""
 
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, validator=number())
     """Divides the logits; 0 always takes the likeliest."""
-    top_k: int | None = None
+    top_k: int | None = field(default=None, validator=whole(optional=True))
     """Only so many likeliest tokens are ever chosen; None for all."""
-    top_p: float = 1.0
+    top_p: float = field(default=1.0, validator=number(least=1e-30, most=1.0))
     """Only the likeliest tokens that together reach this probability are ever chosen."""
-    min_p: float = 0.0
+    min_p: float = field(default=0.0, validator=number(most=1.0))
     """Only tokens of at least this share of the likeliest one's probability are ever chosen."""
     seed: int = 0
-
-    def __attrs_post_init__(self) -> None:
-        if not self.temperature >= 0.0:
-            raise ConfigError(f"temperature is {self.temperature}; give 0 (greedy) or more")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k is {self.top_k}; give at least 1, or None for all tokens")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"top_p is {self.top_p}; give more than 0, and 1 for all tokens")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ConfigError(f"min_p is {self.min_p}; give 0 (all tokens) to 1 (the likeliest)")
+    """Of the random numbers; the same under every layout gives the same tokens."""
 
 
 @torch.no_grad()

@@ -1,6 +1,5 @@
 """What every model's configuration says, and the checks that its settings pass."""
 
-import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -8,6 +7,7 @@ from attrs import Attribute
 
 from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError, ModelError
+from ms_parallel.settings import number, whole
 
 __all__ = [
     "MOST",
@@ -15,9 +15,8 @@ __all__ = [
     "ModelConfig",
     "TokenId",
     "above_zero",
-    "boolean",
     "check_heads",
-    "positive",
+    "size",
     "token_ids",
 ]
 
@@ -92,32 +91,13 @@ MOST: Mapping[str, int] = {
 """Some ten times what any model has: beyond it a file is damaged, or made to take our memory."""
 
 
-def positive(instance: object, attribute: "Attribute[int]", value: object) -> None:
-    """Validator: a whole number from 1 to the most that is reasonable."""
-    name, shown = attribute.name, repr(value)[:60]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"model setting {name} is {shown}; give a whole number of at least 1")
-    most = MOST.get(name, (1 << 62) - 1)
-    if value > most:
-        raise ConfigError(f"model setting {name}={shown} is beyond reason; give at most {most}")
+def size(instance: object, attribute: "Attribute[Any]", value: object) -> None:
+    """Check for a whole number from 1 to the most that is reasonable; None passes where allowed."""
+    most, optional = MOST.get(attribute.name, (1 << 62) - 1), attribute.default is None
+    whole(most=most, optional=optional)(instance, attribute, value)
 
 
-def above_zero(instance: object, attribute: "Attribute[float]", value: object) -> None:
-    """Validator: a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"model setting {attribute.name} is {repr(value)[:60]}; give a number")
-    # An int of 400 digits has no float; a float never exceeds this.
-    if not (0 < value <= sys.float_info.max):
-        raise ConfigError(
-            f"model setting {attribute.name} is {repr(value)[:60]}; give a number above 0"
-        )
-
-
-def boolean(instance: object, attribute: "Attribute[bool]", value: object) -> None:
-    """Validator: true or false."""
-    if not isinstance(value, bool):
-        shown = repr(value)[:60]
-        raise ConfigError(f"model setting {attribute.name} is {shown}; give true or false")
+above_zero = number(least=1e-30)
 
 
 def check_heads(queries: int, keys: int, head_dim: int) -> None:

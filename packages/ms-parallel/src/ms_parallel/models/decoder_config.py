@@ -1,29 +1,17 @@
 """What a decoder of the Llama kind is made of."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal
 
 from attrs import field, fields, frozen
-from attrs.validators import optional
 
 from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError
-from ms_parallel.models.config import TokenId, above_zero, boolean, check_heads, positive
-from ms_parallel.models.family import Family, families
-from ms_parallel.settings import nearest
+from ms_parallel.models.config import TokenId, above_zero, check_heads, size
+from ms_parallel.models.family import families
+from ms_parallel.settings import flag, nearest
 
 __all__ = ["DecoderConfig", "RopeScaling"]
-
-
-class DecoderFamily(Family, Protocol):
-    """What a configuration asks of its family."""
-
-    @property
-    def output_bias(self) -> bool:
-        """Whether attention's output projection has a bias where its inputs have one."""
-
-    def check(self, config: Any, /) -> None:
-        """Refuse settings that the family's config.json cannot express."""
 
 
 @frozen(kw_only=True)
@@ -36,7 +24,7 @@ class RopeScaling:
     """llama3: wavelengths above original/low are stretched fully."""
     high_freq_factor: float = field(default=4.0, validator=above_zero)
     """llama3: wavelengths below original/high are left alone."""
-    original_max_position_embeddings: int = field(default=8192, validator=positive)
+    original_max_position_embeddings: int = field(default=8192, validator=size)
     """llama3: positions of the first pre-training."""
 
     def __attrs_post_init__(self) -> None:
@@ -74,27 +62,27 @@ class DecoderConfig:
 
     model_type: str = "llama"
     """The family, whose config.json is written."""
-    vocab_size: int = field(validator=positive)
-    hidden_size: int = field(validator=positive)
-    intermediate_size: int = field(validator=positive)
-    num_hidden_layers: int = field(validator=positive)
-    num_attention_heads: int = field(validator=positive)
-    num_key_value_heads: int = field(validator=positive)
-    head_dim: int = field(validator=positive)
+    vocab_size: int = field(validator=size)
+    hidden_size: int = field(validator=size)
+    intermediate_size: int = field(validator=size)
+    num_hidden_layers: int = field(validator=size)
+    num_attention_heads: int = field(validator=size)
+    num_key_value_heads: int = field(validator=size)
+    head_dim: int = field(validator=size)
     """Width of one head; need not be hidden_size / num_attention_heads."""
     rms_norm_eps: float = field(default=1e-6, validator=above_zero)
     rope_theta: float = field(default=10000.0, validator=above_zero)
     rope_scaling: RopeScaling | None = field(default=None, converter=_rope_scaling)
     """A mapping of its settings will do."""
-    tie_word_embeddings: bool = field(default=False, validator=boolean)
+    tie_word_embeddings: bool = field(default=False, validator=flag)
     """The head's weight is the embedding's."""
-    attention_bias: bool = field(default=False, validator=boolean)
+    attention_bias: bool = field(default=False, validator=flag)
     """q, k and v projections have a bias; so has the output projection, but for qwen2."""
-    mlp_bias: bool = field(default=False, validator=boolean)
-    query_key_norm: bool = field(default=False, validator=boolean)
+    mlp_bias: bool = field(default=False, validator=flag)
+    query_key_norm: bool = field(default=False, validator=flag)
     """RMS norms over each head of q and k, before rotation."""
-    max_position_embeddings: int = field(default=4096, validator=positive)
-    sliding_window: int | None = field(default=None, validator=optional(positive))
+    max_position_embeddings: int = field(default=4096, validator=size)
+    sliding_window: int | None = field(default=None, validator=size)
     """A position sees its last so many, itself included; None for all."""
     sliding_layers: tuple[int, ...] | None = None
     """Layers that the window applies to; None for all."""
@@ -117,8 +105,8 @@ class DecoderConfig:
                 )
 
     @property
-    def family(self) -> DecoderFamily:
-        """What `model_type` names.
+    def family(self) -> Any:
+        """The `DenseFamily` that `model_type` names.
 
         Raises:
             ConfigError: it names no family of decoders.
@@ -126,7 +114,7 @@ class DecoderConfig:
         known = {each.name: each for each in families() if each.config is DecoderConfig}
         if self.model_type not in known:
             raise ConfigError(f"unknown model_type {self.model_type!r}; known: {', '.join(known)}")
-        return cast(DecoderFamily, known[self.model_type])
+        return known[self.model_type]
 
     @property
     def shape(self) -> ModelShape:
@@ -143,7 +131,7 @@ class DecoderConfig:
     @property
     def attention_output_bias(self) -> bool:
         """Whether the output projection of attention has a bias."""
-        return self.attention_bias and self.family.output_bias
+        return self.attention_bias and bool(self.family.output_bias)
 
     def window(self, layer: int) -> int | None:
         """The window of one layer, None where it sees everything before."""

@@ -13,7 +13,7 @@ from ms_parallel.models.config import MOST, TOKENS, token_ids
 from ms_parallel.models.config_keys import check_keys
 from ms_parallel.models.decoder import Block, Decoder, plan
 from ms_parallel.models.decoder_config import DecoderConfig, RopeScaling
-from ms_parallel.models.family import families
+from ms_parallel.models.family import Family, families
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators import Ops
 
@@ -55,17 +55,25 @@ _ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_LLAMA3}
 
 
 @frozen(kw_only=True)
-class DenseFamily:
+class DenseFamily(Family):
     """A family of decoders whose weights bear Hugging Face's names."""
 
-    name: str
-    """Its `model_type`."""
+    config: type[DecoderConfig] = DecoderConfig
+    """The class of its configurations."""
+    model: Callable[..., nn.Module] = Decoder
+    """Builds the model."""
+    plan: Callable[[DecoderConfig], ModelPlan] = plan
+    """How the model may be split."""
+    block: Callable[[DecoderConfig, int, Ops], nn.Module] = Block
+    """Builds the block of a layer's global number."""
     transformers_class: str
     """What transformers builds of its config.json."""
     fixed: Mapping[str, object]
     """Settings of `DecoderConfig` that its files cannot vary, with the value that they have."""
     silent: Mapping[str, object]
     """What transformers takes where its config.json is silent."""
+    neutral: Mapping[str, tuple[object, ...]] = field(factory=dict)
+    """Keys of its config.json that are not read, with the values that change nothing."""
     windows: Literal["none", "every_layer", "upper_layers"] = "none"
     """Which layers its `sliding_window` applies to where no `layer_types` says so."""
     null_head_dim: bool = False
@@ -74,41 +82,15 @@ class DenseFamily:
     """Whether attention's output projection has a bias where its inputs have one."""
     whole_heads: bool = False
     """Whether transformers wants the hidden size to be a multiple of the heads."""
-    small: Mapping[str, object] = field(factory=dict)
-    """Settings of the small model besides those that all have, and those that are fixed."""
-    block: Callable[[DecoderConfig, int, Ops], nn.Module] = Block
-    """Builds the block of a layer's global number."""
-    plan: Callable[[DecoderConfig], ModelPlan] = plan
-    """How the model may be split."""
-
-    @property
-    def config(self) -> type[DecoderConfig]:
-        """The class of its configurations."""
-        return DecoderConfig
 
     @property
     def default(self) -> Mapping[str, object]:
-        """Settings of a small model, which trains on a laptop."""
+        """Settings of a small model: those of all, the fixed ones, and its own."""
         return {**_SMALL, **self.fixed, **self.small, "model_type": self.name}
 
-    def build(
-        self,
-        config: DecoderConfig,
-        *,
-        ops: Ops | None = None,
-        layers: range | None = None,
-        first: bool = True,
-        last: bool = True,
-    ) -> Decoder:
+    def build(self, config: DecoderConfig, *, ops: Ops | None = None, **part: Any) -> nn.Module:
         """The model or one stage of it, with unset weights."""
-        return Decoder(
-            config,
-            ops=ops or operators,
-            block=self.block,
-            layers=layers,
-            first=first,
-            last=last,
-        )
+        return self.model(config, ops=ops or operators, block=self.block, **part)
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse settings that its config.json cannot express.
@@ -139,7 +121,8 @@ class DenseFamily:
             ConfigError: a value is out of range.
         """
         free = [name for name in _BIASES if name not in self.fixed]
-        neutral = {name: (self.fixed[name],) for name in _BIASES if name in self.fixed}
+        biases = {name: (self.fixed[name],) for name in _BIASES if name in self.fixed}
+        neutral = {**biases, **self.neutral}
         check_keys(self.name, _WINDOW_KEYS[self.windows].union(free), neutral, document)
         _check_sizes(document)
         # Where a key is null, its default does not count: null is a value of its own, or refused.

@@ -1,58 +1,71 @@
 """A family of models as one value; each is a file of `families/`, found there by its `FAMILY`."""
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from attrs import asdict, field, fields, frozen
 from torch import nn
 
+from ms_parallel import operators
 from ms_parallel.errors import ModelError
-from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.config import TOKENS, ModelConfig, token_ids
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 
 __all__ = ["Family", "families", "family_of"]
 
 
-class Family(Protocol):
+@frozen(kw_only=True)
+class Family:
     """What a family knows: its configuration, its model, its plan, and its config.json.
 
-    A module of `families/` that has one as `FAMILY` is known everywhere.
+    A module of `families/` that has one as `FAMILY` is known everywhere. In config.json its
+    settings stand by their own names, unless `read` and `write` say otherwise.
     """
 
-    @property
-    def name(self) -> str:
-        """The `model_type` in config.json, and what users call it."""
-
-    @property
-    def config(self) -> type[Any]:
-        """The class of its configurations."""
+    name: str
+    """The `model_type` in config.json, and what users call it."""
+    config: type[Any]
+    """The class of its configurations."""
+    model: Callable[..., nn.Module]
+    """Builds the `StagedModel` of (config, ops=, layers=, first=, last=)."""
+    plan: Callable[[Any], ModelPlan]
+    """How the model of a configuration may be split."""
+    small: Mapping[str, object] = field(factory=dict)
+    """Settings of a small model, which trains on a laptop."""
 
     @property
     def default(self) -> Mapping[str, object]:
-        """Settings of a small model, which trains on a laptop."""
+        """All settings of the small model that have no default."""
+        return self.small
 
-    def build(
-        self, config: Any, *, ops: Ops | None, layers: range | None, first: bool, last: bool
-    ) -> nn.Module:
-        """The `StagedModel` or one stage of it, with unset weights."""
+    def build(self, config: Any, *, ops: Ops | None, **part: Any) -> nn.Module:
+        """The model or one stage of it, with unset weights."""
+        return self.model(config, ops=ops or operators, **part)
 
-    def plan(self, config: Any, /) -> ModelPlan:
-        """How the model may be split."""
-
-    def read(self, document: Mapping[str, Any], /) -> ModelConfig:
+    def read(self, document: Mapping[str, Any]) -> ModelConfig:
         """Understand a config.json, decoded.
 
         Raises:
             ModelError: a setting is missing, or asks for something that the model does not do.
             ConfigError: a value is out of range.
         """
+        names = {setting.name for setting in fields(self.config)}
+        known = {key: value for key, value in document.items() if key != "torch_dtype"}
+        for key in sorted((names - set(TOKENS)) ^ (known.keys() - set(TOKENS))):
+            problem = "lacks" if key in names else "has unknown"
+            raise ModelError(f"config.json {problem} {key[:60]!r}")
+        ids = {name: token_ids(name, known.get(name)) for name in TOKENS}
+        config: ModelConfig = self.config(**{**known, **ids})
+        return config
 
-    def write(self, config: Any, dtype: torch.dtype, /) -> dict[str, object]:
+    def write(self, config: Any, dtype: torch.dtype) -> dict[str, object]:
         """The config.json of a configuration, with weights of `dtype`."""
+        return {"torch_dtype": str(dtype).removeprefix("torch."), **asdict(config)}
 
 
 @cache

@@ -12,7 +12,7 @@ from torch import Tensor
 from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.protocol import Reduction
 
-__all__ = ["cross_entropy", "linear_cross_entropy"]
+__all__ = ["cross_entropy", "head_gradients", "linear_cross_entropy"]
 
 _CHUNK_BYTES = 1 << 28
 """Logits of one chunk of `linear_cross_entropy`; up to this much they are kept, not recomputed."""
@@ -108,7 +108,8 @@ class _ChunkedLosses(torch.autograd.Function):
         classes = targets.masked_fill(~counted, 0)
         normalisers = widen(rows.new_empty(rows.shape[0]))
         losses = torch.empty_like(normalisers)
-        for part in _parts(rows.shape[0], chunk):
+        for start in range(0, rows.shape[0], chunk):
+            part = slice(start, start + chunk)
             logits = widen(F.linear(rows[part], weight))
             normalisers[part] = logits.logsumexp(-1)
             of_target = logits.gather(-1, classes[part, None]).squeeze(-1)
@@ -121,19 +122,52 @@ class _ChunkedLosses(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The weight's gradient is summed over chunks in float32, or float64."""
         rows, weight, classes, counted, normalisers = ctx.saved_tensors
-        scale = grad.masked_fill(~counted, 0).unsqueeze(-1)
-        rows_grad = torch.empty_like(rows)
-        weight_grad = widen(torch.zeros_like(weight))
-        for part in _parts(rows.shape[0], ctx.chunk):
-            delta = (widen(F.linear(rows[part], weight)) - normalisers[part, None]).exp_()
-            delta.scatter_add_(
-                -1, classes[part, None], delta.new_full((1, 1), -1.0).expand(delta.shape[0], 1)
-            )
-            delta = delta.mul_(scale[part]).to(rows.dtype)
-            torch.mm(delta, weight, out=rows_grad[part])
-            weight_grad += delta.T @ rows[part]
-        return rows_grad, weight_grad.to(weight.dtype), None, None, None
+        scale = grad.masked_fill(~counted, 0)
+        of_rows, of_weight = head_gradients(
+            rows, weight, classes, counted, scale, normalisers, ctx.chunk
+        )
+        return of_rows, of_weight, None, None, None
 
 
-def _parts(count: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+def head_gradients(
+    rows: Tensor,
+    weight: Tensor,
+    classes: Tensor,
+    here: Tensor,
+    scale: Tensor,
+    normalisers: Tensor,
+    chunk: int,
+    *,
+    logits: Tensor | None = None,
+    wanted: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of -log softmax(h·Wᵀ)[target], p - onehot(target), a chunk of rows at a time.
+
+    Args:
+        rows: (N, H).
+        weight: (V, H), or this process's rows of it.
+        classes: (N,) targets among those rows.
+        here: (N,) whether the target is among them.
+        scale: (N,) gradient of each loss.
+        normalisers: (N,) log of the sum of exponentials, over all of the vocabulary.
+        chunk: rows at a time.
+        logits: (N, V) if they were kept; then one chunk is all.
+        wanted: which of the two gradients.
+
+    Returns:
+        Those of the rows (this process's share of the sum) and of the weight, summed in float32 or
+        float64.
+    """
+    of_rows = torch.empty_like(rows) if wanted[0] else None
+    of_weight = widen(torch.zeros_like(weight)) if wanted[1] else None
+    for start in range(0, rows.shape[0], chunk):
+        part = slice(start, start + chunk)
+        made = widen(F.linear(rows[part], weight)) if logits is None else logits
+        delta = (made - normalisers[part, None]).exp_()
+        delta.scatter_add_(-1, classes[part, None], -here[part, None].to(delta.dtype))
+        delta = delta.mul_(scale[part, None]).to(weight.dtype)
+        if of_rows is not None:
+            torch.mm(delta, weight, out=of_rows[part])
+        if of_weight is not None:
+            of_weight += delta.t() @ rows[part]
+    return of_rows, None if of_weight is None else of_weight.to(weight.dtype)

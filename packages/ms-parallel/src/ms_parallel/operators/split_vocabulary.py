@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ms_parallel.operators.losses import head_gradients
+
 __all__ = ["VocabularyParallelLoss"]
 
 IGNORED = -100
@@ -61,28 +63,12 @@ class VocabularyParallelLoss(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         """Gradients of hidden (this rank's share of the sum) and of the local weight."""
         hidden, weight, index, here, counted, normaliser, kept = ctx.saved_tensors
-        gradient = gradient.masked_fill(~counted, 0.0)
-        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        of_weight = (
-            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        scale = gradient.masked_fill(~counted, 0.0)
+        wanted = ctx.needs_input_grad[:2]
+        of_hidden, of_weight = head_gradients(
+            hidden, weight, index, here, scale, normaliser, ctx.rows, logits=kept, wanted=wanted
         )
-        for start in range(0, hidden.shape[0], ctx.rows):
-            rows = slice(start, start + ctx.rows)
-            logits = F.linear(hidden[rows], weight).float() if kept is None else kept
-            error = (logits - normaliser[rows, None]).exp_()
-            error.scatter_add_(1, index[rows, None], -here[rows, None].float())
-            error = (error * gradient[rows, None]).to(weight.dtype)
-            if of_hidden is not None:
-                torch.mm(error, weight, out=of_hidden[rows])
-            if of_weight is not None:
-                of_weight += error.t() @ hidden[rows]
-        return (
-            of_hidden,
-            None if of_weight is None else of_weight.to(weight.dtype),
-            None,
-            None,
-            None,
-        )
+        return of_hidden, of_weight, None, None, None
 
 
 def _settle(

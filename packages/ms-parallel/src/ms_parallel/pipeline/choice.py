@@ -1,4 +1,4 @@
-"""Which schedule an engine performs: to train, and to run forwards alone."""
+"""The schedule that an engine performs: chosen by name, file or value; and forwards alone."""
 
 from functools import cache
 from pathlib import Path
@@ -9,13 +9,14 @@ from ms_parallel.pipeline.layer_split import Staged
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.schedules.generators.registry import named_schedule
 from ms_parallel.schedules.table.action import Action, Kind
+from ms_parallel.schedules.table.placements import stages_by_rank
 from ms_parallel.schedules.table.schedule import Schedule
 
 __all__ = ["SEARCH", "Choice", "Tables", "is_file", "read_schedule"]
 
 LIMIT_BYTES = 1 << 26
 SEARCH = "search"
-"""The choice that must be measured before it is a table."""
+"""The choice that is measured and searched for before a run begins."""
 
 
 Choice = str | Path | Schedule | Staged
@@ -125,9 +126,8 @@ def _forwards(placement: tuple[int, ...], microbatches: int) -> Schedule:
         [
             Action(Kind.FORWARD, stage, microbatch)
             for microbatch in range(microbatches)
-            for stage, home in enumerate(placement)
-            if home == rank
+            for stage in mine
         ]
-        for rank in range(max(placement) + 1)
+        for mine in stages_by_rank(placement)
     ]
     return Schedule.from_computations(rows, placement, microbatches, "forwards")

@@ -92,7 +92,7 @@ class Mailbox:
                 self.received[name] = (operation.tensor, done)
 
     def wait_for_sends(self, name: Name | None = None) -> None:
-        """Return when the message `name`, by default every one, may be overwritten."""
+        """Wait until the message `name`, by default each one, may be overwritten."""
         self.flush()
         for sent, _, works in self.sent:
             if name in (None, sent):

@@ -9,7 +9,7 @@ from ms_parallel.pipeline.step_file import RecordedStep
 from ms_parallel.schedules.table.costs import Costs
 from ms_parallel.settings import nearest
 
-__all__ = ["Given", "as_recorded", "costs_of", "parse_costs"]
+__all__ = ["Given", "costs_of", "parse_costs"]
 
 Given = dict[str, list[Fraction]]
 """Costs by name, one value for all stages or one for each."""
@@ -51,21 +51,17 @@ def _cost(text: str) -> Fraction:
     return Fraction(text)
 
 
-def as_recorded(given: Given, recorded: RecordedStep, stages: int) -> Costs:
-    """A recorded step's mean costs in milliseconds, but for those that are given."""
-    own = recorded.costs()
-    mean: Given = {}
-    for name in COSTS[:-1]:
-        values = getattr(own, name)
-        # Another number of stages shares out the same layers.
-        mean[name] = [sum(values, Fraction(0)) / stages] * stages
-        if len(values) == stages or name == "activation":
-            mean[name] = list(values) if len(values) == stages else [Fraction(1)] * stages
-    return costs_of({**mean, "latency": [own.latency], **given}, stages)
+def costs_of(given: Given, stages: int, recorded: RecordedStep | None = None) -> Costs:
+    """Costs of so many stages.
 
-
-def costs_of(given: Given, stages: int) -> Costs:
-    """One value for all stages, or one for each; what is not given costs 1, a message nothing."""
+    Args:
+        given: one value for all stages, or one for each.
+        stages: of the schedule.
+        recorded: a step whose mean costs in milliseconds stand for those that are not given;
+            otherwise a pass costs 1 and a message nothing.
+    """
+    if recorded is not None:
+        given = {**_means(recorded.costs(), stages), **given}
     each: dict[str, Any] = {
         name: given.get(name, [Fraction(1)]) * (stages if len(given.get(name, [1])) == 1 else 1)
         for name in COSTS[:-1]
@@ -74,3 +70,14 @@ def costs_of(given: Given, stages: int) -> Costs:
     if more:
         raise ConfigError("latency takes one value; it is the same between all ranks")
     return Costs(**each, latency=latency)
+
+
+def _means(own: Costs, stages: int) -> Given:
+    """A step's mean costs; another number of stages shares out the same layers."""
+    mean: Given = {"latency": [own.latency]}
+    for name in COSTS[:-1]:
+        values = getattr(own, name)
+        mean[name] = [sum(values, Fraction(0)) / stages] * stages
+        if len(values) == stages or name == "activation":
+            mean[name] = list(values) if len(values) == stages else [Fraction(1)] * stages
+    return mean

@@ -9,7 +9,7 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.files.durable import write_file
 from ms_parallel.pipeline.choice import SEARCH, is_file, read_schedule
 from ms_parallel.pipeline.step_file import RecordedStep, is_recording, read_step
-from ms_parallel.planner.cost_text import Given, as_recorded, costs_of, parse_costs
+from ms_parallel.planner.cost_text import Given, costs_of, parse_costs
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.schedules.drawing.page import draw_html
 from ms_parallel.schedules.drawing.svg import draw_svg
@@ -40,11 +40,11 @@ class ScheduleFacts(msgspec.Struct, frozen=True, kw_only=True):
     bubble: float
     """Share of all ranks' time in which they compute nothing."""
     idle: tuple[float, ...]
-    """The same of each rank."""
+    """Share of each rank's time in which it computes nothing."""
     peak_memory: tuple[float, ...]
     """Most activation memory of each rank."""
     messages: int
-    """That cross from one rank to another in a step."""
+    """Messages from one rank to another in a step."""
     overlapped_pairs: int = 0
     """Pairs of a forward and a backward that the table overlaps; they are performed, and timed
     here, one after the other."""
@@ -108,10 +108,7 @@ def explain(
     given, recorded = parse_costs(costs), _recorded(choice, measured)
     schedule, bound = _made(choice, ranks, microbatches, given, memory_cap, recorded)
     report = verify(schedule)
-    played = costs_of(given, schedule.stages)
-    if recorded is not None:
-        played = as_recorded(given, recorded, schedule.stages)
-    line = simulate(schedule, played)
+    line = simulate(schedule, costs_of(given, schedule.stages, recorded))
     real = recorded.timeline() if recorded else None
     facts = msgspec.structs.replace(
         _facts(line, schedule.name or choice, report.messages),
@@ -158,7 +155,7 @@ def _made(
     memory_cap: float | None,
     recorded: RecordedStep | None,
 ) -> tuple[Schedule, float | None]:
-    """The schedule, and of a search its bound."""
+    """The schedule, and its lower bound if it was searched for."""
     if recorded is not None and is_recording(choice):
         return recorded.schedule, None
     if is_file(choice):
@@ -171,9 +168,7 @@ def _made(
         raise ConfigError(f"{choice} needs sizes; give --stages and --microbatches")
     if choice == SEARCH:
         stages = max([ranks, *map(len, given.values())])
-        costs = costs_of(given, stages)
-        if recorded is not None:
-            costs = as_recorded(given, recorded, stages)
+        costs = costs_of(given, stages, recorded)
         found = search(costs, memory_cap, microbatches=microbatches, ranks=ranks)
         return found.schedule, float(found.lower_bound)
     # What is generated from costs has one stage a rank; the rest does not look at them.

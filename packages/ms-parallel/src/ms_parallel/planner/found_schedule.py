@@ -19,7 +19,7 @@ from ms_parallel.schedules.table.schedule import Schedule
 __all__ = ["FILE", "FoundSchedule", "read_found", "write_found"]
 
 FILE = "schedule.json"
-"""In `output_dir`."""
+"""Its name in `output_dir`."""
 LIMIT_BYTES = 1 << 28
 
 
@@ -37,14 +37,14 @@ class FoundSchedule(
     makespan_ms: float
     """Time of one step, simulated with the measured costs."""
     lower_bound_ms: float
-    """No schedule with this split and placement is shorter."""
+    """A time that no schedule with this split and placement can beat."""
     one_f_one_b_ms: float
     """What 1F1B would take with layers shared out evenly."""
     peak_bytes: tuple[int, ...]
     """Activations that each pipeline rank holds at most."""
     memory_cap_bytes: int
     costs: dict[str, tuple[float, ...]]
-    """Measured for each layer: milliseconds of each pass, bytes held."""
+    """Measured for each segment: milliseconds of each pass, bytes held."""
 
     @property
     def staged(self) -> Staged:

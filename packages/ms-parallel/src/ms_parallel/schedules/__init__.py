@@ -4,10 +4,9 @@ Pure: nothing here imports torch or starts anything.
 """
 
 from ms_parallel.schedules.checks.verify import Report, verify
-from ms_parallel.schedules.drawing.legend import path_text
 from ms_parallel.schedules.drawing.page import draw_html
 from ms_parallel.schedules.drawing.svg import draw_svg
-from ms_parallel.schedules.drawing.text import draw_text
+from ms_parallel.schedules.drawing.text import draw_text, path_text
 from ms_parallel.schedules.generators.looped.breadth_first import breadth_first
 from ms_parallel.schedules.generators.looped.interleaved import interleaved_one_f_one_b
 from ms_parallel.schedules.generators.one_stage.gpipe import gpipe

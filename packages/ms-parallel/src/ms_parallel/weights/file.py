@@ -17,14 +17,21 @@ from torch import Tensor
 
 from ms_parallel.files.durable import write_all
 
-__all__ = ["TensorEntry", "WeightFile"]
+__all__ = ["DTYPES", "TensorEntry", "WeightFile", "header_of"]
 
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
+"""safetensors' name of each dtype that may be saved."""
 
 
 @frozen(kw_only=True)
@@ -53,7 +60,7 @@ class WeightFile:
         self.path = path
         self._awaited = list(entries)[::-1]
         self._file: FileIO | None = None
-        self._header = _header(reversed(self._awaited))
+        self._header = header_of(reversed(self._awaited))
 
     def __enter__(self) -> Self:
         self._file = self.path.open("xb", buffering=0)
@@ -81,7 +88,7 @@ class WeightFile:
                 os.fsync(file.fileno())
 
 
-def _header(entries: Iterable[TensorEntry]) -> bytes:
+def header_of(entries: Iterable[TensorEntry]) -> bytes:
     """Length and JSON of a safetensors header, padded so that values begin at a multiple of 8."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

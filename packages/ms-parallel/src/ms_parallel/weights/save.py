@@ -84,13 +84,7 @@ def save_model(
     if tokenizer is not None and not isinstance(tokenizer, TokenizerFiles):
         tokenizer = read_tokenizer(tokenizer)
     config = stages[0].config if tokenizer is None else with_tokens(stages[0].config, tokenizer)
-    copies = {copy for _, copy in model_plan(config).tied}
-    mine = {
-        name: parameter
-        for stage in stages
-        for name, parameter in stage.named_parameters()
-        if name not in copies and not is_added(name)
-    }
+    mine = _saved_parameters(stages)
     entries = [
         TensorEntry(name=name, shape=tuple(parameter.shape), dtype=dtype or parameter.dtype)
         for name, parameter in mine.items()
@@ -111,6 +105,17 @@ def save_model(
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def _saved_parameters(stages: Sequence[StagedModel]) -> dict[str, Tensor]:
+    """What a folder holds of these stages: each tied weight once, and nothing that was added."""
+    copies = {copy for _, copy in model_plan(stages[0].config).tied}
+    return {
+        name: parameter
+        for stage in stages
+        for name, parameter in stage.named_parameters()
+        if name not in copies and not is_added(name)
+    }
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ class LlamaRuntime:
 
     name = "llama.cpp"
 
-    def __init__(self, folder: Path, *, threads: int = 1, repack: bool = False) -> None:
+    def __init__(self, folder: Path, *, threads: int = 1) -> None:
         llama_cpp = import_library(
             "llama_cpp", extra="llama", purpose="running GGUF needs llama-cpp-python"
         )
@@ -35,7 +35,7 @@ class LlamaRuntime:
         parameters.n_gpu_layers = 0
         # Repacked weights are faster where the build's kernels fit the processor, and have crashed
         # where they do not.
-        parameters.use_extra_bufts = repack
+        parameters.use_extra_bufts = False
         self.model = llama_cpp.llama_model_load_from_file(str(self.path).encode(), parameters)
         if not self.model:
             raise ExportError(f"{self.path}: llama.cpp cannot read it")

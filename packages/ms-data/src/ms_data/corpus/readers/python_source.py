@@ -4,16 +4,15 @@ import io
 import tokenize
 from collections.abc import Iterator
 
-from ms_data.corpus.reader import TOO_LONG, Found, Invalid, OpenFile, Reader, ReadOptions
-from ms_data.corpus.unpacking import whole
+from ms_data.corpus.reader import Found, Invalid, OpenFile, Reader, ReadOptions
 
 __all__ = ["READER"]
 
 
 def _documents(file: OpenFile, options: ReadOptions) -> Iterator[Found]:
-    content = whole(file.blocks, options.document_limit_bytes)
-    if content is None:
-        yield Invalid(f"{file.path}: {TOO_LONG}")
+    content = file.whole(options.document_limit_bytes)
+    if isinstance(content, Invalid):
+        yield content
         return
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)

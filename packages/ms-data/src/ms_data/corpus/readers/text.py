@@ -8,7 +8,6 @@ import msgspec
 
 from ms_data.corpus.file_kinds import BINARY
 from ms_data.corpus.reader import (
-    TOO_LONG,
     Found,
     Invalid,
     OpenFile,
@@ -17,15 +16,14 @@ from ms_data.corpus.reader import (
     not_utf8,
 )
 from ms_data.corpus.readers.json_lines import row_type
-from ms_data.corpus.unpacking import whole
 
 __all__ = ["READER"]
 
 
 def _documents(file: OpenFile, options: ReadOptions) -> Iterator[Found]:
-    content = whole(file.blocks, options.document_limit_bytes)
-    if content is None:
-        yield Invalid(f"{file.path}: {TOO_LONG}")
+    content = file.whole(options.document_limit_bytes)
+    if isinstance(content, Invalid):
+        yield content
         return
     if b"\0" in content:
         yield BINARY

@@ -17,20 +17,14 @@ from ms_kernels.operators.add_rms_norm.contract import CONTRACT
 __all__ = ["IMPLEMENTATION"]
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
-    """Return ``rms_norm(x + residual)`` and the sum."""
-    pair: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, residual, weight, float(eps))  # type: ignore[no-untyped-call]
-    return pair
-
-
 class _AddRmsNorm(torch.autograd.Function):
+    """Returns ``rms_norm(x + residual)`` and the sum."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        result, scale, total = torch.ops.npu.npu_add_rms_norm(x, residual, weight, eps)
+        result, scale, total = torch.ops.npu.npu_add_rms_norm(x, residual, weight, float(eps))
         ctx.save_for_backward(total, weight, scale)
         return result, total
 
@@ -47,7 +41,7 @@ class _AddRmsNorm(torch.autograd.Function):
 
 IMPLEMENTATION = on_npu(
     CONTRACT,
-    add_rms_norm,
+    _AddRmsNorm.apply,
     "npu_add_rms_norm: sum and norm in one kernel",
     refuses=same_dtype,
 )

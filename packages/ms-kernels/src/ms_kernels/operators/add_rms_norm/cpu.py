@@ -13,17 +13,9 @@ from ms_kernels.operators.rms_norm.cpu import differentiate, normalise
 __all__ = ["IMPLEMENTATION"]
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
-    """Return ``rms_norm(x + residual)`` and the sum."""
-    result: tuple[Tensor, Tensor] = _AddRmsNorm.apply(  # type: ignore[no-untyped-call]
-        x, residual, weight, eps
-    )
-    return result
-
-
 class _AddRmsNorm(torch.autograd.Function):
+    """Returns ``rms_norm(x + residual)`` and the sum."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -47,5 +39,5 @@ class _AddRmsNorm(torch.autograd.Function):
 
 
 IMPLEMENTATION = on_cpu(
-    CONTRACT, add_rms_norm, "blocks of rows in the cache; saves the sum and one number a row"
+    CONTRACT, _AddRmsNorm.apply, "blocks of rows in the cache; saves the sum and one number a row"
 )

@@ -18,22 +18,9 @@ TILE_ELEMENTS = 2**18
 """Elements of the weight that are widened at once: 1 MiB in float32."""
 
 
-def quantized_linear(
-    x: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None = None,
-    bits: int = 4,
-    group_size: int = 32,
-) -> Tensor:
-    """Return ``x @ weight.T`` of the matrix that the codes stand for."""
-    result: Tensor = _QuantizedLinear.apply(  # type: ignore[no-untyped-call]
-        x, packed, scales, zeros, bits, group_size
-    )
-    return result
-
-
 class _QuantizedLinear(torch.autograd.Function):
+    """Returns ``x @ weight.T`` of the matrix that the codes stand for."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -84,5 +71,7 @@ def _tiles(
 
 
 IMPLEMENTATION = on_cpu(
-    CONTRACT, quantized_linear, "widens a few rows of the weight at a time, and saves it packed"
+    CONTRACT,
+    _QuantizedLinear.apply,
+    "widens a few rows of the weight at a time, and saves it packed",
 )

@@ -13,13 +13,9 @@ from ms_kernels.operators.rms_norm.contract import CONTRACT
 __all__ = ["IMPLEMENTATION", "differentiate", "normalise"]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return ``x / sqrt(mean(x²) + eps) · weight``."""
-    result: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
-    return result
-
-
 class _RmsNorm(torch.autograd.Function):
+    """Returns ``x / sqrt(mean(x²) + eps) · weight``."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         result, scale = normalise(x, weight, eps)
@@ -68,5 +64,5 @@ def differentiate(
 
 
 IMPLEMENTATION = on_cpu(
-    CONTRACT, rms_norm, "blocks of rows in the cache; saves x and one number a row"
+    CONTRACT, _RmsNorm.apply, "blocks of rows in the cache; saves x and one number a row"
 )

@@ -17,12 +17,6 @@ from ms_kernels.operators.swiglu.contract import CONTRACT
 __all__ = ["IMPLEMENTATION", "join"]
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return ``silu(gate) · up``."""
-    result: Tensor = _SwiGlu.apply(gate, up)  # type: ignore[no-untyped-call]
-    return result
-
-
 def join(gate: Tensor, up: Tensor) -> Tensor:
     """Return (..., 2 I): a view of both if they stand side by side, or a new tensor."""
     plain = type(gate) in (Tensor, torch.nn.Parameter) and type(up) in (Tensor, torch.nn.Parameter)
@@ -41,6 +35,8 @@ def join(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _SwiGlu(torch.autograd.Function):
+    """Returns ``silu(gate) · up``."""
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -57,6 +53,6 @@ class _SwiGlu(torch.autograd.Function):
 
 IMPLEMENTATION = on_npu(
     CONTRACT,
-    swiglu,
+    _SwiGlu.apply,
     "npu_swiglu: one kernel, without a copy where gate and up stand side by side",
 )

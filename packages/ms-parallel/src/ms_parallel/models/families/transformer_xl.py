@@ -16,30 +16,21 @@ head. Distances count positions within the row; inside a document they equal tho
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
 
 import torch
-from attrs import asdict, field, fields, frozen
+from attrs import field, frozen
 from torch import Tensor, nn
 
 from ms_parallel.cluster.layout import ModelShape
-from ms_parallel.errors import ConfigError, ModelError
+from ms_parallel.errors import ConfigError
 from ms_parallel.models.cache import KeyValueCache
-from ms_parallel.models.config import (
-    TOKENS,
-    TokenId,
-    above_zero,
-    boolean,
-    check_heads,
-    positive,
-    token_ids,
-)
+from ms_parallel.models.config import TokenId, above_zero, check_heads, size
+from ms_parallel.models.family import Family
 from ms_parallel.models.plan import ModelPlan, Style
 from ms_parallel.models.staged import Context, StagedModel
-from ms_parallel.operators import Ops
+from ms_parallel.operators.protocol import Ops
+from ms_parallel.settings import flag
 
 __all__ = ["FAMILY", "TransformerXL", "TransformerXLConfig"]
 
@@ -53,18 +44,18 @@ class TransformerXLConfig:
     """
 
     model_type: str = "transformer-xl"
-    vocab_size: int = field(validator=positive)
-    hidden_size: int = field(validator=positive)
-    intermediate_size: int = field(validator=positive)
-    num_hidden_layers: int = field(validator=positive)
-    num_attention_heads: int = field(validator=positive)
-    head_dim: int = field(validator=positive)
-    segment_length: int = field(validator=positive)
+    vocab_size: int = field(validator=size)
+    hidden_size: int = field(validator=size)
+    intermediate_size: int = field(validator=size)
+    num_hidden_layers: int = field(validator=size)
+    num_attention_heads: int = field(validator=size)
+    head_dim: int = field(validator=size)
+    segment_length: int = field(validator=size)
     """Positions that gradients cross."""
-    memory_length: int = field(validator=positive)
+    memory_length: int = field(validator=size)
     """Positions before a segment that it sees besides its own."""
     layer_norm_eps: float = field(default=1e-5, validator=above_zero)
-    tie_word_embeddings: bool = field(default=False, validator=boolean)
+    tie_word_embeddings: bool = field(default=False, validator=flag)
     """The head's weight is the embedding's."""
     initializer_range: float = field(default=0.02, validator=above_zero)
     """Standard deviation of fresh weights."""
@@ -223,6 +214,7 @@ class TransformerXL(StagedModel):
 
     Args:
         config: The model.
+        ops: Not used: its scores are of their own kind.
         layers: Global numbers of the blocks to build; all by default.
         first: Build the embedding.
         last: Build the head; there is no final norm, since each block ends with one.
@@ -232,6 +224,7 @@ class TransformerXL(StagedModel):
         self,
         config: TransformerXLConfig,
         *,
+        ops: Ops | None = None,
         layers: range | None = None,
         first: bool = True,
         last: bool = True,
@@ -312,54 +305,19 @@ def _plan(config: TransformerXLConfig) -> ModelPlan:
     )
 
 
-class TransformerXLFamily:
-    """Transformer-XL's configuration, model, plan and config.json."""
-
-    name = "transformer-xl"
-    config = TransformerXLConfig
-    default: Mapping[str, object] = MappingProxyType(
-        {
-            "vocab_size": 8192,
-            "hidden_size": 256,
-            "intermediate_size": 1024,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 8,
-            "head_dim": 32,
-            "segment_length": 128,
-            "memory_length": 128,
-        }
-    )
-    plan = staticmethod(_plan)
-
-    def build(
-        self,
-        config: TransformerXLConfig,
-        *,
-        ops: Ops | None = None,
-        layers: range | None = None,
-        first: bool = True,
-        last: bool = True,
-    ) -> TransformerXL:
-        """The model or one stage of it; its scores need operators of its own."""
-        return TransformerXL(config, layers=layers, first=first, last=last)
-
-    def read(self, document: Mapping[str, Any]) -> TransformerXLConfig:
-        """Understand a config.json, decoded: each setting by its own name, and no other.
-
-        Raises:
-            ModelError: a setting is missing, or there is none of that name.
-        """
-        names = {setting.name for setting in fields(TransformerXLConfig)}
-        known = {key: value for key, value in document.items() if key != "torch_dtype"}
-        for key in sorted((names - set(TOKENS)) ^ (known.keys() - set(TOKENS))):
-            problem = "lacks" if key in names else "has unknown"
-            raise ModelError(f"config.json {problem} {key[:60]!r}")
-        ids = {name: token_ids(name, known.get(name)) for name in TOKENS}
-        return TransformerXLConfig(**{**known, **ids})
-
-    def write(self, config: TransformerXLConfig, dtype: torch.dtype) -> dict[str, object]:
-        """The config.json of a configuration, with weights of `dtype`."""
-        return {"torch_dtype": str(dtype).removeprefix("torch."), **asdict(config)}
-
-
-FAMILY = TransformerXLFamily()
+FAMILY = Family(
+    name="transformer-xl",
+    config=TransformerXLConfig,
+    model=TransformerXL,
+    plan=_plan,
+    small={
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "head_dim": 32,
+        "segment_length": 128,
+        "memory_length": 128,
+    },
+)

@@ -12,9 +12,9 @@ from attrs import frozen
 
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.checks.messages import check_pairing, check_progress
-from ms_parallel.schedules.checks.sharding import check_shards
-from ms_parallel.schedules.checks.waits import check_waits
+from ms_parallel.schedules.checks.stage_actions import check_stage_actions, check_waits
 from ms_parallel.schedules.table.action import RECEIVES, SENDS, Action, Kind
+from ms_parallel.schedules.table.communication import sources
 from ms_parallel.schedules.table.schedule import Schedule
 
 __all__ = ["Report", "verify"]
@@ -44,7 +44,7 @@ def verify(schedule: Schedule) -> Report:
     _check_complete(schedule)
     _check_order(schedule)
     for rank, row in enumerate(schedule.actions):
-        check_shards(rank, row)
+        check_stage_actions(rank, row)
         check_waits(rank, row)
     check_pairing(schedule)
     check_progress(schedule)
@@ -129,37 +129,19 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _needs(schedule: Schedule, action: Action, full: bool) -> list[Action]:
-    """What must stand earlier in the same row."""
+    """What must stand earlier in the same row; `full`: the backward is not split."""
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
-    home = schedule.placement
     back = _B if full else _I
-    if kind is _F:
-        if stage == 0:
-            return []
-        near = home[stage - 1] == home[stage]
-        return [
-            Action(_F, stage - 1, microbatch)
-            if near
-            else Action(Kind.RECV_FORWARD, stage, microbatch)
-        ]
-    if kind in (_B, _I):
-        needs = [Action(_F, stage, microbatch)]
-        if stage + 1 < schedule.stages:
-            near = home[stage + 1] == home[stage]
+    same = {_W: _I, _B: _F, _I: _F, Kind.SEND_FORWARD: _F, Kind.SEND_BACKWARD: back}.get(kind)
+    needs = [] if same is None else [Action(same, stage, microbatch)]
+    for is_gradient, source, _ in sources(action, schedule.stages):
+        if schedule.placement[source] == schedule.placement[stage]:
             # A neighbour on the same rank may split its backward or not.
-            needs.append(
-                Action(_I, stage + 1, microbatch)
-                if near
-                else Action(Kind.RECV_BACKWARD, stage, microbatch)
-            )
-        return needs
-    if kind is _W:
-        return [Action(_I, stage, microbatch)]
-    if kind is Kind.SEND_FORWARD:
-        return [Action(_F, stage, microbatch)]
-    if kind is Kind.SEND_BACKWARD:
-        return [Action(back, stage, microbatch)]
-    return []
+            needs.append(Action(_I if is_gradient else _F, source, microbatch))
+        else:
+            received = Kind.RECV_BACKWARD if is_gradient else Kind.RECV_FORWARD
+            needs.append(Action(received, stage, microbatch))
+    return needs
 
 
 def _check_order(schedule: Schedule) -> None:

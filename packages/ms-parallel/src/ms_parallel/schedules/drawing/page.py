@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from html import escape
 
-from ms_parallel.schedules.drawing.legend import path_text, summary
 from ms_parallel.schedules.drawing.svg import draw_svg
+from ms_parallel.schedules.drawing.text import path_text, summary
 from ms_parallel.schedules.timeline.timeline import Timeline
 
 __all__ = ["draw_html"]

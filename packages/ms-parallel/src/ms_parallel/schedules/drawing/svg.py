@@ -7,7 +7,7 @@ from textwrap import wrap
 
 from attrs import frozen
 
-from ms_parallel.schedules.drawing.legend import NAMES, is_later_stage, number, summary
+from ms_parallel.schedules.drawing.text import is_later_stage, number, summary
 from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.timeline.timeline import Span, Timeline
 
@@ -21,6 +21,13 @@ _COLOURS = {
     Kind.OVERLAP: ("#c27a1d", "#e5bd86"),
 }
 """For each kind the colour of a rank's first stage and of its later ones."""
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "full backward",
+    Kind.BACKWARD_INPUT: "backward of inputs",
+    Kind.BACKWARD_WEIGHT: "backward of weights",
+    Kind.OVERLAP: "pair, one after the other",
+}
 _BOX, _HEAD, _TITLE, _AXIS, _LEGEND = 18, 30, 18, 20, 18
 _NARROW = 640
 """Width below which a rank's facts stand under its row, in pixels."""
@@ -113,7 +120,7 @@ def draw_svg(
 def _legend(lines: Sequence[Timeline], top: int, page: _Page) -> tuple[list[str], int]:
     """What the colours mean, of the kinds that are drawn; and where it ends."""
     there = {span.action.kind for line in lines for row in line.spans for span in row}
-    swatches = [(_COLOURS[kind], "", name) for kind, name in NAMES.items() if kind in there]
+    swatches = [(_COLOURS[kind], "", name) for kind, name in _NAMES.items() if kind in there]
     later = any(len(line.schedule.stages_of(0)) > 1 for line in lines)
     if later:
         swatches = [(both, both[1], name) for both, _, name in swatches]

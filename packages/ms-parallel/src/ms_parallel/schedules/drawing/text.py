@@ -1,12 +1,12 @@
-"""Draws timelines as lines for a terminal."""
+"""Timelines in words and letters: their facts, their critical path, lines for a terminal."""
 
 from collections.abc import Sequence
+from fractions import Fraction
 
-from ms_parallel.schedules.drawing.legend import is_later_stage, number, summary
 from ms_parallel.schedules.table.action import Kind
-from ms_parallel.schedules.timeline.timeline import Timeline
+from ms_parallel.schedules.timeline.timeline import Span, Timeline
 
-__all__ = ["draw_text"]
+__all__ = ["draw_text", "is_later_stage", "number", "path_text", "summary"]
 
 _ANSI = {
     Kind.FORWARD: 34,
@@ -64,3 +64,38 @@ def _cells(line: Timeline, rank: int, slices: int, colour: bool) -> str:
         letter = letter.lower() if is_later_stage(line, rank, row[at]) else letter
         cells.append(f"\x1b[{_ANSI[kind]}m{letter}\x1b[0m" if colour else letter)
     return "".join(cells)
+
+
+def number(value: Fraction | float) -> str:
+    """Four digits."""
+    return f"{float(value):.4g}"
+
+
+def summary(line: Timeline, titles: Sequence[str], index: int) -> str:
+    """A line of facts about the timeline of this index, behind its title if it has one."""
+    title = titles[index] if index < len(titles) else ""
+    name = line.schedule.name or "schedule"
+    return (
+        f"{title + ': ' if title else ''}{name}, {line.schedule.ranks} ranks, "
+        f"{line.schedule.stages} stages, {line.schedule.microbatches} microbatches: makespan "
+        f"{number(line.makespan)}, bubble {100 * float(line.bubble):.2f}%"
+    )
+
+
+def is_later_stage(line: Timeline, rank: int, span: Span) -> bool:
+    """Whether a span is of a stage of the rank other than its first."""
+    return span.action.computations[0].stage != line.schedule.stages_of(rank)[0]
+
+
+def path_text(line: Timeline) -> str:
+    """The critical path, its unbroken stretches on one rank shortened to first and last."""
+    runs: list[tuple[int, list[Span]]] = []
+    for rank, span in line.critical_path:
+        if not runs or runs[-1][0] != rank:
+            runs.append((rank, []))
+        runs[-1][1].append(span)
+    return " → ".join(
+        f"rank {rank}: {spans[0].action}"
+        + (f" … {spans[-1].action} ({len(spans)} actions)" if len(spans) > 1 else "")
+        for rank, spans in runs
+    )

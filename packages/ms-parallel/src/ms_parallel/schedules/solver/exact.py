@@ -16,7 +16,7 @@ from ms_parallel.schedules.table.costs import Ticks
 __all__ = ["Proof", "prove"]
 
 _FINEST = 100_000
-"""Steps into which a makespan is divided at the most, lest the solver's integers be too long."""
+"""Steps into which a makespan is divided at the most, so that the solver's integers stay short."""
 
 
 @frozen(kw_only=True)

@@ -22,7 +22,7 @@ class Kind(StrEnum):
     SEND_BACKWARD = "SEND_B"
     RECV_BACKWARD = "RECV_B"
     WAIT_SEND_FORWARD = "WAIT_SEND_F"
-    """The message has been taken over; torch's tables name it from 2.15 on."""
+    """Wait until the message may be overwritten; torch's tables name it from 2.15 on."""
     WAIT_SEND_BACKWARD = "WAIT_SEND_B"
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
@@ -41,7 +41,7 @@ WAITS = {
     Kind.WAIT_SEND_BACKWARD: Kind.SEND_BACKWARD,
     Kind.WAIT_REDUCE_GRAD: Kind.REDUCE_GRAD,
 }
-"""What waits for the end of what."""
+"""For each wait the action that it waits for."""
 MESSAGES = SENDS | RECEIVES | {Kind.WAIT_SEND_FORWARD, Kind.WAIT_SEND_BACKWARD}
 _WHOLE_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD})
 _BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})

@@ -6,6 +6,7 @@ from math import isfinite, lcm
 from typing import Any, ClassVar
 
 from attrs import evolve, field, frozen
+from attrs.converters import optional
 
 from ms_parallel.errors import ScheduleError
 
@@ -32,14 +33,6 @@ def as_fraction(value: Number) -> Fraction:
 
 def _each(values: Iterable[Number]) -> tuple[Fraction, ...]:
     return tuple(map(as_fraction, values))
-
-
-def _each_or_none(values: Iterable[Number] | None) -> tuple[Fraction, ...] | None:
-    return None if values is None else _each(values)
-
-
-def _fraction_or_none(value: Number | None) -> Fraction | None:
-    return None if value is None else as_fraction(value)
 
 
 @frozen(kw_only=True)
@@ -102,9 +95,9 @@ class Costs(PassCosts):
     """Measured or assumed costs of one microbatch in each stage."""
 
     part: ClassVar[str] = "stage"
-    bandwidth: Fraction | None = field(default=None, converter=_fraction_or_none)
+    bandwidth: Fraction | None = field(default=None, converter=optional(as_fraction))
     """Bytes a unit of time from one rank to another, one message at a time. None: no limit."""
-    message_bytes: tuple[Fraction, ...] | None = field(default=None, converter=_each_or_none)
+    message_bytes: tuple[Fraction, ...] | None = field(default=None, converter=optional(_each))
     """Size of the activation that leaves a stage (its gradient is as large); None: nothing.
     The last stage's entry has no meaning."""
 

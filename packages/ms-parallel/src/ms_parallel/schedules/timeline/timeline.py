@@ -25,7 +25,7 @@ class Span(NamedTuple):
 
 @frozen(kw_only=True)
 class Timeline:
-    """What `simulate` found. Fractions are in the units of the costs."""
+    """What `simulate` or `measured` found. Fractions are in the units of the costs."""
 
     schedule: Schedule
     ticks: Ticks

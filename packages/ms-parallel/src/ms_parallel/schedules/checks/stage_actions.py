@@ -1,21 +1,21 @@
-"""Checks a table's UNSHARD, RESHARD and REDUCE_GRAD, which frame the work on a sharded stage."""
+"""Checks what a table names beside its computations and messages: gathers, sums and waits."""
 
 from ms_parallel.errors import ScheduleError
-from ms_parallel.schedules.table.action import COMPUTE, Action, Kind
+from ms_parallel.schedules.table.action import COMPUTE, WAITS, Action, Kind
 
-__all__ = ["check_shards"]
+__all__ = ["check_stage_actions", "check_waits"]
 
 _WEIGHTS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 
 
-def check_shards(rank: int, row: tuple[Action, ...]) -> None:
-    """Each stage that has such actions is gathered before it works and let go only once between.
+def check_stage_actions(rank: int, row: tuple[Action, ...]) -> None:
+    """Check that a stage is gathered before it computes, and its gradients are summed once, last.
 
-    A stage that is never unsharded is not sharded, and a stage may stay gathered at the end of the
-    row, as torch leaves it.
+    A stage that is never unsharded is gathered when it is due. One may stay gathered at the end of
+    the row, as torch leaves it.
 
     Raises:
-        ScheduleError: An action that is repeated, out of turn, or at a stage that is let go.
+        ScheduleError: an action that is repeated or out of turn.
     """
     sharded = {action.stage for action in row if action.kind in (Kind.UNSHARD, Kind.RESHARD)}
     gathered: set[int] = set()
@@ -48,3 +48,23 @@ def _check_turn(part: Action, where: str, sharded: set[int], gathered: set[int])
         raise ScheduleError(
             f"{where} works on weights that are not gathered; put {part.stage}UNSHARD before it"
         )
+
+
+def check_waits(rank: int, row: tuple[Action, ...]) -> None:
+    """Check that each wait stands behind what it waits for, once.
+
+    Raises:
+        ScheduleError: a wait that is repeated, or for what has not begun.
+    """
+    seen: set[Action] = set()
+    for index, action in enumerate(row):
+        if action.kind in WAITS:
+            awaited = action._replace(kind=WAITS[action.kind])
+            where = f"{action} (rank {rank}, action {index})"
+            if action in seen:
+                raise ScheduleError(f"{where} waits a second time; remove it")
+            if awaited not in seen:
+                raise ScheduleError(
+                    f"{where} waits for {awaited}, which does not stand before it; move it behind"
+                )
+        seen.add(action)
