@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from ms_compress import (
 from ms_compress.cli import main
 
 
-def here() -> torch.device:
+def device() -> torch.device:
     """This process's device, which is not the CPU."""
     found = torch.accelerator.current_accelerator()
     assert found is not None
@@ -64,31 +65,29 @@ METHODS: dict[str, Callable[[nn.Module], object]] = {
     "gguf": lambda model: qat(model, "gguf.q4_0", embeddings=True, head=True, activations=False),
 }
 
+OF_TRANSFORMERS = {"gptq", "sparse"}
+"""Methods that are tried with a model of transformers; the others, with one of ms-parallel."""
+
 
 def methods(folder: str) -> dict[str, list[float]]:
-    """Each method's perplexity on the device and on the CPU, after which its export is verified."""
+    """Each method's perplexity on the device, whence its export is verified, and on the CPU."""
     found = {}
-    for make in (decoder, llama):
-        for name, method in METHODS.items():
-            found[f"{make.__name__}, {name}"] = [
-                _under(make().to(device), method, Path(folder, f"{make.__name__} {name} {device}"))
-                for device in (here(), torch.device("cpu"))
-            ]
+    for name, method in METHODS.items():
+        model = (llama if name in OF_TRANSFORMERS else decoder)()
+        there, here = deepcopy(model).to(device()), model
+        method(there)
+        # GGUF is verified by llama.cpp, which is built for `nox -s deploy` alone.
+        export(there, Path(folder, name), verify=name != "gguf")
+        method(here)
+        found[name] = [perplexity(each, tokens(4, 33)) for each in (there, here)]
     return found
-
-
-def _under(model: nn.Module, method: Callable[[nn.Module], object], folder: Path) -> float:
-    method(model)
-    # GGUF is verified by llama.cpp, which is built for `nox -s deploy` alone.
-    export(model, folder, verify="gguf" not in folder.name)
-    return perplexity(model, tokens(4, 33))
 
 
 def student() -> bool:
     """Whether a student that is cut on the device stays there while it learns."""
-    made = cut_student(decoder(4).to(here()), layers=2)
-    tune(made, tokens(16, 33), TUNING, teacher=decoder(4).to(here()))
-    return all(parameter.device.type == here().type for parameter in made.parameters())
+    made = cut_student(decoder(4).to(device()), layers=2)
+    tune(made, tokens(16, 33), TUNING, teacher=decoder(4).to(device()))
+    return all(parameter.device.type == device().type for parameter in made.parameters())
 
 
 def commands(run: str, calls: list[list[str]]) -> list[int]:
