@@ -65,7 +65,8 @@ def test_a_script_runs_by_the_command_and_its_calls_are_written(tmp_path):
     )
     calls = tmp_path / "calls.txt"
     command = [sys.executable, "-m", "null_runtime", "--calls", str(calls), str(script), "x"]
-    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    here = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, env=here)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "['x'] [3.0, 3.0]"  # torch_npu prints a line of its own
