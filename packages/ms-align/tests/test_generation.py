@@ -310,7 +310,7 @@ def test_an_engines_responses_end_where_ours_would() -> None:
         assert torch.equal(theirs.stopped, ours.stopped)
         assert [theirs.row(n) for n in range(10)] == [ours.row(n) for n in range(10)]
     with pytest.raises(ModelError, match="decode="):
-        EngineGenerator(engine).check(Sampling(stop_strings="a"))  # type: ignore[arg-type]
+        EngineGenerator(engine)(PROMPTS, Sampling(stop_strings="a"))  # type: ignore[arg-type]
 
 
 def test_an_engine_is_asked_for_the_cuts_that_are_set() -> None:
