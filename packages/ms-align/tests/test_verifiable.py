@@ -111,7 +111,7 @@ def test_a_program_reaches_nothing_outside(attempt: str, tmp_path: Path) -> None
         outcome = run_python(program, QUICK)
     assert not outcome.passed
     assert outcome.confined
-    assert "Error" in outcome.told
+    assert "Error" in outcome.output
     assert path.read_text() == "content"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -176,7 +176,7 @@ def test_sound_responses_pass_the_tests_of_their_kind(name: str) -> None:
     """Tests are written as for one process, and wrong ones fail as there."""
     response, tests = SOUND[name]
     outcome = judge(response, tests, QUICK)
-    assert outcome.passed, outcome.told
+    assert outcome.passed, outcome.output
     assert not judge(response, f"{tests}\nassert False", QUICK).passed
     assert not judge("", tests, QUICK).passed
 
@@ -187,7 +187,7 @@ def test_objects_of_the_response_are_not_compared() -> None:
     for test in ("V(1) == V(1)", "V(1)", "3 in [V(1)]", "not V(1)", "V(1) != 3"):
         outcome = judge(response, f"assert {test}", QUICK)
         assert not outcome.passed
-        assert "compare, add or test its plain values" in outcome.told
+        assert "compare, add or test its plain values" in outcome.output
     assert judge(response, "assert V(1).x == V(1).x", QUICK).passed
 
 
