@@ -71,7 +71,13 @@ def shared_environment() -> Path:
     files = [part for each in needs for part in ("-r", str(each / "requirements.txt"))]
     ours = [f"./packages/{package}" for package in PACKAGES]
     # A class of ms-align's extends one of transformers, whose types are then needed.
-    more = ["mypy>=1.18", "pytest-xdist>=3.6", "hatchling>=1.26", "./packages/ms-align[hf]"]
+    more = [
+        "mypy>=1.18",
+        "pytest-xdist>=3.6",
+        "build",
+        "hatchling>=1.26",
+        "./packages/ms-align[hf]",
+    ]
     subprocess.run([*install, *ours, *files, *more], cwd=ROOT, check=True)
     again = ["--no-deps", "--no-build-isolation", "--force-reinstall"]
     subprocess.run([*install, *again, *ours], cwd=ROOT, check=True)
@@ -136,11 +142,10 @@ def repository(session: nox.Session) -> None:
     run_shared(session, "pytest", *two, "tests", *session.posargs, env=ONE_THREAD)
 
 
-@job
+@shared_job
 @every_package
 def alone(session: nox.Session, package: str) -> None:
     """Run the wheel in a bare environment with only its declared needs; a sibling breaks it."""
-    session.install("build", "hatchling>=1.26")
     wheel = build_wheel(session, ROOT / "packages" / package, "wheel")
     broken_source = Path(session.create_tmp()).absolute() / "broken-source"
     shutil.rmtree(broken_source, ignore_errors=True)
@@ -152,10 +157,11 @@ def alone(session: nox.Session, package: str) -> None:
 
     bare = Path(session.create_tmp()).absolute() / "bare"
     shutil.rmtree(bare, ignore_errors=True)
-    session.run("python", "-m", "venv", str(bare), silent=True)
+    session.run(sys.executable, "-m", "venv", str(bare), silent=True, external=True)
     python = str(bare / "bin" / "python")
     if package not in TORCH_FREE:
-        session.run(python, "-m", "pip", "install", "-q", TORCH, external=True)
+        (site,) = bare.glob("lib/python*/site-packages")
+        (site / "torch.pth").write_text(f"{torch_alone()}\n")
     session.run(python, "-m", "pip", "install", "-q", str(wheel), external=True)
     script = str(ROOT / "packages" / package / "tests" / "alone.py")
     elsewhere = Path(session.create_tmp()).absolute() / "elsewhere"
@@ -168,12 +174,26 @@ def alone(session: nox.Session, package: str) -> None:
         session.run(python, "-I", script, external=True, success_codes=[1], silent=True)
 
 
+@functools.cache
+def torch_alone() -> Path:
+    """Install torch with its own needs and nothing else; return its folder of packages."""
+    folder = ROOT / ".nox" / "torch"
+    if not (folder / "made").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", TORCH]
+    subprocess.run(install, check=True)
+    (folder / "made").touch()
+    (site,) = folder.glob("lib/python*/site-packages")
+    return site
+
+
 def build_wheel(session: nox.Session, source: Path, name: str) -> Path:
     """Build the wheel of `source` into an emptied folder and return its path."""
     folder = Path(session.create_tmp()).absolute() / name
     shutil.rmtree(folder, ignore_errors=True)
     arguments = ["--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
-    session.run("python", "-m", "build", *arguments, silent=True)
+    run_shared(session, "python", "-m", "build", *arguments, silent=True)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
