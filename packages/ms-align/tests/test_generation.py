@@ -14,6 +14,7 @@ from small_models import biased, decoder, gpt2, llama
 
 from ms_align import DataError, LocalEngine, LocalGenerator, ModelError, Sampling
 from ms_align.engines.generator import EngineGenerator
+from ms_align.errors import ConfigError
 from ms_align.generation.fused import FusedReader
 from ms_align.rollouts.rows import logprobs_of, sequences
 from ms_align.tokenizer import ByteTokenizer
@@ -328,6 +329,14 @@ def test_an_engine_is_asked_for_the_cuts_that_are_set() -> None:
         "max_new_tokens": 5, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.05,
         "seed": 4, "stop_token": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("token", [10**400, 2**31, -1, True])
+def test_what_is_no_token_ends_no_response(token: int) -> None:
+    """Numbers beyond any vocabulary, as a damaged config.json has, are refused in one line."""
+    with pytest.raises(ConfigError, match=r"stop_tokens is .*; give token numbers") as raised:
+        Sampling(stop_tokens=token)
+    assert len(str(raised.value)) < 200
 
 
 def test_stop_tokens_and_strings_end_a_response_with_themselves() -> None:

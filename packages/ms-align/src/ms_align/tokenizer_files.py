@@ -17,6 +17,7 @@ from attrs import evolve, field, frozen
 from ms_align.errors import DataError, ModelError
 from ms_align.files.durable import write_file
 from ms_align.files.untrusted import decode_json, decoding, read_bytes, read_json, read_text
+from ms_align.settings import shown
 from ms_align.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
 __all__ = ["TokenizerFiles", "complete", "files_of", "has_tokenizer"]
@@ -197,9 +198,7 @@ def _read(folder: Path) -> TokenizerFiles:
         end
         for name in ("config.json", "generation_config.json")
         if (folder / name).is_file()
-        for end in _as_list(
-            read_json(folder / name, dict[str, Any], error=DataError).get("eos_token_id")
-        )
+        for end in _ends_in(folder / name)
     ]
     if TOKENIZER not in files:
         return TokenizerFiles(
@@ -210,6 +209,15 @@ def _read(folder: Path) -> TokenizerFiles:
     )
     every = tuple(dict.fromkeys([*found.ends, *ends]))
     return evolve(found, files=files, chat_template=_text(template), ends=every)
+
+
+def _ends_in(path: Path) -> list[int]:
+    """The tokens that a model's configuration ends a text with."""
+    ends = _as_list(read_json(path, dict[str, Any], error=DataError).get("eos_token_id"))
+    for end in ends:
+        if not -(2**31) <= end < 2**31:  # some models say -1 where they have none
+            raise DataError(f"{path}: eos_token_id is {shown(end)}; give the number of a token")
+    return ends
 
 
 def _end_of_data(folder: Path) -> int | None:

@@ -15,7 +15,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from ms_align.errors import ConfigError
-from ms_align.settings import number, whole
+from ms_align.settings import number, shown, whole
 
 __all__ = ["Drawn", "Sampling", "draw", "token_numbers"]
 
@@ -23,12 +23,27 @@ BLOCK = 64
 """Tokens whose probabilities are summed before the block of the drawn one is looked into."""
 
 
+TOKENS = 2**31
+"""More than any vocabulary has."""
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < TOKENS
+
+
+def _shown(value: object) -> str:
+    """The value as a message may hold it, huge numbers in a list too."""
+    return f"[{', '.join(map(shown, value))}]" if isinstance(value, list) else shown(value)
+
+
 def token_numbers(value: object) -> tuple[int, ...]:
     """A setting that is one token's number, or several."""
     given = tuple(value) if isinstance(value, Iterable) else (value,)
-    if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in given):
-        shown = list(given) if isinstance(value, Iterable) else value
-        raise ConfigError(f"stop_tokens is {shown!r}; give token numbers of at least 0")
+    if not all(_is_token(token) for token in given):
+        several = list(given) if isinstance(value, Iterable) else value
+        raise ConfigError(
+            f"stop_tokens is {_shown(several)}; give token numbers of at least 0, below {TOKENS}"
+        )
     return given
 
 
