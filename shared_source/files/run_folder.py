@@ -23,7 +23,7 @@ import msgspec
 
 from ..errors import FolderError
 from .durable import write_file, writing
-from .untrusted import read_json
+from .untrusted import decoding, read_json
 
 __all__ = [
     "Change",
@@ -148,8 +148,13 @@ def owner_of(folder: Path) -> RunSeal | None:
 
 
 def inside(path: str | Path, folder: str | Path) -> bool:
-    """Whether `path` is `folder` or lies in it, links followed."""
-    there, place = Path(path).resolve(), Path(folder).resolve()
+    """Whether `path` is `folder` or lies in it, links followed.
+
+    Raises:
+        FolderError: one of them is nothing that a system takes for a path.
+    """
+    with decoding(f"{path} or {folder}", error=FolderError):
+        there, place = Path(path).resolve(), Path(folder).resolve()
     return there == place or place in there.parents
 
 

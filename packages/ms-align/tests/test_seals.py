@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ms_align.errors import AlignError, DamageError, FolderError
+from ms_align.files import run_folder
 from ms_align.run import checkpoint
 from ms_align.run.checkpoint import State
 from ms_align.run.ownership import Ownership
@@ -78,3 +79,9 @@ def test_a_checkpoint_without_its_manifest_is_set_aside(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(AlignError, match="no whole checkpoint is left"):
         PPOTrainer(**{**options, "steps": 3, "policy_model": decoder()}).optimize(PROMPTS)
+
+
+def test_a_folder_that_no_system_takes_is_refused_in_one_line(tmp_path: Path) -> None:
+    """Before anything is asked of the system about it."""
+    with pytest.raises(FolderError, match="output_dir|path|null"):
+        run_folder.inside(tmp_path, "a\0b")

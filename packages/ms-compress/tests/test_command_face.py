@@ -84,6 +84,16 @@ def test_a_run_file_of_init_runs(
     assert facts["verified"] is False
 
 
+def test_a_folder_where_the_checkpoint_would_stand_is_left_alone(tmp_path: Path) -> None:
+    """It is somebody else's; the run is done without a checkpoint."""
+    file = write_run(tmp_path)
+    (tmp_path / "out.training").mkdir()
+    given = ("scheme=ct.int4_g32", "tuning.steps=2", f"output_dir={tmp_path / 'out'}")
+    assert main(["qat", str(file), *(word for one in given for word in ("--set", one))]) == 0
+    assert (tmp_path / "out.training").is_dir()
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
 def test_an_interrupt_is_one_line_and_130(tmp_path: Path) -> None:
     """While it trains; the same command then goes on."""
     file = write_run(tmp_path)

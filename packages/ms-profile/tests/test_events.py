@@ -179,6 +179,18 @@ def test_damage_is_reported_by_file_and_byte(tmp_path: Path) -> None:
     assert "ends inside a block at byte" in problems[0]
 
 
+def test_a_stretch_that_stands_twice_is_read_once(tmp_path: Path) -> None:
+    """A file system that repeats a stretch adds no events, and the reader says so."""
+    with EventLog(tmp_path) as log:
+        log("a", {"step": 1})
+    sound = list(read_events(tmp_path))
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes() * 2)
+    problems: list[str] = []
+    assert list(read_events(tmp_path, on_problem=problems.append)) == sound
+    assert any("repeats a block" in problem for problem in problems)
+
+
 def test_ranks_are_merged_by_wall_time_and_filtered(tmp_path: Path) -> None:
     """Events of all ranks come in one order; kinds, ranks and steps choose."""
     logs = [EventLog(tmp_path, rank=rank) for rank in range(3)]

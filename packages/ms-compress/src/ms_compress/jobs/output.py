@@ -73,8 +73,9 @@ class RunOutput:
         write_seal(folder, self.run)
 
     def end(self) -> None:
-        """Remove the checkpoint: the folder is written."""
-        self.checkpoint.unlink(missing_ok=True)
+        """Remove the checkpoint: the folder is written. What is not a file is somebody else's."""
+        if self.checkpoint.is_file():
+            self.checkpoint.unlink()
 
     def already(self) -> Outcome:
         """Return what is said of a run that is finished."""

@@ -172,12 +172,17 @@ def _rank_events(
         except FormatError as error:
             on_problem(str(error))
             continue
+        seen: set[int] = set()
         for found in scan_blocks(data):
             if isinstance(found, Damage):
                 what = "ends inside a block" if found.torn else "is damaged"
                 size = found.end - found.start
                 on_problem(f"{path.name} {what} at byte {found.start}; {size} bytes are left out")
                 continue
+            if hash(found.content) in seen:  # its events have times of their own, so no two agree
+                on_problem(f"{path.name} repeats a block, up to byte {found.end}; it is left out")
+                continue
+            seen.add(hash(found.content))
             events = _decode(found)
             if events is None:
                 on_problem(
