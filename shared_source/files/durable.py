@@ -88,7 +88,8 @@ def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
                 os.fsync(file.fileno())
             publish(aside, path)
         except BaseException:
-            aside.unlink(missing_ok=True)
+            with suppress(OSError, ValueError):
+                aside.unlink(missing_ok=True)
             raise
 
 
@@ -127,6 +128,10 @@ def writing(path: Path, *, remedy: str = "choose another place") -> Iterator[Non
     """
     try:
         yield
+    except ValueError as raised:
+        if "null byte" not in str(raised) and not isinstance(raised, UnicodeEncodeError):
+            raise
+        raise WriteError(f"cannot write {str(path)!r}: no system takes it; {remedy}") from raised
     except (OSError, RuntimeError) as raised:
         if type(raised).__module__ == WriteError.__module__:  # said already
             raise

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ms_align.errors import AlignError, DamageError, FolderError
-from ms_align.files import run_folder
+from ms_align.errors import AlignError, ConfigError, DamageError, FolderError, WriteError
+from ms_align.files import durable, run_folder
 from ms_align.run import checkpoint
 from ms_align.run.checkpoint import State
+from ms_align.run.options import RunOptions
 from ms_align.run.ownership import Ownership
 
 from .small_models import decoder
@@ -83,5 +84,9 @@ def test_a_checkpoint_without_its_manifest_is_set_aside(tmp_path: Path) -> None:
 
 def test_a_folder_that_no_system_takes_is_refused_in_one_line(tmp_path: Path) -> None:
     """Before anything is asked of the system about it."""
-    with pytest.raises(FolderError, match="output_dir|path|null"):
+    with pytest.raises(FolderError, match="null byte"):
         run_folder.inside(tmp_path, "a\0b")
+    with pytest.raises(WriteError, match="no system takes it"):
+        durable.write_file(Path("a\0b"), b"")
+    with pytest.raises(ConfigError, match="output_dir"):
+        RunOptions(output_dir="a\0b")

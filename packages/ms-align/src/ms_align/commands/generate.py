@@ -15,7 +15,7 @@ from ms_align.generation.stops import beside, with_stops
 from ms_align.models.folder import load_model
 from ms_align.rollouts.prompts import Prompt, read_prompts
 from ms_align.seeds import LARGEST_SEED
-from ms_align.settings import text, whole
+from ms_align.settings import check_path, text, whole
 from ms_align.settings.run_file import build, refuse_renamed
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import files_of
@@ -28,6 +28,7 @@ RENAMED = {"policy_model": "model", "prompt_dataset": "dataset", "data": "datase
 def _file(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
     if not (isinstance(value, str) and Path(value).name):
         raise ConfigError(f"out is {value!r}; give a file")
+    check_path("out", value)
 
 
 @frozen(kw_only=True, slots=False)

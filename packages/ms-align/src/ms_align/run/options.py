@@ -9,7 +9,7 @@ from attrs import field, frozen
 from ms_align.errors import ConfigError
 from ms_align.events import OnEvent
 from ms_align.seeds import LARGEST_SEED
-from ms_align.settings import flag, whole
+from ms_align.settings import check_path, flag, whole
 
 __all__ = ["RunOptions"]
 
@@ -19,6 +19,7 @@ def _folder(value: Any) -> Path | None:
         return None
     if not isinstance(value, str | os.PathLike):
         raise ConfigError(f"output_dir is {value!r}; give a folder")
+    check_path("output_dir", value)
     return Path(value)
 
 
