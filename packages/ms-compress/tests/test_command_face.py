@@ -84,6 +84,20 @@ def test_a_run_file_of_init_runs(
     assert facts["verified"] is False
 
 
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_a_token_that_is_only_a_target_is_checked_too(
+    token: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last token of a row is read by nothing, and would be met in mid-training."""
+    file = write_run(tmp_path)
+    path = Path(tomllib.loads(file.read_text())["dataset"])
+    rows = json.loads(path.read_text())
+    rows[0][-1] = token
+    path.write_text(json.dumps(rows))
+    assert main(["qat", str(file), "--set", "scheme=ct.int4_g32", "--set", "rows=2"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_a_folder_where_the_checkpoint_would_stand_is_left_alone(tmp_path: Path) -> None:
     """It is somebody else's; the run is done without a checkpoint."""
     file = write_run(tmp_path)

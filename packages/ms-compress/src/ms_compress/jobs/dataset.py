@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from ms_compress.commands.options import ModelRun
 from ms_compress.errors import ConfigError, DataError
 from ms_compress.models.logits import vocabulary_of
 from ms_compress.training.corpus import read_batch, read_tokens
+from ms_compress.training.loop import IGNORED
 
 __all__ = ["calibration_rows", "training_rows"]
 
@@ -21,7 +23,9 @@ def training_rows(options: ModelRun, model: nn.Module) -> dict[str, Tensor]:
     """
     length = options.tuning.sequence_length
     found = read_batch(_dataset(options), count=options.rows, length=length, chat=options.model)
-    _check_vocabulary(options, model, found["tokens"])
+    targets = found["targets"]  # the last one of a row is no token of it
+    both = torch.cat([found["tokens"].flatten(), targets[targets != IGNORED]])
+    _check_vocabulary(options, model, both)
     return found
 
 

@@ -25,7 +25,7 @@ __all__ = ["held_out", "read_batch", "read_tokens", "rows"]
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson")
 """How the names of instruction sets end."""
 LIMIT_BYTES = 2**32
-Token = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Token = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Rows = dict[str, Tensor]
 """`tokens` and `targets`, (R, S) int64, and of conversations `weights`, (R, S) float32."""
 

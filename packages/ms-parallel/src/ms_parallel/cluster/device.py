@@ -14,7 +14,11 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
 
     An accelerator is never invented: a process beyond the machine's devices is a `LaunchError`.
     """
-    if device is not None and torch.device(device).type == "cpu":
+    try:
+        asked = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise LaunchError(f"device {device!r} is none; give 'cpu' or an accelerator") from error
+    if asked is not None and asked.type == "cpu":
         return torch.device("cpu")
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
@@ -23,7 +27,7 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
         raise LaunchError(
             f"device {str(device)!r} was asked for but this machine has no accelerator; use 'cpu'"
         )
-    index = None if device is None else torch.device(device).index
+    index = None if asked is None else asked.index
     index = int(os.environ.get("LOCAL_RANK", "0")) if index is None else index
     if index >= torch.accelerator.device_count():
         raise LaunchError(
