@@ -10,7 +10,7 @@ from ms_compress.errors import ConfigError
 from ms_compress.evaluation.options import Evaluation
 from ms_compress.methods.pattern import Pattern, pattern
 from ms_compress.quantisation.scheme import Scheme
-from ms_compress.settings import flag, one_of, text, whole
+from ms_compress.settings import a_path, flag, one_of, text, whole
 from ms_compress.targets.rules import scheme
 from ms_compress.training.options import Tuning
 
@@ -114,7 +114,9 @@ class SchemeRun(ModelRun):
     verify: bool = field(default=False, validator=flag)
     """Read the result back through its runtime, and refuse it unless it is this model."""
     tokenizer: str | None = field(
-        default=None, validator=text(optional=True), metadata={"example": "runs/train/model"}
+        default=None,
+        validator=[text(optional=True), a_path],
+        metadata={"example": "runs/train/model"},
     )
     """A tokenizer.json or its folder to go with it; by default the model folder's own."""
 
