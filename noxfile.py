@@ -129,10 +129,14 @@ def types(session: nox.Session) -> None:
 @shared_job
 @every_package
 def tests(session: nox.Session, package: str) -> None:
-    """Tests of one package, two at a time; arguments after `--` go to pytest."""
+    """Tests of one package, two at a time; arguments after `--` go to pytest.
+
+    Tests that share what takes long to make are a group, which one of the two runs.
+    """
     arguments = session.posargs or ["-m", "not slow and not gpu"]
     tests_folder = f"packages/{package}/tests"
-    run_shared(session, "pytest", "-n", "2", tests_folder, *arguments, env=ONE_THREAD)
+    two = ("-n", "2", "--dist", "loadgroup")
+    run_shared(session, "pytest", *two, tests_folder, *arguments, env=ONE_THREAD)
 
 
 @shared_job

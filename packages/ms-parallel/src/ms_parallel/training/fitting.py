@@ -1,7 +1,7 @@
 """Fits a model, its data and its layout to one another, or says what does not fit."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ms_parallel import checkpoint
 from ms_parallel.cluster import process
@@ -134,7 +134,7 @@ def _optimizer(options: Options, total: int) -> AdamWConfig:
     )
 
 
-def _weights(options: Options) -> str | Path:
+def _weights(options: Options) -> Literal["initial", "unset"] | Path:
     """What the engine begins with: nothing where a checkpoint is loaded next."""
     if first_does(lambda: checkpoint.was_begun(options.output_dir / "checkpoints")):
         return "unset"
