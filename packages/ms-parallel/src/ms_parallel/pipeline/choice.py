@@ -18,8 +18,6 @@ LIMIT_BYTES = 1 << 26
 SEARCH = "search"
 """The choice that is measured and searched for before a run begins."""
 
-"""A generator's name, a CSV file, a table, or a table with its split of the layers."""
-
 
 class Tables:
     """The tables of one choice of schedule, each made once.

@@ -18,4 +18,4 @@ class Staged:
 
 
 Choice = str | Path | Schedule | Staged
-"""What an engine takes for a schedule: a generator's name, a CSV file, or a table."""
+"""A generator's name, a CSV file, a table, or a table with its split of the layers."""
