@@ -13,6 +13,8 @@ COPIES = {
     "files/durable.py": ("align", "compress", "data", "parallel"),
     "entry.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
     "files/run_folder.py": ("align", "compress", "parallel"),
+    "files/safetensors_file.py": ("compress", "parallel"),
+    "files/tokenizer_source.py": ("align", "compress", "parallel"),
     "files/untrusted.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
     "progress.py": ("align", "parallel"),
     "settings/__init__.py": ("align", "compress", "parallel"),

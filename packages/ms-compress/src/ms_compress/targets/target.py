@@ -14,10 +14,11 @@ from attrs import field, frozen
 from torch import Tensor
 
 from ms_compress.errors import ExportError
+from ms_compress.files.tokenizer_source import TokenizerSource
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.settings import nearest
 from ms_compress.targets.rules import TARGETS
-from ms_compress.tokenizer_files import TextEnds, TokenizerFiles
+from ms_compress.text_ends import TextEnds
 
 __all__ = [
     "Assets",
@@ -78,7 +79,7 @@ class Opens(Protocol):
 class Assets:
     """What is exported beside the weights."""
 
-    tokenizer: TokenizerFiles | None
+    tokenizer: TokenizerSource | None
     ends: TextEnds
 
 
