@@ -16,6 +16,7 @@ COPIES = {
     "files/safetensors_file.py": ("compress", "parallel"),
     "files/tokenizer_source.py": ("align", "compress", "parallel"),
     "files/untrusted.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
+    "interruption.py": ("align", "parallel"),
     "progress.py": ("align", "parallel"),
     "settings/__init__.py": ("align", "compress", "parallel"),
     "settings/keys.py": ("align", "compress", "parallel"),

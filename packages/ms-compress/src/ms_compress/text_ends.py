@@ -73,7 +73,9 @@ def text_ends(
     places: list[Mapping[str, Any]] = [config]
     if files is not None:
         ids = {text: token for token, text in reversed(files.texts.items())}
-        named = {f"{role}_id": ids.get(token_text(files.settings.get(role))) for role in ROLES}
+        named = {
+            f"{role}_id": ids.get(token_text(files.settings.get(role)) or "") for role in ROLES
+        }
         special = {each.content: each.id for each in files.added.values() if each.special}
         known = next((special[text] for text in KNOWN_ENDS if text in special), None)
         generation = read_beside(files.path.parent, GENERATION, error=ExportError)

@@ -8,7 +8,7 @@ of the weights as they come, which `gptq` has by then prepared, so rounded to ne
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -120,16 +120,14 @@ def _arguments(
         if block is blocks[-1]:
             raise _Reached
 
-    handles = [block.register_forward_pre_hook(catch, with_kwargs=True) for block in blocks]
     keyless = {"use_cache": False} if hasattr(model.config, "to_dict") else {}
     device = next(model.parameters()).device
-    try:
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_pre_hook(catch, with_kwargs=True))
         for batch in batches:
             with suppress(_Reached):
                 model(batch.to(device), **keyless)
-    finally:
-        for handle in handles:
-            handle.remove()
     for (name, _), of_block in zip(blocks_of(model), calls.values(), strict=True):
         if len(of_block) != len(batches):
             raise CalibrationError(
@@ -180,9 +178,7 @@ def _watching(
 
         return see
 
-    handles = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(watch(name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

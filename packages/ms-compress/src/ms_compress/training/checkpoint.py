@@ -60,7 +60,7 @@ class TrainingCheckpoint:
         with opened(self.path) as (line, payload):
             header = _header(self.path, line)
             _check_identity(self.path, header.identity, self._identity)
-            state = torch.load(payload, weights_only=True)  # type: ignore[arg-type]  # a file
+            state = torch.load(payload, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         set_masks(model, state["masks"])

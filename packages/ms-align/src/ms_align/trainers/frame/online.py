@@ -147,14 +147,10 @@ class OnlineTrainer(RolloutOptions, Trainer):
 
     def surrogate(self, kl_coeff: float) -> dict[str, Any]:
         """The settings of `PolicyLoss` that all algorithms take from here."""
-        return {
-            "clip_low": self.clip_low,
-            "clip_high": self.clip_high,
-            "temperature": self.sampling.policy_temperature,
-            "entropy_coeff": self.entropy_coeff,
-            "kl_coeff": kl_coeff,
-            "kl_estimator": self.kl_estimator,
-        }
+        alike = ("clip_low", "clip_high", "entropy_coeff", "kl_estimator")
+        found = {name: getattr(self, name) for name in alike}
+        temperature = self.sampling.policy_temperature
+        return {**found, "temperature": temperature, "kl_coeff": kl_coeff}
 
     def _learner(
         self, policy: Engine, prompts: list[Prompt], tokenizer: Tokenizer | None
