@@ -28,8 +28,8 @@ __all__ = ["LocalEngine", "LocalUpdate"]
 class LocalUpdate:
     """What one update did."""
 
-    loss: float
-    grad_norm: float
+    loss: float = math.nan
+    grad_norm: float = math.nan
     learning_rate: float
     tokens: int
     skipped: Literal["no_targets", "nonfinite"] | None
@@ -148,8 +148,6 @@ class LocalEngine:
         names = loss.statistics
         if weight <= 0.0:
             return LocalUpdate(
-                loss=math.nan,
-                grad_norm=math.nan,
                 learning_rate=rate,
                 tokens=tokens,
                 skipped="no_targets",

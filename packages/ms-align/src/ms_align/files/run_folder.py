@@ -30,6 +30,7 @@ __all__ = [
     "Change",
     "RunSeal",
     "changes_between",
+    "digest_of",
     "hold",
     "inside",
     "locked",
@@ -143,7 +144,7 @@ def owner_of(folder: Path) -> RunSeal | None:
         seal = read_json(path, RunSeal, error=FolderError, limit_bytes=2**24)
     except FolderError as error:
         raise FolderError(f"{error}; so whose folder it is cannot be told; {remedy}") from error
-    if seal.digest != _digest(seal):
+    if seal.digest != digest_of(seal):
         raise FolderError(f"{path}: damaged, so whose folder it is cannot be told; {remedy}")
     return seal
 
@@ -274,12 +275,13 @@ def _check_fixed(folder: Path, changes: list[Change], fixed: Collection[str]) ->
 
 def write_seal(folder: Path, seal: RunSeal) -> None:
     """Write the seal of a folder, whole or not at all; its digest is made here."""
-    sealed = msgspec.structs.replace(seal, digest=_digest(seal))
+    sealed = msgspec.structs.replace(seal, digest=digest_of(seal))
     write_file(folder / SEAL, msgspec.json.format(msgspec.json.encode(sealed), indent=2) + b"\n")
 
 
-def _digest(seal: RunSeal) -> str:
-    content = msgspec.json.encode(msgspec.structs.replace(seal, digest=""), order="deterministic")
+def digest_of(sealed: msgspec.Struct) -> str:
+    """Give the BLAKE2b of a Struct but for its field `digest`."""
+    content = msgspec.json.encode(msgspec.structs.replace(sealed, digest=""), order="deterministic")
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

@@ -18,11 +18,10 @@ The tests hold each against the exact gradient by enumeration; the guide prints 
 from typing import Literal
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor
 
 from ms_align.errors import ConfigError
-from ms_align.settings import number, whole
 
 __all__ = ["AdaptiveKL", "Estimator", "LossEstimator", "estimate", "in_loss"]
 
@@ -105,10 +104,17 @@ class AdaptiveKL:
     (Ziegler et al., 2019, section 2.2).
     """
 
-    target: float = field(validator=number(least=1e-12))
+    target: float
     """KL of a response, in nats, summed over its tokens."""
-    horizon: int = field(default=10_000, validator=whole())
+    horizon: int = 10_000
     """Responses over which an error of 1 moves β by a factor of e."""
+
+    def __attrs_post_init__(self) -> None:
+        if not (self.target > 0 and self.horizon >= 1):
+            raise ConfigError(
+                f"kl_target is {self.target} and kl_horizon {self.horizon}; give a KL above 0 and "
+                "at least 1 response"
+            )
 
     def next(self, coefficient: float, measured: float, responses: int) -> float:
         """The coefficient after `responses` responses of mean KL `measured`."""

@@ -34,7 +34,7 @@ class RolloutOptions(Sampling):
     """Where the KL stands: in the `reward` or in the `loss`."""
     kl_estimator: str = "k1"
     """`k1`, `k2` or `k3` in the reward; `k2`, `k3`, `k3_weighted` or `k1_to_go` in the loss."""
-    kl_target: float | None = field(default=None, validator=number(least=1e-12, optional=True))
+    kl_target: float | None = field(default=None, validator=number(optional=True))
     """KL of a response in nats that the coefficient is moved towards, from a `kl_coeff` above 0;
     None keeps it."""
     kl_horizon: int = field(default=10_000, validator=whole())
@@ -81,11 +81,13 @@ class RolloutOptions(Sampling):
                 f"kl_estimator is {self.kl_estimator!r} with the KL in the {self.kl_in}; give one "
                 f"of {', '.join(allowed)}"
             )
-        if self.kl_target is not None and not self.kl_coeff:
-            raise ConfigError(
-                f"kl_target is {self.kl_target} and kl_coeff 0, of which any multiple is 0; "
-                "give a kl_coeff above 0 to begin with"
-            )
+        if self.kl_target is not None:
+            self.controller  # noqa: B018 - its own checks
+            if not self.kl_coeff:
+                raise ConfigError(
+                    f"kl_target is {self.kl_target} and kl_coeff 0, of which any multiple is 0; "
+                    "give a kl_coeff above 0 to begin with"
+                )
 
     @property
     def sampling(self) -> Sampling:

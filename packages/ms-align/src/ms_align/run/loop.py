@@ -17,7 +17,7 @@ from torch import nn
 from ms_align import processes
 from ms_align.engines.protocol import Update
 from ms_align.errors import CheckpointError, ConfigError, DamageError, NonFiniteError
-from ms_align.events import Fields, JsonLines, OnEvent
+from ms_align.events import JsonLines, OnEvent
 from ms_align.processes import StopRequest
 from ms_align.progress import RunDisplay, Throughput, duration
 from ms_align.run import checkpoint
@@ -157,7 +157,7 @@ class Loop:
     def _events(self) -> Iterator[OnEvent]:
         """The first process's callable, and one that does nothing elsewhere."""
         if processes.rank():
-            yield _silent
+            yield lambda kind, fields: None
         elif self.options.on_event is not None:
             yield self.options.on_event
         else:
@@ -334,10 +334,6 @@ def _read(folder: Path) -> tuple[State | None, str]:
         return checkpoint.read(folder), ""
     except DamageError as damage:
         return None, str(damage)
-
-
-def _silent(kind: str, fields: Fields) -> None:
-    """Takes an event and logs nothing."""
 
 
 def _due(step: int, every: int | None) -> bool:

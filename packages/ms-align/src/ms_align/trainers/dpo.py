@@ -65,13 +65,9 @@ class DPOLearner(PairLearner):
         super().__init__(engine, data, ends)
         self._loss = loss
         self.reference = reference
-        self._identity = {"policy": weights_checksum(engine)}
+        self.identity = {"policy": weights_checksum(engine)}
         if reference is not None:
-            self._identity["reference"] = weights_checksum(reference.engine)
-
-    def identity(self) -> Mapping[str, str]:
-        """The weights that the run began with, and those of the reference."""
-        return self._identity
+            self.identity |= {"reference": weights_checksum(reference.engine)}
 
     def loss(self) -> DPOLoss:
         """The mean DPO loss."""

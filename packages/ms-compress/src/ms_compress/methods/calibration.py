@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
-from attrs import frozen
 from torch import Tensor, nn
 
 from ms_compress.errors import CalibrationError
@@ -29,12 +28,8 @@ class _Reached(Exception):  # noqa: N818 - it is no error
     """Ends a forward that has called the last decoder layer."""
 
 
-@frozen(kw_only=True, eq=False)
-class _Call:
-    """A decoder layer's arguments beside the hidden states."""
-
-    rest: tuple[Any, ...]
-    named: dict[str, Any]
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""A decoder layer's arguments beside the hidden states: by place, and by name."""
 
 
 @torch.no_grad()
@@ -116,7 +111,7 @@ def _arguments(
         first = inputs[0] if inputs else named.pop("hidden_states")
         if block is blocks[0]:
             hidden.append(first)
-        calls[block].append(_Call(rest=tuple(inputs[1:]), named=named))
+        calls[block].append((tuple(inputs[1:]), named))
         if block is blocks[-1]:
             raise _Reached
 
@@ -138,7 +133,8 @@ def _arguments(
 
 
 def _run(block: nn.Module, hidden: Tensor, call: _Call) -> Tensor:
-    out = block(hidden, *call.rest, **call.named)
+    rest, named = call
+    out = block(hidden, *rest, **named)
     result: Tensor = out[0] if isinstance(out, tuple) else out
     return result
 

@@ -7,7 +7,6 @@ import torch
 from attrs import field, frozen
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ms_compress.errors import LayerError, OrderError
@@ -19,6 +18,7 @@ from ms_compress.quantisation.layers import (
     check_axes,
     check_layer,
     drop_gathered,
+    local_part,
     prepare_layer,
     prepared_layers,
 )
@@ -114,14 +114,9 @@ def fit_scales(model: nn.Module) -> None:
     for layer in found:
         assert layer.scheme is not None
         assert layer.factor is not None
-        weight, mask = _local(layer.weight), layer.stored_mask
+        weight, mask = local_part(layer.weight), layer.stored_mask
         kept = weight if mask is None else weight * mask
-        _local(layer.factor).copy_(fitted_factor(kept, layer.scheme))
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """Return this process's part; groups of weights never cross a boundary between processes."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local_part(layer.factor).copy_(fitted_factor(kept, layer.scheme))
 
 
 def set_quantising(model: nn.Module, on: bool) -> None:
