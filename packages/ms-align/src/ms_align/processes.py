@@ -1,4 +1,4 @@
-"""What a run must know of the other processes that train with it; alone, it is the first of one."""
+"""The other processes that train with this one; a process alone is the first of one."""
 
 import torch
 import torch.distributed as dist

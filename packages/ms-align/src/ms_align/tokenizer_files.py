@@ -52,30 +52,30 @@ class TokenizerFiles:
     """What is written beside a model."""
 
     files: Mapping[str, bytes]
-    """By name, to be copied as they are."""
+    """Files to copy as they are, by name."""
     config: Mapping[str, Any] = field(factory=dict)
-    """Of tokenizer_config.json, as it was."""
+    """What tokenizer_config.json said."""
     chat_template: str | None = None
     ids: Mapping[str, int] = field(factory=dict)
-    """Numbers of the special tokens, by text."""
+    """Ids of the added tokens, by text."""
     roles: Mapping[str, str] = field(factory=dict)
     """Texts of `bos_token`, `eos_token` and `pad_token`, as far as there are such."""
     size: int = 0
-    """One more than the greatest number of a token; 0 where that is not known."""
+    """One more than the largest id of a token; 0 where that is not known."""
     ends: tuple[int, ...] = ()
     """Tokens that end a text or a turn, that of `eos_token` first."""
 
     def id_of(self, role: str) -> int | None:
-        """The number of `eos_token`, for example."""
+        """Give the id of a role's token, such as that of `eos_token`."""
         return self.ids.get(self.roles.get(role, ""))
 
     def ending(self, tokens: Collection[int]) -> "TokenizerFiles":
-        """The same, with those of `tokens` that are special ones among its ends."""
+        """Count those of `tokens` that are special among the tokens that end a text."""
         more = [token for token in self.ids.values() if token in tokens]
         return evolve(self, ends=tuple(dict.fromkeys([*self.ends, *more])))
 
     def padded(self, number: int) -> "TokenizerFiles":
-        """The same, with a token of its own to fill rows; one is added if `number` is unused."""
+        """Pad with token `number`, which is added to the tokenizer if it has none of that id."""
         if number in self.ids.values():
             return self
         document = decode_json(
@@ -91,7 +91,7 @@ class TokenizerFiles:
         )
 
     def contents(self) -> dict[str, bytes]:
-        """Every file, by name."""
+        """Give every file to write, by name."""
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -114,7 +114,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def files_of(place: Any, tokenizer: Any = None) -> TokenizerFiles | None:
-    """The files of a tokenizer, or of the folder that it lies in; None where it has none.
+    """Collect the files of a tokenizer, or of the folder that it lies in; None where it has none.
 
     Args:
         place: a folder, a tokenizer of ms-align, ms-data or transformers, or any other.

@@ -101,7 +101,7 @@ class _Cache:
         return self.documents
 
     def advance(self, count: int, documents: Tensor | None) -> None:
-        """The columns are advanced by whoever reads."""
+        """Do nothing: the reader advances the columns."""
 
 
 class _PromptCache(_Cache):

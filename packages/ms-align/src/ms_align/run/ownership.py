@@ -82,7 +82,7 @@ class Ownership:
                 )
 
     def _clear(self, folder: Path) -> None:
-        """Let go of a seal that a run left which kept nothing: it owns nothing."""
+        """Remove the seal of a run that ended before it kept anything."""
         if not folder.is_dir() or {path.name for path in folder.iterdir()} - LEFT_BY_NOTHING:
             return
         with locked(folder / "lock", what=str(folder), kind=self.kind):

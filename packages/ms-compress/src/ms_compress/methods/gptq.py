@@ -134,7 +134,7 @@ class _Rounding:
 
 
 def _add_square(held: Tensor | None, inputs: Tensor) -> Tensor:
-    """Xᵀ X, (K, K)."""
+    """Add up Xᵀ X, (K, K)."""
     return inputs.t() @ inputs if held is None else held.addmm_(inputs.t(), inputs)
 
 

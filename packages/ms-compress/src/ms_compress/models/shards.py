@@ -132,7 +132,7 @@ def rank() -> int:
 
 
 def _natural_order(name: str) -> list[tuple[bool, int, str]]:
-    """Layer 2 before layer 10."""
+    """Return a key that sorts layer 2 before layer 10."""
     return [
         (word.isdigit(), int(word) if word.isdigit() else 0, word)
         for word in re.split(r"[._]", name)

@@ -151,7 +151,7 @@ def _random_states() -> dict[str, Tensor]:
 
 
 def _set_random_states(states: dict[str, Tensor]) -> None:
-    """A file may be of a machine with another accelerator, or without."""
+    """Set the states of the generators that this machine has; a file may be another machine's."""
     torch.set_rng_state(states["cpu"])
     for kind in states.keys() & _random_states().keys() - {"cpu"}:
         torch.get_device_module(kind).set_rng_state(states[kind])
