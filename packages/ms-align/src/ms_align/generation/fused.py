@@ -88,10 +88,10 @@ def _layers(module: Any) -> list[Any]:
 
 def _is_plain(layer: Any) -> bool:
     attention, feed = layer.self_attn, layer.mlp
-    linear = [getattr(attention, name, None) for name in PROJECTIONS]
-    linear += [feed.gate_proj, feed.up_proj, feed.down_proj]
-    plain = all(type(each) is nn.Linear for each in linear)
-    unbiased = plain and all(each.bias is None for each in linear[len(PROJECTIONS) :])
+    projections = [getattr(attention, name, None) for name in PROJECTIONS]
+    inner = [feed.gate_proj, feed.up_proj, feed.down_proj]
+    plain = all(type(each) is nn.Linear for each in (*projections, *inner))
+    unbiased = plain and all(each.bias is None for each in inner)
     return unbiased and getattr(attention, "window", None) is None
 
 

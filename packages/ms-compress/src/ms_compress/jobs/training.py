@@ -47,9 +47,9 @@ def train(
 
 def outcome_of(folder: Path, result: str, losses: Sequence[float] = (), **facts: Any) -> Outcome:
     """Say what a job wrote into a folder, and how its training went."""
-    lines, found = (f"{folder}: {result}",), {"folder": str(folder), **facts}
+    lines, found = [f"{folder}: {result}"], {"folder": str(folder), **facts}
     if losses:
         first, last = losses[0], losses[-1]
-        lines = (f"trained {len(losses)} steps: loss {first:.4f} to {last:.4f}", *lines)
+        lines.insert(0, f"trained {len(losses)} steps: loss {first:.4f} to {last:.4f}")
         found |= {"steps": len(losses), "first_loss": first, "last_loss": last}
-    return Outcome(lines=lines, facts=found)
+    return Outcome(lines=tuple(lines), facts=found)
