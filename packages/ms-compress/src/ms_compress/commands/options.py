@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from attrs import Attribute, field, frozen
+from attrs.converters import optional
 
 from ms_compress.errors import ConfigError
 from ms_compress.evaluation.options import Evaluation
@@ -47,11 +48,6 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def optional_path(value: Any) -> Path | None:
-    """Convert a text to a path; None stays None."""
-    return None if value is None else path(value)
-
-
 def names(value: Any) -> tuple[str, ...]:
     """Convert one pattern of names, or a list of them, to a tuple."""
     given = [value] if isinstance(value, str) else value
@@ -88,7 +84,7 @@ class ModelRun:
     )
     """The folder to write; it must not exist yet, unless it is this run's own result."""
     dataset: Path | None = field(
-        default=None, converter=optional_path, metadata={"example": "shards", "needed": True}
+        default=None, converter=optional(path), metadata={"example": "shards", "needed": True}
     )
     """ms-data's shards, conversations in JSON Lines, or a JSON list of lists of tokens."""
     rows: int = field(default=256, validator=whole())
@@ -134,7 +130,7 @@ class QatRun(SchemeRun):
     sparse: bool = field(default=False, validator=flag)
     """Keep the model's zeros as a mask."""
     teacher: Path | None = field(
-        default=None, converter=optional_path, metadata={"example": "runs/train/model"}
+        default=None, converter=optional(path), metadata={"example": "runs/train/model"}
     )
     """A model folder whose logits are distilled."""
 

@@ -1,7 +1,7 @@
 """Export: a prepared model as a folder that its target runs, whole or not at all."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -68,7 +68,8 @@ def export(
         assets = read_assets(whole.config, tokenizer)
         written_for.check(whole, assets)
         to_verify = _in_one_process(model) if verify else None
-        with _aside(folder, whole, overwrite=overwrite) as aside:
+        place = new_folder(folder, overwrite=overwrite) if whole.is_first else nullcontext(folder)
+        with place as aside:
             with writing(folder):
                 written_for.write(whole, aside, assets, accuracy_level)
                 if whole.is_first:
@@ -97,11 +98,6 @@ def check_export(
     """
     whole = WholeModel(model)
     find_target(scheme(target).target).check(whole, read_assets(whole.config, tokenizer))
-
-
-def _aside(folder: Path, model: WholeModel, *, overwrite: bool) -> AbstractContextManager[Path]:
-    """Where the first process writes; others write nothing."""
-    return new_folder(folder, overwrite=overwrite) if model.is_first else nullcontext(folder)
 
 
 def _in_one_process(model: nn.Module | Sequence[nn.Module]) -> nn.Module:

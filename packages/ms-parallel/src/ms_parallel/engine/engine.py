@@ -17,7 +17,7 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.adamw import AdamW
 from ms_parallel.engine.assembly import EngineArguments, Given, build_stages, describe
 from ms_parallel.engine.generation import Sampling, generate
-from ms_parallel.engine.heads import heads_of
+from ms_parallel.engine.heads import heads_of, thaw_heads
 from ms_parallel.engine.loss import Batch, Loss, LossWithStatistics, Output
 from ms_parallel.engine.microbatches import cut_batch, measure
 from ms_parallel.engine.optimizer import learning_rate
@@ -340,7 +340,7 @@ class Engine:
 
         Args:
             make: takes this process's stages by number, freezes them and puts adapters into them,
-                in place; what it returns is `adapters`.
+                in place; what it returns is `adapters`. Extra heads stay trained.
 
         Raises:
             ConfigError: the layout splits matrices or sequences, or a rank has several stages.
@@ -353,6 +353,8 @@ class Engine:
                 "and context at 1 in the layout, and choose a schedule such as 1f1b"
             )
         self.adapters = make(self.stages)
+        for stage in self.stages.values():
+            thaw_heads(stage, self.options.heads)
         self.trained = self._trainable(frozen_too=False)
 
     def save(

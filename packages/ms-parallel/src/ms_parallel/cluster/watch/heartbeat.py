@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from ms_parallel.cluster.parent import launcher_is_gone
 from ms_parallel.cluster.watch.findings import State, explain
 from ms_parallel.cluster.watch.record import Record, position
 from ms_parallel.entry import FAILED
+from ms_parallel.interruption import launcher_is_gone
 
 __all__ = ["Heartbeat"]
 
