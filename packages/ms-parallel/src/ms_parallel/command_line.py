@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from ms_parallel.entry import path_argument
+
 __all__ = ["GIB", "add_json", "add_run_file", "print_json"]
 
 GIB = 1 << 30
@@ -13,7 +15,12 @@ GIB = 1 << 30
 
 def add_run_file(parser: ArgumentParser) -> None:
     """Take a run file and changes to it; the help names every key."""
-    parser.add_argument("run_file", metavar="RUN.toml", help="settings of the run, in TOML")
+    parser.add_argument(
+        "run_file",
+        type=path_argument,
+        metavar="RUN.toml",
+        help="settings of the run, in TOML",
+    )
     parser.add_argument(
         "--set",
         action="append",

@@ -11,7 +11,7 @@ from ms_align.engines.protocol import Engine
 from ms_align.engines.reference import ADAPTER_OFF, Reference, reference_of
 from ms_align.losses.dpo import DPOLoss, dpo_loss, row_logprobs
 from ms_align.run.initial_weights import weights_checksum
-from ms_align.settings import flag, number
+from ms_align.settings import a_path, flag, number
 from ms_align.streams.protocol import next_batch
 from ms_align.streams.text_ends import TextEnds
 from ms_align.trainers.frame.offline import TrainingData
@@ -45,7 +45,7 @@ class DPOTrainer(DPOOptions, PairTrainer):
 
     algorithm = "dpo"
 
-    reference_model: Any = None
+    reference_model: Any = field(default=None, validator=a_path(optional=True, objects=True))
     """The reference, a folder, and in Python a module or an Engine; by default the model as it
     begins, which is the model without its adapters where it has some."""
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ms_compress.errors import ConfigError, DataError, DivergedError
+from ms_compress.files.untrusted import check_path
 from ms_compress.models.logits import next_token_logits
 from ms_compress.quantisation.layers import FACTOR
 from ms_compress.training.checkpoint import TrainingCheckpoint
@@ -68,6 +69,8 @@ def tune(
         DataError: a row has nothing to learn.
         DivergedError: a later loss is not finite.
     """
+    if checkpoint is not None:
+        check_path("checkpoint", checkpoint, error=ConfigError)  # a folder there is left alone
     batch = _as_batch(text, options)
     saved = None
     if checkpoint is not None:

@@ -22,8 +22,9 @@ from ms_data.chat.template import ChatTemplate
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
-from ms_data.errors import SettingError
+from ms_data.errors import OutputError, SettingError
 from ms_data.files.durable import publish, sync_folder, writing
+from ms_data.files.untrusted import check_path
 from ms_data.tokenization.tokenizer import Tokenizer
 
 __all__ = ["build"]
@@ -72,6 +73,10 @@ def build(
         TokenizerError: the tokenizer cannot be read.
         OutputError: `out` cannot be written, or holds something else.
     """
+    for name, path in (("corpus", corpus), ("tokenizer", tokenizer), ("chat", chat)):
+        if isinstance(path, str | os.PathLike):
+            check_path(name, path, error=SettingError)
+    check_path("out", out, error=OutputError, written="folder")
     encoder = encoder_for(tokenizer, chat, pairs=pairs, allow_special=allow_special)
     source = find_corpus(
         corpus,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ms_data.disk.format import KINDS, Index, Kind, decode_index
 from ms_data.disk.shard import Frame, Shard
 from ms_data.errors import DamageError, SettingError, printable
+from ms_data.files.untrusted import check_path
 
 __all__ = ["Split", "read_index"]
 
@@ -27,8 +28,9 @@ def read_index(folder: Path) -> Index:
         SettingError: there is no dataset in the folder.
         DamageError: the index is not exactly what was written.
     """
+    check_path("a dataset", folder, error=SettingError)
     path = folder / "index.json"
-    if not os.path.lexists(str(path).replace("\0", "\ufffd")):
+    if not os.path.lexists(path):
         raise SettingError(
             f"{printable(folder)} holds no dataset (no index.json); build one with `ms-data build`"
         )

@@ -13,7 +13,7 @@ import msgspec
 from attrs import frozen
 
 from ms_parallel.errors import ModelError
-from ms_parallel.files.untrusted import decode_json, read_bytes, read_json
+from ms_parallel.files.untrusted import check_path, decode_json, read_bytes, read_json
 
 __all__ = ["TOKENIZER", "TokenizerFiles", "read_tokenizer"]
 
@@ -65,6 +65,7 @@ def read_tokenizer(source: str | Path, *, end_of_text: int | None = None) -> Tok
     Raises:
         ModelError: a file is missing or damaged, or a special token is not in the vocabulary.
     """
+    check_path("tokenizer", source, error=ModelError)
     path = Path(source)
     folder = path if os.path.isdir(path) else path.parent
     content = read_bytes(folder / TOKENIZER if folder == path else path, error=ModelError)
