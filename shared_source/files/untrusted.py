@@ -49,6 +49,7 @@ def check_path(
     value: object,
     *,
     error: type[Exception],
+    optional: bool = False,
     written: Literal["file", "folder"] | None = None,
 ) -> None:
     """Refuse what no system takes for a path, before anything is done for its sake.
@@ -59,12 +60,15 @@ def check_path(
         name: of the setting or argument, for the message.
         value: a text or path; UTF-8, since other files and pages are to name it.
         error: raised over it.
+        optional: None passes.
         written: what is written there at the end; it must then be able to stand there.
 
     Raises:
         error: it is no text, empty, endless, no UTF-8, holds a NUL, or its links run in a circle;
             or what is written could not stand there.
     """
+    if optional and value is None:
+        return
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text:
         raise error(f"{name} is {_shown(repr(value))}; give a path")

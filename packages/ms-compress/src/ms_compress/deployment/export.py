@@ -64,8 +64,7 @@ def export(
         VerifyError: the runtime reads another model than this one; nothing is left.
     """
     check_path("folder", folder, error=ExportError, written="folder")
-    if tokenizer is not None:
-        check_path("tokenizer", tokenizer, error=ExportError)
+    check_path("tokenizer", tokenizer, error=ExportError, optional=True)
     folder, whole = Path(folder), WholeModel(model)
     with whole.collective:
         written_for = find_target(_scheme_of(whole, target).target)

@@ -129,13 +129,11 @@ def a_path(
     """
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
-        if optional and value is None:
-            return
         if objects and not isinstance(value, str | os.PathLike | WRITTEN_IN_FILES | None):
             return
         inside = several and isinstance(value, Mapping | list | tuple)
         for path in _texts_in(value) if inside else [value]:
-            check_path(attribute.name, path, error=ConfigError, written=written)
+            check_path(attribute.name, path, error=ConfigError, optional=optional, written=written)
 
     return check
 

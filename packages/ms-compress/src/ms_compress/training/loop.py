@@ -55,8 +55,7 @@ def tune(
         after_step: likewise, such as `keep_zeros`.
         on_loss: called with the number of steps made and the last one's loss.
         checkpoint: a file that the state is written to while it trains and at its end, and gone on
-            from if it is there: the weights are then those of a run that was never stopped. It is
-            left to the caller.
+            from if it is there, as by a run that was never stopped. It is left to the caller.
         checkpoint_identity: what else the run follows from, by name, such as the model's and the
             teacher's folders: a checkpoint with another one is refused, and what differs is named.
         checkpoint_every_s: seconds between two writes.
@@ -69,8 +68,7 @@ def tune(
         DataError: a row has nothing to learn.
         DivergedError: a later loss is not finite.
     """
-    if checkpoint is not None:
-        check_path("checkpoint", checkpoint, error=ConfigError)  # a folder there is left alone
+    check_path("checkpoint", checkpoint, error=ConfigError, optional=True)
     batch = _as_batch(text, options)
     saved = None
     if checkpoint is not None:

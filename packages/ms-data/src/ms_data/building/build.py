@@ -73,10 +73,7 @@ def build(
         TokenizerError: the tokenizer cannot be read.
         OutputError: `out` cannot be written, or holds something else.
     """
-    for name, path in (("corpus", corpus), ("tokenizer", tokenizer), ("chat", chat)):
-        if isinstance(path, str | os.PathLike):
-            check_path(name, path, error=SettingError)
-    check_path("out", out, error=OutputError, written="folder")
+    _check_paths(out, corpus=corpus, tokenizer=tokenizer, chat=chat)
     encoder = encoder_for(tokenizer, chat, pairs=pairs, allow_special=allow_special)
     source = find_corpus(
         corpus,
@@ -91,6 +88,13 @@ def build(
         if (done := summary_of(folder, recipe, source, out)) is not None:
             return done
     return _publish(Job(source, encoder, recipe, on_progress), corpus, out)
+
+
+def _check_paths(out: str | Path, **read: object) -> None:
+    for name, path in read.items():
+        if isinstance(path, str | os.PathLike):
+            check_path(name, path, error=SettingError)
+    check_path("out", out, error=OutputError, written="folder")
 
 
 def _recipe(encoder: TextEncoder, source: Corpus, hold_out: float, shard_size_mib: int) -> Recipe:
