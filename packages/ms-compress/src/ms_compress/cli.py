@@ -9,7 +9,7 @@ import msgspec
 
 from ms_compress import __version__
 from ms_compress.commands import COMMANDS, Command
-from ms_compress.entry import CommandParser, perform
+from ms_compress.entry import CommandParser, file_argument, perform
 from ms_compress.settings.run_file import add_run_file, build, read_settings, refuse_renamed
 from ms_compress.settings.template import help_text, write_template
 
@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         example="ms-compress init qat --out RUN.toml",
     )
     one.add_argument("name", choices=[each.name for each in COMMANDS], metavar="COMMAND")
-    one.add_argument("--out", metavar="RUN.toml", help="instead of standard output")
+    one.add_argument(
+        "--out", type=file_argument, metavar="RUN.toml", help="instead of standard output"
+    )
     one.set_defaults(act=_init)
     return parser
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.engines.output import LocalOutput
 from ms_align.engines.protocol import Adapters
-from ms_align.errors import CheckpointError, ModelError, NonFiniteError
+from ms_align.errors import CheckpointError, ModelError, NonFiniteError, WriteError
+from ms_align.files.untrusted import check_path
 from ms_align.generation.generator import LocalGenerator
 from ms_align.generation.sampling import Sampling
 from ms_align.lora.adapters import plain_model
@@ -233,6 +234,7 @@ class LocalEngine:
         Raises:
             CheckpointError: the place cannot be written.
         """
+        check_path("folder", folder, error=WriteError, written="folder")
         with plain_model(self.module) as model:
             save_model(model, folder)
 

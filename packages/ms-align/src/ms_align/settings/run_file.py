@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 from attrs import Attribute, fields
 
+from ..entry import path_argument
 from ..errors import ConfigError
 from ..files.untrusted import read_toml
 from .validators import nearest, shown
@@ -27,7 +28,12 @@ FAILURE: type[Exception] = ConfigError.__bases__[0]
 
 def add_run_file(parser: ArgumentParser) -> None:
     """Let a command take a run file, and changes of single settings."""
-    parser.add_argument("run_file", metavar="RUN.toml", help="settings of the run, in TOML")
+    parser.add_argument(
+        "run_file",
+        type=path_argument,
+        metavar="RUN.toml",
+        help="settings of the run, in TOML",
+    )
     parser.add_argument(
         "--set",
         action="append",

@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from ms_align.engines.protocol import Engine
 from ms_align.engines.reference import ADAPTER_OFF, Reference, reference_of
 from ms_align.losses.dpo import DPOLoss, DPOOptions, dpo_loss, row_logprobs
 from ms_align.run.initial_weights import weights_checksum
+from ms_align.settings import a_path
 from ms_align.streams.protocol import next_batch
 from ms_align.streams.text_ends import TextEnds
 from ms_align.trainers.frame.offline import TrainingData
@@ -32,7 +33,7 @@ class DPOTrainer(DPOOptions, PairTrainer):
 
     algorithm = "dpo"
 
-    reference_model: Any = None
+    reference_model: Any = field(default=None, validator=a_path(optional=True, objects=True))
     """The reference, a folder, and in Python a module or an Engine; by default the model as it
     begins, which is the model without its adapters where it has some."""
 

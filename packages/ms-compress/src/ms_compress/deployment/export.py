@@ -10,8 +10,9 @@ from torch import nn
 
 from ms_compress.deployment.assets import read_assets, write_assets
 from ms_compress.deployment.verification import verify as verify_folder
-from ms_compress.errors import ConfigError, LayerError
+from ms_compress.errors import ConfigError, ExportError, LayerError
 from ms_compress.files.durable import writing
+from ms_compress.files.untrusted import check_path
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.place_lock import new_folder
 from ms_compress.quantisation.scheme import Scheme
@@ -62,6 +63,8 @@ def export(
             process failed.
         VerifyError: the runtime reads another model than this one; nothing is left.
     """
+    check_path("folder", folder, error=ExportError, written="folder")
+    check_path("tokenizer", tokenizer, error=ExportError, optional=True)
     folder, whole = Path(folder), WholeModel(model)
     with whole.collective:
         written_for = find_target(_scheme_of(whole, target).target)

@@ -15,7 +15,8 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
 
-from ms_compress.errors import VerifyError
+from ms_compress.errors import ExportError, VerifyError
+from ms_compress.files.untrusted import check_path
 from ms_compress.models.logits import model_logits, vocabulary_of
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.models.wrappers import unwrapped
@@ -83,6 +84,7 @@ def verify(
         VerifyError: they are not the same model.
         ExportError: the runtime is missing or cannot read the folder.
     """
+    check_path("folder", folder, error=ExportError)
     folder, model = Path(folder), unwrapped(model)
     if tokens is None:
         tokens = probe(vocabulary_of(model))

@@ -20,13 +20,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     """Print the facts of a run without starting it."""
     from ms_parallel.run_file import read_run_file
-    from ms_parallel.settings import check_path
     from ms_parallel.training.fitting import layout_of
     from ms_parallel.training.inspection import inspect
 
     run = read_run_file(options.run_file, options.set)
-    check_path("dataset", run.dataset_path)
-    candidates = (Path(run.dataset_path), run.options.output_dir / "shards")
+    candidates = (Path(run.dataset), run.options.output_dir / "shards")
     shards = next((folder for folder in candidates if (folder / "index.json").is_file()), None)
     facts = inspect(run.options, layout_of(run.options), shards)
     if options.json:

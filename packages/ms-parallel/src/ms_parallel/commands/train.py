@@ -35,7 +35,7 @@ def run(options: Namespace) -> int:
     trainer = DistributedTrainer.from_options(run.options)
     stdout = sys.stderr if options.json else sys.stdout
     with contextlib.redirect_stdout(stdout):
-        result = trainer.train(run.dataset_path, run.length.epochs, run.length.steps)
+        result = trainer.train(run.dataset, run.length.epochs, run.length.steps)
     if options.json and is_first():
         print_json(result)
     return INTERRUPTED if result.stopped_by == signal.SIGINT.name else 0

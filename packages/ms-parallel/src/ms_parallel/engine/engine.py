@@ -26,6 +26,7 @@ from ms_parallel.engine.output import HeadOutput, LogitsOutput
 from ms_parallel.engine.state import load_state, state_of
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.errors import ConfigError, ModelError, ParallelError
+from ms_parallel.files.untrusted import check_path
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles
@@ -370,6 +371,9 @@ class Engine:
             ModelError: it is a module of your own, or the folder cannot be written.
             NonFiniteError: a weight is NaN or infinite.
         """
+        check_path("folder", folder, error=ModelError, written="folder")
+        if isinstance(tokenizer, str | Path):
+            check_path("tokenizer", tokenizer, error=ModelError)
         stages = [stage for stage in self.stages.values() if isinstance(stage, StagedModel)]
         if not stages:
             raise ModelError(

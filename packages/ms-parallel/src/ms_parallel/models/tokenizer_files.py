@@ -20,6 +20,7 @@ from ms_parallel.files.tokenizer_source import (
     read_source,
     token_text,
 )
+from ms_parallel.files.untrusted import check_path
 
 __all__ = ["TOKENIZER", "TokenizerFiles", "read_tokenizer"]
 
@@ -59,6 +60,7 @@ def read_tokenizer(source: str | Path, *, end_of_text: int | None = None) -> Tok
     Raises:
         ModelError: a file is missing or damaged, or a special token is not in the vocabulary.
     """
+    check_path("tokenizer", source, error=ModelError)
     found = read_source(source, error=ModelError)
     if end_of_text is None and os.path.isdir(source):
         end_of_text = end_of_documents(Path(source), error=ModelError)

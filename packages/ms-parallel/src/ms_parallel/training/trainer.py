@@ -16,6 +16,7 @@ from ms_parallel.cluster.process import is_first, rank
 from ms_parallel.cluster.slurm import adopt_scheduler
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import JsonLines
+from ms_parallel.files.untrusted import check_path
 from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
 from ms_parallel.planner.tuning import conditions_of, search_schedule
@@ -104,6 +105,7 @@ class DistributedTrainer:
             FolderError: another process works in output_dir, or it belongs to another run.
             ms_data.DataError: the dataset cannot be used.
         """
+        check_path("dataset", dataset_path, error=ConfigError)
         length, options = Length(epochs=epochs, steps=steps), self.options
         end_scripts_plainly()
         adopt_scheduler()

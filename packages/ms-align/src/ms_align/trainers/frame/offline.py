@@ -15,7 +15,7 @@ from ms_align.run.checkpoint import State
 from ms_align.run.initial_weights import name_of
 from ms_align.run.loop import Result, RunLog
 from ms_align.run.samples import SamplePrompts
-from ms_align.settings import whole
+from ms_align.settings import a_path, whole
 from ms_align.streams.folders import (
     first_batches,
     folders_of,
@@ -46,9 +46,9 @@ class TrainingData:
 class OfflineTrainer(Trainer):
     """What is learnt from, and how long."""
 
-    model: Any
+    model: Any = field(validator=a_path(objects=True))
     """Folder of the model to begin with; in Python also a torch.nn.Module or an Engine."""
-    tokenizer: Any = None
+    tokenizer: Any = field(default=None, validator=a_path(optional=True, objects=True))
     """What is put beside the trained model, a folder or a tokenizer; by default what lies beside
     the data."""
     sequence_length: int | None = field(default=None, validator=whole(least=2, optional=True))

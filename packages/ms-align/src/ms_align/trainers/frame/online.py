@@ -4,13 +4,14 @@ A rollout draws responses to some prompts, scores them, and is then used for sev
 of it is in a checkpoint, so a run that was killed between any two updates goes on bit for bit.
 """
 
+import os
 from abc import abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import Attribute, evolve, field, frozen
 from attrs.converters import optional
 from torch import Tensor
 
@@ -30,12 +31,18 @@ from ms_align.rollouts.options import RolloutOptions
 from ms_align.rollouts.prompts import Prompt, prompts_checksum, read_prompts
 from ms_align.run.initial_weights import name_of, weights_checksum
 from ms_align.run.loop import Result
-from ms_align.settings import whole
+from ms_align.settings import a_path, whole
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import TokenizerFiles, files_of
 from ms_align.trainers.frame.trainer import Trainer
 
 __all__ = ["OnlineTrainer"]
+
+
+def _prompts(instance: object, attribute: "Attribute[Any]", value: object) -> None:
+    """Check for prompts, or the path of a file of them."""
+    if isinstance(value, str | os.PathLike) or not isinstance(value, Iterable | None):
+        a_path()(instance, attribute, value)
 
 
 @frozen(kw_only=True, slots=False)
@@ -44,15 +51,15 @@ class OnlineTrainer(RolloutOptions, Trainer):
 
     learns_from_groups = False
 
-    policy_model: Any
+    policy_model: Any = field(validator=a_path(objects=True))
     """What learns: the folder of a model, and in Python a torch.nn.Module or an Engine."""
-    reward_model: Any
+    reward_model: Any = field(validator=a_path(several=True, objects=True))
     """Any callable on samples, any torch.nn.Module, the folder of a reward model, several of
     them, or names with weights."""
-    reference_model: Any = None
+    reference_model: Any = field(default=None, validator=a_path(optional=True, objects=True))
     """What the KL holds the policy near: a folder, a module, an Engine, `"adapter_off"` for the
     policy without its adapters, or None for the policy as it begins."""
-    tokenizer: Any = None
+    tokenizer: Any = field(default=None, validator=a_path(optional=True, objects=True))
     """Has `encode` and `decode`; or a name for `load_tokenizer`. By default the one that lies in
     the policy's folder. Needed for texts alone; it is put beside the trained model."""
     stop_tokens: Any = field(default=None, converter=optional(token_numbers))
@@ -64,7 +71,7 @@ class OnlineTrainer(RolloutOptions, Trainer):
     """Responses that are written at once."""
     steps: int = field(default=100, validator=whole())
     """Updates of the whole run."""
-    held_out: Any = None
+    held_out: Any = field(default=None, validator=_prompts)
     """Prompts, as `prompt_dataset`, that are never learned from."""
 
     @property
