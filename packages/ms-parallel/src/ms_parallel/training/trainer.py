@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,7 @@ class DistributedTrainer:
             step=run.engine.step,
             finished=finished,
             stopped_by=None if finished else run.stop.signal_name,
-            loss=standing.loss,
+            loss=nan if standing.loss is None else standing.loss,
             held_out_loss=standing.held_out_loss,
             first_held_out_loss=standing.first_held_out_loss,
             tokens=standing.tokens,
