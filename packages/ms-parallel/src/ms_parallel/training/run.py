@@ -51,15 +51,15 @@ class Standing(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How far a run has come; goes into each checkpoint."""
 
     loss: float | None = None
-    """Of the last step's batch; None before it, and where it is not finite."""
+    """Loss of the last step's batch; None before the first, and where it is not finite."""
     tokens: int = 0
     """Tokens trained on."""
     seconds: float = 0.0
     """Time in steps, over all launches."""
     first_held_out_loss: float | None = None
-    """Before the first step."""
+    """Loss on held-out text before the first step."""
     held_out_loss: float | None = None
-    """At the last evaluation."""
+    """Loss on held-out text at the last evaluation."""
     held_out_step: int | None = None
 
 

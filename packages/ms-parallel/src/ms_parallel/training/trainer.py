@@ -323,7 +323,7 @@ def _note_schedule(run: Run, found: FoundSchedule) -> None:
 
 
 def _printable(text: str) -> str:
-    """Without what a terminal would obey."""
+    """Remove control characters, which a terminal would obey."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )
