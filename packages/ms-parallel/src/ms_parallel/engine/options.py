@@ -40,7 +40,7 @@ class EngineOptions:
     recompute: Recompute = field(default="none", validator=one_of("none", "full"))
     """`"full"` keeps only each block's input and runs it again in the backward."""
     seed: int = 0
-    """Of fresh weights, which are the same under every layout."""
+    """Seed of fresh weights, which are the same under every layout."""
     weights: Literal["initial", "unset"] | Path = field(default="initial", validator=a_path())
     """`"initial"`: those of the model's folder, or drawn; a folder whose weights are read; or
     `"unset"` where a checkpoint is loaded next, so that none are drawn to be overwritten."""

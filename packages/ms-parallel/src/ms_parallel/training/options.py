@@ -128,7 +128,7 @@ class Options(Essentials):
     device: str | None = field(default=None, validator=_device)
     """`cpu` or an accelerator; None for the machine's best."""
     seed: int = field(default=0, validator=whole(least=0, most=2**63 - 1))
-    """Of the fresh weights and of the order of samples."""
+    """Seed of the fresh weights and of the order of samples."""
     evaluate_every: int | None = field(default=None, validator=whole(optional=True))
     """Steps between evaluations on held-out text; None for the first and last step alone."""
     evaluate_batches: int = field(default=8, validator=whole())

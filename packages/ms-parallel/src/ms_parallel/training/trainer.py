@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,7 @@ class DistributedTrainer:
             step=run.engine.step,
             finished=finished,
             stopped_by=None if finished else run.stop.signal_name,
-            loss=standing.loss,
+            loss=nan if standing.loss is None else standing.loss,
             held_out_loss=standing.held_out_loss,
             first_held_out_loss=standing.first_held_out_loss,
             tokens=standing.tokens,
@@ -324,7 +325,7 @@ def _note_schedule(run: Run, found: FoundSchedule) -> None:
 
 
 def _printable(text: str) -> str:
-    """Without what a terminal would obey."""
+    """Remove control characters, which a terminal would obey."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )
