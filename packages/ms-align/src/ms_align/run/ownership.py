@@ -91,7 +91,8 @@ class Ownership:
 
 def plain(settings: object) -> dict[str, Any]:
     """Give the settings of an attrs instance that change a result, as JSON holds them."""
-    found = msgspec.to_builtins(settings, str_keys=True, enc_hook=_named)
+    # As they are read back: a tuple would not equal the list that it was written as.
+    found = msgspec.json.decode(msgspec.json.encode(settings, enc_hook=_named), type=dict[str, Any])
     return {name: value for name, value in found.items() if name not in NOT_SETTINGS}
 
 
