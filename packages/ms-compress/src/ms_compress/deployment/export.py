@@ -52,10 +52,7 @@ def export(
             file has tokens without texts: llama.cpp then takes and gives numbers alone.
         accuracy_level: of MatMulNBits: 1 computes in float32, 4 rounds inputs to 8 bits.
         overwrite: replace the folder if there is one.
-        on_written: called with the folder when all is in it, before it has its name.
-
-    Returns:
-        The folder.
+        on_written: called with the folder, which is returned, before it has its name.
 
     Raises:
         LayerError: a layer that the target does not know, or nothing is prepared.
