@@ -33,8 +33,8 @@ Check = Callable[[Any, "Attribute[Any]", Any], None]
 MOST = 10**12
 """More than any count of steps, tokens or samples; what is greater is a slip of the hand."""
 SHOWN_CHARACTERS = 200
-WRITTEN_IN_FILES = bool | int | float | bytes | list | tuple | Mapping | date | time
-"""What else than a text a run file can hold."""
+WRITTEN_IN_FILES = (str, bool, int, float, bytes, list, tuple, Mapping, date, time)
+"""What a run file can hold."""
 
 
 def whole(*, least: int = 1, most: int = MOST, optional: bool = False) -> Check:
@@ -129,7 +129,8 @@ def a_path(
     """
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
-        if objects and not isinstance(value, str | os.PathLike | WRITTEN_IN_FILES | None):
+        named = value is None or isinstance(value, os.PathLike)
+        if objects and not named and not isinstance(value, WRITTEN_IN_FILES):
             return
         inside = several and isinstance(value, Mapping | list | tuple)
         for path in _texts_in(value) if inside else [value]:
