@@ -14,6 +14,8 @@ from ms_parallel.engine.heads import add_heads
 from ms_parallel.engine.options import EngineOptions
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.family import family_of
+from ms_parallel.models.foreign.config import TransformersModel
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.registry import architecture, architectures, model_plan, parameter_shapes
 from ms_parallel.models.staged import StagedModel
@@ -28,7 +30,7 @@ __all__ = ["Given", "build_stages", "describe"]
 GIB, STATE_BYTES = 1 << 30, 16
 """A weight, its gradient and its two moments, in float32."""
 
-Given = str | Path | ModelConfig | nn.Module
+Given = str | Path | ModelConfig | TransformersModel | nn.Module
 """An architecture's name, a folder, a configuration, or a module of the user's own."""
 
 
@@ -50,7 +52,7 @@ def describe(
     if plan is not None:
         raise ConfigError("plan is for a module of your own; leave it out, as this model has one")
     config = architecture(model) if isinstance(model, str | Path) else model
-    layout.check_model(config.shape)
+    family_of(config).check_layout(config, layout)
     return config, model_plan(config)
 
 
@@ -126,8 +128,10 @@ def _check_memory(config: ModelConfig, layout: Layout) -> None:
         )
 
 
-def _weights_in(model: str | Path | ModelConfig) -> Path | None:
+def _weights_in(model: Given) -> Path | None:
     """The folder to read weights from, if `model` is one that has any."""
+    if isinstance(model, TransformersModel):
+        return model.folder if model.folder and has_weights(model.folder) else None
     if not isinstance(model, str | Path) or str(model) in architectures():
         return None
     return Path(model) if has_weights(model) else None

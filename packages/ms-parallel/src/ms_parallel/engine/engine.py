@@ -27,7 +27,6 @@ from ms_parallel.engine.state import load_state, state_of
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.errors import ConfigError, ModelError, ParallelError
 from ms_parallel.models.cache import KeyValueCache
-from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles
 from ms_parallel.operators import Ops
 from ms_parallel.pipeline.choice import Tables
@@ -134,6 +133,11 @@ class Engine:
     def data_ranks(self) -> int:
         """How many such groups there are."""
         return self.groups.place.count
+
+    @property
+    def sequence_parts(self) -> int:
+        """Into how many parts the tensor axis splits a sequence between blocks."""
+        return self.groups.layout.tensor if self.plan.split_sequence else 1
 
     @property
     def vocabulary_size(self) -> int | None:
@@ -366,13 +370,12 @@ class Engine:
             ModelError: it is a module of your own, or the folder cannot be written.
             NonFiniteError: a weight is NaN or infinite.
         """
-        stages = [stage for stage in self.stages.values() if isinstance(stage, StagedModel)]
-        if not stages:
+        if isinstance(self.config, OwnModelConfig):
             raise ModelError(
                 f"a {self.config.model_type} of your own is saved by your own code; take"
                 " engine.state_dict()"
             )
-        save_model(stages, folder, tokenizer=tokenizer)
+        save_model(list(self.stages.values()), folder, tokenizer=tokenizer)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, moments and counters by name, ready for torch.distributed.checkpoint."""
@@ -397,7 +400,7 @@ class Engine:
         )
 
     def _microbatches(self, batch: Mapping[str, Any]) -> list[Batch]:
-        return cut_batch(batch, self.microbatch_size, self.groups.layout.tensor)
+        return cut_batch(batch, self.microbatch_size, self.sequence_parts)
 
     def _to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":
@@ -409,4 +412,6 @@ class Engine:
             return LogitsOutput(hidden)
         last = self.stages[len(self.placement) - 1]
         heads = heads_of(last, self.options.heads)
-        return HeadOutput(hidden, last.head_weight, self.ops, self.groups, heads)
+        head = None if getattr(last, "plain_head", True) else last.head
+        split = self.sequence_parts > 1
+        return HeadOutput(hidden, last.head_weight, self.ops, self.groups, heads, split, head)

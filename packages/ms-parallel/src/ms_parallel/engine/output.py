@@ -1,6 +1,6 @@
 """What the last stage gives a loss: logits, token losses, entropies and extra heads."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,6 +28,9 @@ class HeadOutput:
         ops: the model's operators.
         groups: the layout's processes.
         heads: weight and offset of each extra head, by name.
+        split: the tensor axis splits the sequence and the vocabulary; else each rank has all.
+        make_logits: from hidden states (B, S, H), where logits are more than the head's product;
+            they are then held whole.
     """
 
     def __init__(
@@ -37,16 +40,21 @@ class HeadOutput:
         ops: Ops,
         groups: Groups,
         heads: Mapping[str, tuple[Tensor, Tensor]],
+        split: bool,
+        make_logits: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.ops = ops
         self.groups = groups
         self.heads = heads
-        self.split = groups.layout.tensor > 1
+        self.split = split
+        self.make_logits = make_logits
         self.weight = local_view(weight)
         self.hidden = gather_sequence(hidden, groups) if self.split else hidden
 
     def logits(self, positions: slice = EVERYWHERE) -> Tensor:
         """Logits (B, S, V), gathered over the tensor axis; of some positions, or of all."""
+        if self.make_logits is not None:
+            return self.make_logits(self.hidden[:, positions])
         local = F.linear(self.hidden[:, positions], self.weight)
         if not self.split:
             return local
@@ -54,7 +62,7 @@ class HeadOutput:
 
     def token_losses(self, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
         """-log p(target), float32 (B, S), 0 where the target is -100."""
-        if temperature != 1.0:
+        if temperature != 1.0 or self.make_logits is not None:
             return _token_losses(self.logits(), targets, temperature)
         if self.split:
             group = self.groups.group("tensor")
@@ -80,7 +88,7 @@ class HeadOutput:
                 f"the engine has no head {name!r}; start it with heads={{{name!r}: 1}}, or give a"
                 " model of its own for it"
             )
-        parts = self.groups.layout.tensor
+        parts = self.groups.layout.tensor if self.split else 1
         hidden, weight, offset = (
             _share_of_gradient(x.float(), parts) for x in (self.hidden, *self.heads[name])
         )

@@ -4,13 +4,14 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 from attrs import asdict, field, fields, frozen
 from torch import nn
 
 from ms_parallel import operators
+from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ModelError
 from ms_parallel.models.config import TOKENS, ModelConfig, token_ids
 from ms_parallel.models.plan import ModelPlan
@@ -47,6 +48,30 @@ class Family:
         """The model or one stage of it, with unset weights."""
         return self.model(config, ops=ops or operators, **part)
 
+    def shapes(self, config: Any) -> dict[str, torch.Size]:
+        """Names and shapes of the whole model's parameters; tied ones once.
+
+        All blocks of a model are alike, so that one is built, however many there are said to be.
+        """
+        with torch.device("meta"):
+            model = self.build(config, ops=None, layers=range(1))
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        first = "model.layers.0."
+        of_block = {name: shape for name, shape in shapes.items() if name.startswith(first)}
+        return {name: shape for name, shape in shapes.items() if name not in of_block} | {
+            f"model.layers.{layer}.{name.removeprefix(first)}": shape
+            for layer in range(config.num_hidden_layers)
+            for name, shape in of_block.items()
+        }
+
+    def check_layout(self, config: Any, layout: Layout) -> None:
+        """Check that a layout asks for nothing that the model cannot do.
+
+        Raises:
+            LayoutError: names what does not fit.
+        """
+        layout.check_model(config.shape)
+
     def read(self, document: Mapping[str, Any]) -> ModelConfig:
         """Understand a config.json, decoded.
 
@@ -82,6 +107,9 @@ def family_of(config: ModelConfig) -> Family:
     Raises:
         ModelError: no model has this kind of configuration.
     """
+    own = getattr(config, "own_family", None)
+    if own is not None:
+        return cast(Family, own)
     for family in families():
         if type(config) is family.config and config.model_type == family.name:
             return family

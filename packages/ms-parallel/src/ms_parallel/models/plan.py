@@ -10,7 +10,19 @@ from ms_parallel.errors import ModelError
 
 __all__ = ["ModelPlan", "Style"]
 
-Style = Literal["column", "row", "vocabulary", "sequence", "heads", "split_heads"]
+Style = Literal[
+    "column",
+    "gathered_column",
+    "heads",
+    "packed_column",
+    "replicated",
+    "row",
+    "row_of_whole",
+    "sequence",
+    "split_heads",
+    "summed",
+    "vocabulary",
+]
 """What the tensor axis does to the parameters of one module:
 
 - `column`: the weight's rows (dim 0) and the bias are split; full input, split output.
@@ -19,6 +31,12 @@ Style = Literal["column", "row", "vocabulary", "sequence", "heads", "split_heads
 - `sequence`: whole; works on hidden states that are split along the sequence.
 - `heads`: whole; works on tensors (B, S, heads, D) whose heads are split.
 - `split_heads`: dim 0 counts heads and is split.
+- `gathered_column`: as `column`, and the output is put together on each rank.
+- `row_of_whole`: as `row`, of an input that is whole on each rank.
+- `replicated`: whole; works on whole hidden states, so each rank has the whole gradient.
+- `packed_column`: of one parameter (E, n, I, H), n matrices side by side; dim 2 is split.
+- `summed`: of a module whose own parameters are split, each by a pattern of its full name; it takes
+  whole inputs, and its output is summed.
 """
 
 
@@ -38,6 +56,13 @@ class ModelPlan:
     """Layer numbers at which a stage may begin, ascending, 0 first."""
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs (owner, copy) of parameter names that hold one weight."""
+    embedding: tuple[str, ...] = ()
+    """Patterns of the modules before the blocks, which the first stage has; needed to cut a module
+    of your own into stages."""
+    head: tuple[str, ...] = ()
+    """Patterns of the modules behind the blocks, which the last stage has."""
+    split_sequence: bool = True
+    """Between blocks each tensor rank holds its part of the sequence; else all of it."""
 
     def style(self, parameter: str) -> Style:
         """The style of a parameter by its full name.
@@ -45,25 +70,38 @@ class ModelPlan:
         Raises:
             ModelError: no pattern matches.
         """
-        module = parameter.rpartition(".")[0]
-        for pattern, style in self.tensor.items():
-            if _matches(pattern, module):
-                return style
+        for name in (parameter, parameter.rpartition(".")[0]):
+            for pattern, style in self.tensor.items():
+                if _matches(pattern, name):
+                    return style
         raise ModelError(f"the model's plan does not cover parameter {parameter!r}; add a pattern")
 
     def split_dim(self, parameter: str) -> int | None:
         """The dim of a parameter that the tensor axis splits, None where it is whole."""
         match self.style(parameter):
-            case "column" | "vocabulary" | "split_heads":
+            case "column" | "gathered_column" | "vocabulary" | "split_heads":
                 return 0
-            case "row":
-                return None if parameter.endswith(".bias") else 1
+            case "row" | "row_of_whole":
+                return None if parameter.endswith("bias") else -1
+            case "packed_column":
+                return 2
             case _:
                 return None
 
     def is_block(self, module: str) -> bool:
         """Whether a module of this full name is one block."""
         return bool(self.blocks) and _matches(self.blocks, module)
+
+
+    def names(self, patterns: tuple[str, ...], module: str) -> bool:
+        """Whether one of `patterns` names the module of this full name."""
+        return any(_matches(pattern, module) for pattern in patterns if pattern)
+
+    def holds(self, patterns: tuple[str, ...], name: str) -> bool:
+        """Whether a module or parameter of this full name is, or is in, one that `patterns` name."""
+        parts = name.split(".")
+        heads = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        return any(_matches(pattern, head) for pattern in patterns if pattern for head in heads)
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -12,6 +12,8 @@ from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.untrusted import read_json
 from ms_parallel.models.config import ModelConfig, TokenId, token_ids
 from ms_parallel.models.family import families, family_of
+from ms_parallel.models.foreign.config import knows
+from ms_parallel.models.foreign.family import FOREIGN
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles
@@ -81,6 +83,8 @@ def _spelled(name: str) -> str:
 
 
 def _override(config: ModelConfig, overrides: dict[str, Any]) -> ModelConfig:
+    if hasattr(config, "with_settings"):
+        return cast(ModelConfig, config.with_settings(overrides))
     kind: Any = type(config)
     names = [setting.name for setting in fields(kind)]
     for key in overrides:
@@ -128,20 +132,8 @@ def model_plan(config: ModelConfig) -> ModelPlan:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Names and shapes of the whole model's parameters; tied ones once.
-
-    All blocks of a model are alike, so that one is built, however many there are said to be.
-    """
-    with torch.device("meta"):
-        model = build_model(config, layers=range(1))
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    first = "model.layers.0."
-    of_block = {name: shape for name, shape in shapes.items() if name.startswith(first)}
-    return {name: shape for name, shape in shapes.items() if name not in of_block} | {
-        f"model.layers.{layer}.{name.removeprefix(first)}": shape
-        for layer in range(config.num_hidden_layers)
-        for name, shape in of_block.items()
-    }
+    """Names and shapes of the whole model's parameters; tied ones once."""
+    return family_of(config).shapes(config)
 
 
 def config_document(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
@@ -224,9 +216,11 @@ def from_document(document: Mapping[str, Any]) -> ModelConfig:
     """
     name: object = document.get("model_type")
     found = next((family for family in families() if family.name == name), None)
+    if found is None and knows(name):
+        found = FOREIGN
     if found is None:
         raise ModelError(
             f"model_type {repr(name)[:60]} is not supported; supported:"
-            f" {', '.join(architectures())}"
+            f" {', '.join(architectures())}, and what transformers builds, where it is installed"
         )
     return found.read(document)

@@ -158,7 +158,7 @@ def check_own(module: nn.Module, plan: ModelPlan, layout: Layout, recompute: Rec
         dim = plan.split_dim(each)
         if dim is not None and parameter.shape[dim] % layout.tensor:
             raise LayoutError(
-                f"tensor={layout.tensor} does not divide dim {dim} of {each!r} of {name}, which is"
+                f"tensor={layout.tensor} does not divide dim {dim % parameter.ndim} of {each!r} of {name}, which is"
                 f" {parameter.shape[dim]}"
             )
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ms_parallel.cluster.groups import Groups
+from ms_parallel.errors import ModelError
 from ms_parallel.models.plan import ModelPlan
 
 __all__ = ["gather_sequence", "gather_vocabulary", "is_whole", "local_view", "split_model"]
@@ -41,6 +42,14 @@ def split_model(
         if not any(True for _ in module.parameters(recurse=False)):
             continue
         match plan.style(f"{name}.weight"):
+            case "column" if not plan.split_sequence:
+                styles[name] = ColwiseParallel()
+            case "gathered_column":
+                styles[name] = ColwiseParallel(output_layouts=Replicate())
+            case "row" if not plan.split_sequence:
+                styles[name] = RowwiseParallel()
+            case "row_of_whole":
+                styles[name] = RowwiseParallel(input_layouts=Replicate())
             case "column":
                 styles[name] = ColwiseParallel()
                 styles[name.rpartition(".")[0]] = PrepareModuleInput(
@@ -56,8 +65,10 @@ def split_model(
                 styles[name] = SplitRows()
             case "split_heads":
                 styles[name] = SplitHeads()
-            case "sequence" | "heads":
+            case "sequence" | "heads" | "replicated":
                 pass
+            case style:
+                raise ModelError(f"the plan gives {name!r} the style {style!r}, which does not fit it")
     # None: every rank takes its own slice; weights are filled later, so nothing is sent.
     parallelize_module(model, groups.mesh["tensor"], styles, src_data_rank=None)
 

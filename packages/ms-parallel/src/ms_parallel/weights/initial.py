@@ -6,6 +6,7 @@ generator each, so that a rank draws only the chunks that its part touches.
 
 import hashlib
 import math
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,14 @@ from ms_parallel.split.part import part_of
 __all__ = ["initialise", "is_added"]
 
 _CHUNK_ELEMENTS = 1 << 20
+
+
+@runtime_checkable
+class DrawsItself(Protocol):
+    """A model that knows how its parameters begin."""
+
+    def draw(self, name: str, seed: int) -> Tensor:
+        """The whole fresh value of a parameter, the same wherever it is drawn."""
 
 
 @torch.no_grad()
@@ -29,10 +38,15 @@ def initialise(model: nn.Module, seed: int) -> None:
         model: Any stage under any layout, with a `config`; parameters must not be on `meta`.
         seed: Of the run.
     """
-    std: float = model.config.initializer_range  # type: ignore[union-attr,assignment]
+    std: float = getattr(model.config, "initializer_range", 0.0)
     tied = bool(model.config.tie_word_embeddings)  # type: ignore[union-attr]
     for name, parameter in model.named_parameters():
-        if name.endswith("bias") or is_added(name):
+        if is_added(name):
+            parameter.zero_()
+        elif isinstance(model, DrawsItself):
+            part = part_of(parameter)
+            part.local.copy_(model.draw(name, seed)[part.box])
+        elif name.endswith("bias"):
             parameter.zero_()
         elif parameter.ndim == 1:
             parameter.fill_(1.0)

@@ -1,0 +1,227 @@
+"""A model of transformers, or one pipeline stage of it, behind the face of our own models.
+
+Shapes: B rows, S positions, H hidden, V vocabulary.
+"""
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ms_parallel.errors import ModelError
+from ms_parallel.models.cache import KeyValueCache
+from ms_parallel.models.foreign.around import Around
+from ms_parallel.models.foreign.cache import BlockCache
+from ms_parallel.models.foreign.config import TransformersModel
+from ms_parallel.models.foreign.cut import block_names, cut
+from ms_parallel.models.foreign.fresh import Fresh
+from ms_parallel.models.plan import ModelPlan
+
+__all__ = ["TransformersStage"]
+
+HEAD = "lm_head"
+
+
+class _Now:
+    """The documents of the forward that runs, which its blocks are given; None between."""
+
+    def __init__(self) -> None:
+        self.running = False
+        self.documents: Tensor | None = None
+
+
+class TransformersStage(Around):
+    """One stage; its parameters bear transformers' names.
+
+    Args:
+        model: built whole, without storage; its parts are replaced.
+        config: of the model.
+        plan: how it is split.
+        layers: numbers of the blocks to keep.
+    """
+
+    config: Any
+    first: bool
+    last: bool
+
+    def __init__(
+        self, model: Any, config: TransformersModel, plan: ModelPlan, layers: range
+    ) -> None:
+        super().__init__(model)
+        count = len(block_names(model, plan))
+        self.first, self.last = layers.start == 0, layers.stop == count
+        self.config = config
+        own = self.__dict__
+        own["base"], own["plan"] = model.base_model, plan
+        own["drawn"] = Fresh(model, plan)
+        own["gate"], own["now"] = cut(model, plan, layers), _Now()
+        if self.last:
+            own["tail"], own["plain_head"] = _tail(model), _is_plain(model)
+            if config.tie_word_embeddings and self.first:
+                embedding = model.get_input_embeddings()
+                own["tail"]._modules[HEAD] = model._modules[HEAD] = _Tied(embedding)
+        for name in block_names(model, plan):
+            block = model.get_submodule(name)
+            if any(True for _ in block.parameters()):
+                _give_documents(block, own["now"])
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> "TransformersStage":
+        """Allocate, and compute the buffers that no folder holds, such as rotary frequencies."""
+        super().to_empty(device=device, recurse=recurse)
+        self.drawn.buffers(self)
+        return self
+
+    def draw(self, name: str, seed: int) -> Tensor:
+        """The whole fresh value of a parameter, by the model's own rule; see `Fresh`."""
+        value: Tensor = self.drawn.parameter(name, seed)
+        return value
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(V, H); the embedding's where tied and on the same stage.
+
+        Raises:
+            ModelError: this stage is not the last.
+        """
+        if not self.last:
+            raise ModelError("only the last stage has a head; ask that one")
+        head: Any = self._modules[HEAD]
+        weight: Tensor = head.weight
+        return weight
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        logits: bool = True,
+    ) -> Tensor:
+        """Tokens (or, on later stages, hidden states) to logits (or, on earlier ones, hidden).
+
+        Args:
+            x: (B, S) int64 on the first stage, (B, S, H) on others.
+            positions: (B or 1, S) int64.
+            documents: (B, S) int32.
+            cache: keys and values of earlier tokens.
+            logits: on the last stage, apply the head; else return finished hidden states.
+
+        Returns:
+            (B, S, V) on the last stage, (B, S, H) on others.
+        """
+        rows, count = x.shape[:2]
+        held = cache.length if cache is not None else 0
+        if positions is None:
+            positions = torch.arange(held, held + count, device=x.device)[None]
+        if cache is not None:
+            documents = cache.all_documents(documents, rows, count)
+        hidden = self._run(x, positions.expand(rows, count), documents, cache)
+        if cache is not None:
+            cache.advance(count, documents)
+        return self.head(hidden) if self.last and logits else hidden
+
+    def _run(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        documents: Tensor | None,
+        cache: KeyValueCache | None,
+    ) -> Tensor:
+        tokens = x if self.first else x.new_zeros(x.shape[:2], dtype=torch.int64)
+        now: _Now = self.now
+        now.running, now.documents = True, documents
+        try:
+            made = self.gate.run(
+                lambda: self.base(
+                    input_ids=tokens,
+                    position_ids=positions,
+                    past_key_values=None if cache is None else BlockCache(cache),
+                    use_cache=cache is not None,
+                ),
+                None if self.first else x,
+            )
+        finally:
+            now.running, now.documents = False, None
+        hidden: Tensor = made if isinstance(made, Tensor) else made.last_hidden_state
+        return hidden
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Finished hidden states (B, S, H) to logits (B, S, V), by the model's own last lines."""
+        made: Tensor = self.tail(inputs_embeds=hidden, use_cache=False).logits
+        return made
+
+
+class _Tied(nn.Module):
+    """A head whose weight is the embedding's."""
+
+    def __init__(self, embedding: Any) -> None:
+        super().__init__()
+        self.__dict__["embedding"] = embedding
+
+    @property
+    def weight(self) -> Tensor:
+        """(V, H)."""
+        weight: Tensor = self.embedding.weight
+        return weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B, S, H) to (B, S, V)."""
+        return F.linear(hidden, self.weight)
+
+
+class _Finished(nn.Module):
+    """Stands for the base model in a forward that only applies the head."""
+
+    def forward(self, *, inputs_embeds: Tensor, **_: Any) -> Any:
+        """What was given, as the base model's last hidden state."""
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def _tail(model: Any) -> Any:
+    """The model without its base: the same forward, which then only makes logits."""
+    tail = copy.copy(model)
+    tail.__dict__["_modules"] = {**model._modules, model.base_model_prefix: _Finished()}
+    return tail
+
+
+def _is_plain(model: Any) -> bool:
+    """Whether logits are no more than the head's product; seen from a head of a few tokens."""
+    tail, width = _tail(model), model._modules[HEAD].weight.shape[1]
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        head = nn.Linear(width, 5, bias=model._modules[HEAD].bias is not None)
+        hidden = torch.randn(1, 2, width)
+    tail._modules[HEAD] = head
+    with torch.no_grad():
+        made = tail(inputs_embeds=hidden, use_cache=False).logits
+        return torch.equal(made, F.linear(hidden, head.weight))
+
+
+def _give_documents(block: nn.Module, now: _Now) -> None:
+    """Give a block its rows' documents as `attention_mask`, also when it is computed again.
+
+    What a block was given is kept for recomputation, which runs when no forward does.
+    """
+    names = list(inspect.signature(block.forward).parameters)
+
+    def give(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if not now.running:
+            return None
+        if "attention_mask" not in names:
+            if now.documents is None:
+                return None
+            raise ModelError(
+                f"{type(block).__name__} takes no attention_mask, so that attention would cross"
+                " documents in packed rows; leave documents out of the batch"
+            )
+        place = names.index("attention_mask")
+        if place < len(args):
+            return (*args[:place], now.documents, *args[place + 1 :]), named
+        return args, {**named, "attention_mask": now.documents}
+
+    block.register_forward_pre_hook(give, with_kwargs=True)
