@@ -11,9 +11,15 @@ from ms_parallel.errors import ModelError
 from ms_parallel.models.foreign.config import transformers
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["registered"]
+__all__ = ["packed_calls", "registered"]
 
 _NAME = "ms_parallel"
+_packed = 0
+
+
+def packed_calls() -> int:
+    """How often attention was given documents so far."""
+    return _packed
 
 
 @cache
@@ -38,6 +44,8 @@ def registered(ops: Ops) -> str:
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Queries (B, heads, S, D) and the like to (B, S, heads, D)."""
+        global _packed
+        _packed += attention_mask is not None
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if not causal:
             raise ModelError("attention of this model is not causal; it has no next token to learn")

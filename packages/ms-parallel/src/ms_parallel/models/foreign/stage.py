@@ -4,7 +4,6 @@ Shapes: B rows, S positions, H hidden, V vocabulary.
 """
 
 import copy
-import inspect
 from typing import Any
 
 import torch
@@ -18,19 +17,12 @@ from ms_parallel.models.foreign.cache import BlockCache
 from ms_parallel.models.foreign.config import TransformersModel
 from ms_parallel.models.foreign.cut import block_names, cut
 from ms_parallel.models.foreign.fresh import Fresh
+from ms_parallel.models.foreign.packing import Now, keep_apart
 from ms_parallel.models.plan import ModelPlan
 
 __all__ = ["TransformersStage"]
 
 HEAD = "lm_head"
-
-
-class _Now:
-    """The documents of the forward that runs, which its blocks are given; None between."""
-
-    def __init__(self) -> None:
-        self.running = False
-        self.documents: Tensor | None = None
 
 
 class TransformersStage(Around):
@@ -57,16 +49,15 @@ class TransformersStage(Around):
         own = self.__dict__
         own["base"], own["plan"] = model.base_model, plan
         own["drawn"] = Fresh(model, plan)
-        own["gate"], own["now"] = cut(model, plan, layers), _Now()
+        own["gate"], own["now"] = cut(model, plan, layers), Now()
         if self.last:
             own["tail"], own["plain_head"] = _tail(model), _is_plain(model)
             if config.tie_word_embeddings and self.first:
                 embedding = model.get_input_embeddings()
                 own["tail"]._modules[HEAD] = model._modules[HEAD] = _Tied(embedding)
-        for name in block_names(model, plan):
-            block = model.get_submodule(name)
-            if any(True for _ in block.parameters()):
-                _give_documents(block, own["now"])
+        blocks = [model.get_submodule(name) for name in block_names(model, plan)]
+        kept = [block for block in blocks if any(True for _ in block.parameters())]
+        own["replays"] = any([keep_apart(block, own["now"]) for block in kept])
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "TransformersStage":
         """Allocate, and compute the buffers that no folder holds, such as rotary frequencies."""
@@ -107,7 +98,8 @@ class TransformersStage(Around):
             x: (B, S) int64 on the first stage, (B, S, H) on others.
             positions: (B or 1, S) int64.
             documents: (B, S) int32.
-            cache: keys and values of earlier tokens.
+            cache: keys and values of earlier tokens; or, where blocks have another state, what
+                entered the stage for them, which is run again.
             logits: on the last stage, apply the head; else return finished hidden states.
 
         Returns:
@@ -119,7 +111,12 @@ class TransformersStage(Around):
             positions = torch.arange(held, held + count, device=x.device)[None]
         if cache is not None:
             documents = cache.all_documents(documents, rows, count)
-        hidden = self._run(x, positions.expand(rows, count), documents, cache)
+        positions = positions.expand(rows, count)
+        if cache is not None and self.replays:
+            x, positions = (
+                each[:, :, 0] for each in cache.append(0, x[:, :, None], positions[:, :, None])
+            )
+        hidden = self._run(x, positions, documents, None if self.replays else cache)[:, -count:]
         if cache is not None:
             cache.advance(count, documents)
         return self.head(hidden) if self.last and logits else hidden
@@ -132,7 +129,7 @@ class TransformersStage(Around):
         cache: KeyValueCache | None,
     ) -> Tensor:
         tokens = x if self.first else x.new_zeros(x.shape[:2], dtype=torch.int64)
-        now: _Now = self.now
+        now: Now = self.now
         now.running, now.documents = True, documents
         try:
             made = self.gate.run(
@@ -200,28 +197,3 @@ def _is_plain(model: Any) -> bool:
     with torch.no_grad():
         made = tail(inputs_embeds=hidden, use_cache=False).logits
         return torch.equal(made, F.linear(hidden, head.weight))
-
-
-def _give_documents(block: nn.Module, now: _Now) -> None:
-    """Give a block its rows' documents as `attention_mask`, also when it is computed again.
-
-    What a block was given is kept for recomputation, which runs when no forward does.
-    """
-    names = list(inspect.signature(block.forward).parameters)
-
-    def give(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if not now.running:
-            return None
-        if "attention_mask" not in names:
-            if now.documents is None:
-                return None
-            raise ModelError(
-                f"{type(block).__name__} takes no attention_mask, so that attention would cross"
-                " documents in packed rows; leave documents out of the batch"
-            )
-        place = names.index("attention_mask")
-        if place < len(args):
-            return (*args[:place], now.documents, *args[place + 1 :]), named
-        return args, {**named, "attention_mask": now.documents}
-
-    block.register_forward_pre_hook(give, with_kwargs=True)
