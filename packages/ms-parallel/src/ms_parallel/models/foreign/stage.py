@@ -175,9 +175,20 @@ class _Finished(nn.Module):
 
     def forward(self, *, inputs_embeds: Tensor, **_: Any) -> Any:
         """What was given, as the base model's last hidden state."""
-        from transformers.modeling_outputs import BaseModelOutputWithPast
+        return _Outcome(inputs_embeds)
 
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+class _Outcome:
+    """What a base model returns: its last hidden state, and nothing of all else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, place: int) -> Tensor:
+        return (self.last_hidden_state,)[place]
 
 
 def _tail(model: Any) -> Any:
