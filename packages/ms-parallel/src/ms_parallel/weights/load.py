@@ -149,13 +149,15 @@ def _check(model: StagedModel, weights: WeightFolder) -> dict[str, list[Piece]]:
 
 def _what_fits(name: str, known: Iterable[str]) -> str | None:
     """Which numbers fit a name whose numbers alone are unknown, such as those of experts."""
-    skeleton = re.compile(r"(\d+)".join(map(re.escape, re.split(r"\d+", name))))
+    parts = re.split(r"(\d+)", name)  # numbers at the odd places
+    skeleton = re.compile(
+        "".join(r"(\d+)" if place % 2 else re.escape(part) for place, part in enumerate(parts))
+    )
     alike = [found for each in known if (found := skeleton.fullmatch(each))]
-    for place, number in enumerate(re.findall(r"\d+", name), 1):
-        numbers = {int(found[place]) for found in alike}
-        if alike and int(number) not in numbers:
-            before = name[: re.match(rf"(?:\D*\d+){{{place - 1}}}\D*", name).end()]
-            return f"it asks for {before}{min(numbers)} to {max(numbers)}"
+    for place in range(1, len(parts), 2):
+        numbers = {int(found[(place + 1) // 2]) for found in alike}
+        if numbers and int(parts[place]) not in numbers:
+            return f"it asks for {''.join(parts[:place])}{min(numbers)} to {max(numbers)}"
     return None
 
 
