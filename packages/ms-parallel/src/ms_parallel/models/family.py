@@ -1,7 +1,7 @@
 """A family of models as one value; each is a file of `families/`, found there by its `FAMILY`."""
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any, cast
@@ -15,6 +15,7 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ModelError
 from ms_parallel.models.config import TOKENS, ModelConfig, token_ids
 from ms_parallel.models.plan import ModelPlan
+from ms_parallel.models.weight_names import Rules
 from ms_parallel.operators.protocol import Ops
 
 __all__ = ["Family", "families", "family_of"]
@@ -36,6 +37,11 @@ class Family:
     """Builds the `StagedModel` of (config, ops=, layers=, first=, last=)."""
     plan: Callable[[Any], ModelPlan]
     """How the model of a configuration may be split."""
+    weights: Callable[[Any], Rules] = lambda _: {}
+    """How a folder's tensors make up the parameters of a configuration's model, where they do not
+    bear the same names."""
+    layer_kind: Callable[[Any, int], Hashable] = lambda *_: None
+    """What tells layers with other parameters apart, of (config, layer's number)."""
     small: Mapping[str, object] = field(factory=dict)
     """Settings of a small model, which trains on a laptop."""
 
@@ -48,21 +54,11 @@ class Family:
         """The model or one stage of it, with unset weights."""
         return self.model(config, ops=ops or operators, **part)
 
-    def shapes(self, config: Any) -> dict[str, torch.Size]:
-        """Names and shapes of the whole model's parameters; tied ones once.
-
-        All blocks of a model are alike, so that one is built, however many there are said to be.
-        """
-        with torch.device("meta"):
-            model = self.build(config, ops=None, layers=range(1))
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        first = "model.layers.0."
-        of_block = {name: shape for name, shape in shapes.items() if name.startswith(first)}
-        return {name: shape for name, shape in shapes.items() if name not in of_block} | {
-            f"model.layers.{layer}.{name.removeprefix(first)}": shape
-            for layer in range(config.num_hidden_layers)
-            for name, shape in of_block.items()
-        }
+    def shapes(
+        self, config: Any, named: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]
+    ) -> dict[str, torch.Size] | None:
+        """Names and shapes of what is `named` in the whole model; None to build it a kind at a time."""
+        return None
 
     def check_layout(self, config: Any, layout: Layout) -> None:
         """Check that a layout asks for nothing that the model cannot do.

@@ -10,7 +10,7 @@ from ms_parallel.errors import LayoutError
 from ms_parallel.models.config import TOKENS
 from ms_parallel.models.family import Family
 from ms_parallel.models.foreign.config import TransformersModel
-from ms_parallel.models.foreign.plans import STYLES, built, plan_of, shapes_of
+from ms_parallel.models.foreign.plans import STYLES, Named, Shapes, built, plan_of, shapes_of
 from ms_parallel.models.foreign.stage import TransformersStage
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
@@ -37,9 +37,9 @@ class _Foreign(Family):
         """The model or one stage of it, with unset weights."""
         return _build(config, ops=ops, **part)
 
-    def shapes(self, config: Any) -> dict[str, torch.Size]:
-        """Names and shapes of the whole model's parameters."""
-        return shapes_of(config)
+    def shapes(self, config: Any, named: Named) -> Shapes:
+        """Names and shapes of what is `named` in the whole model."""
+        return shapes_of(config, named)
 
     def read(self, document: Mapping[str, Any]) -> Any:
         """Understand a config.json, decoded."""

@@ -1,10 +1,12 @@
 """From the plans that transformers publishes for a model to ours."""
 
 import re
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ms_parallel import operators
 from ms_parallel.errors import ModelError
@@ -12,6 +14,9 @@ from ms_parallel.models.foreign.attention import registered
 from ms_parallel.models.foreign.config import TransformersModel, transformers
 from ms_parallel.models.plan import ModelPlan, Style
 from ms_parallel.operators.protocol import Ops
+
+Named = Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
+Shapes = dict[str, torch.Size]
 
 __all__ = ["STYLES", "built", "plan_of", "shapes_of"]
 
@@ -47,9 +52,9 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
 
 
 @lru_cache(maxsize=16)
-def shapes_of(config: TransformersModel) -> dict[str, torch.Size]:
-    """Names and shapes of the whole model's parameters; tied ones once."""
-    return {name: parameter.shape for name, parameter in built(config).named_parameters()}
+def shapes_of(config: TransformersModel, named: Named = nn.Module.named_parameters) -> Shapes:
+    """Names and shapes of what is `named` in the whole model; tied ones once."""
+    return {name: tensor.shape for name, tensor in named(built(config))}
 
 
 @lru_cache(maxsize=16)
@@ -80,7 +85,7 @@ def _line(model: Any, prefix: str) -> tuple[tuple[str, ...], str, tuple[str, ...
     lists = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count and "." not in name[len(prefix) + 1 :]
+        if isinstance(module, nn.ModuleList) and len(module) == count and "." not in name[len(prefix) + 1 :]
     ]
     if len(lists) != 1:
         raise ModelError(
