@@ -1,5 +1,7 @@
 """Splits a model over the tensor axis as its plan says, with the sequence split in between."""
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -65,6 +67,8 @@ def split_model(
                 styles[name] = SplitRows()
             case "split_heads":
                 styles[name] = SplitHeads()
+            case "summed":
+                styles[name] = SumOfParts(plan, name)
             case "sequence" | "heads" | "replicated":
                 pass
             case style:
@@ -106,6 +110,43 @@ class SplitRows(ParallelStyle):
             module.register_parameter(
                 name, nn.Parameter(split, requires_grad=parameter.requires_grad)
             )
+        return module
+
+
+class SumOfParts(ParallelStyle):
+    """Splits a module's own parameters as the plan says of each, and sums the module's output.
+
+    Who uses them asks for their local part. Each rank has a share of the inputs' gradient.
+    """
+
+    def __init__(self, plan: ModelPlan, name: str) -> None:
+        super().__init__()
+        self.plan, self.name = plan, name
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            dim = self.plan.split_dim(f"{self.name}.{own}")
+            assert dim is not None
+            split: DTensor = distribute_tensor(
+                parameter, device_mesh, [Shard(dim % parameter.ndim)], src_data_rank=None
+            )
+            module._parameters[own] = nn.Parameter(split, requires_grad=parameter.requires_grad)
+
+        def shared(value: Any) -> Any:
+            if not (isinstance(value, Tensor) and value.is_floating_point()):
+                return value
+            whole = DTensor.from_local(value, device_mesh, [Replicate()], run_check=False)
+            return whole.to_local(grad_placements=[Partial()])
+
+        def share(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            return tuple(map(shared, args)), {key: shared(value) for key, value in named.items()}
+
+        def total(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+            part = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
+            return part.redistribute(placements=[Replicate()]).to_local()
+
+        module.register_forward_pre_hook(share, with_kwargs=True)
+        module.register_forward_hook(total)
         return module
 
 

@@ -12,6 +12,7 @@ from ms_parallel.models.family import Family
 from ms_parallel.models.foreign.config import TransformersModel
 from ms_parallel.models.foreign.plans import STYLES, Named, Shapes, built, plan_of, shapes_of
 from ms_parallel.models.foreign.stage import TransformersStage
+from ms_parallel.models.foreign.weights import rules_of
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 
@@ -88,6 +89,11 @@ def _check_tensor(config: TransformersModel, plan: ModelPlan, tensor: int) -> No
                 f" {style!r}, which is not known here; set tensor=1"
             )
     for name, shape in shapes_of(config).items():
+        if plan.style(name) == "summed":
+            raise LayoutError(
+                f"tensor={tensor} cannot split {kind}: its tensor plan does not say how {name!r} is"
+                " split; set tensor=1"
+            )
         dim = plan.split_dim(name)
         if dim is not None and shape[dim] % tensor:
             raise LayoutError(
@@ -108,5 +114,5 @@ def _check_tensor(config: TransformersModel, plan: ModelPlan, tensor: int) -> No
 
 
 FOREIGN = _Foreign(
-    name="", config=TransformersModel, model=TransformersStage, plan=plan_of
+    name="", config=TransformersModel, model=TransformersStage, plan=plan_of, weights=rules_of
 )

@@ -12,6 +12,7 @@ from ms_parallel import operators
 from ms_parallel.errors import ModelError
 from ms_parallel.models.foreign.attention import registered
 from ms_parallel.models.foreign.config import TransformersModel, transformers
+from ms_parallel.models.foreign.experts import unpack
 from ms_parallel.models.plan import ModelPlan, Style
 from ms_parallel.operators.protocol import Ops
 
@@ -48,6 +49,7 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
     except (ValueError, TypeError, AttributeError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"transformers does not build this {config.model_type} ({reason})") from error
+    unpack(model, getattr(model.base_model.config, "base_model_tp_plan", None))
     return model.eval()
 
 

@@ -17,6 +17,7 @@ from ms_parallel.models.foreign.cache import BlockCache
 from ms_parallel.models.foreign.config import TransformersModel
 from ms_parallel.models.foreign.cut import block_names, cut
 from ms_parallel.models.foreign.fresh import Fresh
+from ms_parallel.models.foreign.plans import shapes_of
 from ms_parallel.models.foreign.packing import Now, keep_apart
 from ms_parallel.models.plan import ModelPlan
 
@@ -67,8 +68,11 @@ class TransformersStage(Around):
 
     def draw(self, name: str, seed: int) -> Tensor:
         """The whole fresh value of a parameter, by the model's own rule; see `Fresh`."""
+        shape = shapes_of(self.config)
+        if name not in shape and name not in self.drawn.owners:
+            return self.get_buffer(name)
         value: Tensor = self.drawn.parameter(name, seed)
-        return value
+        return value.view(shape.get(name, value.shape))
 
     @property
     def head_weight(self) -> Tensor:
