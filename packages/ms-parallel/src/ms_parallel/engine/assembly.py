@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from attrs import evolve
 from torch import nn
 
 from ms_parallel import operators
@@ -48,12 +49,14 @@ def describe(
         plan = plan or WHOLE
         check_own(model, plan, layout, recompute)
         # It lacks the sizes that only our own models are cut by.
-        return cast(ModelConfig, OwnModelConfig.of(model)), plan
+        config = OwnModelConfig.of(model, plan)
+        plan = evolve(plan, cuts=tuple(range(config.num_hidden_layers)))
+        return cast(ModelConfig, config), plan
     if plan is not None:
         raise ConfigError("plan is for a module of your own; leave it out, as this model has one")
-    config = architecture(model) if isinstance(model, str | Path) else model
-    family_of(config).check_layout(config, layout)
-    return config, model_plan(config)
+    known = architecture(model) if isinstance(model, str | Path) else cast(ModelConfig, model)
+    family_of(known).check_layout(known, layout)
+    return known, model_plan(known)
 
 
 def build_stages(
@@ -78,11 +81,13 @@ def build_stages(
     """
     prepare = _preparation(options)
     how: Any = {"mixed_precision": options.mixed_precision, "recompute": options.recompute}
+    layers = cut_layers(config.num_hidden_layers, len(placement), plan.cuts, split)
     if isinstance(model, nn.Module):
-        return {0: cast(StagedModel, build_own(model, plan, groups, prepare=prepare, **how))}
+        here = {n: layers[n] for n, home in enumerate(placement) if home == groups.place.pipeline}
+        own = build_own(model, plan, here, groups, prepare=prepare, **how)
+        return cast(dict[int, StagedModel], own)
     if groups.device.type == "cpu":
         _check_memory(config, groups.layout)
-    layers = cut_layers(config.num_hidden_layers, len(placement), plan.cuts, split)
     ops = options.ops or operators
     stages = {
         stage: build_stage(config, layers[stage], groups, ops=ops, prepare=prepare, **how)

@@ -92,7 +92,6 @@ class ModelPlan:
         """Whether a module of this full name is one block."""
         return bool(self.blocks) and _matches(self.blocks, module)
 
-
     def names(self, patterns: tuple[str, ...], module: str) -> bool:
         """Whether one of `patterns` names the module of this full name."""
         return any(_matches(pattern, module) for pattern in patterns if pattern)

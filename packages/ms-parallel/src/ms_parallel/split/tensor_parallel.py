@@ -72,7 +72,9 @@ def split_model(
             case "sequence" | "heads" | "replicated":
                 pass
             case style:
-                raise ModelError(f"the plan gives {name!r} the style {style!r}, which does not fit it")
+                raise ModelError(
+                    f"the plan gives {name!r} the style {style!r}, which does not fit it"
+                )
     # None: every rank takes its own slice; weights are filled later, so nothing is sent.
     parallelize_module(model, groups.mesh["tensor"], styles, src_data_rank=None)
 

@@ -91,7 +91,9 @@ class TransformersModel:
             ids.setdefault(name, token_ids(name, found.get(name)))
         unknown = ids.keys() - set(TOKENS)
         if unknown:
-            raise ConfigError(f"a model of transformers has no {min(unknown)!r} beside its document")
+            raise ConfigError(
+                f"a model of transformers has no {min(unknown)!r} beside its document"
+            )
         self.__attrs_init__(document=found, folder=folder and Path(folder), **ids)
         _check(self)
 

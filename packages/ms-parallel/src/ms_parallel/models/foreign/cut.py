@@ -52,21 +52,24 @@ class _StandIn(nn.Module):
                 self.__dict__[name] = value
         self.__dict__["gate"] = gate
 
+    def arrived(self) -> Tensor:
+        """What entered the stage."""
+        entering: Tensor = self.__dict__["gate"].entering
+        return entering
+
 
 class _Arriving(_StandIn):
     """Stands for a part before the blocks: of the right shape, and replaced before it is used."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        entering: Tensor = self.gate.entering
-        return entering.detach()
+        return self.arrived().detach()
 
 
 class _Passed(_StandIn):
     """Stands for a block of an earlier stage: what arrives, whatever it is given."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        entering: Tensor = self.gate.entering
-        return entering
+        return self.arrived()
 
 
 class _Leave(_StandIn):
@@ -76,7 +79,8 @@ class _Leave(_StandIn):
         hidden = args[0] if args else named.pop("hidden_states", None)
         if not isinstance(hidden, Tensor):
             raise ModelError("a block is not given its hidden states first, so no stage ends there")
-        for name, value in {**dict(enumerate(args[1:], 1)), **named}.items():
+        others: dict[Any, Any] = {**dict(enumerate(args[1:], 1)), **named}
+        for name, value in others.items():
             for tensor in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     raise ModelError(
@@ -98,24 +102,35 @@ def block_names(module: nn.Module, plan: ModelPlan) -> list[str]:
     return [name for name, _ in module.named_modules() if plan.is_block(name)]
 
 
-def check_cut(module: nn.Module, plan: ModelPlan) -> None:
+def check_cut(module: nn.Module, plan: ModelPlan, pipeline: int) -> None:
     """Check that a plan says of each parameter which stage has it.
 
     Raises:
-        LayoutError: there are no blocks, or a parameter is neither theirs nor named.
+        LayoutError: there are no blocks or too few, a parameter is neither theirs nor named, or
+            stages share one that the plan does not tie.
     """
-    kind = type(module).__name__
-    if not block_names(module, plan):
+    why = f"pipeline={pipeline} cannot cut {type(module).__name__}"
+    blocks = len(block_names(module, plan))
+    if not blocks:
         raise LayoutError(
-            f"no stage can be cut out of {kind} without its blocks; name them, and what stands"
-            " before and behind: ModelPlan(blocks='layers.*', embedding=('embed',), head=('norm',"
-            " 'head')), or set pipeline=1"
+            f"{why}: its blocks are not known; name them, and what stands before and behind:"
+            " ModelPlan(blocks='layers.*', embedding=('embed',), head=('norm', 'head')), or set"
+            " pipeline=1 and give its processes to data"
         )
-    for name, _ in module.named_parameters():
+    if blocks < pipeline:
+        raise LayoutError(f"{why}, which has {blocks} blocks; values that fit: 1 to {blocks}")
+    tied = {frozenset(pair) for pair in plan.tied}
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         if not plan.holds((plan.blocks, *plan.embedding, *plan.head), name):
             raise LayoutError(
-                f"no stage has {name!r} of {kind}, which is in no block; name its module in the"
-                " plan's embedding or head, or set pipeline=1"
+                f"{why}: {name!r} is in no block; name its module in the plan's embedding or head"
+            )
+        other = names.setdefault(parameter, name)
+        if other != name and frozenset((other, name)) not in tied:
+            raise LayoutError(
+                f"{why}: {other!r} and {name!r} are one weight; say so in the plan:"
+                f" tied=(({other!r}, {name!r}),)"
             )
 
 

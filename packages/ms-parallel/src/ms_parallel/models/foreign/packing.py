@@ -82,7 +82,9 @@ def keep_apart(block: nn.Module, now: Now) -> bool:
     def give(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         nonlocal before
         at = place if place is not None and place < len(args) else None
-        documents = now.documents if now.running else args[at] if at is not None else named.get(MASK)
+        documents = (
+            now.documents if now.running else args[at] if at is not None else named.get(MASK)
+        )
         if place is None and documents is not None:
             raise ModelError(
                 f"{type(block).__name__} takes no attention_mask, so that attention would cross"

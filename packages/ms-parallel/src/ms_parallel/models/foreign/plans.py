@@ -48,7 +48,9 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
             )
     except (ValueError, TypeError, AttributeError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"transformers does not build this {config.model_type} ({reason})") from error
+        raise ModelError(
+            f"transformers does not build this {config.model_type} ({reason})"
+        ) from error
     unpack(model, getattr(model.base_model.config, "base_model_tp_plan", None))
     return model.eval()
 
@@ -87,7 +89,9 @@ def _line(model: Any, prefix: str) -> tuple[tuple[str, ...], str, tuple[str, ...
     lists = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count and "." not in name[len(prefix) + 1 :]
+        if isinstance(module, nn.ModuleList)
+        and len(module) == count
+        and "." not in name[len(prefix) + 1 :]
     ]
     if len(lists) != 1:
         raise ModelError(
