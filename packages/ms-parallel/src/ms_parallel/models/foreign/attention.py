@@ -1,8 +1,9 @@
 """Our attention in models of transformers, so that packed documents stay apart in all of them."""
 
 import math
+from collections.abc import Hashable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,23 +12,25 @@ from ms_parallel.errors import ModelError
 from ms_parallel.models.foreign.config import transformers
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["packed_calls", "registered"]
+__all__ = ["calls", "registered"]
 
 _NAME = "ms_parallel"
-_packed = 0
+_calls = 0
 
 
-def packed_calls() -> int:
-    """How often attention was given documents so far."""
-    return _packed
+def calls() -> int:
+    """How often attention was asked for so far."""
+    return _calls
 
 
 @cache
-def registered(ops: Ops) -> str:
+def registered(ops: Hashable) -> str:
     """The name under which transformers finds attention by these operators.
 
     Blocks are given the documents of their rows (B, keys) int32 as `attention_mask`, or None.
     """
+
+    attention = cast(Ops, ops).attention
 
     def attend(
         module: Any,
@@ -44,8 +47,8 @@ def registered(ops: Ops) -> str:
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Queries (B, heads, S, D) and the like to (B, S, heads, D)."""
-        global _packed
-        _packed += attention_mask is not None
+        global _calls
+        _calls += 1
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if not causal:
             raise ModelError("attention of this model is not causal; it has no next token to learn")
@@ -55,16 +58,19 @@ def registered(ops: Ops) -> str:
             "window": sliding_window,
             "scale": scaling,
         }
-        if softcap is None and s_aux is None:
-            return ops.attention(q, k, v, **how), None
-        return _attend_plainly(q, k, v, softcap=softcap, sinks=s_aux, **how), None
+        if softcap is None:
+            sinks = {} if s_aux is None else {"sinks": s_aux}
+            return attention(q, k, v, **how, **sinks), None
+        if s_aux is not None:
+            raise ModelError("attention with capped scores and sinks is not known here")
+        return _capped(q, k, v, softcap=softcap, **how), None
 
     name = f"{_NAME}.{getattr(ops, '__name__', type(ops).__name__)}"
     transformers().AttentionInterface.register(name, attend)
     return name
 
 
-def _attend_plainly(
+def _capped(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -72,10 +78,9 @@ def _attend_plainly(
     documents: Tensor | None,
     window: int | None,
     scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    softcap: float,
 ) -> Tensor:
-    """Causal attention whose scores are capped, or share their softmax with a sink a head.
+    """Causal attention whose scores are capped.
 
     Args:
         q: (B, Sq, Hq, D), the last of Sk positions.
@@ -85,7 +90,6 @@ def _attend_plainly(
         window: keys at a distance below it are seen.
         scale: of the scores; 1/√D by default.
         softcap: scores become softcap · tanh(score / softcap).
-        sinks: (Hq,), a logit of each head that takes part in the softmax and has no value.
 
     Returns:
         (B, Sq, Hq, D); scores in float32, float64 for float64.
@@ -95,8 +99,7 @@ def _attend_plainly(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
+    scores = softcap * (scores / softcap).tanh()
     at = torch.arange(keys, device=q.device)
     distance = at[keys - queries :, None] - at
     seen = (distance >= 0)[None, None]
@@ -106,8 +109,5 @@ def _attend_plainly(
         of_query = documents[:, None, keys - queries :, None]
         seen = seen & (of_query == documents[:, None, None, :])
     scores = scores.to(wide).masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        extra = sinks.to(wide).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, extra), -1)
-    weights = scores.softmax(-1)[..., :keys].to(v.dtype)
+    weights = scores.softmax(-1).to(v.dtype)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v)

@@ -17,6 +17,10 @@ from ms_parallel.models.config import MOST, TOKENS, TokenId, token_ids
 __all__ = ["TransformersModel", "knows", "settings_of", "transformers"]
 
 
+ATTENTIONS = ("full_attention", "sliding_attention", "linear_attention")
+"""Kinds of attention that layers may have."""
+
+
 def transformers() -> Any:
     """The package.
 
@@ -36,11 +40,10 @@ def transformers() -> Any:
 def knows(model_type: object) -> bool:
     """Whether transformers is installed and builds causal language models of this type."""
     try:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:
         return False
-    return model_type in CONFIG_MAPPING_NAMES and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def _document(source: Any) -> dict[str, Any]:
@@ -94,7 +97,7 @@ class TransformersModel:
             raise ConfigError(
                 f"a model of transformers has no {min(unknown)!r} beside its document"
             )
-        self.__attrs_init__(document=found, folder=folder and Path(folder), **ids)
+        self.__attrs_init__(document=found, folder=None if folder is None else Path(folder), **ids)
         _check(self)
 
     def __eq__(self, other: object) -> bool:
@@ -183,7 +186,7 @@ class TransformersModel:
 @lru_cache(maxsize=16)
 def settings_of(document: str) -> Any:
     """Transformers' configuration of a config.json, as text."""
-    package, content = transformers(), json.loads(document)
+    package, content = transformers(), json.loads(document, object_hook=_number)
     kind = content.pop("model_type", None)
     if not knows(kind):
         raise ModelError(
@@ -198,6 +201,11 @@ def settings_of(document: str) -> Any:
     return made.get_text_config()
 
 
+def _number(found: dict[str, Any]) -> Any:
+    """Transformers writes infinities as {"__float__": "Infinity"}."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
+
+
 def _check(model: TransformersModel) -> None:
     settings = model.settings
     for name in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads"):
@@ -206,6 +214,12 @@ def _check(model: TransformersModel) -> None:
             raise ConfigError(
                 f"{name} of this {model.model_type} is {str(value)[:60]!r}; give a whole number from"
                 f" 1 to {most}"
+            )
+    for kind in getattr(settings, "layer_types", None) or ():
+        if "attention" in str(kind) and kind not in ATTENTIONS:
+            raise ConfigError(
+                f"layer_types of this {model.model_type} has {kind!r}, which is not known here;"
+                f" known: {', '.join(ATTENTIONS)}, and layers without attention"
             )
     if getattr(settings, "output_router_logits", False):
         raise ConfigError(

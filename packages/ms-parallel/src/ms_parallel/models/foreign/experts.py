@@ -33,7 +33,7 @@ class Experts(Around):
         for name in packed:
             whole = inner._parameters[name]
             assert whole is not None
-            apart = whole.detach().unflatten(1, (MATRICES, -1))
+            apart = whole.detach().view(whole.shape[0], MATRICES, -1, whole.shape[2])
             inner._parameters[name] = nn.Parameter(apart, requires_grad=whole.requires_grad)
 
     def forward(self, *args: Any, **named: Any) -> Any:

@@ -11,6 +11,9 @@ from ms_parallel.models.plan import ModelPlan
 
 __all__ = ["Fresh"]
 
+INITIALISED = "_is_hf_initialized"
+"""Transformers' mark of what its rules are to leave alone."""
+
 
 class Fresh:
     """Draws parameters and computes buffers, a module at a time, as transformers would.
@@ -53,7 +56,10 @@ class Fresh:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             self.rule(module)
-        return module._parameters[own].detach()  # type: ignore[union-attr]
+        value = module._parameters[own]
+        assert value is not None
+        drawn: Tensor = value.detach()
+        return drawn
 
     @torch.no_grad()
     def buffers(self, stage: nn.Module) -> None:
@@ -63,5 +69,5 @@ class Fresh:
                 continue
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    parameter._is_hf_initialized = True
+                    setattr(parameter, INITIALISED, True)
             self.rule(module)

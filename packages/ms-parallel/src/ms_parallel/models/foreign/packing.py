@@ -43,7 +43,7 @@ class Apart(Around):
         pieces = [
             piece[None]
             for row, numbers in zip(hidden, documents, strict=True)
-            for piece in row.split(numbers.unique_consecutive(return_counts=True)[1].tolist())
+            for piece in torch.split(row, _lengths(numbers))
         ]
         made: list[Any] = [None] * len(pieces)
         for length in {piece.shape[1] for piece in pieces}:
@@ -51,10 +51,15 @@ class Apart(Around):
             together = torch.cat([pieces[at] for at in places])
             given = ((together, *args[1:]), named) if args else ((), {**named, HIDDEN: together})
             found = self.inner(*given[0], **given[1])
-            for at, each in zip(places, _first(found).split(1), strict=True):
+            for at, each in zip(places, torch.split(_first(found), 1), strict=True):
                 made[at] = each
         whole = torch.cat(made, 1).view(*hidden.shape[:2], -1)
         return whole if isinstance(found, Tensor) else (whole, *[None] * (len(found) - 1))
+
+
+def _lengths(numbers: Tensor) -> list[int]:
+    lengths: list[int] = torch.unique_consecutive(numbers, return_counts=True)[1].tolist()
+    return lengths
 
 
 def _first(found: Any) -> Tensor:
@@ -90,21 +95,20 @@ def keep_apart(block: nn.Module, now: Now) -> bool:
                 f"{type(block).__name__} takes no attention_mask, so that attention would cross"
                 " documents in packed rows; leave documents out of the batch"
             )
-        before = attention.packed_calls()
+        before = attention.calls()
         for mixer in mixers:
             mixer.documents = documents
         if at is not None:
             return (*args[:at], documents, *args[at + 1 :]), named
         return args, named if place is None else {**named, MASK: documents}
 
-    def check(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], __: Any) -> None:
-        documents = args[place] if place is not None and place < len(args) else named.get(MASK)
-        if documents is not None and not mixers and attention.packed_calls() == before:
+    def check(*_: Any) -> None:
+        if not mixers and attention.calls() == before:
             raise ModelError(
-                f"{type(block).__name__} mixes positions by an attention of its own, which knows no"
-                " documents; leave documents out of the batch"
+                f"{type(block).__name__} mixes positions by an attention of its own, of which"
+                " neither documents nor the order of tokens are known; write its family"
             )
 
     block.register_forward_pre_hook(give, with_kwargs=True)
-    block.register_forward_hook(check, with_kwargs=True)
+    block.register_forward_hook(check)
     return bool(mixers)

@@ -46,6 +46,11 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
             model = transformers().AutoModelForCausalLM.from_config(
                 settings, attn_implementation=name, dtype=torch.get_default_dtype()
             )
+    except KeyError as error:
+        raise ModelError(
+            f"{config.model_type} of transformers has an attention of its own, not one that ours can"
+            " stand for; write its family"
+        ) from error
     except (ValueError, TypeError, AttributeError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
@@ -91,7 +96,7 @@ def _line(model: Any, prefix: str) -> tuple[tuple[str, ...], str, tuple[str, ...
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
         and len(module) == count
-        and "." not in name[len(prefix) + 1 :]
+        and not re.search(r"\.\d+\.", name)
     ]
     if len(lists) != 1:
         raise ModelError(

@@ -23,8 +23,6 @@ from ms_parallel.models.plan import ModelPlan
 
 __all__ = ["TransformersStage"]
 
-HEAD = "lm_head"
-
 
 class TransformersStage(Around):
     """One stage; its parameters bear transformers' names.
@@ -52,10 +50,11 @@ class TransformersStage(Around):
         own["drawn"] = Fresh(model, plan)
         own["gate"], own["now"] = cut(model, plan, layers), Now()
         if self.last:
-            own["tail"], own["plain_head"] = _tail(model), _is_plain(model)
+            head = own["head_name"] = _head_name(model)
+            own["tail"], own["plain_head"] = _tail(model), _is_plain(model, head)
             if config.tie_word_embeddings and self.first:
                 embedding = model.get_input_embeddings()
-                own["tail"]._modules[HEAD] = model._modules[HEAD] = _Tied(embedding)
+                own["tail"]._modules[head] = model._modules[head] = _Tied(embedding)
         blocks = [model.get_submodule(name) for name in block_names(model, plan)]
         kept = [block for block in blocks if any(True for _ in block.parameters())]
         own["replays"] = any([keep_apart(block, own["now"]) for block in kept])
@@ -83,7 +82,7 @@ class TransformersStage(Around):
         """
         if not self.last:
             raise ModelError("only the last stage has a head; ask that one")
-        head: Any = self._modules[HEAD]
+        head: Any = self._modules[self.head_name]
         weight: Tensor = head.weight
         return weight
 
@@ -166,20 +165,12 @@ class _Tied(nn.Module):
     @property
     def weight(self) -> Tensor:
         """(V, H)."""
-        weight: Tensor = self.embedding.weight
+        weight: Tensor = self.__dict__["embedding"].weight
         return weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(B, S, H) to (B, S, V)."""
         return F.linear(hidden, self.weight)
-
-
-class _Finished(nn.Module):
-    """Stands for the base model in a forward that only applies the head."""
-
-    def forward(self, *, inputs_embeds: Tensor, **_: Any) -> Any:
-        """What was given, as the base model's last hidden state."""
-        return _Outcome(inputs_embeds)
 
 
 class _Outcome:
@@ -197,18 +188,31 @@ class _Outcome:
 
 def _tail(model: Any) -> Any:
     """The model without its base: the same forward, which then only makes logits."""
-    tail = copy.copy(model)
-    tail.__dict__["_modules"] = {**model._modules, model.base_model_prefix: _Finished()}
+    tail, base = copy.copy(model), copy.copy(model.base_model)
+    base.__dict__["forward"] = lambda *_, inputs_embeds, **__: _Outcome(inputs_embeds)
+    tail.__dict__["_modules"] = {**model._modules, model.base_model_prefix: base}
     return tail
 
 
-def _is_plain(model: Any) -> bool:
+def _head_name(model: Any) -> str:
+    head = model.get_output_embeddings()
+    for name, child in model.named_children():
+        if child is head and isinstance(child, nn.Linear):
+            return str(name)
+    raise ModelError(f"{type(model).__name__} has no linear head over its vocabulary of its own")
+
+
+def _is_plain(model: Any, head_name: str) -> bool:
     """Whether logits are no more than the head's product; seen from a head of a few tokens."""
-    tail, width = _tail(model), model._modules[HEAD].weight.shape[1]
+    tail, own = _tail(model), model._modules[head_name]
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        head = nn.Linear(width, 5, bias=model._modules[HEAD].bias is not None)
-        hidden = torch.randn(1, 2, width)
-    tail._modules[HEAD] = head
-    with torch.no_grad():
-        made = tail(inputs_embeds=hidden, use_cache=False).logits
-        return torch.equal(made, F.linear(hidden, head.weight))
+        head = nn.Linear(own.in_features, 5, bias=own.bias is not None)
+        hidden = torch.randn(1, 2, own.in_features)
+    tail._modules[head_name] = head
+    try:
+        with torch.no_grad():
+            made = tail(inputs_embeds=hidden, use_cache=False).logits
+    except Exception as error:  # whatever a forward does that knows more of its base
+        kind = type(model).__name__
+        raise ModelError(f"the head of {kind} cannot be applied alone; write its family") from error
+    return torch.equal(made, F.linear(hidden, head.weight))

@@ -7,6 +7,7 @@ from typing import Any
 
 from ms_parallel.errors import ModelError
 from ms_parallel.models.foreign.config import TransformersModel
+from ms_parallel.models.foreign.experts import Experts
 from ms_parallel.models.foreign.plans import built, shapes_of
 from ms_parallel.models.weight_names import Piece, Rule, Rules, renamed
 
@@ -29,6 +30,9 @@ def _rule(pattern: str, names: "_Names") -> Rule:
     def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[Piece]:
         name = blank.format(*stars)
         found = names.sources(name)
+        if found is None and pattern in names.packed:
+            yield from _halves(names.on_disk(name), shape)
+            return
         if found is None:
             yield from renamed(names.on_disk(name))((), shape)
             return
@@ -41,6 +45,20 @@ def _rule(pattern: str, names: "_Names") -> Rule:
         yield from _stacked(sources, names.on_disk, shape)
 
     return rule
+
+
+def _halves(tensor: str, shape: tuple[int, ...]) -> Iterator[Piece]:
+    """The matrices of a parameter (E, n, R, C) from one tensor (E, n·R, C)."""
+    experts, parts, rows, columns = shape
+    every, across = slice(0, experts), slice(0, columns)
+    for index in range(parts):
+        yield Piece(
+            tensor=tensor,
+            shape=(experts, parts * rows, columns),
+            part=(every, slice(index * rows, (index + 1) * rows), across),
+            box=(every, slice(index, index + 1), slice(0, rows), across),
+            dims=(0, None, 1, 2),
+        )
 
 
 def _stacked(
@@ -78,8 +96,14 @@ class _Names:
     def __init__(self, model: Any) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
+        self.packed = {
+            re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{own}")
+            for name, module in model.named_modules()
+            if isinstance(module, Experts)
+            for own in module.packed
+        }
         said = get_model_conversion_mapping(model, add_legacy=False)
-        converters = [each for each in said if hasattr(each, "operations")]
+        converters: list[Any] = [each for each in said if hasattr(each, "operations")]
         self.converters = [(each, each.reverse_transform()) for each in converters]
         others = [
             each
