@@ -46,6 +46,9 @@ def split_model(
                 styles[name.rpartition(".")[0]] = PrepareModuleInput(
                     input_layouts=Shard(1), desired_input_layouts=Replicate()
                 )
+            case "gathering_column":
+                styles[name] = ColwiseParallel(input_layouts=Shard(1))
+                styles[name.rpartition(".")[0]] = ShowWhole()
             case "row":
                 styles[name] = RowwiseParallel(output_layouts=Shard(1))
             case "vocabulary" if isinstance(module, nn.Embedding):
@@ -69,8 +72,7 @@ def is_whole(name: str, plan: ModelPlan) -> bool:
 
 def gather_sequence(hidden: Tensor, groups: Groups) -> Tensor:
     """All of the sequence on every tensor rank; gradients, each of one vocabulary part, add up."""
-    spread = DTensor.from_local(hidden, groups.mesh["tensor"], [Shard(1)], run_check=False)
-    return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return _gathered(hidden, groups.mesh["tensor"])
 
 
 def gather_vocabulary(logits: Tensor, groups: Groups) -> Tensor:
@@ -98,6 +100,14 @@ class SplitRows(ParallelStyle):
         return module
 
 
+class ShowWhole(ParallelStyle):
+    """Shows a module that works on its part of the sequence all of what it asks for."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.whole = lambda part: _gathered(part, device_mesh)
+        return module
+
+
 class SplitHeads(SplitRows):
     """Splits a parameter of one row a head, which is added to tensors (B, S, local heads, D)."""
 
@@ -110,3 +120,9 @@ class SplitHeads(SplitRows):
         module.register_forward_pre_hook(spread)
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
         return module
+
+
+def _gathered(part: Tensor, mesh: DeviceMesh) -> Tensor:
+    """All positions (B, S, ...) of each rank's (B, part of S, ...); gradients are shares."""
+    spread = DTensor.from_local(part, mesh, [Shard(1)], run_check=False)
+    return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
