@@ -84,7 +84,7 @@ class _Permute(torch.autograd.Function):
         return x.index_select(0, tokens)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """(T·C, H) to (T, H)."""
         (places,) = ctx.saved_tensors
@@ -108,7 +108,7 @@ class _Unpermute(torch.autograd.Function):
         return total.to(rows.dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         """Of the rows, each of which has one token; and of the weights."""
         rows, places, weights = ctx.saved_tensors
