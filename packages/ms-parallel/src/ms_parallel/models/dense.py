@@ -57,9 +57,9 @@ class DenseFamily(Family):
     """The class of its configurations."""
     model: Callable[..., nn.Module] = Decoder
     """Builds the model."""
-    plan: Callable[[DecoderConfig], ModelPlan] = plan
+    plan: Callable[[Any], ModelPlan] = plan
     """How the model may be split."""
-    block: Callable[[DecoderConfig, int, Ops], nn.Module] = Block
+    block: Callable[[Any, int, Ops], nn.Module] = Block
     """Builds the block of a layer's global number."""
     norm: Callable[[int, float, Ops], nn.Module] = RMSNorm
     """Builds the final norm, of (width, eps, ops)."""
@@ -71,6 +71,8 @@ class DenseFamily(Family):
     """What transformers takes where its config.json is silent."""
     neutral: Mapping[str, tuple[object, ...]] = field(factory=dict)
     """Keys of its config.json that are not read, with the values that change nothing."""
+    also_called: Mapping[str, str] = field(factory=dict)
+    """Other keys for settings of its own, by their names in its config.json."""
     activation: Mapping[str, str] = field(factory=lambda: {"hidden_act": "silu"})
     """The keys that name its activation, and the one that it is."""
     positions: Positions = ONE_ROPE
@@ -128,6 +130,7 @@ class DenseFamily(Family):
             ModelError: a setting is missing, or asks for something that the decoder does not do.
             ConfigError: a value is out of range.
         """
+        document = self._by_own_names(document)
         free = [name for name in _BIASES if name not in self.fixed]
         biases = {name: (self.fixed[name],) for name in _BIASES if name in self.fixed}
         activation = {name: (value,) for name, value in self.activation.items()}
@@ -167,6 +170,17 @@ class DenseFamily(Family):
             **self.positions.write(config),
             **self.windows.write(config),
         }
+
+    def _by_own_names(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json under the names that settings have here."""
+        named = {key: value for key, value in document.items() if key not in self.also_called}
+        for key, own in self.also_called.items():
+            if key in document and named.setdefault(own, document[key]) != document[key]:
+                raise ModelError(
+                    f"{own}={repr(named[own])[:60]} and {key}={repr(document[key])[:60]} differ,"
+                    " and readers disagree on which holds; keep one"
+                )
+        return named
 
     def _head_dim(self, given: Mapping[str, Any]) -> Any:
         """The width that is given, or a head's share of the hidden size where that is allowed."""

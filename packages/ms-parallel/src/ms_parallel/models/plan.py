@@ -10,7 +10,17 @@ from ms_parallel.errors import ModelError
 
 __all__ = ["ModelPlan", "Style"]
 
-Style = Literal["column", "row", "vocabulary", "sequence", "heads", "split_heads"]
+Style = Literal[
+    "column",
+    "row",
+    "vocabulary",
+    "sequence",
+    "heads",
+    "split_heads",
+    "router",
+    "expert_column",
+    "expert_row",
+]
 """What the tensor axis does to the parameters of one module:
 
 - `column`: the weight's rows (dim 0) and the bias are split; full input, split output.
@@ -19,6 +29,11 @@ Style = Literal["column", "row", "vocabulary", "sequence", "heads", "split_heads
 - `sequence`: whole; works on hidden states that are split along the sequence.
 - `heads`: whole; works on tensors (B, S, heads, D) whose heads are split.
 - `split_heads`: dim 0 counts heads and is split.
+- `router`: whole; chooses for a part of the sequence, and shows all of it what was chosen.
+- `expert_column`: a matrix for each expert in (experts, several, rows, columns), whose rows are
+  split, and the bias (experts, several, rows) with them.
+- `expert_row`: a matrix for each expert in (experts, rows, columns), whose columns are split; the
+  bias is whole.
 """
 
 
@@ -58,6 +73,10 @@ class ModelPlan:
                 return 0
             case "row":
                 return None if parameter.endswith(".bias") else 1
+            case "expert_column":
+                return 2
+            case "expert_row":
+                return None if parameter.endswith(".bias") else 2
             case _:
                 return None
 
