@@ -1,4 +1,4 @@
-"""Rotary positions: the angles of transformers, for every scaling and every length of a document."""
+"""Rotary positions: the angles of transformers, for every scaling and length of a document."""
 
 import copy
 from random import Random
@@ -190,10 +190,10 @@ def test_a_bad_scaling_is_refused_in_one_line(rope: dict[str, Any], message: str
 
 def test_a_scaling_that_does_not_fit_is_refused_when_it_is_built() -> None:
     """As a value, before any model."""
-    with pytest.raises(ConfigError, match="'longrope' lacks 'short_factor'"):
+    with pytest.raises(ConfigError, match="lacks 'short_factor', which 'longrope' needs"):
         RopeScaling(kind="longrope")
     with pytest.raises(ConfigError, match="7 dims of a head turn"):
         Rope(theta=1e4, width=7, max_position_embeddings=8)
+    scaling = RopeScaling(kind="yarn", factor=2.0)
     with pytest.raises(ConfigError, match="needs a rope_theta above 1"):
-        scaling = RopeScaling(kind="yarn", factor=2.0)
         Rope(theta=1.0, width=8, scaling=scaling, max_position_embeddings=8)

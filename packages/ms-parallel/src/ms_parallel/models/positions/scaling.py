@@ -92,7 +92,7 @@ class RopeScaling:
             raise ConfigError(f"unknown rope scaling {shown}; known: {', '.join(get_args(Kind))}")
         for name in NEEDED[self.kind]:
             if getattr(self, name) is None and (self.kind, name) != ("yarn", "factor"):
-                raise ConfigError(f"rope scaling {self.kind!r} lacks {name!r}; give it")
+                raise ConfigError(f"rope_scaling lacks {name!r}, which {self.kind!r} needs")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
                 f"rope scaling high_freq_factor={self.high_freq_factor} must be above"
