@@ -11,7 +11,16 @@ from ms_parallel.errors import ModelError
 __all__ = ["ModelPlan", "Style"]
 
 Style = Literal[
-    "column", "gathering_column", "row", "vocabulary", "sequence", "heads", "split_heads"
+    "column",
+    "gathering_column",
+    "row",
+    "vocabulary",
+    "sequence",
+    "heads",
+    "split_heads",
+    "router",
+    "expert_column",
+    "expert_row",
 ]
 """What the tensor axis does to the parameters of one module:
 
@@ -22,6 +31,11 @@ Style = Literal[
 - `sequence`: whole; works on hidden states that are split along the sequence.
 - `heads`: whole; works on tensors (B, S, heads, D) whose heads are split.
 - `split_heads`: dim 0 counts heads and is split.
+- `router`: whole; chooses for a part of the sequence, and shows all of it what was chosen.
+- `expert_column`: a matrix for each expert in (experts, several, rows, columns), whose rows are
+  split, and the bias (experts, several, rows) with them.
+- `expert_row`: a matrix for each expert in (experts, rows, columns), whose columns are split; the
+  bias is whole.
 """
 
 
@@ -61,6 +75,10 @@ class ModelPlan:
                 return 0
             case "row":
                 return None if parameter.endswith(".bias") else 1
+            case "expert_column":
+                return 2
+            case "expert_row":
+                return None if parameter.endswith(".bias") else 2
             case _:
                 return None
 

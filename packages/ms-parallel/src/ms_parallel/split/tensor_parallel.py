@@ -12,6 +12,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ms_parallel.cluster.groups import Groups
+from ms_parallel.models.experts.grouped import GroupedLinear
+from ms_parallel.models.experts.router import Router
 from ms_parallel.models.plan import ModelPlan
 
 __all__ = ["gather_sequence", "gather_vocabulary", "is_whole", "local_view", "split_model"]
@@ -59,6 +61,11 @@ def split_model(
                 styles[name] = SplitRows()
             case "split_heads":
                 styles[name] = SplitHeads()
+            case "router":
+                styles[name] = SpreadChoices()
+            case "expert_column" | "expert_row" as style:
+                styles[name] = SplitExperts(rows=style == "expert_column")
+                styles[name.rpartition(".")[0]] = GatherTokens()
             case "sequence" | "heads":
                 pass
     # None: every rank takes its own slice; weights are filled later, so nothing is sent.
@@ -67,7 +74,10 @@ def split_model(
 
 def is_whole(name: str, plan: ModelPlan) -> bool:
     """Whether each tensor rank holds all of a parameter and only its share of the gradient."""
-    return plan.style(name) in ("sequence", "heads")
+    style = plan.style(name)
+    return style in ("sequence", "heads", "router") or (
+        style == "expert_row" and name.endswith(".bias")
+    )
 
 
 def gather_sequence(hidden: Tensor, groups: Groups) -> Tensor:
@@ -119,6 +129,52 @@ class SplitHeads(SplitRows):
 
         module.register_forward_pre_hook(spread)
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
+        return module
+
+
+class SpreadChoices(ParallelStyle):
+    """Shows a router, which chooses for its part of the sequence, what was chosen for all of it."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Router)
+        module.whole = lambda part: _gathered(part, device_mesh)
+        module.part = device_mesh.get_local_rank()
+        return module
+
+
+class SplitExperts(ParallelStyle):
+    """Splits the width of every expert; each rank computes a share of the sum that follows."""
+
+    def __init__(self, *, rows: bool) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, GroupedLinear)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if name == "bias" and not self.rows:
+                module.share = 1.0 / device_mesh.size()
+                continue
+            split = distribute_tensor(parameter, device_mesh, [Shard(2)], src_data_rank=None)
+            module.register_parameter(
+                name, nn.Parameter(split, requires_grad=parameter.requires_grad)
+            )
+        return module
+
+
+class GatherTokens(ParallelStyle):
+    """Gathers the sequence with its choices before the experts, and sums and scatters behind."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(_gathered(part, device_mesh) for part in inputs)
+
+        def scatter(_: nn.Module, inputs: object, share: Tensor) -> Tensor:
+            spread = DTensor.from_local(share, device_mesh, [Partial()], run_check=False)
+            return spread.redistribute(placements=[Shard(1)]).to_local()
+
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(scatter)
         return module
 
 
