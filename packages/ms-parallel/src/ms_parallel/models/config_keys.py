@@ -238,7 +238,7 @@ def quantisation_of(document: Mapping[str, Any]) -> Quantisation | None:
     unknown = sorted(key for key in found if key not in passed)
     if unknown:
         raise ModelError(
-            f"quantization_config has {unknown[0][:60]!r}, which {method} does not have here; known:"
-            f" {', '.join(sorted(passed))}"
+            f"quantization_config has {unknown[0][:60]!r}, which {method} does not have here;"
+            f" known: {', '.join(sorted(passed))}"
         )
     return Quantisation(method=method, block=(block[0], block[1]))

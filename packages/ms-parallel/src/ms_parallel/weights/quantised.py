@@ -116,7 +116,9 @@ class _MXFP4(WeightFolder):
             return super().shape(name)
         blocks, scales = self._slice(f"{name}_blocks"), self._slice(f"{name}_scales")
         shape, held = tuple(blocks.get_shape()), {blocks.get_dtype(), scales.get_dtype()}
-        fits = len(shape) == 4 and shape[3] == _GROUP // 2 and shape[:3] == tuple(scales.get_shape())
+        fits = (
+            len(shape) == 4 and shape[3] == _GROUP // 2 and shape[:3] == tuple(scales.get_shape())
+        )
         if held != {"U8"} or not fits:
             raise ModelError(
                 f"{self.folder} holds {name + '_blocks'!r} of shape {shape} and scales of shape"

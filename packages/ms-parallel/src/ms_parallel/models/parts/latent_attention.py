@@ -4,8 +4,8 @@ A position's keys and values are made from one narrow vector, its queries from a
 normed before. Beside them all heads share one key that is turned by the position, and each has
 queries for it. Values may have another width than keys.
 
-Under a tensor-parallel split the heads are split; what is narrow is computed for each rank's part of
-the sequence, and gathered. Shapes: B rows, S positions, H hidden.
+Under a tensor-parallel split the heads are split; what is narrow is computed for each rank's part
+of the sequence, and gathered. Shapes: B rows, S positions, H hidden.
 """
 
 from collections.abc import Callable
