@@ -12,10 +12,13 @@ __all__ = ["ModelPlan", "Style"]
 
 Style = Literal[
     "column",
-    "gathered_column",
+    "column_to_whole",
+    "expert_column",
+    "expert_row",
+    "gathering_column",
     "heads",
-    "packed_column",
     "replicated",
+    "router",
     "row",
     "row_of_whole",
     "sequence",
@@ -26,15 +29,20 @@ Style = Literal[
 """What the tensor axis does to the parameters of one module:
 
 - `column`: the weight's rows (dim 0) and the bias are split; full input, split output.
+- `gathering_column`: likewise, of an input that is split along the sequence and gathered here.
 - `row`: the weight's columns (dim 1) are split, the bias is whole; split input, summed output.
 - `vocabulary`: the rows of an embedding or of the head are split.
 - `sequence`: whole; works on hidden states that are split along the sequence.
 - `heads`: whole; works on tensors (B, S, heads, D) whose heads are split.
 - `split_heads`: dim 0 counts heads and is split.
-- `gathered_column`: as `column`, and the output is put together on each rank.
+- `router`: whole; chooses for a part of the sequence, and shows all of it what was chosen.
+- `expert_column`: a matrix for each expert in (experts, several, rows, columns), whose rows are
+  split, and the bias (experts, several, rows) with them.
+- `expert_row`: a matrix for each expert in (experts, rows, columns), whose columns are split; the
+  bias is whole.
+- `column_to_whole`: as `column`, and the output is put together on each rank.
 - `row_of_whole`: as `row`, of an input that is whole on each rank.
 - `replicated`: whole; works on whole hidden states, so each rank has the whole gradient.
-- `packed_column`: of one parameter (E, n, I, H), n matrices side by side; dim 2 is split.
 - `summed`: of a module whose own parameters are split, each by a pattern of its full name; it takes
   whole inputs, and its output is summed.
 """
@@ -79,12 +87,14 @@ class ModelPlan:
     def split_dim(self, parameter: str) -> int | None:
         """The dim of a parameter that the tensor axis splits, None where it is whole."""
         match self.style(parameter):
-            case "column" | "gathered_column" | "vocabulary" | "split_heads":
+            case "column" | "column_to_whole" | "gathering_column" | "vocabulary" | "split_heads":
                 return 0
             case "row" | "row_of_whole":
-                return None if parameter.endswith("bias") else -1
-            case "packed_column":
+                return None if parameter.endswith(".bias") else 1
+            case "expert_column":
                 return 2
+            case "expert_row":
+                return None if parameter.endswith(".bias") else 2
             case _:
                 return None
 

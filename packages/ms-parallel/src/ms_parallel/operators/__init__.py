@@ -1,5 +1,6 @@
 """The operators that models are made of, in plain torch; the module itself fits `Ops`."""
 
+from ms_parallel.operators.experts import grouped_matmul, permute_tokens, unpermute_tokens
 from ms_parallel.operators.losses import cross_entropy, linear_cross_entropy
 from ms_parallel.operators.plain import attention, rms_norm, rotary, swiglu
 from ms_parallel.operators.protocol import Ops
@@ -8,8 +9,11 @@ __all__ = [
     "Ops",
     "attention",
     "cross_entropy",
+    "grouped_matmul",
     "linear_cross_entropy",
+    "permute_tokens",
     "rms_norm",
     "rotary",
     "swiglu",
+    "unpermute_tokens",
 ]

@@ -130,9 +130,9 @@ def attend(
 class _WithSinks(torch.autograd.Function):
     """torch's fused attention and its gradient, sinks put in between.
 
-    The fused kernel keeps ℓ = log Σ e^score of each row. With a sink it is ℓ' = log(e^ℓ + e^sink),
-    and the result the one without times σ(ℓ - sink); the kernel's own gradient, given ℓ' and that
-    result, is the one with sinks, and a sink's is -Σ e^(sink - ℓ') · (gradient · result).
+    The fused kernel keeps L = log Σ e^score of each row. With a sink it is L' = log(e^L + e^sink),
+    and the result the one without times sigmoid(L - sink); the kernel's own gradient, given L' and
+    that result, is the one with sinks, and a sink's is -Σ e^(sink - L') · (gradient · result).
     """
 
     @staticmethod

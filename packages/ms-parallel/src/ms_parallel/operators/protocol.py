@@ -55,3 +55,19 @@ class Ops(Protocol):
     ) -> Tensor:
         """As `ms_parallel.operators.linear_cross_entropy`."""
         ...
+
+    def permute_tokens(
+        self, x: Tensor, experts: Tensor, *, count: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `ms_parallel.operators.permute_tokens`."""
+        ...
+
+    def grouped_matmul(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """As `ms_parallel.operators.grouped_matmul`."""
+        ...
+
+    def unpermute_tokens(
+        self, rows: Tensor, places: Tensor, weights: Tensor | None = ...
+    ) -> Tensor:
+        """As `ms_parallel.operators.unpermute_tokens`."""
+        ...

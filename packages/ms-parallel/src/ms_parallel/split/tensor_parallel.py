@@ -15,6 +15,8 @@ from torch.distributed.tensor.parallel import (
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import ModelError
+from ms_parallel.models.experts.grouped import GroupedLinear
+from ms_parallel.models.experts.router import Router
 from ms_parallel.models.plan import ModelPlan
 
 __all__ = ["gather_sequence", "gather_vocabulary", "is_whole", "local_view", "split_model"]
@@ -43,20 +45,18 @@ def split_model(
     for name, module in model.named_modules():
         if not any(True for _ in module.parameters(recurse=False)):
             continue
+        if not plan.split_sequence:
+            styles |= _of_whole_sequence(plan, name)
+            continue
         match plan.style(f"{name}.weight"):
-            case "column" if not plan.split_sequence:
-                styles[name] = ColwiseParallel()
-            case "gathered_column":
-                styles[name] = ColwiseParallel(output_layouts=Replicate())
-            case "row" if not plan.split_sequence:
-                styles[name] = RowwiseParallel()
-            case "row_of_whole":
-                styles[name] = RowwiseParallel(input_layouts=Replicate())
             case "column":
                 styles[name] = ColwiseParallel()
                 styles[name.rpartition(".")[0]] = PrepareModuleInput(
                     input_layouts=Shard(1), desired_input_layouts=Replicate()
                 )
+            case "gathering_column":
+                styles[name] = ColwiseParallel(input_layouts=Shard(1))
+                styles[name.rpartition(".")[0]] = ShowWhole()
             case "row":
                 styles[name] = RowwiseParallel(output_layouts=Shard(1))
             case "vocabulary" if isinstance(module, nn.Embedding):
@@ -67,27 +67,55 @@ def split_model(
                 styles[name] = SplitRows()
             case "split_heads":
                 styles[name] = SplitHeads()
-            case "summed":
-                styles[name] = SumOfParts(plan, name)
-            case "sequence" | "heads" | "replicated":
+            case "router":
+                styles[name] = SpreadChoices()
+            case "expert_column" | "expert_row" as style:
+                styles[name] = SplitExperts(rows=style == "expert_column")
+                styles[name.rpartition(".")[0]] = GatherTokens()
+            case "sequence" | "heads":
                 pass
             case style:
-                raise ModelError(
-                    f"the plan gives {name!r} the style {style!r}, which does not fit it"
-                )
+                raise _misfit(name, style)
     # None: every rank takes its own slice; weights are filled later, so nothing is sent.
     parallelize_module(model, groups.mesh["tensor"], styles, src_data_rank=None)
 
 
+def _of_whole_sequence(plan: ModelPlan, name: str) -> dict[str, ParallelStyle]:
+    """The style of a module where each rank holds all of the sequence between blocks."""
+    match plan.style(f"{name}.weight"):
+        case "column":
+            return {name: ColwiseParallel()}
+        case "column_to_whole":
+            return {name: ColwiseParallel(output_layouts=Replicate())}
+        case "row":
+            return {name: RowwiseParallel()}
+        case "row_of_whole":
+            return {name: RowwiseParallel(input_layouts=Replicate())}
+        case "summed":
+            return {name: SumOfParts(plan, name)}
+        case "heads" | "replicated":
+            return {}
+        case style:
+            raise _misfit(name, style)
+
+
+def _misfit(name: str, style: str) -> ModelError:
+    return ModelError(
+        f"the plan gives {name!r} the style {style!r}, which is for another value of split_sequence"
+    )
+
+
 def is_whole(name: str, plan: ModelPlan) -> bool:
     """Whether each tensor rank holds all of a parameter and only its share of the gradient."""
-    return plan.style(name) in ("sequence", "heads")
+    style = plan.style(name)
+    return style in ("sequence", "heads", "router") or (
+        style == "expert_row" and name.endswith(".bias")
+    )
 
 
 def gather_sequence(hidden: Tensor, groups: Groups) -> Tensor:
     """All of the sequence on every tensor rank; gradients, each of one vocabulary part, add up."""
-    spread = DTensor.from_local(hidden, groups.mesh["tensor"], [Shard(1)], run_check=False)
-    return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return _gathered(hidden, groups.mesh["tensor"])
 
 
 def gather_vocabulary(logits: Tensor, groups: Groups) -> Tensor:
@@ -152,6 +180,14 @@ class SumOfParts(ParallelStyle):
         return module
 
 
+class ShowWhole(ParallelStyle):
+    """Shows a module that works on its part of the sequence all of what it asks for."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.whole = lambda part: _gathered(part, device_mesh)
+        return module
+
+
 class SplitHeads(SplitRows):
     """Splits a parameter of one row a head, which is added to tensors (B, S, local heads, D)."""
 
@@ -164,3 +200,55 @@ class SplitHeads(SplitRows):
         module.register_forward_pre_hook(spread)
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
         return module
+
+
+class SpreadChoices(ParallelStyle):
+    """Shows a router, which chooses for its part of the sequence, what was chosen for all of it."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Router)
+        module.whole = lambda part: _gathered(part, device_mesh)
+        module.part = device_mesh.get_local_rank()
+        return module
+
+
+class SplitExperts(ParallelStyle):
+    """Splits the width of every expert; each rank computes a share of the sum that follows."""
+
+    def __init__(self, *, rows: bool) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, GroupedLinear)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if name == "bias" and not self.rows:
+                module.share = 1.0 / device_mesh.size()
+                continue
+            split = distribute_tensor(parameter, device_mesh, [Shard(2)], src_data_rank=None)
+            module.register_parameter(
+                name, nn.Parameter(split, requires_grad=parameter.requires_grad)
+            )
+        return module
+
+
+class GatherTokens(ParallelStyle):
+    """Gathers the sequence with its choices before the experts, and sums and scatters behind."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(_gathered(part, device_mesh) for part in inputs)
+
+        def scatter(_: nn.Module, inputs: object, share: Tensor) -> Tensor:
+            spread = DTensor.from_local(share, device_mesh, [Partial()], run_check=False)
+            return spread.redistribute(placements=[Shard(1)]).to_local()
+
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(scatter)
+        return module
+
+
+def _gathered(part: Tensor, mesh: DeviceMesh) -> Tensor:
+    """All positions (B, S, ...) of each rank's (B, part of S, ...); gradients are shares."""
+    spread = DTensor.from_local(part, mesh, [Shard(1)], run_check=False)
+    return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

@@ -1,9 +1,9 @@
 """Attention through torch's fused kernel, which never holds the scores.
 
 It wants values as wide as keys: whichever is narrower gets zeros, which change nothing. Sinks come
-in through what the kernel keeps of each row, the log of the sum ℓ of its exponentials: with a sink
-the sum is ℓ' = log(e^ℓ + e^sink), and the result that without it times σ(ℓ - sink). The kernel's
-own gradient, given ℓ' and that result, is then the one with sinks.
+in through what the kernel keeps of each row, L, the log of the sum of its exponentials: with a sink
+it is log(e^L + e^sink), and the result that without it times sigmoid(L - sink). The kernel's own
+gradient, given that log and that result, is then the one with sinks.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """Plain attention on CUDA by torch's own kernels: cuDNN's, else FlashAttention-2.
 
 They are faster there than a Triton kernel, and what they do not take, which is windows, documents,
-caches, sinks and values of another width, stays with ours. One that torch lacks is an error and is never replaced by torch's
-plain path, which holds all scores.
+caches, sinks and values of another width, stays with ours. One that torch lacks is an error and is
+never replaced by torch's plain path, which holds all scores.
 """
 
 import torch

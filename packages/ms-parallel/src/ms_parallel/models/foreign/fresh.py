@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ms_parallel.errors import ModelError
+from ms_parallel.models.foreign.around import Around
 from ms_parallel.models.plan import ModelPlan
 
 __all__ = ["Fresh"]
@@ -30,7 +32,7 @@ class Fresh:
         self.rule = model._init_weights
         self.owners = {copied: owner for owner, copied in plan.tied}
         self.modules = {
-            name: module
+            name: module.inner if isinstance(module, Around) else module
             for name, module in model.named_modules()
             if module._parameters or module._buffers
         }
@@ -49,7 +51,7 @@ class Fresh:
         module = copy.copy(self.modules[path])
         module.__dict__["_buffers"] = {}
         module.__dict__["_parameters"] = {
-            each: found and nn.Parameter(torch.empty(found[0], dtype=found[1], device="cpu"))
+            each: found and nn.Parameter(torch.full(found[0], torch.nan, dtype=found[1]))
             for each, found in self.shapes[path].items()
         }
         digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
@@ -59,15 +61,29 @@ class Fresh:
         value = module._parameters[own]
         assert value is not None
         drawn: Tensor = value.detach()
+        if bool(drawn.isnan().any()):
+            raise ModelError(f"transformers does not say how {name!r} begins; start from a folder")
         return drawn
 
     @torch.no_grad()
     def buffers(self, stage: nn.Module) -> None:
         """Compute the buffers of a stage that was allocated, whose names are the model's."""
         for module in stage.modules():
-            if not any(value is not None for value in module._buffers.values()):
+            module = module.inner if isinstance(module, Around) else module
+            buffers = {name: b for name, b in module._buffers.items() if b is not None}
+            if not buffers:
                 continue
             for parameter in module._parameters.values():
                 if parameter is not None:
                     setattr(parameter, INITIALISED, True)
+            for buffer in buffers.values():
+                if buffer.is_floating_point():
+                    buffer.fill_(torch.nan)
             self.rule(module)
+            for name, buffer in buffers.items():
+                computed = name in module._non_persistent_buffers_set
+                if computed and buffer.is_floating_point() and bool(buffer.isnan().any()):
+                    raise ModelError(
+                        f"transformers does not say how {name!r} of {type(module).__name__} is"
+                        " computed"
+                    )

@@ -24,11 +24,12 @@ __all__ = ["STYLES", "built", "plan_of", "shapes_of"]
 STYLES: dict[str, Style] = {
     "colwise": "column",
     "rowwise": "row",
-    "colwise_gather_output": "gathered_column",
+    "colwise_gather_output": "column_to_whole",
     "rowwise_split_input": "row_of_whole",
-    "packed_colwise": "packed_column",
+    "packed_colwise": "expert_column",
     "replicated_with_grad_allreduce": "heads",
     "moe_tp_experts": "summed",
+    "expert_row": "expert_row",
 }
 """Our style of each of transformers'."""
 
@@ -120,12 +121,13 @@ def _tensor(model: Any, prefix: str) -> dict[str, Style]:
     if not published:
         return {}
     styles: dict[str, Style] = {}
-    for name, _ in model.named_parameters():
+    for name, value in model.named_parameters():
         parameter = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         module = parameter.rpartition(".")[0]
         for pattern in (parameter, module):
             style = published.get(pattern.removeprefix(f"{prefix}."))
             if style is not None:
+                style = "expert_row" if (style, value.ndim) == ("rowwise", 3) else style
                 styles[pattern] = STYLES.get(style, style)
         if parameter not in styles and module not in styles:
             styles[module] = "replicated"
