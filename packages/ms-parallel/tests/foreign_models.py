@@ -13,7 +13,8 @@ from ms_parallel import AdamWConfig, Engine, Layout, NextTokenLoss, ParallelErro
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.optimizer import learning_rate
-from ms_parallel.models.foreign.config import TransformersModel
+from ms_parallel.models import TransformersModel
+from ms_parallel.split.part import whole_of
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -69,7 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def theirs(family: str, seed: int = 0) -> Any:
     """A model of transformers with random weights."""
     torch.manual_seed(seed)
-    settings = CONFIG_MAPPING[family](**{**SIZES, **FAMILIES[family]})
+    settings = CONFIG_MAPPING[family](**{**SIZES, **FAMILIES.get(family, {})})
     return transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
 
 
@@ -135,3 +136,19 @@ def curves(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             engine.save(job["save"])
         found.append({"losses": losses})
     return found
+
+
+def fresh(jobs: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
+    """Mean and standard deviation of each parameter that this rank's stages begin with."""
+    torch.set_num_threads(1)
+    found = []
+    for job in jobs:
+        groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
+        engine = Engine(TransformersModel(job["document"]), groups=groups, seed=3)
+        whole = {name: whole_of(value.detach()) for name, value in engine.parameters.items()}
+        found.append({name: _spread(value.double()) for name, value in whole.items()})
+    return found
+
+
+def _spread(value: Tensor) -> list[float]:
+    return [float(value.mean()), float(value.std())]

@@ -212,7 +212,7 @@ def _check(model: TransformersModel) -> None:
         value, most = getattr(settings, name, None), MOST[name]
         if type(value) is not int or not 1 <= value <= most:
             raise ConfigError(
-                f"{name} of this {model.model_type} is {str(value)[:60]!r}; give a whole number from"
+                f"{name} of this {model.model_type} is {repr(value)[:60]}; give a whole number from"
                 f" 1 to {most}"
             )
     for kind in getattr(settings, "layer_types", None) or ():

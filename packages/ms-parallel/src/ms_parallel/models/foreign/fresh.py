@@ -49,7 +49,10 @@ class Fresh:
         """The whole of a parameter."""
         path, _, own = self.owners.get(name, name).rpartition(".")
         module = copy.copy(self.modules[path])
-        module.__dict__["_buffers"] = {}
+        module.__dict__["_buffers"] = {
+            each: None if buffer is None else torch.zeros_like(buffer, device="cpu")
+            for each, buffer in module._buffers.items()
+        }
         module.__dict__["_parameters"] = {
             each: found and nn.Parameter(torch.full(found[0], torch.nan, dtype=found[1]))
             for each, found in self.shapes[path].items()
