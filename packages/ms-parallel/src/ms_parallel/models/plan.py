@@ -55,6 +55,8 @@ class ModelPlan:
     """Layer numbers at which a stage may begin, ascending, 0 first."""
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs (owner, copy) of parameter names that hold one weight."""
+    repeated: tuple[tuple[str, str], ...] = ()
+    """Pairs (parameter, name) of tensors that a folder holds once more; it may leave them out."""
 
     def style(self, parameter: str) -> Style:
         """The style of a parameter by its full name.

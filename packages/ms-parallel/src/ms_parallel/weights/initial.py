@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from ms_parallel.models.registry import parameter_shapes
+from ms_parallel.models.registry import model_plan, parameter_shapes
 from ms_parallel.models.staged import named_weights
 from ms_parallel.split.part import part_of
 
@@ -33,10 +33,10 @@ def initialise(model: nn.Module, seed: int) -> None:
         seed: Of the run.
     """
     std: float = model.config.initializer_range  # type: ignore[union-attr,assignment]
-    tied = bool(model.config.tie_word_embeddings)  # type: ignore[union-attr]
+    owners = {copy: owner for owner, copy in model_plan(model.config).tied}  # type: ignore[arg-type]
     own = parameter_shapes(model.config)  # type: ignore[arg-type]
     for name, parameter in named_weights(model):
-        drawn_as = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
+        drawn_as = owners.get(name, name)
         if name.endswith("bias") or is_added(drawn_as, own):
             parameter.zero_()
         elif parameter.ndim == 1:
