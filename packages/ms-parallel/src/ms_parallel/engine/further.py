@@ -34,7 +34,7 @@ def depths_of(config: Any, loss: object) -> int:
 
 
 def further_targets(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
-    """Targets (B, S) of a depth, -100 where there is none, and their weights (B, S) float32.
+    """Targets (B, S) of a depth, -100 where there is none, and their weights (B, S).
 
     Args:
         batch: its targets are those of the next token.
@@ -50,10 +50,12 @@ def further_targets(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
         for step in range(depth if kept else 0):
             crossing = documents[:, step : step + kept] != documents[:, step + 1 : step + 1 + kept]
             shifted[:, :kept].masked_fill_(crossing, IGNORED)
-    counted = (shifted != IGNORED).float()
-    if weights is not None:
-        counted[:, :kept] *= weights[:, depth:]
-    return shifted, counted
+    counted = shifted != IGNORED
+    if weights is None:
+        return shifted, counted.float()
+    moved = torch.zeros_like(weights)
+    moved[:, :kept] = weights[:, depth:]
+    return shifted, moved * counted
 
 
 def divisors(microbatches: Sequence[Batch], depths: int, groups: Groups) -> list[float]:

@@ -120,9 +120,14 @@ def _check(model: StagedModel, weights: WeightFolder) -> dict[str, list[Piece]]:
     copies = {copy: owner for owner, copy in plan.tied}
     missing = sorted(tensors - weights.names)
     if missing:
+        behind = f"model.layers.{model.config.num_hidden_layers}."
+        dropped = not any(name.startswith(behind) for name in weights.names)
+        remedy = "is it complete, and of this architecture?"
+        if model.config.prediction_layers and dropped:
+            remedy = "set num_nextn_predict_layers to 0 where its layers were dropped"
         raise ModelError(
             f"{weights.folder} lacks {len(missing)} of {len(tensors)} tensors, first"
-            f" {missing[0]!r}; is it complete, and of this architecture?"
+            f" {missing[0]!r}; {remedy}"
         )
     known = tensors | copies.keys() | {name for _, name in plan.repeated}
     unknown = sorted(n for n in weights.names - known if not n.endswith(_BUFFERS_OF_OLD))
