@@ -6,6 +6,7 @@ projections. Shapes: B rows, S positions, H hidden, D width of one head.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from ms_parallel.models.decoder_config import DecoderConfig
 from ms_parallel.models.parts.norm import RMSNorm
 from ms_parallel.models.spans import attend_in_spans
 from ms_parallel.models.staged import Context
+from ms_parallel.operators.capped import capped_attention
 from ms_parallel.operators.protocol import Ops
 
 __all__ = ["Attention", "RotaryContext"]
@@ -37,6 +39,7 @@ class Attention(nn.Module):
         layer: Global number of the layer, which says its window and its rotary positions.
         ops: Operators.
         norm: Builds the norms of queries and keys, of (width, eps, ops).
+        softcap: What scores are bent to stay below, before the softmax.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Attention(nn.Module):
         ops: Ops,
         *,
         norm: Callable[[int, float, Ops], nn.Module] = RMSNorm,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
         hidden, width = config.hidden_size, config.head_dim
@@ -63,17 +67,13 @@ class Attention(nn.Module):
         self.rope = config.rope_of(layer)
         self.interleaved = config.rotary_interleaved
         self.scale = config.attention_scale
+        self.softcap = softcap
         self.layer = layer
         self.ops = ops
 
     def forward(self, hidden: Tensor, *, context: RotaryContext) -> Tensor:
         """(B, S, H) to (B, S, H)."""
-        q, k, v = (
-            projection(hidden).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )  # (B, S, heads, D)
-        if self.query_key_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.project(hidden)
         if self.rope is not None:
             cos, sin = context.tables[self.rope]
             q, k = self.ops.rotary(q, k, cos, sin, interleaved=self.interleaved)
@@ -81,10 +81,23 @@ class Attention(nn.Module):
             k, v = context.cache.append(self.layer, k, v)
         return self.o_proj(self.attend(q, k, v, context).flatten(-2))  # type: ignore[no-any-return]
 
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (B, S, heads, D) before they are turned."""
+        q, k, v = (
+            projection(hidden).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.query_key_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: RotaryContext) -> Tensor:
         """Queries (B, S, heads, D) over keys and values of held and new positions."""
-        settings = {"window": self.window, "scale": self.scale}
+        settings: dict[str, Any] = {"window": self.window, "scale": self.scale}
+        operator: Callable[..., Tensor] = self.ops.attention
+        if self.softcap is not None:  # which fused kernels do not have
+            operator, settings["softcap"] = capped_attention, self.softcap
         # A block compiled alone would be compiled anew for each batch's lengths.
         if not torch.compiler.is_compiling() and context.lengths is not None:
-            return attend_in_spans(self.ops.attention, q, k, v, context.lengths, **settings)
-        return self.ops.attention(q, k, v, documents=context.documents, **settings)  # type: ignore[arg-type]
+            return attend_in_spans(operator, q, k, v, context.lengths, **settings)
+        return operator(q, k, v, documents=context.documents, **settings)
