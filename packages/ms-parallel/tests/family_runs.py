@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from pipelines import PLAIN, whole_gradients
+from splits import PLAIN, whole_gradients
 
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
