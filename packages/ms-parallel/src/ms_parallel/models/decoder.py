@@ -81,8 +81,9 @@ class Decoder(StagedModel):
         ends = None
         if any(rope.length_limit is not None for rope in self.ropes):
             ends = document_ends(positions, documents)
-            for rope in self.ropes if cache is not None else ():
-                check_growth(rope, positions, ends, cache.length)
+            held = cache.length if cache is not None else 0
+            for rope in self.ropes:
+                check_growth(rope, positions, ends, held)
         tables = tuple(rotary_tables(rope, positions, ends) for rope in self.ropes)
         lengths = document_lengths(documents) if cache is None else None
         return RotaryContext(tables=tables, documents=documents, cache=cache, lengths=lengths)

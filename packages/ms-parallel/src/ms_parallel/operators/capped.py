@@ -38,7 +38,7 @@ def capped_attention(
     Returns:
         (B, Sq, Hq, D).
     """
-    grouped = q.unflatten(2, (k.shape[2], -1))  # (B, Sq, Hk, G, D)
+    grouped = q.view(*q.shape[:2], k.shape[2], -1, q.shape[3])  # (B, Sq, Hk, G, D)
     scores = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k)
     scores = capped(widen(scores) * (q.shape[-1] ** -0.5 if scale is None else scale), softcap)
     seen = seen_keys(q.shape[1], k.shape[1], documents, window, q.device)

@@ -44,8 +44,9 @@ class Windowed(Protocol):
 class Windows(Protocol):
     """How a family says which layers slide."""
 
-    keys: frozenset[str]
-    """Of config.json that it reads."""
+    @property
+    def keys(self) -> frozenset[str]:
+        """Of config.json that it reads."""
 
     def read(self, given: Mapping[str, Any]) -> Sliding:
         """The window and its layers of a config.json, with the family's defaults."""

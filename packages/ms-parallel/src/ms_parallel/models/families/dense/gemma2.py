@@ -47,7 +47,7 @@ class GemmaConfig(DecoderConfig):
     @property
     def attention_scale(self) -> float:
         """What scores are multiplied by."""
-        return float(self.query_pre_attn_scalar) ** -0.5
+        return 1.0 / math.sqrt(self.query_pre_attn_scalar)
 
     @property
     def embedding_scale(self) -> float:
