@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from ms_parallel import operators
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import ModelError
-from ms_parallel.operators.capped import capped
+from ms_parallel.operators.losses import capped
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.operators.split_vocabulary import VocabularyParallelLoss
 from ms_parallel.split.tensor_parallel import gather_sequence, gather_vocabulary, local_view

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ms_parallel.errors import ModelError
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import ModelConfig
-from ms_parallel.operators.capped import capped
+from ms_parallel.operators.losses import capped
 
 __all__ = ["Context", "StagedModel", "named_weights"]
 

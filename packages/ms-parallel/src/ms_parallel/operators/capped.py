@@ -1,17 +1,13 @@
-"""Soft caps: values bent by tanh to stay below a limit, as Gemma 2 has them."""
+"""Attention whose scores are bent by tanh to stay below a limit, as Gemma 2 has it."""
 
 import torch
 from torch import Tensor
 
 from ms_parallel.operators.cpu import widen
+from ms_parallel.operators.losses import capped
 from ms_parallel.operators.plain import seen_keys
 
-__all__ = ["capped", "capped_attention"]
-
-
-def capped(x: Tensor, softcap: float) -> Tensor:
-    """Softcap · tanh(x / softcap)."""
-    return (x / softcap).tanh() * softcap
+__all__ = ["capped_attention"]
 
 
 def capped_attention(

@@ -9,14 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ms_parallel.operators.capped import capped
 from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.protocol import Reduction
 
-__all__ = ["cross_entropy", "head_gradients", "linear_cross_entropy"]
+__all__ = ["capped", "cross_entropy", "head_gradients", "linear_cross_entropy"]
 
 _CHUNK_BYTES = 1 << 28
 """Logits of one chunk of `linear_cross_entropy`; up to this much they are kept, not recomputed."""
+
+
+def capped(x: Tensor, softcap: float) -> Tensor:
+    """What tanh makes of values to stay below `softcap`: softcap · tanh(x / softcap)."""
+    return (x / softcap).tanh() * softcap
 
 
 def cross_entropy(

@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ms_parallel.operators.capped import capped
 from ms_parallel.operators.cpu import widen
-from ms_parallel.operators.losses import head_gradients
+from ms_parallel.operators.losses import capped, head_gradients
 
 __all__ = ["VocabularyParallelLoss"]
 
