@@ -40,7 +40,7 @@ def whole_gradients(engine: Engine, rows: int) -> dict[str, list[float]]:
 
     engine.trained.step = keep  # type: ignore[method-assign,assignment]
     engine.update(my_rows(global_batch(0, rows=rows), engine.groups), NextTokenLoss())
-    assert found.keys() == engine.parameters.keys()
+    assert found.keys() == engine.parameters.keys()  # else nothing would be compared
     return {name: gradient.flatten().tolist() for name, gradient in found.items()}
 
 

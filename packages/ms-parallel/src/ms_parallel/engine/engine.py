@@ -15,7 +15,7 @@ from ms_parallel import operators
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.adamw import AdamW
-from ms_parallel.engine.assembly import Given, build_stages, describe
+from ms_parallel.engine.assembly import EngineArguments, Given, build_stages, describe
 from ms_parallel.engine.further import HasFurther, depths_of, divisors, further_shares
 from ms_parallel.engine.generation import Sampling, generate
 from ms_parallel.engine.heads import heads_of
@@ -34,6 +34,7 @@ from ms_parallel.operators import Ops
 from ms_parallel.pipeline.choice import Tables
 from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.pipeline.runtime import Runtime, call_stage
+from ms_parallel.signature import takes
 from ms_parallel.split.own_model import OwnModelConfig, call_own
 from ms_parallel.split.part import drop_gathered, is_whole_here
 from ms_parallel.split.precision import warn_of_slow_bfloat16
@@ -90,6 +91,7 @@ class Engine:
         ModelError: the folder's model cannot be read.
     """
 
+    @takes(EngineArguments)
     def __init__(self, model: Given, layout: Layout | None = None, **options: Any) -> None:
         self.options = chosen = EngineOptions(**options)
         layout = chosen.groups.layout if chosen.groups else layout or Layout()
@@ -427,4 +429,5 @@ class Engine:
             return LogitsOutput(hidden)
         last = self.stages[len(self.placement) - 1]
         heads = heads_of(last, self.options.heads)
-        return HeadOutput(hidden, last.head_weight, self.ops, self.groups, heads)
+        softcap = self.config.final_softcap
+        return HeadOutput(hidden, last.head_weight, self.ops, self.groups, heads, softcap)

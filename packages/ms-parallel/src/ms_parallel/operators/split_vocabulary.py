@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ms_parallel.operators.cpu import widen
-from ms_parallel.operators.losses import head_gradients
+from ms_parallel.operators.losses import capped, head_gradients
 
 __all__ = ["VocabularyParallelLoss"]
 
@@ -34,6 +34,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
         targets: Tensor,
         group: dist.ProcessGroup,
         limit_bytes: int,
+        softcap: float | None = None,
     ) -> Tensor:
         """Losses (T,) float32, float64 for float64.
 
@@ -48,6 +49,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
         maxima, sums, hits = [], [], []
         for part, at in zip(torch.split(hidden, rows), torch.split(index, rows), strict=True):
             logits = widen(F.linear(part, weight))
+            logits = logits if softcap is None else capped(logits, softcap)
             maximum = logits.amax(dim=1)
             maxima.append(maximum)
             sums.append((logits - maximum[:, None]).exp().sum(dim=1))
@@ -57,7 +59,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
             torch.cat(maxima), torch.cat(sums), torch.cat(hits).masked_fill_(~here, 0.0), group
         )
         counted = targets != IGNORED
-        ctx.rows = rows
+        ctx.rows, ctx.softcap = rows, softcap
         ctx.save_for_backward(hidden, weight, index, here & counted, counted, normaliser, kept)
         return (normaliser - target_logit).masked_fill(~counted, 0.0)
 
@@ -65,15 +67,24 @@ class VocabularyParallelLoss(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         """Gradients of hidden (this rank's share of the sum) and of the local weight."""
         hidden, weight, index, here, counted, normaliser, kept = ctx.saved_tensors
         scale = gradient.masked_fill(~counted, 0.0)
         wanted = ctx.needs_input_grad[:2]
         of_hidden, of_weight = head_gradients(
-            hidden, weight, index, here, scale, normaliser, ctx.rows, logits=kept, wanted=wanted
+            hidden,
+            weight,
+            index,
+            here,
+            scale,
+            normaliser,
+            ctx.rows,
+            logits=kept,
+            softcap=ctx.softcap,
+            wanted=wanted,
         )
-        return of_hidden, of_weight, None, None, None
+        return of_hidden, of_weight, None, None, None, None
 
 
 def _settle(
