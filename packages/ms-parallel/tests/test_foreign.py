@@ -75,10 +75,7 @@ def engine_of(family: str, folder: Path, **options: Any) -> tuple[Any, Engine]:
 
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(each, marks=() if each in SHOWN else (pytest.mark.slow,))
-        for each in FAMILIES
-    ],
+    [pytest.param(each, marks=() if each in SHOWN else (pytest.mark.slow,)) for each in FAMILIES],
 )
 def test_no_document_hears_of_another(tmp_path: Path, family: str) -> None:
     """A change of one token moves no bit of another document, and packed equals alone."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,8 @@ from ms_parallel import operators
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.adamw import AdamW
-from ms_parallel.engine.assembly import Given, build_stages, describe
+from ms_parallel.engine.assembly import EngineArguments, Given, build_stages, describe
+from ms_parallel.engine.further import HasFurther, depths_of, divisors, further_shares
 from ms_parallel.engine.generation import Sampling, generate
 from ms_parallel.engine.heads import heads_of
 from ms_parallel.engine.loss import Batch, Loss, LossWithStatistics, Output
@@ -32,6 +33,7 @@ from ms_parallel.operators import Ops
 from ms_parallel.pipeline.choice import Tables
 from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.pipeline.runtime import Runtime, call_stage
+from ms_parallel.signature import takes
 from ms_parallel.split.own_model import OwnModelConfig, call_own
 from ms_parallel.split.part import drop_gathered, is_whole_here
 from ms_parallel.split.precision import warn_of_slow_bfloat16
@@ -56,6 +58,8 @@ class Update:
     None where the update was performed."""
     statistics: Mapping[str, float] = field(factory=dict)
     """The loss's statistics, by name, each divided by the global weight."""
+    mtp_losses: tuple[float, ...] = ()
+    """Mean loss of each layer that predicts further, over its own targets; 0 where it has none."""
 
 
 class Adapters(Protocol):
@@ -86,6 +90,7 @@ class Engine:
         ModelError: the folder's model cannot be read.
     """
 
+    @takes(EngineArguments)
     def __init__(self, model: Given, layout: Layout | None = None, **options: Any) -> None:
         self.options = chosen = EngineOptions(**options)
         layout = chosen.groups.layout if chosen.groups else layout or Layout()
@@ -195,13 +200,16 @@ class Engine:
     ) -> Update:
         """Perform an update of rows that have a loss."""
         statistics: list[Tensor] = []
-        losses = self.backward(rows, loss, weight, statistics)
+        further: list[Tensor] = []
+        losses = self.backward(rows, loss, weight, statistics, further)
         gradients = self.trained.gradients()
-        facts = torch.zeros(2 + len(names), device=self.device)
+        facts = torch.zeros(2 + len(names) + depths_of(self.config, loss), device=self.device)
         if losses and self.groups.place.tensor == 0:
             facts[0] = torch.stack(losses).sum()
             if names:
-                facts[2:] = torch.stack(statistics).sum(0) / weight
+                facts[2 : 2 + len(names)] = torch.stack(statistics).sum(0) / weight
+            if further:
+                facts[2 + len(names) :] = torch.stack(further).sum(0)
         facts[1] = self.trained.squared_norm(gradients)
         value, square, *means = self.groups.all_reduce(facts).tolist()
         norm = square**0.5
@@ -217,7 +225,8 @@ class Engine:
             loss=value,
             grad_norm=norm,
             skipped=None if finite else "nonfinite",
-            statistics=dict(zip(names, means, strict=True)),
+            statistics=dict(zip(names, means, strict=False)),
+            mtp_losses=tuple(means[len(names) :]),
         )
 
     def backward(
@@ -226,6 +235,7 @@ class Engine:
         loss: Loss | LossWithStatistics,
         weight: float,
         statistics: list[Tensor] | None = None,
+        further: list[Tensor] | None = None,
     ) -> list[Tensor]:
         """Forwards and backwards of an update; gradients are left in the parameters.
 
@@ -234,10 +244,13 @@ class Engine:
             loss: of each.
             weight: what their sum is divided by.
             statistics: takes those of each microbatch, where the loss has any.
+            further: takes each microbatch's share (depths,) of the mean losses of the layers that
+                predict further, where the loss asks for them; their gradient comes along.
 
         Returns:
             Each microbatch's share of the loss; an empty list away from the last stage.
         """
+        of_depths = divisors(microbatches, depths_of(self.config, loss), self.groups)
 
         def finish(hidden: Tensor, microbatch: Batch) -> Tensor:
             found = loss(self._output(hidden), microbatch)
@@ -245,7 +258,14 @@ class Engine:
                 found, others = found
                 if statistics is not None:
                     statistics.append(others.detach())
-            return found / weight
+            if not of_depths:
+                return found / weight
+            last = self.stages[len(self.placement) - 1]
+            shares = further_shares(last, hidden, microbatch, of_depths, self._output)
+            if further is not None:
+                further.append(shares.detach())
+            mean = cast(HasFurther, loss).mtp_weight * shares.mean()
+            return found / weight + (mean - mean.detach())
 
         on_device = [self._to_device(microbatch) for microbatch in microbatches]
         return self.runtime.run(self.tables.training(len(on_device)), on_device, finish)
@@ -412,6 +432,13 @@ class Engine:
             return LogitsOutput(hidden)
         last = self.stages[len(self.placement) - 1]
         heads = heads_of(last, self.options.heads)
-        head = None if getattr(last, "plain_head", True) else last.head
-        split = self.sequence_parts > 1
-        return HeadOutput(hidden, last.head_weight, self.ops, self.groups, heads, split, head)
+        return HeadOutput(
+            hidden,
+            last.head_weight,
+            self.ops,
+            self.groups,
+            heads,
+            softcap=getattr(self.config, "final_softcap", None),
+            split=self.sequence_parts > 1,
+            make_logits=None if getattr(last, "plain_head", True) else last.head,
+        )

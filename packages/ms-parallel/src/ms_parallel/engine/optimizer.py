@@ -1,10 +1,9 @@
 """The optimizer's settings, and the learning rate as a pure function of them."""
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any
 
 from attrs import Attribute, field, frozen
 
@@ -34,7 +33,7 @@ def decay(instance: object, attribute: "Attribute[str]", value: object) -> None:
         raise ConfigError(f"{attribute.name} is {shown(value)}; {nearest(str(value), decays())}")
 
 
-def betas(value: Any) -> tuple[float, float]:
+def betas(value: Sequence[float]) -> tuple[float, float]:
     """Convert a list of two decays of moments to a pair.
 
     Raises:

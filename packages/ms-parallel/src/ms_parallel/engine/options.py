@@ -11,6 +11,7 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
+from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.settings import one_of, whole
 from ms_parallel.split.recompute import Recompute
 
@@ -27,9 +28,8 @@ class EngineOptions:
 
     optimizer: AdamWConfig = field(factory=AdamWConfig)
     """AdamW's settings."""
-    schedule: Any = "1f1b"
-    """A `Choice` of `ms_parallel.pipeline.choice`: a generator's name, such as `"1f1b"` or
-    `"zb-v"`; the path of a CSV file in
+    schedule: Choice = "1f1b"
+    """A generator's name, such as `"1f1b"` or `"zb-v"`; the path of a CSV file in
     torch.distributed.pipelining's form; or a table. A file or table is of its own number of
     microbatches. Each stage gets its share of the layers, or as many as a `Staged`, what
     `search_schedule` finds, says."""

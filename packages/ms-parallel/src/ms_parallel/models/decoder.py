@@ -68,6 +68,12 @@ class Decoder(StagedModel):
         # Rounded to the weights' dtype; `full` is made on the device, without waiting for it.
         return hidden * torch.full((), scale, dtype=hidden.dtype, device=hidden.device)
 
+    def finish(self, hidden: Tensor) -> Tensor:
+        """The final norm, (B, S, H) to (B, S, H), over what the family divides logits by."""
+        divisor = self.config.logit_divisor
+        normed = super().finish(hidden)
+        return normed if divisor == 1.0 else normed / divisor
+
     def context(
         self, positions: Tensor, documents: Tensor | None, cache: KeyValueCache | None
     ) -> RotaryContext:
@@ -75,8 +81,9 @@ class Decoder(StagedModel):
         ends = None
         if any(rope.length_limit is not None for rope in self.ropes):
             ends = document_ends(positions, documents)
-            for rope in self.ropes if cache is not None else ():
-                check_growth(rope, positions, ends, cache.length)
+            held = cache.length if cache is not None else 0
+            for rope in self.ropes:
+                check_growth(rope, positions, ends, held)
         tables = tuple(rotary_tables(rope, positions, ends) for rope in self.ropes)
         lengths = document_lengths(documents) if cache is None else None
         return RotaryContext(tables=tables, documents=documents, cache=cache, lengths=lengths)

@@ -23,6 +23,7 @@ Style = Literal[
     "row_of_whole",
     "sequence",
     "split_heads",
+    "split_width",
     "summed",
     "vocabulary",
 ]
@@ -35,6 +36,7 @@ Style = Literal[
 - `sequence`: whole; works on hidden states that are split along the sequence.
 - `heads`: whole; works on tensors (B, S, heads, D) whose heads are split.
 - `split_heads`: dim 0 counts heads and is split.
+- `split_width`: the weight of a `WholeWidthNorm`, split with the width that it norms.
 - `router`: whole; chooses for a part of the sequence, and shows all of it what was chosen.
 - `expert_column`: a matrix for each expert in (experts, several, rows, columns), whose rows are
   split, and the bias (experts, several, rows) with them.
@@ -64,6 +66,8 @@ class ModelPlan:
     """Layer numbers at which a stage may begin, ascending, 0 first."""
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs (owner, copy) of parameter names that hold one weight."""
+    repeated: tuple[tuple[str, str], ...] = ()
+    """Pairs (parameter, name) of tensors that a folder holds once more; it may leave them out."""
     embedding: tuple[str, ...] = ()
     """Patterns of the modules before the blocks, which the first stage has; needed to cut a module
     of your own into stages."""
@@ -87,7 +91,9 @@ class ModelPlan:
     def split_dim(self, parameter: str) -> int | None:
         """The dim of a parameter that the tensor axis splits, None where it is whole."""
         match self.style(parameter):
-            case "column" | "column_to_whole" | "gathering_column" | "vocabulary" | "split_heads":
+            case "column" | "column_to_whole" | "gathering_column":
+                return 0
+            case "vocabulary" | "split_heads" | "split_width":
                 return 0
             case "row" | "row_of_whole":
                 return None if parameter.endswith(".bias") else 1

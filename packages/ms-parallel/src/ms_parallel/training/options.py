@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from attrs import field, frozen
 
@@ -21,23 +21,27 @@ __all__ = ["Length", "Options"]
 MOST_EPOCHS = 10**6
 
 
-def _model_config(value: Any) -> dict[str, Any]:
+def _model_config(value: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"model_config is {value!r}; give a table of model settings")
     return dict(value)
 
 
-def _path(value: Any) -> Path | None:
+def _name(value: str | Path) -> str:
+    return str(value)
+
+
+def _path(value: str | Path | None) -> Path | None:
     return None if value is None else _folder(value)
 
 
-def _folder(value: Any) -> Path:
+def _folder(value: str | Path) -> Path:
     if not isinstance(value, str | os.PathLike):
         raise ConfigError(f"a path is {value!r}; give a text")
     return Path(value)
 
 
-def _layout(value: Any) -> Layout | None:
+def _layout(value: Layout | Mapping[str, int] | str | None) -> Layout | None:
     if value is None or isinstance(value, Layout):
         return value
     if isinstance(value, str):
@@ -57,16 +61,11 @@ def _schedule(instance: object, attribute: Any, value: Any) -> None:
         raise ConfigError(f"schedule is {value!r}; {nearest(value, names)} Or name a CSV file")
 
 
-@frozen(kw_only=True, eq=False)
-class Options:
-    """All that a training run is made of but its dataset and length; the keys of a run file.
+@frozen(eq=False)
+class Essentials:
+    """The settings that `DistributedTrainer` takes by place too."""
 
-    Raises:
-        ConfigError: a value is of the wrong kind or out of range.
-        LayoutError: the layout is not one.
-    """
-
-    model_arch: str = field(converter=str, validator=a_path)
+    model_arch: str = field(converter=_name, validator=a_path)
     """`llama`, `mistral`, `qwen2`, `qwen3`, or a folder with a Hugging Face config.json."""
     parallel_config: Layout | None = field(default=None, converter=_layout)
     """Axes such as `{"tensor_parallel": 2}`; None puts all processes on `data`."""
@@ -74,6 +73,17 @@ class Options:
     """The optimizer's name."""
     mixed_precision: bool = field(default=False, validator=flag)
     """Compute in bfloat16; weights, moments and sums stay float32."""
+
+
+@frozen(kw_only=True, eq=False)
+class Options(Essentials):
+    """All that a training run is made of but its dataset and length; the keys of a run file.
+
+    Raises:
+        ConfigError: a value is of the wrong kind or out of range.
+        LayoutError: the layout is not one.
+    """
+
     output_dir: Path = field(default=Path("runs/train"), converter=_folder, validator=a_path)
     """Where shards, checkpoints, events and the trained model go. The same folder resumes."""
     model_config: dict[str, Any] = field(factory=dict, converter=_model_config)
@@ -109,8 +119,11 @@ class Options:
     """Most memory of activations on a rank for `search`; None for as much as 1F1B takes."""
     record_every: int | None = field(default=None, validator=whole(optional=True))
     """Steps between recordings of what each pipeline rank computed when; None records nothing."""
-    recompute: str = field(default="none", validator=one_of("none", "full"))
+    recompute: Literal["none", "full"] = field(default="none", validator=one_of("none", "full"))
     """`full` keeps only each block's input and runs the block again in the backward pass."""
+    mtp_weight: float = field(default=0.3, validator=number())
+    """Of the mean loss of the layers that predict further than the next token, where the model has
+    any; 0 leaves them as they are."""
     ops: str = field(default="torch", validator=one_of("torch", "ms_kernels"))
     """Whose operators the model uses; `ms_kernels` needs the extra `kernels`."""
     device: str | None = field(default=None, validator=text(optional=True))

@@ -20,6 +20,7 @@ from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
 from ms_parallel.planner.tuning import conditions_of, search_schedule
 from ms_parallel.progress import RunDisplay, duration
+from ms_parallel.signature import takes
 from ms_parallel.training.dataset import prepare
 from ms_parallel.training.fitting import (
     build_engine,
@@ -58,6 +59,7 @@ class DistributedTrainer:
         LayoutError: the layout is not one.
     """
 
+    @takes(Options)
     def __init__(
         self,
         model_arch: str | Path,

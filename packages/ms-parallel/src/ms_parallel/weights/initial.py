@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ms_parallel.models.registry import parameter_shapes
+from ms_parallel.models.registry import model_plan, parameter_shapes
 from ms_parallel.models.staged import named_weights
 from ms_parallel.split.part import part_of
 
@@ -33,19 +33,19 @@ class DrawsItself(Protocol):
 def initialise(model: nn.Module, seed: int) -> None:
     """Fill every parameter, plain or DTensor, in place.
 
-    Matrices are normal with the config's `initializer_range`, biases zero, norms one. A copy of a
-    tied weight draws under its owner's name, and so equals it. What the architecture does not have,
-    and a preparation has added, is zero.
+    Matrices are normal with the config's `initializer_range`, biases zero, norms neutral. A copy of
+    a tied weight draws under its owner's name, and so equals it. What the architecture does not
+    have, and a preparation has added, is zero.
 
     Args:
         model: Any stage under any layout, with a `config`; parameters must not be on `meta`.
         seed: Of the run.
     """
     std: float = getattr(model.config, "initializer_range", 0.0)
-    tied = bool(model.config.tie_word_embeddings)  # type: ignore[union-attr]
+    owners = {copy: owner for owner, copy in model_plan(model.config).tied}  # type: ignore[arg-type]
     own = parameter_shapes(model.config)  # type: ignore[arg-type]
     for name, parameter in named_weights(model):
-        drawn_as = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
+        drawn_as = owners.get(name, name)
         if is_added(drawn_as, own):
             parameter.zero_()
         elif isinstance(model, DrawsItself):
@@ -54,7 +54,8 @@ def initialise(model: nn.Module, seed: int) -> None:
         elif name.endswith("bias"):
             parameter.zero_()
         elif parameter.ndim == 1:
-            parameter.fill_(1.0)
+            norm = model.get_submodule(name.rpartition(".")[0])
+            parameter.fill_(getattr(norm, "neutral", 1.0))
         else:
             _fill_normal(parameter, drawn_as, seed, std)
 

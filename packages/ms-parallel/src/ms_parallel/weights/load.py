@@ -116,14 +116,20 @@ def _check(model: StagedModel, weights: WeightFolder) -> dict[str, list[Piece]]:
     """
     whole = weight_pieces(model.config)
     tensors = {piece.tensor for pieces in whole.values() for piece in pieces}
-    copies = {copy: owner for owner, copy in model_plan(model.config).tied}
+    plan = model_plan(model.config)
+    copies = {copy: owner for owner, copy in plan.tied}
     missing = sorted(tensors - weights.names)
     if missing:
+        behind = f"model.layers.{model.config.num_hidden_layers}."
+        dropped = not any(name.startswith(behind) for name in weights.names)
+        remedy = "is it complete, and of this architecture?"
+        if model.config.prediction_layers and dropped:
+            remedy = "set num_nextn_predict_layers to 0 where its layers were dropped"
         raise ModelError(
             f"{weights.folder} lacks {len(missing)} of {len(tensors)} tensors, first"
-            f" {missing[0]!r}; is it complete, and of this architecture?"
+            f" {missing[0]!r}; {remedy}"
         )
-    known = tensors | copies.keys()
+    known = tensors | copies.keys() | {name for _, name in plan.repeated}
     unknown = sorted(n for n in weights.names - known if not n.endswith(_BUFFERS_OF_OLD))
     if unknown:
         raise ModelError(
@@ -164,7 +170,8 @@ def _what_fits(name: str, known: Iterable[str]) -> str | None:
 
 @torch.no_grad()
 def _fill(model: StagedModel, weights: WeightFolder, pieces: Mapping[str, Iterable[Piece]]) -> None:
-    tied = model_plan(model.config).tied
+    plan = model_plan(model.config)
+    twice = (*plan.tied, *plan.repeated)
     for name, weight in named_weights(model):
         part = part_of(weight)
         if not pieces[name]:
@@ -179,7 +186,7 @@ def _fill(model: StagedModel, weights: WeightFolder, pieces: Mapping[str, Iterab
                     f"{weights.folder} holds {piece.tensor!r} with a NaN or an infinity; give a"
                     " model that was saved before it went wrong"
                 )
-            for pair in tied:
+            for pair in twice:
                 if name in pair:
                     _check_tied(pair, values, part, weights)
             part.local[inside[1]].copy_(values)
@@ -189,7 +196,10 @@ def _check_tied(pair: tuple[str, str], values: Tensor, part: Part, weights: Weig
     """Refuse a folder whose two files of one weight differ: readers would take one or the other."""
     owner, copy = pair
     if copy in weights.names and not torch.equal(values, weights.read(copy, part.box).to(values)):
+        remedy = "; copy the folder again"
+        if copy == "lm_head.weight":
+            remedy = " (tie_word_embeddings); set it to false to keep both"
         raise ModelError(
             f"{weights.folder} holds a {copy!r} that differs from {owner!r}, but its config.json"
-            " says that they are one (tie_word_embeddings); set it to false to keep both"
+            f" says that they are one{remedy}"
         )

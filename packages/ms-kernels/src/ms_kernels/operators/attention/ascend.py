@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ms_kernels.backends.ascend import empty, on_npu
 from ms_kernels.contracts.call import Call
-from ms_kernels.operators.attention.contract import CONTRACT, as_wide, visible
+from ms_kernels.operators.attention.contract import CONTRACT, MaskOptions, as_wide, visible
 
 __all__ = ["IMPLEMENTATION"]
 
@@ -36,15 +36,14 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    documents: Tensor | None = None,
-    sinks: Tensor | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    scale: float | None = None,
+    documents: Tensor | None,
+    sinks: Tensor | None,
+    *options: Any,
 ) -> Tensor:
     """Return ``softmax(q kᵀ · scale + mask) v``, sinks among the scores."""
+    causal, window, _ = settings = MaskOptions(*options)
     queries, keys, values = q.shape[1], k.shape[1], v.shape[3]
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    scale = settings.factor(q.shape[3])
     q, k, v = as_wide(q, k, v)
     mask, mode, before, after = None, 0, 2**31 - 1, 2**31 - 1
     if documents is not None:

@@ -1,7 +1,7 @@
 """Scaled dot-product attention: grouped queries, documents, a window, a cache and sinks."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,19 @@ from ms_kernels.contracts.contract import Contract, Variant
 from ms_kernels.contracts.options import flag, scale_option, window_option
 from ms_kernels.contracts.tolerance import ATTENTION
 
-__all__ = ["CONTRACT", "as_wide", "attention", "visible"]
+__all__ = ["CONTRACT", "MaskOptions", "as_wide", "attention", "visible"]
+
+
+class MaskOptions(NamedTuple):
+    """The options of attention, in order."""
+
+    causal: bool
+    window: int | None
+    scale: float | None
+
+    def factor(self, width: int) -> float:
+        """Return what scores are multiplied by, for heads of `width` features."""
+        return width**-0.5 if self.scale is None else float(self.scale)
 
 
 def attention(

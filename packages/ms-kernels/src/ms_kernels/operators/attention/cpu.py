@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ms_kernels.backends.cpu import on_cpu
 from ms_kernels.contracts.call import Call
-from ms_kernels.operators.attention.contract import CONTRACT, as_wide, visible
+from ms_kernels.operators.attention.contract import CONTRACT, MaskOptions, as_wide, visible
 
 __all__ = ["IMPLEMENTATION"]
 
@@ -24,13 +24,12 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    documents: Tensor | None = None,
-    sinks: Tensor | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    scale: float | None = None,
+    documents: Tensor | None,
+    sinks: Tensor | None,
+    *options: Any,
 ) -> Tensor:
     """Return ``softmax(q kᵀ · scale + mask) v``, sinks among the scores."""
+    causal, window, _ = settings = MaskOptions(*options)
     queries, keys, width = q.shape[1], k.shape[1], v.shape[3]
     # torch's causal mask sets the first query beside the first key: ours needs equal lengths.
     simple = causal and documents is None and window is None and queries == keys
@@ -38,7 +37,7 @@ def attention(
     if not simple:
         mask = visible(queries, keys, q.device, documents, causal, window)
         mask = mask if mask is None else mask.unsqueeze(1)  # (B or 1, 1, Sq, Sk)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    scale = settings.factor(q.shape[3])
     q, k, v = (each.transpose(1, 2) for each in as_wide(q, k, v))
     if sinks is None:
         grouped = q.shape[1] != k.shape[1]

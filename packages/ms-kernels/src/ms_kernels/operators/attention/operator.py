@@ -39,5 +39,4 @@ def attention(
     Returns:
         (B, Sq, Hq, Dv), dtype of q.
     """
-    result: Tensor = perform(CONTRACT, (q, k, v, documents, sinks), (causal, window, scale))
-    return result
+    return perform(CONTRACT, (q, k, v, documents, sinks), (causal, window, scale))

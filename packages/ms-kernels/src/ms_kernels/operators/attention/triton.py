@@ -1,6 +1,7 @@
 """Attention that never holds the scores: masks, grouped queries, a cache, sinks, wide values."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from ms_kernels.backends.triton.rows import empty, wanted_of, with_unit_stride
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, Defaults, TableKey, TunedKernel, key_of
 from ms_kernels.core.torch_operator import is_wanted
-from ms_kernels.operators.attention.contract import CONTRACT
+from ms_kernels.operators.attention.contract import CONTRACT, MaskOptions
 
 __all__ = ["IMPLEMENTATION", "LOG2_E", "document_ranges"]
 
@@ -67,17 +68,16 @@ def _forward(
     v: Tensor,
     documents: Tensor | None,
     sinks: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float | None,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return the result (B, Sq, Hq, Dv) and the base-2 log Σ exp2 of the scores (B, Hq, Sq)."""
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     batch, queries, heads, width = q.shape
+    settings = MaskOptions(*options)
     result = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
     constants = _constants(FORWARD, key_of(q), width, v.shape[3])
-    factor = (width**-0.5 if scale is None else scale) * LOG2_E
+    factor = settings.factor(width) * LOG2_E
     # Any tensor will do where there are no sinks.
     added = q if sinks is None else sinks.contiguous()
     launch(
@@ -85,8 +85,8 @@ def _forward(
         batch * heads * blocks(queries, constants["BM"]),
         q,
         *(q, k, v, *_tables(documents, q, constants, of_keys=False), added, result, lse),
-        *(*_sizes(q, k, v), k.shape[1], factor, _reach(window, k)),
-        **_masks(causal, window, documents),
+        *(*_sizes(q, k, v), k.shape[1], factor, _reach(settings, k)),
+        **_masks(settings, documents),
         SINK=sinks is not None,
         **constants,
     )
@@ -103,10 +103,9 @@ def _backward(
     result: Tensor,
     lse: Tensor,
     wanted: int,
-    causal: bool,
-    window: int | None,
-    scale: float | None,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    settings = MaskOptions(*options)
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     batch, queries, heads, width = q.shape
     by_queries = _constants(BACKWARD_QUERIES, key_of(q), width, v.shape[3])
@@ -119,8 +118,8 @@ def _backward(
     kernel = f"{KERNELS}.attention_delta"
     launch(kernel, tiles, q, result, grad, delta, *shape, *strides, **only)
     grads = empty(q), empty(k), empty(v)
-    factor = width**-0.5 if scale is None else scale
-    sizes = (*_sizes(q, k, v), *strides, k.shape[1], factor, _reach(window, k))
+    factor = settings.factor(width)
+    sizes = (*_sizes(q, k, v), *strides, k.shape[1], factor, _reach(settings, k))
     for kernel, count, constants, out in (
         ("attention_backward_queries", tiles, by_queries, grads[:1]),
         ("attention_backward_keys", key_tiles, by_keys, grads[1:]),
@@ -131,7 +130,7 @@ def _backward(
             count,
             q,
             *(q, k, v, *tables, grad, lse, delta, *out, *sizes),
-            **_masks(causal, window, documents),
+            **_masks(settings, documents),
             **constants,
         )
     of_sinks = q.new_empty(0) if sinks is None else empty(sinks)
@@ -139,13 +138,12 @@ def _backward(
         kernel = f"{KERNELS}.attention_backward_sinks"
         rows = batch, queries, heads
         launch(kernel, heads, q, sinks.contiguous(), lse, delta, of_sinks, *rows, **SINKS)
-    found = wanted_of(wanted, (*grads, of_sinks))
-    return found[0], found[1], found[2], found[3]
+    return wanted_of(wanted, (*grads, of_sinks))
 
 
-def _reach(window: int | None, keys: Tensor) -> int:
-    """Return a window as kernels take it, in 32 bits: one over all keys hides none."""
-    return min(window or 0, keys.shape[1])
+def _reach(options: MaskOptions, keys: Tensor) -> int:
+    """Return the window as kernels take it, in 32 bits: one over all keys hides none."""
+    return min(options.window or 0, keys.shape[1])
 
 
 def _constants(kernel: TunedKernel, key: TableKey, width: int, values: int) -> dict[str, int]:
@@ -160,8 +158,9 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     return (*shape, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
 
 
-def _masks(causal: bool, window: int | None, documents: Tensor | None) -> dict[str, bool]:
-    return {"CAUSAL": causal, "WINDOW": window is not None, "DOCUMENTS": documents is not None}
+def _masks(options: MaskOptions, documents: Tensor | None) -> dict[str, bool]:
+    windowed, cut = options.window is not None, documents is not None
+    return {"CAUSAL": options.causal, "WINDOW": windowed, "DOCUMENTS": cut}
 
 
 def _tables(

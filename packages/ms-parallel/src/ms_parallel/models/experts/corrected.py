@@ -10,16 +10,19 @@ from attrs import evolve, field, frozen
 from torch import nn
 
 from ms_parallel.cluster.layout import ModelShape
+from ms_parallel.errors import ConfigError
 from ms_parallel.models.config import above_zero, size
 from ms_parallel.models.decoder_config import DecoderConfig
 from ms_parallel.models.experts.choice import Choice, Mixture
 from ms_parallel.models.experts.mixture import STYLES, MixtureOfExperts
+from ms_parallel.models.parts import prediction
+from ms_parallel.models.parts.block import Block
 from ms_parallel.models.parts.feed_forward import FeedForward
 from ms_parallel.models.plan import Style
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import flag, whole
 
-__all__ = ["ALSO_CALLED", "MODULES", "NEUTRAL", "CorrectedConfig", "mlp"]
+__all__ = ["ALSO_CALLED", "MODULES", "NEUTRAL", "CorrectedConfig", "block"]
 
 ALSO_CALLED = {
     "num_local_experts": "n_routed_experts",
@@ -36,11 +39,13 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 """Keys of config.json that are not read, with the values that mean what is built here."""
 MODULES: dict[str, Style | None] = {
     **STYLES,
+    **prediction.MODULES,
     "mlp.shared_experts.gate_proj": "column",
     "mlp.shared_experts.up_proj": "column",
     "mlp.shared_experts.down_proj": "row",
 }
-"""How the tensor axis splits a block's mixture, by the names of modules in it."""
+"""How the tensor axis splits a layer's mixture, by the names of modules in it, and what a layer
+that predicts further has besides."""
 
 
 @frozen(kw_only=True)
@@ -75,6 +80,11 @@ class CorrectedConfig(DecoderConfig):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         _ = self.mixture  # which refuses what does not fit
+        if self.num_nextn_predict_layers and self.tie_word_embeddings:
+            raise ConfigError(
+                f"num_nextn_predict_layers={self.num_nextn_predict_layers} needs a head of its own;"
+                " set tie_word_embeddings to false"
+            )
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts."""
@@ -93,9 +103,13 @@ class CorrectedConfig(DecoderConfig):
             chosen_groups=self.topk_group,
             corrected=True,
         )
-        return Mixture(
-            layers=tuple(filter(self.has_experts, range(self.num_hidden_layers))), choice=choice
-        )
+        layers = range(self.num_hidden_layers + self.num_nextn_predict_layers)
+        return Mixture(layers=tuple(filter(self.has_experts, layers)), choice=choice)
+
+    @property
+    def prediction_layers(self) -> int:
+        """Layers behind the last one, each of which predicts one token further."""
+        return self.num_nextn_predict_layers
 
     @property
     def shape(self) -> ModelShape:
@@ -105,10 +119,21 @@ class CorrectedConfig(DecoderConfig):
         return evolve(own, intermediate_size=gcd(*widths))
 
 
-def mlp(config: CorrectedConfig, layer: int, ops: Ops) -> nn.Module:
-    """The feed-forward of a layer: a mixture, or a plain one in the first layers."""
-    if not config.has_experts(layer):
-        return FeedForward(config, ops)
-    inner = config.moe_intermediate_size
-    shared = FeedForward(config, ops, inner=inner * config.n_shared_experts)
-    return MixtureOfExperts(config.mixture.choice, config.hidden_size, inner, ops, shared=shared)
+def block(
+    config: CorrectedConfig, layer: int, ops: Ops, *, attention: nn.Module | None = None
+) -> nn.Module:
+    """A layer: with a mixture, or a plain feed-forward in the first ones.
+
+    Args:
+        config: The model.
+        layer: Its number; from the number of the model's layers on it predicts further.
+        ops: Operators.
+        attention: As `Block` takes it.
+    """
+    kind = Block if layer < config.num_hidden_layers else prediction.PredictionLayer
+    mlp: nn.Module = FeedForward(config, ops)
+    if config.has_experts(layer):
+        inner, choice = config.moe_intermediate_size, config.mixture.choice
+        shared = FeedForward(config, ops, inner=inner * config.n_shared_experts)
+        mlp = MixtureOfExperts(choice, config.hidden_size, inner, ops, shared=shared)
+    return kind(config, layer, ops, attention=attention, mlp=mlp)

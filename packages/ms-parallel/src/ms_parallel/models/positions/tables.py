@@ -44,9 +44,9 @@ def frequencies(rope: Rope, *, device: torch.device | None = None) -> Tensor:
         return plain
     match scaling.kind:
         case "linear":
-            return plain / scaling.factor
+            return plain / _factor(rope, scaling)
         case "llama3":
-            return _llama3(plain, scaling)
+            return _llama3(plain, scaling, _factor(rope, scaling))
         case "yarn":
             return _yarn(rope, scaling, powers)
         case "longrope":
@@ -140,9 +140,9 @@ def _of_long_texts(rope: Rope, lengths: Tensor) -> Tensor:
     return 1.0 / _powers(rope, theta, lengths.device)
 
 
-def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
+def _llama3(plain: Tensor, scaling: RopeScaling, factor: float) -> Tensor:
     """Long waves stretched, short ones left alone, a ramp between (Llama 3.1's model card)."""
-    original, factor = scaling.original_max_position_embeddings, scaling.factor
+    original = scaling.original_max_position_embeddings
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     waves = 2 * math.pi / plain
     long, short = waves > original / low, waves < original / high

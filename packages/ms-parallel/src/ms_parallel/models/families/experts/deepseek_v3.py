@@ -16,11 +16,11 @@ from ms_parallel.models.experts.corrected import (
     MODULES,
     NEUTRAL,
     CorrectedConfig,
-    mlp,
+    block,
 )
 from ms_parallel.models.experts.mixture import weight_rules
-from ms_parallel.models.parts.block import Block
 from ms_parallel.models.parts.latent_attention import LatentAttention, styles
+from ms_parallel.models.parts.prediction import with_prediction
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.positions.document import ONE_ROPE
 from ms_parallel.operators.protocol import Ops
@@ -82,11 +82,11 @@ class DeepseekV3Config(CorrectedConfig):
 
 def _block(config: DeepseekV3Config, layer: int, ops: Ops) -> nn.Module:
     attention = LatentAttention(config, layer, ops)
-    return Block(config, layer, ops, attention=attention, mlp=mlp(config, layer, ops))
+    return block(config, layer, ops, attention=attention)
 
 
 def _plan(config: DeepseekV3Config) -> ModelPlan:
-    return plan_with(config, modules={**styles(config), **MODULES})
+    return with_prediction(plan_with(config, modules={**styles(config), **MODULES}), config)
 
 
 class _Positions:

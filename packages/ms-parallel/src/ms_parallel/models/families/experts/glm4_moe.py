@@ -1,7 +1,6 @@
 """GLM-4.5 (GLM-4.5 Team, 2025, arXiv:2508.06471): grouped heads, DeepSeek's mixtures of experts."""
 
 from attrs import field, frozen
-from torch import nn
 
 from ms_parallel.models.config import above_zero, size
 from ms_parallel.models.decoder import plan_with
@@ -11,13 +10,12 @@ from ms_parallel.models.experts.corrected import (
     MODULES,
     NEUTRAL,
     CorrectedConfig,
-    mlp,
+    block,
 )
 from ms_parallel.models.experts.mixture import weight_rules
-from ms_parallel.models.parts.block import Block
+from ms_parallel.models.parts.prediction import with_prediction
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.positions.document import OneRope
-from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import flag
 
 __all__ = ["FAMILY", "Glm4MoeConfig"]
@@ -48,18 +46,14 @@ class Glm4MoeConfig(CorrectedConfig):
         return int(self.head_dim * self.partial_rotary_factor)
 
 
-def _block(config: Glm4MoeConfig, layer: int, ops: Ops) -> nn.Module:
-    return Block(config, layer, ops, mlp=mlp(config, layer, ops))
-
-
 def _plan(config: Glm4MoeConfig) -> ModelPlan:
-    return plan_with(config, modules=MODULES)
+    return with_prediction(plan_with(config, modules=MODULES), config)
 
 
 FAMILY = DenseFamily(
     name="glm4_moe",
     config=Glm4MoeConfig,
-    block=_block,
+    block=block,
     plan=_plan,
     weights=lambda _: weight_rules(),
     layer_kind=Glm4MoeConfig.has_experts,
