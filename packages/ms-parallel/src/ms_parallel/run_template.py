@@ -36,6 +36,7 @@ GROUPS = {
         "mixed_precision",
         "microbatch_size",
         "recompute",
+        "mtp_weight",
         "schedule",
         "schedule_memory_gib",
         "ops",

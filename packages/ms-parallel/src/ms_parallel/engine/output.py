@@ -1,6 +1,6 @@
 """What the last stage gives a loss: logits, token losses, entropies and extra heads."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from ms_parallel import operators
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import ModelError
+from ms_parallel.operators.losses import capped
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.operators.split_vocabulary import VocabularyParallelLoss
 from ms_parallel.split.tensor_parallel import gather_sequence, gather_vocabulary, local_view
@@ -28,6 +29,10 @@ class HeadOutput:
         ops: the model's operators.
         groups: the layout's processes.
         heads: weight and offset of each extra head, by name.
+        softcap: what logits are bent to stay below.
+        split: the tensor axis splits the sequence and the vocabulary; else each rank has all.
+        make_logits: from hidden states (B, S, H), where logits are more than the head's product;
+            they are then held whole.
     """
 
     def __init__(
@@ -37,32 +42,45 @@ class HeadOutput:
         ops: Ops,
         groups: Groups,
         heads: Mapping[str, tuple[Tensor, Tensor]],
+        *,
+        softcap: float | None = None,
+        split: bool,
+        make_logits: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.ops = ops
         self.groups = groups
         self.heads = heads
-        self.split = groups.layout.tensor > 1
+        self.softcap = softcap
+        self.split = split
+        self.make_logits = make_logits
         self.weight = local_view(weight)
         self.hidden = gather_sequence(hidden, groups) if self.split else hidden
 
     def logits(self, positions: slice = EVERYWHERE) -> Tensor:
         """Logits (B, S, V), gathered over the tensor axis; of some positions, or of all."""
+        if self.make_logits is not None:
+            return self.make_logits(self.hidden[:, positions])
         local = F.linear(self.hidden[:, positions], self.weight)
+        local = local if self.softcap is None else capped(local, self.softcap)
         if not self.split:
             return local
         return gather_vocabulary(local, self.groups)
 
     def token_losses(self, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
         """-log p(target), float32 (B, S), 0 where the target is -100."""
-        if temperature != 1.0:
+        if temperature != 1.0 or self.make_logits is not None:
             return _token_losses(self.logits(), targets, temperature)
         if self.split:
             group = self.groups.group("tensor")
             flat = self.hidden.flatten(0, 1)
             losses: Tensor = VocabularyParallelLoss.apply(  # type: ignore[no-untyped-call]
-                flat, self.weight, targets.flatten(), group, WHOLE_LOGITS_BYTES
+                flat, self.weight, targets.flatten(), group, WHOLE_LOGITS_BYTES, self.softcap
             )
             return losses.view(targets.shape)
+        if self.softcap is not None:  # which fused kernels do not have
+            return operators.linear_cross_entropy(
+                self.hidden, self.weight, targets, reduction="none", softcap=self.softcap
+            )
         return self.ops.linear_cross_entropy(self.hidden, self.weight, targets, reduction="none")
 
     def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -80,7 +98,7 @@ class HeadOutput:
                 f"the engine has no head {name!r}; start it with heads={{{name!r}: 1}}, or give a"
                 " model of its own for it"
             )
-        parts = self.groups.layout.tensor
+        parts = self.groups.layout.tensor if self.split else 1
         hidden, weight, offset = (
             _share_of_gradient(x.float(), parts) for x in (self.hidden, *self.heads[name])
         )

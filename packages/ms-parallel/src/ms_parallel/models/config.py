@@ -33,6 +33,11 @@ MOST: Mapping[str, int] = {
     "num_attention_heads": 1 << 16,
     "num_key_value_heads": 1 << 16,
     "head_dim": 1 << 16,
+    "moe_intermediate_size": 1 << 24,
+    "num_experts": 1 << 13,
+    "num_local_experts": 1 << 13,
+    "n_routed_experts": 1 << 13,
+    "num_experts_per_tok": 1 << 13,
 }
 """Some ten times what any model has: beyond it a file is damaged, or made to take our memory."""
 
@@ -78,6 +83,21 @@ class ModelConfig:
     def key_value_heads(self) -> int:
         """Heads of keys and values."""
         return self.num_attention_heads
+
+    @property
+    def final_softcap(self) -> float | None:
+        """What logits are bent to stay below."""
+        return None
+
+    @property
+    def mixture(self) -> Any:
+        """The `Mixture` of experts of the whole model, None where it has none."""
+        return None
+
+    @property
+    def prediction_layers(self) -> int:
+        """Layers behind the last one, each of which predicts one token further."""
+        return 0
 
     @property
     def shape(self) -> ModelShape:

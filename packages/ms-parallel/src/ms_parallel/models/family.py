@@ -1,19 +1,21 @@
 """A family of models as one value; each is a file of `families/`, found there by its `FAMILY`."""
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 from attrs import asdict, field, fields, frozen
 from torch import nn
 
 from ms_parallel import operators
+from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ModelError
 from ms_parallel.models.config import TOKENS, ModelConfig, token_ids
 from ms_parallel.models.plan import ModelPlan
+from ms_parallel.models.weight_names import Rules
 from ms_parallel.operators.protocol import Ops
 
 __all__ = ["Family", "families", "family_of"]
@@ -23,8 +25,8 @@ __all__ = ["Family", "families", "family_of"]
 class Family:
     """What a family knows: its configuration, its model, its plan, and its config.json.
 
-    A module of `families/` that has one as `FAMILY` is known everywhere. In config.json its
-    settings stand by their own names, unless `read` and `write` say otherwise.
+    A module of `families/`, or of a folder in it, that has one as `FAMILY` is known everywhere. In
+    config.json its settings stand by their own names, unless `read` and `write` say otherwise.
     """
 
     name: str
@@ -35,6 +37,11 @@ class Family:
     """Builds the `StagedModel` of (config, ops=, layers=, first=, last=)."""
     plan: Callable[[Any], ModelPlan]
     """How the model of a configuration may be split."""
+    weights: Callable[[Any], Rules] = lambda _: {}
+    """How a folder's tensors make up the parameters of a configuration's model, where they do not
+    bear the same names."""
+    layer_kind: Callable[[Any, int], Hashable] = lambda *_: None
+    """What tells layers with other parameters apart, of (config, layer's number)."""
     small: Mapping[str, object] = field(factory=dict)
     """Settings of a small model, which trains on a laptop."""
 
@@ -46,6 +53,20 @@ class Family:
     def build(self, config: Any, *, ops: Ops | None, **part: Any) -> nn.Module:
         """The model or one stage of it, with unset weights."""
         return self.model(config, ops=ops or operators, **part)
+
+    def shapes(
+        self, config: Any, named: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]
+    ) -> dict[str, torch.Size] | None:
+        """Names and shapes of what is `named` in the whole model; None to build it a kind at a time."""
+        return None
+
+    def check_layout(self, config: Any, layout: Layout) -> None:
+        """Check that a layout asks for nothing that the model cannot do.
+
+        Raises:
+            LayoutError: names what does not fit.
+        """
+        layout.check_model(config.shape)
 
     def read(self, document: Mapping[str, Any]) -> ModelConfig:
         """Understand a config.json, decoded.
@@ -70,10 +91,11 @@ class Family:
 
 @cache
 def families() -> tuple[Family, ...]:
-    """Every family, in the order of the names of their files."""
+    """Every family, by name."""
     room = import_module("ms_parallel.models.families")
-    names = sorted(module.name for module in pkgutil.iter_modules(room.__path__))
-    return tuple(import_module(f"{room.__name__}.{name}").FAMILY for name in names)
+    found = pkgutil.walk_packages(room.__path__, prefix=f"{room.__name__}.")
+    modules = [import_module(module.name) for module in found if not module.ispkg]
+    return tuple(sorted((module.FAMILY for module in modules), key=lambda family: family.name))
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -82,6 +104,9 @@ def family_of(config: ModelConfig) -> Family:
     Raises:
         ModelError: no model has this kind of configuration.
     """
+    own = getattr(config, "own_family", None)
+    if own is not None:
+        return cast(Family, own)
     for family in families():
         if type(config) is family.config and config.model_type == family.name:
             return family

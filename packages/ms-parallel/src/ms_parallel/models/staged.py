@@ -4,7 +4,7 @@ Shapes: B rows, S positions, H hidden, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from ms_parallel.errors import ModelError
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import ModelConfig
+from ms_parallel.operators.losses import capped
 
-__all__ = ["Context", "StagedModel"]
+__all__ = ["Context", "StagedModel", "named_weights"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,7 +66,12 @@ class StagedModel(nn.Module, ABC):
             # Drawing its weight on meta, which nobody reads, would import torch's compiler: 0.7 s.
             if not self.model.embed_tokens.weight.is_meta:
                 self.model.embed_tokens.reset_parameters()
-        self.model.layers = nn.ModuleDict({str(i): block(i) for i in layers})
+        further = config.prediction_layers if last else 0
+        behind = range(config.num_hidden_layers, config.num_hidden_layers + further)
+        self.model.layers = nn.ModuleDict({str(i): block(i) for i in (*layers, *behind)})
+        if further and not first:
+            size = config.vocab_size, config.hidden_size
+            self.model.next_embed_tokens = nn.Embedding(*size, _weight=torch.empty(size))
         if last:
             self.model.norm = norm()
             if not (config.tie_word_embeddings and first):
@@ -139,8 +145,9 @@ class StagedModel(nn.Module, ABC):
         if cache is not None:
             documents = cache.all_documents(documents, hidden.shape[0], count)
         context = self.context(positions, documents, cache)
-        for block in self.model.layers.values():  # type: ignore[operator]
-            hidden = block(hidden, context=context)
+        for number, block in self.model.layers.items():  # type: ignore[operator]
+            if int(number) < self.config.num_hidden_layers:
+                hidden = block(hidden, context=context)
         if cache is not None:
             cache.advance(count, documents)
         return hidden
@@ -149,11 +156,40 @@ class StagedModel(nn.Module, ABC):
         """The final norm, (B, S, H) to (B, S, H)."""
         return self.model.norm(hidden)  # type: ignore[operator,no-any-return]
 
+    def further(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        documents: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """What each prediction layer makes of the last stage's finished hidden states, in turn.
+
+        Args:
+            hidden: (B, S, H), or this rank's part of S.
+            tokens: (B, S) int64, S whole.
+            positions: (B or 1, S) int64.
+            documents: (B, S) int32.
+
+        Yields:
+            Finished hidden states, like `hidden`. At position i of depth k the token i+k is used:
+            where that is of another document, or beyond the row, they mean nothing.
+        """
+        context = self.context(positions, documents, None)
+        embed: Any = self.embed if self.first else self.model.next_embed_tokens
+        first = self.config.num_hidden_layers
+        for number in range(first, first + self.config.prediction_layers):
+            tokens = torch.cat((tokens[:, 1:], tokens[:, -1:]), 1)
+            hidden = self.model.layers[str(number)](hidden, embed(tokens), context=context)  # type: ignore[index]
+            yield hidden
+
     def head(self, hidden: Tensor) -> Tensor:
         """Finished hidden states (B, S, H) to logits (B, S, V)."""
-        if hasattr(self, "lm_head"):
-            return self.lm_head(hidden)  # type: ignore[no-any-return]
-        return F.linear(hidden, self.head_weight)
+        own = hasattr(self, "lm_head")
+        logits = self.lm_head(hidden) if own else F.linear(hidden, self.head_weight)
+        softcap = self.config.final_softcap
+        return logits if softcap is None else capped(logits, softcap)
 
     def forward(
         self,
@@ -182,3 +218,12 @@ class StagedModel(nn.Module, ABC):
             return hidden
         hidden = self.finish(hidden)
         return self.head(hidden) if logits else hidden
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a folder holds of a model: its parameters, and its buffers that are to be kept."""
+    yield from model.named_parameters()
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer

@@ -25,6 +25,12 @@ class Ops(Protocol):
         """As `ms_parallel.operators.rotary`."""
         ...
 
+    def geglu(
+        self, gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = ...
+    ) -> Tensor:
+        """As `ms_parallel.operators.geglu`."""
+        ...
+
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """As `ms_parallel.operators.swiglu`."""
         ...
@@ -39,6 +45,7 @@ class Ops(Protocol):
         documents: Tensor | None = ...,
         window: int | None = ...,
         scale: float | None = ...,
+        sinks: Tensor | None = ...,
     ) -> Tensor:
         """As `ms_parallel.operators.attention`."""
         ...
@@ -53,4 +60,20 @@ class Ops(Protocol):
         reduction: Reduction = ...,
     ) -> Tensor:
         """As `ms_parallel.operators.linear_cross_entropy`."""
+        ...
+
+    def permute_tokens(
+        self, x: Tensor, experts: Tensor, *, count: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `ms_parallel.operators.permute_tokens`."""
+        ...
+
+    def grouped_matmul(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """As `ms_parallel.operators.grouped_matmul`."""
+        ...
+
+    def unpermute_tokens(
+        self, rows: Tensor, places: Tensor, weights: Tensor | None = ...
+    ) -> Tensor:
+        """As `ms_parallel.operators.unpermute_tokens`."""
         ...

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 
 from ms_parallel.errors import ConfigError
+from ms_parallel.models.experts.kept import keeping
 from ms_parallel.models.plan import ModelPlan
 
 __all__ = ["Recompute", "recompute_blocks"]
@@ -16,6 +17,8 @@ Recompute = Literal["none", "full"]
 def recompute_blocks(model: nn.Module, plan: ModelPlan, recompute: Recompute) -> None:
     """Mark each block of `model`, in place; names and weights stay as they are.
 
+    What a block decides, such as the experts of a token, is not decided again.
+
     Raises:
         ConfigError: `recompute` is neither "none" nor "full".
     """
@@ -24,5 +27,5 @@ def recompute_blocks(model: nn.Module, plan: ModelPlan, recompute: Recompute) ->
     if recompute == "none":
         return
     for name, module in model.named_modules():
-        if plan.is_block(name):
-            checkpoint(module, preserve_rng_state=False)
+        if plan.is_block(name) and any(True for _ in module.parameters()):
+            checkpoint(module, preserve_rng_state=False, context_fn=keeping)

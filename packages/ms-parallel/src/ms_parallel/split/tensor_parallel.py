@@ -1,5 +1,7 @@
 """Splits a model over the tensor axis as its plan says, with the sequence split in between."""
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -12,6 +14,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ms_parallel.cluster.groups import Groups
+from ms_parallel.errors import ModelError
+from ms_parallel.models.experts.grouped import GroupedLinear
+from ms_parallel.models.experts.router import Router
+from ms_parallel.models.parts.norm import WholeWidthNorm
 from ms_parallel.models.plan import ModelPlan
 
 __all__ = ["gather_sequence", "gather_vocabulary", "is_whole", "local_view", "split_model"]
@@ -40,12 +46,18 @@ def split_model(
     for name, module in model.named_modules():
         if not any(True for _ in module.parameters(recurse=False)):
             continue
+        if not plan.split_sequence:
+            styles |= _of_whole_sequence(plan, name)
+            continue
         match plan.style(f"{name}.weight"):
             case "column":
                 styles[name] = ColwiseParallel()
                 styles[name.rpartition(".")[0]] = PrepareModuleInput(
                     input_layouts=Shard(1), desired_input_layouts=Replicate()
                 )
+            case "gathering_column":
+                styles[name] = ColwiseParallel(input_layouts=Shard(1))
+                styles[name.rpartition(".")[0]] = ShowWhole()
             case "row":
                 styles[name] = RowwiseParallel(output_layouts=Shard(1))
             case "vocabulary" if isinstance(module, nn.Embedding):
@@ -56,21 +68,57 @@ def split_model(
                 styles[name] = SplitRows()
             case "split_heads":
                 styles[name] = SplitHeads()
+            case "split_width":
+                styles[name] = SplitWidth()
+            case "router":
+                styles[name] = SpreadChoices()
+            case "expert_column" | "expert_row" as style:
+                styles[name] = SplitExperts(rows=style == "expert_column")
+                styles[name.rpartition(".")[0]] = GatherTokens()
             case "sequence" | "heads":
                 pass
+            case style:
+                raise _misfit(name, style)
     # None: every rank takes its own slice; weights are filled later, so nothing is sent.
     parallelize_module(model, groups.mesh["tensor"], styles, src_data_rank=None)
 
 
+def _of_whole_sequence(plan: ModelPlan, name: str) -> dict[str, ParallelStyle]:
+    """The style of a module where each rank holds all of the sequence between blocks."""
+    match plan.style(f"{name}.weight"):
+        case "column":
+            return {name: ColwiseParallel()}
+        case "column_to_whole":
+            return {name: ColwiseParallel(output_layouts=Replicate())}
+        case "row":
+            return {name: RowwiseParallel()}
+        case "row_of_whole":
+            return {name: RowwiseParallel(input_layouts=Replicate())}
+        case "summed":
+            return {name: SumOfParts(plan, name)}
+        case "heads" | "replicated":
+            return {}
+        case style:
+            raise _misfit(name, style)
+
+
+def _misfit(name: str, style: str) -> ModelError:
+    return ModelError(
+        f"the plan gives {name!r} the style {style!r}, which is for another value of split_sequence"
+    )
+
+
 def is_whole(name: str, plan: ModelPlan) -> bool:
     """Whether each tensor rank holds all of a parameter and only its share of the gradient."""
-    return plan.style(name) in ("sequence", "heads")
+    style = plan.style(name)
+    return style in ("sequence", "heads", "router") or (
+        style == "expert_row" and name.endswith(".bias")
+    )
 
 
 def gather_sequence(hidden: Tensor, groups: Groups) -> Tensor:
     """All of the sequence on every tensor rank; gradients, each of one vocabulary part, add up."""
-    spread = DTensor.from_local(hidden, groups.mesh["tensor"], [Shard(1)], run_check=False)
-    return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return _gathered(hidden, groups.mesh["tensor"])
 
 
 def gather_vocabulary(logits: Tensor, groups: Groups) -> Tensor:
@@ -98,6 +146,51 @@ class SplitRows(ParallelStyle):
         return module
 
 
+class SumOfParts(ParallelStyle):
+    """Splits a module's own parameters as the plan says of each, and sums the module's output.
+
+    Who uses them asks for their local part. Each rank has a share of the inputs' gradient.
+    """
+
+    def __init__(self, plan: ModelPlan, name: str) -> None:
+        super().__init__()
+        self.plan, self.name = plan, name
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            dim = self.plan.split_dim(f"{self.name}.{own}")
+            assert dim is not None
+            split: DTensor = distribute_tensor(
+                parameter, device_mesh, [Shard(dim % parameter.ndim)], src_data_rank=None
+            )
+            module._parameters[own] = nn.Parameter(split, requires_grad=parameter.requires_grad)
+
+        def shared(value: Any) -> Any:
+            if not (isinstance(value, Tensor) and value.is_floating_point()):
+                return value
+            whole = DTensor.from_local(value, device_mesh, [Replicate()], run_check=False)
+            return whole.to_local(grad_placements=[Partial()])
+
+        def share(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            return tuple(map(shared, args)), {key: shared(value) for key, value in named.items()}
+
+        def total(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+            part = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
+            return part.redistribute(placements=[Replicate()]).to_local()
+
+        module.register_forward_pre_hook(share, with_kwargs=True)
+        module.register_forward_hook(total)
+        return module
+
+
+class ShowWhole(ParallelStyle):
+    """Shows a module that works on its part of the sequence all of what it asks for."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.whole = lambda part: _gathered(part, device_mesh)
+        return module
+
+
 class SplitHeads(SplitRows):
     """Splits a parameter of one row a head, which is added to tensors (B, S, local heads, D)."""
 
@@ -110,3 +203,78 @@ class SplitHeads(SplitRows):
         module.register_forward_pre_hook(spread)
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
         return module
+
+
+class SplitWidth(SplitRows):
+    """Splits a norm's weight with its width, whose mean square is then summed over processes."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, WholeWidthNorm)
+        module.across = _Mesh(device_mesh)
+        return super()._apply(module, device_mesh)
+
+
+class _Mesh:
+    """Sums over a mesh's processes, for a norm that knows of none."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def total(self, sums: Tensor) -> Tensor:
+        spread = DTensor.from_local(sums, self.mesh, [Partial()], run_check=False)
+        return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    def local(self, weight: Tensor) -> Tensor:
+        return local_view(weight)
+
+
+class SpreadChoices(ParallelStyle):
+    """Shows a router, which chooses for its part of the sequence, what was chosen for all of it."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Router)
+        module.whole = lambda part: _gathered(part, device_mesh)
+        module.part = device_mesh.get_local_rank()
+        return module
+
+
+class SplitExperts(ParallelStyle):
+    """Splits the width of every expert; each rank computes a share of the sum that follows."""
+
+    def __init__(self, *, rows: bool) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, GroupedLinear)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if name == "bias" and not self.rows:
+                module.share = 1.0 / device_mesh.size()
+                continue
+            split = distribute_tensor(parameter, device_mesh, [Shard(2)], src_data_rank=None)
+            module.register_parameter(
+                name, nn.Parameter(split, requires_grad=parameter.requires_grad)
+            )
+        return module
+
+
+class GatherTokens(ParallelStyle):
+    """Gathers the sequence with its choices before the experts, and sums and scatters behind."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(_gathered(part, device_mesh) for part in inputs)
+
+        def scatter(_: nn.Module, inputs: object, share: Tensor) -> Tensor:
+            spread = DTensor.from_local(share, device_mesh, [Partial()], run_check=False)
+            return spread.redistribute(placements=[Shard(1)]).to_local()
+
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(scatter)
+        return module
+
+
+def _gathered(part: Tensor, mesh: DeviceMesh) -> Tensor:
+    """All positions (B, S, ...) of each rank's (B, part of S, ...); gradients are shares."""
+    spread = DTensor.from_local(part, mesh, [Shard(1)], run_check=False)
+    return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

@@ -123,6 +123,9 @@ class Options(Essentials):
     """Steps between recordings of what each pipeline rank computed when; None records nothing."""
     recompute: Literal["none", "full"] = field(default="none", validator=one_of("none", "full"))
     """`full` keeps only each block's input and runs the block again in the backward pass."""
+    mtp_weight: float = field(default=0.3, validator=number())
+    """Of the mean loss of the layers that predict further than the next token, where the model has
+    any; 0 leaves them as they are."""
     ops: str = field(default="torch", validator=one_of("torch", "ms_kernels"))
     """Whose operators the model uses; `ms_kernels` needs the extra `kernels`."""
     device: str | None = field(default=None, validator=_device)

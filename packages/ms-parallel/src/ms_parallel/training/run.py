@@ -220,16 +220,18 @@ class Run:
                 "learning_rate": update.learning_rate,
                 "tokens": update.tokens,
                 "rate_tokens_per_s": round(pace.rate_tokens_per_s, 1),
+                **{f"mtp_loss.{depth}": each for depth, each in enumerate(update.mtp_losses, 1)},
             },
         )
         return update
 
     def _update(self, batch: Mapping[str, Any]) -> Update:
         """One update, recorded if it is due."""
+        loss = NextTokenLoss(self.options.mtp_weight)
         if not _due(self.engine.step + 1, self.options.record_every):
-            return self.engine.update(batch, NextTokenLoss())
+            return self.engine.update(batch, loss)
         step = self.engine.step
-        update, recorder = self.engine.recorded_update(batch, NextTokenLoss())
+        update, recorder = self.engine.recorded_update(batch, loss)
         recorded = recorded_step(recorder, self.engine.groups, step)
         if recorded is not None:
             name = f"step-{self.engine.step:08}.json"

@@ -6,10 +6,14 @@ generator each, so that a rank draws only the chunks that its part touches.
 
 import hashlib
 import math
+from collections.abc import Collection
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from ms_parallel.models.registry import model_plan, parameter_shapes
+from ms_parallel.models.staged import named_weights
 from ms_parallel.split.part import part_of
 
 __all__ = ["initialise", "is_added"]
@@ -17,33 +21,48 @@ __all__ = ["initialise", "is_added"]
 _CHUNK_ELEMENTS = 1 << 20
 
 
+@runtime_checkable
+class DrawsItself(Protocol):
+    """A model that knows how its parameters begin."""
+
+    def draw(self, name: str, seed: int) -> Tensor:
+        """The whole fresh value of a parameter, the same wherever it is drawn."""
+
+
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
     """Fill every parameter, plain or DTensor, in place.
 
-    Matrices are normal with the config's `initializer_range`, biases zero, norms one. A copy of a
-    tied weight draws under its owner's name, and so equals it. What the architecture does not have,
-    and a preparation has added, is zero.
+    Matrices are normal with the config's `initializer_range`, biases zero, norms neutral. A copy of
+    a tied weight draws under its owner's name, and so equals it. What the architecture does not
+    have, and a preparation has added, is zero.
 
     Args:
         model: Any stage under any layout, with a `config`; parameters must not be on `meta`.
         seed: Of the run.
     """
-    std: float = model.config.initializer_range  # type: ignore[union-attr,assignment]
-    tied = bool(model.config.tie_word_embeddings)  # type: ignore[union-attr]
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias") or is_added(name):
+    std: float = getattr(model.config, "initializer_range", 0.0)
+    owners = {copy: owner for owner, copy in model_plan(model.config).tied}  # type: ignore[arg-type]
+    own = parameter_shapes(model.config)  # type: ignore[arg-type]
+    for name, parameter in named_weights(model):
+        drawn_as = owners.get(name, name)
+        if is_added(drawn_as, own):
+            parameter.zero_()
+        elif isinstance(model, DrawsItself):
+            part = part_of(parameter)
+            part.local.copy_(model.draw(name, seed)[part.box])
+        elif name.endswith("bias"):
             parameter.zero_()
         elif parameter.ndim == 1:
-            parameter.fill_(1.0)
+            norm = model.get_submodule(name.rpartition(".")[0])
+            parameter.fill_(getattr(norm, "neutral", 1.0))
         else:
-            drawn_as = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
             _fill_normal(parameter, drawn_as, seed, std)
 
 
-def is_added(name: str) -> bool:
-    """Whether a parameter is not of the architecture: a preparation of the engine added it."""
-    return name.rpartition(".")[2] not in ("weight", "bias")
+def is_added(name: str, own: Collection[str]) -> bool:
+    """Whether a weight is not of the architecture's `own`: a preparation of the engine added it."""
+    return name not in own and name.rpartition(".")[2] not in ("weight", "bias")
 
 
 def _fill_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:

@@ -1,0 +1,1 @@
+"""Mixtures of experts: routers, what they choose, the experts, and how load is balanced."""

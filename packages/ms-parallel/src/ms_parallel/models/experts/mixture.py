@@ -1,0 +1,79 @@
+"""A mixture of experts as a block's feed-forward: router, experts, and what all tokens share."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from ms_parallel.models.experts.choice import Choice
+from ms_parallel.models.experts.grouped import Experts
+from ms_parallel.models.experts.router import Router
+from ms_parallel.models.plan import Style
+from ms_parallel.models.staged import Context
+from ms_parallel.models.weight_names import Rules, renamed, stacked
+from ms_parallel.operators.protocol import Ops
+
+__all__ = ["STYLES", "MixtureOfExperts", "weight_rules"]
+
+STYLES: dict[str, Style] = {
+    "mlp.gate": "router",
+    "mlp.experts.gate_up_proj": "expert_column",
+    "mlp.experts.down_proj": "expert_row",
+}
+"""Of a block's modules under the tensor axis."""
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token's weighted sum of what its experts make of it.
+
+    Args:
+        choice: How experts are chosen.
+        hidden: H.
+        inner: Width of one expert.
+        ops: Operators.
+        shared: A feed-forward that every token passes besides, called with (hidden, context=).
+        gate: Of the experts; SwiGLU by default.
+        bias: Whether the experts' linear maps have one.
+    """
+
+    def __init__(
+        self,
+        choice: Choice,
+        hidden: int,
+        inner: int,
+        ops: Ops,
+        *,
+        shared: nn.Module | None = None,
+        gate: Callable[[Tensor, Tensor], Tensor] | None = None,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.gate = Router(hidden, choice)
+        self.experts = Experts(choice.num_experts, hidden, inner, ops, gate=gate, bias=bias)
+        self.shared_experts = shared
+
+    def forward(self, hidden: Tensor, *, context: Context | None = None) -> Tensor:
+        """(B, S, H) to (B, S, H)."""
+        out: Tensor = self.experts(hidden, *self.gate(hidden, context=context))
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(hidden, context=context)
+        return out
+
+
+def weight_rules(
+    mixture: str = "mlp", matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> Rules:
+    """How a folder with a tensor for each expert makes up the model's.
+
+    Args:
+        mixture: What the folder calls the module that is `mlp` here.
+        matrices: What it calls an expert's gate, up and down.
+    """
+    on_disk = f"model.layers.{{0}}.{mixture}"
+    expert = f"{on_disk}.experts.{{expert}}.{{matrix}}.weight"
+    rules = {
+        "model.layers.*.mlp.experts.gate_up_proj.weight": stacked(expert, *matrices[:2]),
+        "model.layers.*.mlp.experts.down_proj.weight": stacked(expert, matrices[2]),
+    }
+    if mixture != "mlp":
+        rules["model.layers.*.mlp.gate.*"] = renamed(f"{on_disk}.gate.{{1}}")
+    return rules

@@ -1,0 +1,1 @@
+"""Families of decoders with mixtures of experts."""

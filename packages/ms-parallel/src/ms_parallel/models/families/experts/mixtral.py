@@ -1,0 +1,78 @@
+"""Mixtral (Jiang et al., 2024, arXiv:2401.04088): Mistral with experts in every layer."""
+
+from attrs import field, frozen
+from torch import nn
+
+from ms_parallel.models.config import size
+from ms_parallel.models.decoder import plan_with
+from ms_parallel.models.decoder_config import DecoderConfig
+from ms_parallel.models.dense import DenseFamily
+from ms_parallel.models.experts.choice import Choice, Mixture
+from ms_parallel.models.experts.mixture import STYLES, MixtureOfExperts, weight_rules
+from ms_parallel.models.parts.block import Block
+from ms_parallel.models.plan import ModelPlan
+from ms_parallel.models.positions.windows import EVERY_LAYER
+from ms_parallel.operators.protocol import Ops
+from ms_parallel.settings import number
+
+__all__ = ["FAMILY", "MixtralConfig"]
+
+
+@frozen(kw_only=True)
+class MixtralConfig(DecoderConfig):
+    """A Mixtral; `intermediate_size` is the width of one expert.
+
+    Raises:
+        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+    """
+
+    num_local_experts: int = field(default=8, validator=size)
+    """Experts of a layer."""
+    num_experts_per_tok: int = field(default=2, validator=size)
+    """How many each token chooses."""
+    router_aux_loss_coef: float = field(default=0.001, validator=number())
+    """Of the balance loss, unless the run says otherwise."""
+
+    @property
+    def mixture(self) -> Mixture:
+        """Experts in every layer."""
+        choice = Choice(
+            num_experts=self.num_local_experts, num_experts_per_tok=self.num_experts_per_tok
+        )
+        layers = tuple(range(self.num_hidden_layers))
+        return Mixture(layers=layers, choice=choice, coefficient=self.router_aux_loss_coef)
+
+
+def _block(config: MixtralConfig, layer: int, ops: Ops) -> nn.Module:
+    choice, hidden = config.mixture.choice, config.hidden_size
+    mlp = MixtureOfExperts(choice, hidden, config.intermediate_size, ops)
+    return Block(config, layer, ops, mlp=mlp)
+
+
+def _plan(config: MixtralConfig) -> ModelPlan:
+    return plan_with(config, modules=STYLES)
+
+
+FAMILY = DenseFamily(
+    name="mixtral",
+    config=MixtralConfig,
+    block=_block,
+    plan=_plan,
+    weights=lambda _: weight_rules("block_sparse_moe", ("w1", "w3", "w2")),
+    transformers_class="MixtralForCausalLM",
+    fixed={"attention_bias": False, "mlp_bias": False, "query_key_norm": False},
+    silent={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+    },
+    neutral={
+        "router_jitter_noise": (0, None),
+        "output_router_logits": (True, False),  # what is returned beside the logits
+    },
+    windows=EVERY_LAYER,
+    null_head_dim=True,
+    small={"intermediate_size": 352, "num_local_experts": 8},
+)

@@ -1,0 +1,136 @@
+"""Qwen 3 with experts (Yang et al., 2025, arXiv:2505.09388)."""
+
+from collections.abc import Mapping
+from math import gcd
+from typing import Any
+
+from attrs import evolve, field, frozen
+from torch import nn
+
+from ms_parallel.cluster.layout import ModelShape
+from ms_parallel.errors import ConfigError, ModelError
+from ms_parallel.models.config import size
+from ms_parallel.models.decoder import plan_with
+from ms_parallel.models.decoder_config import DecoderConfig
+from ms_parallel.models.dense import DenseFamily
+from ms_parallel.models.experts.choice import Choice, Mixture
+from ms_parallel.models.experts.mixture import STYLES, MixtureOfExperts, weight_rules
+from ms_parallel.models.parts.block import Block
+from ms_parallel.models.plan import ModelPlan
+from ms_parallel.models.positions.windows import Sliding
+from ms_parallel.operators.protocol import Ops
+from ms_parallel.settings import flag, number
+
+__all__ = ["FAMILY", "Qwen3MoeConfig"]
+
+
+def _layers(value: Any) -> tuple[int, ...]:
+    """Numbers of layers; null is none."""
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple) or any(type(each) is not int for each in value):
+        raise ConfigError(f"mlp_only_layers is {str(value)[:60]!r}; give a list of layer numbers")
+    return tuple(value)
+
+
+@frozen(kw_only=True)
+class Qwen3MoeConfig(DecoderConfig):
+    """A Qwen 3 with experts; `intermediate_size` is that of layers without any.
+
+    Raises:
+        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+    """
+
+    num_experts: int = field(default=128, validator=size)
+    """Experts of a layer."""
+    num_experts_per_tok: int = field(default=8, validator=size)
+    """How many each token chooses."""
+    moe_intermediate_size: int = field(default=768, validator=size)
+    """Width of one expert."""
+    norm_topk_prob: bool = field(default=False, validator=flag)
+    """The weights of the chosen are divided by their sum."""
+    decoder_sparse_step: int = field(default=1, validator=size)
+    """Every so many layers has experts."""
+    mlp_only_layers: tuple[int, ...] = field(default=(), converter=_layers)
+    """Layers without experts."""
+    router_aux_loss_coef: float = field(default=0.001, validator=number())
+    """Of the balance loss, unless the run says otherwise."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+    @property
+    def mixture(self) -> Mixture:
+        """Experts in the layers that have them."""
+        choice = Choice(
+            num_experts=self.num_experts,
+            num_experts_per_tok=self.num_experts_per_tok,
+            normalised=self.norm_topk_prob,
+        )
+        layers = tuple(filter(self.has_experts, range(self.num_hidden_layers)))
+        return Mixture(layers=layers, choice=choice, coefficient=self.router_aux_loss_coef)
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes that a layout has to divide, those of experts among them."""
+        own = super().shape
+        widths = {self.moe_intermediate_size if self.mixture.layers else own.intermediate_size}
+        if len(self.mixture.layers) < self.num_hidden_layers:
+            widths.add(self.intermediate_size)
+        return evolve(own, intermediate_size=gcd(*widths))
+
+
+def _block(config: Qwen3MoeConfig, layer: int, ops: Ops) -> nn.Module:
+    if not config.has_experts(layer):
+        return Block(config, layer, ops)
+    choice, hidden = config.mixture.choice, config.hidden_size
+    mlp = MixtureOfExperts(choice, hidden, config.moe_intermediate_size, ops)
+    return Block(config, layer, ops, mlp=mlp)
+
+
+def _plan(config: Qwen3MoeConfig) -> ModelPlan:
+    return plan_with(config, modules=STYLES)
+
+
+class _Windows:
+    """All layers slide or none, whatever `max_window_layers` says: so transformers reads it."""
+
+    keys = frozenset({"sliding_window", "use_sliding_window", "max_window_layers"})
+
+    def read(self, given: Mapping[str, Any]) -> Sliding:
+        """The window where `use_sliding_window` asks for it."""
+        uses = given.get("use_sliding_window", False)
+        if type(uses) is not bool:
+            raise ModelError(f"use_sliding_window is {repr(uses)[:60]}; give true or false")
+        return (given.get("sliding_window", 4096) if uses else None), None
+
+    def write(self, config: DecoderConfig) -> dict[str, object]:
+        """The window, and whether it is used."""
+        uses = config.sliding_window is not None
+        return {"use_sliding_window": uses, "sliding_window": config.sliding_window}
+
+
+FAMILY = DenseFamily(
+    name="qwen3_moe",
+    config=Qwen3MoeConfig,
+    block=_block,
+    plan=_plan,
+    weights=lambda _: weight_rules(),
+    layer_kind=Qwen3MoeConfig.has_experts,
+    transformers_class="Qwen3MoeForCausalLM",
+    fixed={"mlp_bias": False, "query_key_norm": True, "sliding_layers": None},
+    also_called={"num_local_experts": "num_experts"},
+    silent={
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+    },
+    neutral={"output_router_logits": (True, False)},  # what is returned beside the logits
+    windows=_Windows(),
+    small={
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 176,
+        "norm_topk_prob": True,
+    },
+)

@@ -1,0 +1,144 @@
+"""Grouped-query attention with rotary positions.
+
+Under a tensor-parallel split the same code runs: head counts come from the local width of the
+projections. Shapes: B rows, S positions, H hidden, D width of one head.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ms_parallel.models.decoder_config import DecoderConfig
+from ms_parallel.models.parts.norm import RMSNorm
+from ms_parallel.models.spans import attend_in_spans
+from ms_parallel.models.staged import Context
+from ms_parallel.operators.capped import capped_attention
+from ms_parallel.operators.protocol import Ops
+
+__all__ = ["Attention", "RotaryContext", "Sinks", "attend"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RotaryContext(Context):
+    """The angles of one forward's positions."""
+
+    tables: tuple[tuple[Tensor, Tensor], ...]
+    """Cosines and sines, (B or 1, S, width/2) float32, of each of the config's `ropes`."""
+    lengths: tuple[int, ...] | None
+    """Of the documents of all rows, where each can be attended to alone."""
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions.
+
+    Args:
+        config: The model.
+        layer: Global number of the layer, which says its window and its rotary positions.
+        ops: Operators.
+        norm: Builds the norms of queries and keys, of (width, eps, ops).
+        sinks: Whether each head has a score beside those of its keys, as in gpt-oss.
+        softcap: What scores are bent to stay below, before the softmax.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        ops: Ops,
+        *,
+        norm: Callable[[int, float, Ops], nn.Module] = RMSNorm,
+        sinks: bool = False,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__()
+        hidden, width = config.hidden_size, config.head_dim
+        queries, keys = config.num_attention_heads * width, config.num_key_value_heads * width
+        self.q_proj = nn.Linear(hidden, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(hidden, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(hidden, keys, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, hidden, bias=config.attention_output_bias)
+        if config.query_key_norm:
+            self.q_norm = norm(width, config.rms_norm_eps, ops)
+            self.k_norm = norm(width, config.rms_norm_eps, ops)
+        self.sinks = Sinks(config.num_attention_heads) if sinks else None
+        self.query_key_norm = config.query_key_norm
+        self.head_dim = width
+        self.window = config.window(layer)
+        self.rope = config.rope_of(layer)
+        self.interleaved = config.rotary_interleaved
+        self.scale = config.attention_scale
+        self.softcap = softcap
+        self.layer = layer
+        self.ops = ops
+
+    def forward(self, hidden: Tensor, *, context: RotaryContext) -> Tensor:
+        """(B, S, H) to (B, S, H)."""
+        q, k, v = self.project(hidden)
+        if self.rope is not None:
+            cos, sin = context.tables[self.rope]
+            q, k = self.ops.rotary(q, k, cos, sin, interleaved=self.interleaved)
+        if context.cache is not None:
+            k, v = context.cache.append(self.layer, k, v)
+        settings: dict[str, Any] = {"window": self.window, "scale": self.scale}
+        if self.sinks is not None:
+            settings["sinks"] = self.sinks(q)
+        out = attend(self.ops, q, k, v, context, softcap=self.softcap, **settings)
+        return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (B, S, heads, D) before they are turned."""
+        q, k, v = (
+            projection(hidden).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.query_key_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+
+class Sinks(nn.Module):
+    """A score of each head that all its queries have beside those of keys.
+
+    As a bias begins it, at 0.
+    """
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, q: Tensor) -> Tensor:
+        """(heads,), for queries (B, S, heads, D)."""
+        return self.bias
+
+
+def attend(
+    ops: Ops,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: RotaryContext,
+    *,
+    softcap: float | None = None,
+    **settings: Any,
+) -> Tensor:
+    """Queries (B, S, heads, D) over keys and values of held and new positions.
+
+    Args:
+        ops: Operators.
+        q: New queries.
+        k: Keys of held and new positions.
+        v: Values, likewise.
+        context: Its documents keep apart what is packed.
+        softcap: What scores are bent to stay below, before the softmax.
+        settings: What else the operator takes.
+    """
+    operator: Callable[..., Tensor] = ops.attention
+    if softcap is not None:  # which fused kernels do not have
+        operator, settings["softcap"] = capped_attention, softcap
+    # A block compiled alone would be compiled anew for each batch's lengths.
+    if not torch.compiler.is_compiling() and context.lengths is not None:
+        return attend_in_spans(operator, q, k, v, context.lengths, **settings)
+    return operator(q, k, v, documents=context.documents, **settings)
