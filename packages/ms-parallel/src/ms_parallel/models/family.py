@@ -37,6 +37,8 @@ class Family:
     """How the model of a configuration may be split."""
     small: Mapping[str, object] = field(factory=dict)
     """Settings of a small model, which trains on a laptop."""
+    packs: bool = True
+    """Whether a document has the same logits in a packed row as alone, wherever it stands."""
 
     @property
     def default(self) -> Mapping[str, object]:

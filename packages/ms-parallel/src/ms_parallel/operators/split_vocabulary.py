@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.losses import head_gradients
 
 __all__ = ["VocabularyParallelLoss"]
@@ -19,9 +20,10 @@ class VocabularyParallelLoss(torch.autograd.Function):
     """-log softmax(h·Wᵀ)[target] with W split by rows (the vocabulary) over a process group.
 
     Works a chunk of tokens at a time. A chunk leaves its local maximum, sum of exponentials and
-    target logit, float32; two collectives then settle all chunks at once (Shoeybi et al., 2019,
-    section 3, has three per call). The backward forms p - onehot(target) from the saved
-    log-normaliser; if all local logits fit `limit_bytes` there is one chunk, and it is kept.
+    target logit, float32 (float64 for float64); two collectives then settle all chunks at once
+    (Shoeybi et al., 2019, section 3, has three per call). The backward forms p - onehot(target)
+    from the saved log-normaliser; if all local logits fit `limit_bytes` there is one chunk, and it
+    is kept.
     """
 
     @staticmethod
@@ -33,7 +35,16 @@ class VocabularyParallelLoss(torch.autograd.Function):
         group: dist.ProcessGroup,
         limit_bytes: int,
     ) -> Tensor:
-        """Losses (T,) float32 of hidden (T, H), weight (V/t, H) and global targets (T,) int64."""
+        """Losses (T,), float32 (float64 for float64).
+
+        Args:
+            ctx: keeps what the backward needs.
+            hidden: (T, H).
+            weight: (V/t, H), this process's rows.
+            targets: (T,) int64, of the whole vocabulary.
+            group: processes that share out the vocabulary.
+            limit_bytes: of local logits that are held at once.
+        """
         width = weight.shape[0]
         local = targets - dist.get_rank(group) * width
         here = (local >= 0) & (local < width)
@@ -42,7 +53,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
         kept: Tensor | None = None
         maxima, sums, hits = [], [], []
         for part, at in zip(torch.split(hidden, rows), torch.split(index, rows), strict=True):
-            logits = F.linear(part, weight).float()
+            logits = widen(F.linear(part, weight))
             maximum = logits.amax(dim=1)
             maxima.append(maximum)
             sums.append((logits - maximum[:, None]).exp().sum(dim=1))
