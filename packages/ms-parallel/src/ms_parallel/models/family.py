@@ -1,7 +1,7 @@
 """A family of models as one value; each is a file of `families/`, found there by its `FAMILY`."""
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -14,6 +14,7 @@ from ms_parallel import operators
 from ms_parallel.errors import ModelError
 from ms_parallel.models.config import TOKENS, ModelConfig, token_ids
 from ms_parallel.models.plan import ModelPlan
+from ms_parallel.models.weight_names import Rules
 from ms_parallel.operators.protocol import Ops
 
 __all__ = ["Family", "families", "family_of"]
@@ -35,6 +36,11 @@ class Family:
     """Builds the `StagedModel` of (config, ops=, layers=, first=, last=)."""
     plan: Callable[[Any], ModelPlan]
     """How the model of a configuration may be split."""
+    weights: Callable[[Any], Rules] = lambda _: {}
+    """How a folder's tensors make up the parameters of a configuration's model, where they do not
+    bear the same names."""
+    layer_kind: Callable[[Any, int], Hashable] = lambda *_: None
+    """What tells layers with other parameters apart, of (config, layer's number)."""
     small: Mapping[str, object] = field(factory=dict)
     """Settings of a small model, which trains on a laptop."""
     packs: bool = True

@@ -1,20 +1,22 @@
 """Finds architectures by name, and builds, splits and describes their models."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from attrs import asdict, evolve, fields
+from torch import Tensor, nn
 
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.untrusted import read_json
 from ms_parallel.models.config import ModelConfig, TokenId, token_ids
 from ms_parallel.models.family import families, family_of
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.models.staged import StagedModel
+from ms_parallel.models.staged import StagedModel, named_weights
 from ms_parallel.models.tokenizer_files import TokenizerFiles
+from ms_parallel.models.weight_names import Piece, pieces
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import nearest
 
@@ -27,6 +29,7 @@ __all__ = [
     "model_plan",
     "parameter_shapes",
     "read_config",
+    "weight_pieces",
     "with_tokens",
 ]
 
@@ -128,19 +131,49 @@ def model_plan(config: ModelConfig) -> ModelPlan:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Names and shapes of the whole model's parameters; tied ones once.
+    """Names and shapes of the whole model's parameters; tied ones once."""
+    return _shapes(config, nn.Module.named_parameters)
 
-    All blocks of a model are alike, so that one is built, however many there are said to be.
+
+def weight_pieces(config: ModelConfig) -> dict[str, list[Piece]]:
+    """What makes up each weight of the whole model in its folder; tied ones once.
+
+    Weights are its parameters, and the buffers that its folder holds.
     """
-    with torch.device("meta"):
-        model = build_model(config, layers=range(1))
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    first = "model.layers.0."
-    of_block = {name: shape for name, shape in shapes.items() if name.startswith(first)}
-    return {name: shape for name, shape in shapes.items() if name not in of_block} | {
-        f"model.layers.{layer}.{name.removeprefix(first)}": shape
-        for layer in range(config.num_hidden_layers)
-        for name, shape in of_block.items()
+    rules = family_of(config).weights(config)
+    shapes = _shapes(config, named_weights)
+    return {name: list(pieces(rules, name, shape)) for name, shape in shapes.items()}
+
+
+def _shapes(
+    config: ModelConfig, named: Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
+) -> dict[str, torch.Size]:
+    """Names and shapes of what is `named` in the whole model.
+
+    Of each kind of layer one block is built, however many there are said to be.
+    """
+    kind = family_of(config).layer_kind
+    layers = {layer: kind(config, layer) for layer in range(config.num_hidden_layers)}
+    shapes: dict[str, torch.Size] = {}
+    of_kind: dict[Hashable, dict[str, torch.Size]] = {}
+    for layer, own in layers.items():
+        if own in of_kind:
+            continue
+        alone = range(layer, layer + 1)
+        with torch.device("meta"):
+            model = build_model(config, layers=alone, first=not of_kind, last=not of_kind)
+        found = {name: weight.shape for name, weight in named(model)}
+        block = f"model.layers.{layer}."
+        of_kind[own] = {
+            name.removeprefix(block): shape
+            for name, shape in found.items()
+            if name.startswith(block)
+        }
+        shapes |= {name: shape for name, shape in found.items() if not name.startswith(block)}
+    return shapes | {
+        f"model.layers.{layer}.{name}": shape
+        for layer, own in layers.items()
+        for name, shape in of_kind[own].items()
     }
 
 

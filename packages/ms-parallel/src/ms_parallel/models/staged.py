@@ -4,7 +4,7 @@ Shapes: B rows, S positions, H hidden, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from ms_parallel.errors import ModelError
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import ModelConfig
 
-__all__ = ["Context", "StagedModel"]
+__all__ = ["Context", "StagedModel", "named_weights"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -182,3 +182,12 @@ class StagedModel(nn.Module, ABC):
             return hidden
         hidden = self.finish(hidden)
         return self.head(hidden) if logits else hidden
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a folder holds of a model: its parameters, and its buffers that are to be kept."""
+    yield from model.named_parameters()
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer

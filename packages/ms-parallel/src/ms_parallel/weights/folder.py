@@ -73,8 +73,10 @@ class WeightFolder:
         Raises:
             ModelError: no file holds it, or that file is damaged.
         """
+        steps = tuple(slice(None, None, dim.step) for dim in box)
+        dense = tuple(slice(dim.start, dim.stop) for dim in box)
         try:
-            return self._slice(name)[box]  # type: ignore[no-any-return]
+            return self._slice(name)[dense][steps]  # type: ignore[no-any-return]
         except SafetensorError as error:
             raise self._damaged(self._files[name], error) from error
 

@@ -6,10 +6,13 @@ generator each, so that a rank draws only the chunks that its part touches.
 
 import hashlib
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
+from ms_parallel.models.registry import parameter_shapes
+from ms_parallel.models.staged import named_weights
 from ms_parallel.split.part import part_of
 
 __all__ = ["initialise", "is_added"]
@@ -31,19 +34,20 @@ def initialise(model: nn.Module, seed: int) -> None:
     """
     std: float = model.config.initializer_range  # type: ignore[union-attr,assignment]
     tied = bool(model.config.tie_word_embeddings)  # type: ignore[union-attr]
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias") or is_added(name):
+    own = parameter_shapes(model.config)  # type: ignore[arg-type]
+    for name, parameter in named_weights(model):
+        drawn_as = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
+        if name.endswith("bias") or is_added(drawn_as, own):
             parameter.zero_()
         elif parameter.ndim == 1:
             parameter.fill_(1.0)
         else:
-            drawn_as = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
             _fill_normal(parameter, drawn_as, seed, std)
 
 
-def is_added(name: str) -> bool:
-    """Whether a parameter is not of the architecture: a preparation of the engine added it."""
-    return name.rpartition(".")[2] not in ("weight", "bias")
+def is_added(name: str, own: Collection[str]) -> bool:
+    """Whether a weight is not of the architecture's `own`: a preparation of the engine added it."""
+    return name not in own and name.rpartition(".")[2] not in ("weight", "bias")
 
 
 def _fill_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:

@@ -1,17 +1,17 @@
-"""Reads models from Hugging Face folders; under any layout each process reads only its part.
-
-Names are the same on both sides, so nothing is converted.
-"""
+"""Reads models from Hugging Face folders; under any layout each process reads only its part."""
 
 import os
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ms_parallel.errors import ModelError
-from ms_parallel.models.registry import build_model, model_plan, parameter_shapes, read_config
-from ms_parallel.models.staged import StagedModel
+from ms_parallel.models.registry import build_model, model_plan, read_config, weight_pieces
+from ms_parallel.models.staged import StagedModel, named_weights
+from ms_parallel.models.weight_names import Piece
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.split.part import Part, drop_gathered, part_of
 from ms_parallel.weights.finite import is_finite
@@ -62,9 +62,9 @@ def load_model(
         )
     with torch.device("meta"):
         model = build_model(config, ops=ops, layers=layers, first=first, last=last).to(dtype)
-    _check(model, weights)
+    pieces = _check(model, weights)
     model.to_empty(device=device)
-    _fill(model, weights)
+    _fill(model, weights, pieces)
     return model
 
 
@@ -104,57 +104,84 @@ def load_weights(model: StagedModel, folder: str | Path) -> None:
     """
     weights = WeightFolder(Path(folder))
     drop_gathered(model)
-    _check(model, weights)
-    _fill(model, weights)
+    _fill(model, weights, _check(model, weights))
 
 
-def _check(model: StagedModel, weights: WeightFolder) -> None:
-    """Names of the whole model, and shapes of this stage, before any value is read."""
-    whole = parameter_shapes(model.config).keys()
+def _check(model: StagedModel, weights: WeightFolder) -> dict[str, list[Piece]]:
+    """Names of the whole model, and shapes of this stage, before any value is read.
+
+    Returns:
+        What makes up each of this stage's weights; none for those that were added.
+    """
+    whole = weight_pieces(model.config)
+    tensors = {piece.tensor for pieces in whole.values() for piece in pieces}
     copies = {copy: owner for owner, copy in model_plan(model.config).tied}
-    missing = sorted(whole - weights.names)
+    missing = sorted(tensors - weights.names)
     if missing:
         raise ModelError(
-            f"{weights.folder} lacks {len(missing)} of {len(whole)} tensors, first {missing[0]!r};"
-            f" is it complete, and of this architecture?"
+            f"{weights.folder} lacks {len(missing)} of {len(tensors)} tensors, first"
+            f" {missing[0]!r}; is it complete, and of this architecture?"
         )
-    known = whole | copies.keys()
+    known = tensors | copies.keys()
     unknown = sorted(n for n in weights.names - known if not n.endswith(_BUFFERS_OF_OLD))
     if unknown:
         raise ModelError(
             f"{weights.folder} holds {unknown[0]!r}, which the model of its config.json does not"
-            f" have; this architecture is not supported"
+            f" have; {_what_fits(unknown[0], known) or 'this architecture is not supported'}"
         )
-    for name, parameter in model.named_parameters():
-        if is_added(name):
-            continue
-        shape = weights.shape(copies.get(name, name))
-        if shape != tuple(parameter.shape):
+    own = {name: whole.get(copies.get(name, name), []) for name, _ in named_weights(model)}
+    strange = [name for name in own if not own[name] and not is_added(name, whole)]
+    if strange:
+        raise ModelError(
+            f"{weights.folder} holds no tensor for {strange[0]!r}, which its config.json does not"
+            " ask for; read the folder before the model is changed"
+        )
+    for piece in (piece for pieces in own.values() for piece in pieces):
+        shape = weights.shape(piece.tensor)
+        if shape != piece.shape:
+            turned = "; it is transposed" if shape == piece.shape[::-1] else "; mend config.json"
             raise ModelError(
-                f"{weights.folder} holds {name!r} with shape {shape}, but its config.json asks"
-                f" for {tuple(parameter.shape)}; mend config.json"
+                f"{weights.folder} holds {piece.tensor!r} with shape {shape}, but its config.json"
+                f" asks for {piece.shape}{turned}"
             )
+    return own
+
+
+def _what_fits(name: str, known: Iterable[str]) -> str | None:
+    """Which numbers fit a name whose numbers alone are unknown, such as those of experts."""
+    parts = re.split(r"(\d+)", name)  # numbers at the odd places
+    skeleton = re.compile(
+        "".join(r"(\d+)" if place % 2 else re.escape(part) for place, part in enumerate(parts))
+    )
+    alike = [found for each in known if (found := skeleton.fullmatch(each))]
+    for place in range(1, len(parts), 2):
+        numbers = {int(found[(place + 1) // 2]) for found in alike}
+        if numbers and int(parts[place]) not in numbers:
+            return f"it asks for {''.join(parts[:place])}{min(numbers)} to {max(numbers)}"
+    return None
 
 
 @torch.no_grad()
-def _fill(model: StagedModel, weights: WeightFolder) -> None:
+def _fill(model: StagedModel, weights: WeightFolder, pieces: Mapping[str, Iterable[Piece]]) -> None:
     tied = model_plan(model.config).tied
-    copies = {copy: owner for owner, copy in tied}
-    for name, parameter in model.named_parameters():
-        part = part_of(parameter)
-        if is_added(name):
+    for name, weight in named_weights(model):
+        part = part_of(weight)
+        if not pieces[name]:
             part.local.zero_()
-        elif part.local.numel():
-            values = weights.read(copies.get(name, name), part.box)
+        for piece in pieces[name] if part.local.numel() else ():
+            inside = piece.within(part.box)
+            if inside is None:
+                continue
+            values = piece.to_parameter(weights.read(piece.tensor, inside[0]))
             if not is_finite(values):
                 raise ModelError(
-                    f"{weights.folder} holds {name!r} with a NaN or an infinity; give a model that"
-                    " was saved before it went wrong"
+                    f"{weights.folder} holds {piece.tensor!r} with a NaN or an infinity; give a"
+                    " model that was saved before it went wrong"
                 )
             for pair in tied:
                 if name in pair:
                     _check_tied(pair, values, part, weights)
-            part.local.copy_(values)
+            part.local[inside[1]].copy_(values)
 
 
 def _check_tied(pair: tuple[str, str], values: Tensor, part: Part, weights: WeightFolder) -> None:

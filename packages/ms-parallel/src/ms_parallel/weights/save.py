@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -11,7 +11,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from attrs import frozen
-from torch import Tensor
+from torch import Tensor, nn
 
 from ms_parallel.errors import ModelError, NonFiniteError
 from ms_parallel.files.durable import sync_folder, write_synced
@@ -21,15 +21,16 @@ from ms_parallel.models.registry import (
     GENERATION,
     config_document,
     model_plan,
+    weight_pieces,
     with_tokens,
 )
-from ms_parallel.models.staged import StagedModel
+from ms_parallel.models.staged import StagedModel, named_weights
 from ms_parallel.models.tokenizer_files import TokenizerFiles, read_tokenizer
+from ms_parallel.models.weight_names import Piece
 from ms_parallel.split.part import drop_gathered, part_of, whole_of
 from ms_parallel.weights.file import TensorEntry, WeightFile
 from ms_parallel.weights.finite import is_finite
 from ms_parallel.weights.folder import INDEX, SINGLE
-from ms_parallel.weights.initial import is_added
 
 __all__ = ["save_model"]
 
@@ -48,6 +49,15 @@ class _File:
     @property
     def size_bytes(self) -> int:
         return sum(entry.size_bytes for entry in self.entries)
+
+
+@frozen(kw_only=True, eq=False)
+class _Source:
+    """What a tensor of the folder is made of: all or a part of a weight."""
+
+    name: str
+    weight: Tensor
+    piece: Piece
 
 
 def save_model(
@@ -84,12 +94,14 @@ def save_model(
     if tokenizer is not None and not isinstance(tokenizer, TokenizerFiles):
         tokenizer = read_tokenizer(tokenizer)
     config = stages[0].config if tokenizer is None else with_tokens(stages[0].config, tokenizer)
-    mine = _saved_parameters(stages)
+    mine = _saved_tensors(stages)
     entries = [
-        TensorEntry(name=name, shape=tuple(parameter.shape), dtype=dtype or parameter.dtype)
-        for name, parameter in mine.items()
+        TensorEntry(name=name, shape=sources[0].piece.shape, dtype=_dtype(sources[0], dtype))
+        for name, sources in mine.items()
     ]
-    files = _share_out(_exchange(entries), file_size_bytes)
+    offers = _exchange(entries)
+    _check_complete(config, {entry.name for offer in offers for entry in offer}, folder)
+    files = _share_out(offers, file_size_bytes)
     _check_finite(mine, dtype, folder)
     document = config_document(config, dtype or next(stages[0].parameters()).dtype)
     small = {CONFIG: document, GENERATION: _generation(config)}
@@ -107,22 +119,49 @@ def save_model(
         raise
 
 
-def _saved_parameters(stages: Sequence[StagedModel]) -> dict[str, Tensor]:
+def _saved_tensors(stages: Sequence[StagedModel]) -> dict[str, list[_Source]]:
     """What a folder holds of these stages: each tied weight once, and nothing that was added."""
     copies = {copy for _, copy in model_plan(stages[0].config).tied}
-    return {
-        name: parameter
-        for stage in stages
-        for name, parameter in stage.named_parameters()
-        if name not in copies and not is_added(name)
-    }
+    whole = weight_pieces(stages[0].config)
+    tensors: dict[str, list[_Source]] = {}
+    for stage in stages:
+        for name, weight in named_weights(stage):
+            for piece in whole.get(name, ()) if name not in copies else ():
+                source = _Source(name=name, weight=weight, piece=piece)
+                tensors.setdefault(piece.tensor, []).append(source)
+    return tensors
+
+
+def _check_complete(config: ModelConfig, offered: Collection[str], folder: Path) -> None:
+    """Refuse to write a folder that would lack a part of its model."""
+    every = [piece.tensor for pieces in weight_pieces(config).values() for piece in pieces]
+    lost = [tensor for tensor in every if tensor not in offered]
+    if lost:
+        raise ModelError(
+            f"no process holds {lost[0]!r}, which the model's configuration asks for, so nothing is"
+            f" saved to {folder}; give all stages of the model as it was built"
+        )
+
+
+def _dtype(source: _Source, dtype: torch.dtype | None) -> torch.dtype:
+    """Of a tensor in its file; a buffer keeps its own."""
+    return dtype if dtype and isinstance(source.weight, nn.Parameter) else source.weight.dtype
 
 
 @torch.no_grad()
-def _check_finite(mine: Mapping[str, Tensor], dtype: torch.dtype | None, folder: Path) -> None:
+def _check_finite(
+    mine: Mapping[str, Sequence[_Source]], dtype: torch.dtype | None, folder: Path
+) -> None:
     """Every process looks at its own parts; all of them hear of the first that is not finite."""
-    parts = ((name, part_of(parameter).local) for name, parameter in mine.items())
-    first = next((name for name, part in parts if not is_finite(part, dtype)), None)
+    sources = {source.name: source for each in mine.values() for source in each}
+    first = next(
+        (
+            name
+            for name, source in sources.items()
+            if not is_finite(part_of(source.weight).local, _dtype(source, dtype))
+        ),
+        None,
+    )
     found = [name for name in _exchange(first) if name is not None]
     if found:
         raise NonFiniteError(
@@ -159,15 +198,21 @@ def _clear(aside: Path) -> None:
 
 
 @torch.no_grad()
-def _write(mine: Mapping[str, Tensor], own: Mapping[str, _File], aside: Path) -> None:
-    """Gather every tensor and write those of this process's files."""
+def _write(mine: Mapping[str, Sequence[_Source]], own: Mapping[str, _File], aside: Path) -> None:
+    """Gather every weight and write the tensors of this process's files."""
+    last_use = {source.name: tensor for tensor, each in mine.items() for source in each}
+    gathered: dict[str, Tensor] = {}
     file_of = {entry.name: name for name, file in own.items() for entry in file.entries}
     writing: tuple[str, WeightFile] | None = None
     failure: OSError | None = None
     with _without_advice(), ExitStack() as stack:
-        for name, parameter in mine.items():
+        for name, sources in mine.items():
             # Others wait for this process in the gathering, so it goes on even after a failure.
-            whole = whole_of(parameter)
+            for source in sources:
+                if source.name not in gathered:
+                    gathered[source.name] = whole_of(source.weight)
+            used = {source.name: gathered[source.name] for source in sources}
+            gathered = {key: kept for key, kept in gathered.items() if last_use[key] != name}
             file = file_of.get(name)
             if file is None or failure is not None:
                 continue
@@ -176,12 +221,27 @@ def _write(mine: Mapping[str, Tensor], own: Mapping[str, _File], aside: Path) ->
                     stack.close()
                     weight_file = WeightFile(aside / file, own[file].entries)
                     writing = file, stack.enter_context(weight_file)
-                writing[1].write(name, whole)
+                writing[1].write(name, _assemble(sources, used))
             except OSError as error:
                 failure = error
                 stack.pop_all().__exit__(type(error), error, error.__traceback__)
     if failure is not None:
         raise failure
+
+
+def _assemble(sources: Sequence[_Source], weights: Mapping[str, Tensor]) -> Tensor:
+    """A tensor of a folder from the weights that it is made of."""
+    parts = [
+        (source.piece, source.piece.to_tensor(weights[source.name][source.piece.box]))
+        for source in sources
+    ]
+    piece, values = parts[0]
+    if tuple(values.shape) == piece.shape:
+        return values
+    whole = values.new_empty(piece.shape)
+    for piece, values in parts:
+        whole[piece.part] = values
+    return whole
 
 
 @contextmanager
