@@ -1,59 +1,24 @@
 """The configuration of a decoder of the Llama kind."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-from attrs import field, fields, frozen
+from attrs import field, frozen
 
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.config import ModelConfig, above_zero, check_heads, size
 from ms_parallel.models.family import families
-from ms_parallel.settings import flag, nearest
+from ms_parallel.models.positions.scaling import Rope, RopeScaling, as_rope_scaling
+from ms_parallel.settings import flag
 
-__all__ = ["DecoderConfig", "RopeScaling"]
-
-
-@frozen(kw_only=True)
-class RopeScaling:
-    """How rotary frequencies are stretched to longer contexts."""
-
-    kind: Literal["linear", "llama3"]
-    factor: float = field(validator=above_zero)
-    low_freq_factor: float = field(default=1.0, validator=above_zero)
-    """llama3: wavelengths above original/low are stretched fully."""
-    high_freq_factor: float = field(default=4.0, validator=above_zero)
-    """llama3: wavelengths below original/high are left alone."""
-    original_max_position_embeddings: int = field(default=8192, validator=size)
-    """llama3: positions of the first pre-training."""
-
-    def __attrs_post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3"):
-            shown = repr(self.kind)[:60]
-            raise ConfigError(f"unknown rope scaling {shown}; known: linear, llama3")
-        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
-            raise ConfigError(
-                f"rope scaling high_freq_factor={self.high_freq_factor} must be above"
-                f" low_freq_factor={self.low_freq_factor}"
-            )
-
-
-def _rope_scaling(value: Any) -> Any:
-    """Take a mapping of settings for the value that they are of."""
-    if not isinstance(value, Mapping):
-        return value
-    known = [setting.name for setting in fields(RopeScaling)]
-    for key in value:
-        if key not in known:
-            raise ConfigError(f"unknown rope_scaling setting {key!r}; {nearest(key, known)}")
-    missing = [each for each in ("kind", "factor") if each not in value]
-    if missing:
-        raise ConfigError(f"rope_scaling lacks {missing[0]!r}; give kind and factor")
-    return RopeScaling(**value)
+__all__ = ["DecoderConfig"]
 
 
 @frozen(kw_only=True)
 class DecoderConfig(ModelConfig):
     """A decoder of the Llama kind.
+
+    A family with settings of its own has a subclass in its file; in config.json they stand by
+    their own names. The properties below are what blocks ask, for a subclass to answer otherwise.
 
     Raises:
         ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
@@ -63,7 +28,7 @@ class DecoderConfig(ModelConfig):
     num_key_value_heads: int = field(validator=size)
     rms_norm_eps: float = field(default=1e-6, validator=above_zero)
     rope_theta: float = field(default=10000.0, validator=above_zero)
-    rope_scaling: RopeScaling | None = field(default=None, converter=_rope_scaling)
+    rope_scaling: RopeScaling | None = field(default=None, converter=as_rope_scaling)
     """A mapping of its settings will do."""
     attention_bias: bool = field(default=False, validator=flag)
     """q, k and v projections have a bias; so has the output projection, but for qwen2."""
@@ -93,10 +58,16 @@ class DecoderConfig(ModelConfig):
         Raises:
             ConfigError: it names no family of decoders.
         """
-        known = {each.name: each for each in families() if each.config is DecoderConfig}
-        if self.model_type not in known:
+        known = {each.name: each for each in families() if issubclass(each.config, DecoderConfig)}
+        found = known.get(self.model_type)
+        if found is None:
             raise ConfigError(f"unknown model_type {self.model_type!r}; known: {', '.join(known)}")
-        return known[self.model_type]
+        if type(self) is not found.config:
+            raise ConfigError(
+                f"model_type {self.model_type!r} is configured by {found.config.__name__}, not by"
+                f" {type(self).__name__}; use architecture({self.model_type!r}, ...)"
+            )
+        return found
 
     @property
     def key_value_heads(self) -> int:
@@ -113,3 +84,38 @@ class DecoderConfig(ModelConfig):
         if self.sliding_layers is not None and layer not in self.sliding_layers:
             return None
         return self.sliding_window
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary positions that its layers use."""
+        rope = Rope(
+            theta=self.rope_theta,
+            width=self.rotary_width,
+            scaling=self.rope_scaling,
+            max_position_embeddings=self.max_position_embeddings,
+        )
+        return (rope,)
+
+    def rope_of(self, layer: int) -> int | None:
+        """Which of `ropes` one layer uses; None where it has no positions."""
+        return 0
+
+    @property
+    def rotary_width(self) -> int:
+        """Dims of a head that turn."""
+        return self.head_dim
+
+    @property
+    def rotary_interleaved(self) -> bool:
+        """Whether neighbouring dims turn together, instead of halves."""
+        return False
+
+    @property
+    def attention_scale(self) -> float | None:
+        """What scores are multiplied by; None for 1/√head_dim."""
+        return None
+
+    @property
+    def embedding_scale(self) -> float | None:
+        """What embeddings are multiplied by, rounded to their dtype; None for nothing."""
+        return None

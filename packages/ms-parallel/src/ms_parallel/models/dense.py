@@ -1,21 +1,25 @@
 """Families of dense decoders: how one's config.json is read and written, as data."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
-from attrs import field, frozen
+from attrs import field, fields, frozen
 from torch import nn
 
 from ms_parallel import operators
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.config import MOST, TOKENS, token_ids
 from ms_parallel.models.config_keys import check_keys
-from ms_parallel.models.decoder import Block, Decoder, plan
-from ms_parallel.models.decoder_config import DecoderConfig, RopeScaling
+from ms_parallel.models.decoder import Decoder, plan
+from ms_parallel.models.decoder_config import DecoderConfig
 from ms_parallel.models.family import Family, families
+from ms_parallel.models.parts.block import Block
+from ms_parallel.models.parts.norm import RMSNorm
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.operators import Ops
+from ms_parallel.models.positions.document import read_rope, write_scaling
+from ms_parallel.models.positions.windows import NO_WINDOWS, Windows
+from ms_parallel.operators.protocol import Ops
 
 __all__ = ["DenseFamily"]
 
@@ -43,15 +47,6 @@ _COPIED = (
     "initializer_range",
 )
 _BIASES = ("attention_bias", "mlp_bias")
-_WINDOW_KEYS: Mapping[str, frozenset[str]] = {
-    "none": frozenset(),
-    "every_layer": frozenset({"sliding_window", "layer_types"}),
-    "upper_layers": frozenset(
-        {"sliding_window", "layer_types", "use_sliding_window", "max_window_layers"}
-    ),
-}
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_LLAMA3}
 
 
 @frozen(kw_only=True)
@@ -66,6 +61,8 @@ class DenseFamily(Family):
     """How the model may be split."""
     block: Callable[[DecoderConfig, int, Ops], nn.Module] = Block
     """Builds the block of a layer's global number."""
+    norm: Callable[[int, float, Ops], nn.Module] = RMSNorm
+    """Builds the final norm, of (width, eps, ops)."""
     transformers_class: str
     """What transformers builds of its config.json."""
     fixed: Mapping[str, object]
@@ -74,8 +71,10 @@ class DenseFamily(Family):
     """What transformers takes where its config.json is silent."""
     neutral: Mapping[str, tuple[object, ...]] = field(factory=dict)
     """Keys of its config.json that are not read, with the values that change nothing."""
-    windows: Literal["none", "every_layer", "upper_layers"] = "none"
-    """Which layers its `sliding_window` applies to where no `layer_types` says so."""
+    activation: Mapping[str, str] = field(factory=lambda: {"hidden_act": "silu"})
+    """The keys that name its activation, and the one that it is."""
+    windows: Windows = NO_WINDOWS
+    """How its config.json says which layers slide."""
     null_head_dim: bool = False
     """Whether a `head_dim` of null is a head's share of the hidden size."""
     output_bias: bool = True
@@ -84,13 +83,20 @@ class DenseFamily(Family):
     """Whether transformers wants the hidden size to be a multiple of the heads."""
 
     @property
+    def own(self) -> tuple[str, ...]:
+        """Settings of its configurations beside those of all decoders."""
+        all_have = {setting.name for setting in fields(DecoderConfig)}
+        return tuple(each.name for each in fields(self.config) if each.name not in all_have)
+
+    @property
     def default(self) -> Mapping[str, object]:
         """Settings of a small model: those of all, the fixed ones, and its own."""
         return {**_SMALL, **self.fixed, **self.small, "model_type": self.name}
 
     def build(self, config: DecoderConfig, *, ops: Ops | None = None, **part: Any) -> nn.Module:
         """The model or one stage of it, with unset weights."""
-        return self.model(config, ops=ops or operators, block=self.block, **part)
+        made = {"block": self.block, "norm": self.norm, **part}
+        return self.model(config, ops=ops or operators, **made)
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse settings that its config.json cannot express.
@@ -122,24 +128,25 @@ class DenseFamily(Family):
         """
         free = [name for name in _BIASES if name not in self.fixed]
         biases = {name: (self.fixed[name],) for name in _BIASES if name in self.fixed}
-        neutral = {**biases, **self.neutral}
-        check_keys(self.name, _WINDOW_KEYS[self.windows].union(free), neutral, document)
+        activation = {name: (value,) for name, value in self.activation.items()}
+        neutral = {**biases, **activation, **self.neutral}
+        check_keys(self.name, self.windows.keys.union(free, self.own), neutral, document)
         _check_sizes(document)
         # Where a key is null, its default does not count: null is a value of its own, or refused.
         given = {**self.silent, **document}
-        window, layers = self._window(given)
-        theta, scaling = _rope(given)
+        window, layers = self.windows.read(given)
+        theta, scaling = read_rope(given)
         heads = given.get("num_key_value_heads")
         chosen: dict[str, object] = {name: given.get(name, False) for name in free}
         chosen |= {"sliding_window": window, "sliding_layers": layers}
-        return DecoderConfig(
+        return self.config(
             model_type=self.name,
             num_key_value_heads=given["num_attention_heads"] if heads is None else heads,
             head_dim=self._head_dim(given),
             rope_theta=theta,
             rope_scaling=scaling,
             **cast(Any, {**chosen, **self.fixed}),
-            **{name: given[name] for name in _COPIED if name in given},
+            **{name: given[name] for name in (*_COPIED, *self.own) if name in given},
             **{name: token_ids(name, given.get(name)) for name in TOKENS},
         )
 
@@ -150,14 +157,14 @@ class DenseFamily(Family):
         return {
             "architectures": [self.transformers_class],
             "model_type": self.name,
-            "hidden_act": "silu",
+            **self.activation,
             "attention_dropout": 0.0,
             "torch_dtype": str(dtype).removeprefix("torch."),
             "use_cache": True,
             **{name: getattr(config, name) for name in names},
-            "rope_scaling": _rope_document(config),
-            **{name: getattr(config, name) for name in free},
-            **self._window_document(config),
+            "rope_scaling": write_scaling(config.rope_scaling),
+            **{name: getattr(config, name) for name in (*free, *self.own)},
+            **self.windows.write(config),
         }
 
     def _head_dim(self, given: Mapping[str, Any]) -> Any:
@@ -165,48 +172,6 @@ class DenseFamily(Family):
         if "head_dim" in given and not (given["head_dim"] is None and self.null_head_dim):
             return given["head_dim"]
         return given["hidden_size"] // given["num_attention_heads"]
-
-    def _window(self, given: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...] | None]:
-        """The sliding window and the layers that it applies to."""
-        if self.windows == "none":
-            return None, None
-        window, count = given.get("sliding_window", 4096), given["num_hidden_layers"]
-        if self.windows == "upper_layers":
-            first = given["max_window_layers"]
-            if type(first) is not int:
-                raise ModelError(f"max_window_layers is {str(first)[:60]!r}; give a whole number")
-            window = window if _slides(given) else None
-        kinds = given.get("layer_types")
-        if kinds is not None:
-            layers = _sliding_layers(kinds, count)
-            if layers and window is None:
-                raise ModelError(
-                    "layer_types has sliding_attention, but there is no sliding_window; give one,"
-                    " or full_attention for each layer"
-                )
-            return (window, layers) if layers else (None, None)
-        if window is None or self.windows == "every_layer":
-            return window, None
-        return window, tuple(range(max(0, given["max_window_layers"]), count))
-
-    def _window_document(self, config: DecoderConfig) -> dict[str, object]:
-        if self.windows == "none":
-            return {}
-        kinds = _layer_types(config)
-        if self.windows == "every_layer":
-            document: dict[str, object] = {"sliding_window": config.sliding_window}
-            # Named only where layers differ: who knows no layer_types lets all of them slide.
-            if config.sliding_window is not None and config.sliding_layers is not None:
-                document["layer_types"] = kinds
-            return document
-        slides = [kind == "sliding_attention" for kind in kinds]
-        return {
-            "use_sliding_window": any(slides),
-            "sliding_window": config.sliding_window,
-            # Older readers know no layer_types: to them all layers from this one on slide.
-            "max_window_layers": slides.index(True) if any(slides) else len(slides),
-            "layer_types": kinds,
-        }
 
 
 def _dense() -> list[DenseFamily]:
@@ -229,64 +194,3 @@ def _check_sizes(document: Mapping[str, Any]) -> None:
             raise ModelError(
                 f"{name}={str(document[name])[:60]} is beyond reason; give at most {MOST[name]}"
             )
-
-
-def _slides(given: Mapping[str, Any]) -> bool:
-    uses = given.get("use_sliding_window", False)
-    if type(uses) is not bool:
-        raise ModelError(f"use_sliding_window is {repr(uses)[:60]}; give true or false")
-    return uses
-
-
-def _sliding_layers(kinds: Any, count: int) -> tuple[int, ...]:
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != count or any(k not in known for k in kinds):
-        raise ModelError(
-            f"layer_types={str(kinds)[:60]} is not supported; give full_attention or"
-            f" sliding_attention for each of {count} layers"
-        )
-    return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
-
-
-def _rope(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from the old spelling (rope_theta, rope_scaling) or rope_parameters."""
-    new, old = given.get("rope_parameters"), given.get("rope_scaling")
-    if new and old and new != old:
-        raise ModelError(
-            "rope_parameters and rope_scaling differ, and readers disagree on which holds; keep one"
-        )
-    rope = new or old or {}
-    unknown = sorted(set(rope) - _ROPE) if isinstance(rope, dict) else [rope]
-    if unknown:
-        shown = repr(unknown[0])[:60]
-        raise ModelError(f"rotary setting {shown} is not supported; known: {sorted(_ROPE)}")
-    theta = rope.get("rope_theta", given.get("rope_theta", 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(
-            f"partial_rotary_factor={repr(rope['partial_rotary_factor'])[:60]} is not supported;"
-            " only 1.0 is"
-        )
-    if kind == "default":
-        return theta, None
-    if kind not in ("linear", "llama3"):
-        shown = repr(kind)[:60]
-        raise ModelError(f"rope_type {shown} is not supported; supported: default, linear, llama3")
-    names = _LLAMA3 if kind == "llama3" else ("factor",)
-    missing = [name for name in names if name not in rope]
-    if missing:
-        raise ModelError(f"rope scaling {kind!r} lacks {missing[0]!r}; add it to config.json")
-    return theta, RopeScaling(kind=kind, **{name: rope[name] for name in names})
-
-
-def _rope_document(config: DecoderConfig) -> dict[str, object] | None:
-    scaling = config.rope_scaling
-    if scaling is None:
-        return None
-    names = _LLAMA3 if scaling.kind == "llama3" else ("factor",)
-    return {"rope_type": scaling.kind, **{name: getattr(scaling, name) for name in names}}
-
-
-def _layer_types(config: DecoderConfig) -> list[str]:
-    windows = map(config.window, range(config.num_hidden_layers))
-    return ["full_attention" if window is None else "sliding_attention" for window in windows]

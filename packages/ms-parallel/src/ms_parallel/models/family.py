@@ -24,8 +24,8 @@ __all__ = ["Family", "families", "family_of"]
 class Family:
     """What a family knows: its configuration, its model, its plan, and its config.json.
 
-    A module of `families/` that has one as `FAMILY` is known everywhere. In config.json its
-    settings stand by their own names, unless `read` and `write` say otherwise.
+    A module of `families/`, or of a folder in it, that has one as `FAMILY` is known everywhere. In
+    config.json its settings stand by their own names, unless `read` and `write` say otherwise.
     """
 
     name: str
@@ -78,10 +78,11 @@ class Family:
 
 @cache
 def families() -> tuple[Family, ...]:
-    """Every family, in the order of the names of their files."""
+    """Every family, by name."""
     room = import_module("ms_parallel.models.families")
-    names = sorted(module.name for module in pkgutil.iter_modules(room.__path__))
-    return tuple(import_module(f"{room.__name__}.{name}").FAMILY for name in names)
+    found = pkgutil.walk_packages(room.__path__, prefix=f"{room.__name__}.")
+    modules = [import_module(module.name) for module in found if not module.ispkg]
+    return tuple(sorted((module.FAMILY for module in modules), key=lambda family: family.name))
 
 
 def family_of(config: ModelConfig) -> Family:

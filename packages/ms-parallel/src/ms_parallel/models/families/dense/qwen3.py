@@ -1,6 +1,7 @@
 """Qwen 3 (Yang et al., 2025): norms over each head of queries and keys."""
 
 from ms_parallel.models.dense import DenseFamily
+from ms_parallel.models.positions.windows import UPPER_LAYERS
 
 __all__ = ["FAMILY"]
 
@@ -14,6 +15,6 @@ FAMILY = DenseFamily(
         "max_window_layers": 28,
         "head_dim": 128,
     },
-    windows="upper_layers",
+    windows=UPPER_LAYERS,
     small={"tie_word_embeddings": True},
 )

@@ -1,0 +1,90 @@
+"""Grouped-query attention with rotary positions.
+
+Under a tensor-parallel split the same code runs: head counts come from the local width of the
+projections. Shapes: B rows, S positions, H hidden, D width of one head.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ms_parallel.models.decoder_config import DecoderConfig
+from ms_parallel.models.parts.norm import RMSNorm
+from ms_parallel.models.spans import attend_in_spans
+from ms_parallel.models.staged import Context
+from ms_parallel.operators.protocol import Ops
+
+__all__ = ["Attention", "RotaryContext"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RotaryContext(Context):
+    """The angles of one forward's positions."""
+
+    tables: tuple[tuple[Tensor, Tensor], ...]
+    """Cosines and sines, (B or 1, S, width/2) float32, of each of the config's `ropes`."""
+    lengths: tuple[int, ...] | None
+    """Of the documents of all rows, where each can be attended to alone."""
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions.
+
+    Args:
+        config: The model.
+        layer: Global number of the layer, which says its window and its rotary positions.
+        ops: Operators.
+        norm: Builds the norms of queries and keys, of (width, eps, ops).
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        ops: Ops,
+        *,
+        norm: Callable[[int, float, Ops], nn.Module] = RMSNorm,
+    ) -> None:
+        super().__init__()
+        hidden, width = config.hidden_size, config.head_dim
+        queries, keys = config.num_attention_heads * width, config.num_key_value_heads * width
+        self.q_proj = nn.Linear(hidden, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(hidden, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(hidden, keys, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, hidden, bias=config.attention_output_bias)
+        if config.query_key_norm:
+            self.q_norm = norm(width, config.rms_norm_eps, ops)
+            self.k_norm = norm(width, config.rms_norm_eps, ops)
+        self.query_key_norm = config.query_key_norm
+        self.head_dim = width
+        self.window = config.window(layer)
+        self.rope = config.rope_of(layer)
+        self.interleaved = config.rotary_interleaved
+        self.scale = config.attention_scale
+        self.layer = layer
+        self.ops = ops
+
+    def forward(self, hidden: Tensor, *, context: RotaryContext) -> Tensor:
+        """(B, S, H) to (B, S, H)."""
+        q, k, v = (
+            projection(hidden).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )  # (B, S, heads, D)
+        if self.query_key_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            cos, sin = context.tables[self.rope]
+            q, k = self.ops.rotary(q, k, cos, sin, interleaved=self.interleaved)
+        if context.cache is not None:
+            k, v = context.cache.append(self.layer, k, v)
+        return self.o_proj(self.attend(q, k, v, context).flatten(-2))  # type: ignore[no-any-return]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: RotaryContext) -> Tensor:
+        """Queries (B, S, heads, D) over keys and values of held and new positions."""
+        settings = {"window": self.window, "scale": self.scale}
+        # A block compiled alone would be compiled anew for each batch's lengths.
+        if not torch.compiler.is_compiling() and context.lengths is not None:
+            return attend_in_spans(self.ops.attention, q, k, v, context.lengths, **settings)
+        return self.ops.attention(q, k, v, documents=context.documents, **settings)  # type: ignore[arg-type]

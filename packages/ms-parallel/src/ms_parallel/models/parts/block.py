@@ -1,0 +1,89 @@
+"""One layer of a decoder, from parts: attention, feed-forward, and norms around them."""
+
+from collections.abc import Callable
+
+from attrs import frozen
+from torch import Tensor, nn
+
+from ms_parallel.models.decoder_config import DecoderConfig
+from ms_parallel.models.parts.attention import Attention, RotaryContext
+from ms_parallel.models.parts.feed_forward import FeedForward
+from ms_parallel.models.parts.norm import RMSNorm
+from ms_parallel.operators.protocol import Ops
+
+__all__ = ["PRE_NORM", "Block", "Norms"]
+
+
+@frozen(kw_only=True)
+class Norms:
+    """What the norms around the two halves of a block are called; None where there is none."""
+
+    before_attention: str | None = None
+    after_attention: str | None = None
+    before_mlp: str | None = None
+    after_mlp: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of those that there are."""
+        four = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        return tuple(name for name in four if name is not None)
+
+
+PRE_NORM = Norms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
+"""As Llama has them."""
+
+
+class Block(nn.Module):
+    """One layer; the unit of recomputation and sharding.
+
+    Args:
+        config: The model.
+        layer: Global number of the layer.
+        ops: Operators.
+        attention: Becomes `self_attn`, called with (hidden, context=); Llama's by default.
+        mlp: Becomes `mlp`, called with (hidden, context=); Llama's by default.
+        norm: Builds a norm of (width, eps, ops).
+        norms: Which there are.
+        residual: What each half is multiplied by before it is added.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        ops: Ops,
+        *,
+        attention: nn.Module | None = None,
+        mlp: nn.Module | None = None,
+        norm: Callable[[int, float, Ops], nn.Module] = RMSNorm,
+        norms: Norms = PRE_NORM,
+        residual: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.norms, self.residual = norms, residual
+
+        def add_norm(name: str | None) -> None:
+            if name is not None:
+                self.add_module(name, norm(config.hidden_size, config.rms_norm_eps, ops))
+
+        add_norm(norms.before_attention)
+        self.self_attn = Attention(config, layer, ops) if attention is None else attention
+        add_norm(norms.after_attention)
+        add_norm(norms.before_mlp)
+        self.mlp = FeedForward(config, ops) if mlp is None else mlp
+        add_norm(norms.after_mlp)
+
+    def forward(self, hidden: Tensor, *, context: RotaryContext) -> Tensor:
+        """(B, S, H) to (B, S, H)."""
+        norms = self.norms
+        new = self.self_attn(self._normed(norms.before_attention, hidden), context=context)
+        hidden = self._added(hidden, self._normed(norms.after_attention, new))
+        new = self.mlp(self._normed(norms.before_mlp, hidden), context=context)
+        return self._added(hidden, self._normed(norms.after_mlp, new))
+
+    def _normed(self, name: str | None, hidden: Tensor) -> Tensor:
+        return hidden if name is None else getattr(self, name)(hidden)
+
+    def _added(self, hidden: Tensor, new: Tensor) -> Tensor:
+        return hidden + (new if self.residual == 1.0 else new * self.residual)

@@ -1,0 +1,1 @@
+"""How far each position is turned, and how config.json says it."""

@@ -1,0 +1,150 @@
+"""Sliding windows in config.json: which layers they apply to, as each family says it."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from ms_parallel.errors import ModelError
+
+__all__ = ["EVERY_LAYER", "NO_WINDOWS", "UPPER_LAYERS", "Windows", "layer_types", "sliding_layers"]
+
+Sliding = tuple[int | None, tuple[int, ...] | None]
+"""`sliding_window` and `sliding_layers` of a configuration."""
+
+
+class Windowed(Protocol):
+    """What is asked of a configuration."""
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers."""
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The window of those that slide."""
+
+    @property
+    def sliding_layers(self) -> tuple[int, ...] | None:
+        """Layers that slide; None for all."""
+
+    def window(self, layer: int) -> int | None:
+        """The window of one layer."""
+
+
+class Windows(Protocol):
+    """How a family says which layers slide."""
+
+    keys: frozenset[str]
+    """Of config.json that it reads."""
+
+    def read(self, given: Mapping[str, Any]) -> Sliding:
+        """The window and its layers of a config.json, with the family's defaults."""
+
+    def write(self, config: Any) -> dict[str, object]:
+        """What config.json says of a configuration's windows."""
+
+
+class _NoWindows:
+    keys: frozenset[str] = frozenset()
+
+    def read(self, given: Mapping[str, Any]) -> Sliding:
+        """None."""
+        return None, None
+
+    def write(self, config: Windowed) -> dict[str, object]:
+        """Nothing."""
+        return {}
+
+
+class _EveryLayer:
+    keys = frozenset({"sliding_window", "layer_types"})
+
+    def read(self, given: Mapping[str, Any]) -> Sliding:
+        """All layers, but where `layer_types` names some."""
+        window = given.get("sliding_window", 4096)
+        named = _named(given, window)
+        return (window, None) if named is None else named
+
+    def write(self, config: Windowed) -> dict[str, object]:
+        """The types of layers only where they differ.
+
+        Who knows no layer_types lets all of them slide.
+        """
+        document: dict[str, object] = {"sliding_window": config.sliding_window}
+        if config.sliding_window is not None and config.sliding_layers is not None:
+            document["layer_types"] = layer_types(config)
+        return document
+
+
+class _UpperLayers:
+    keys = frozenset({"sliding_window", "layer_types", "use_sliding_window", "max_window_layers"})
+
+    def read(self, given: Mapping[str, Any]) -> Sliding:
+        """The layers from `max_window_layers` on, but where `layer_types` names some."""
+        window, first = given.get("sliding_window", 4096), given["max_window_layers"]
+        if type(first) is not int:
+            raise ModelError(f"max_window_layers is {str(first)[:60]!r}; give a whole number")
+        window = window if _slides(given) else None
+        named = _named(given, window)
+        if named is not None or window is None:
+            return named or (None, None)
+        return window, tuple(range(max(0, first), given["num_hidden_layers"]))
+
+    def write(self, config: Windowed) -> dict[str, object]:
+        """Both spellings: to older readers all layers from max_window_layers on slide."""
+        kinds = layer_types(config)
+        slides = [kind == "sliding_attention" for kind in kinds]
+        return {
+            "use_sliding_window": any(slides),
+            "sliding_window": config.sliding_window,
+            "max_window_layers": slides.index(True) if any(slides) else len(slides),
+            "layer_types": kinds,
+        }
+
+
+NO_WINDOWS: Windows = _NoWindows()
+EVERY_LAYER: Windows = _EveryLayer()
+"""As Mistral has them."""
+UPPER_LAYERS: Windows = _UpperLayers()
+"""As Qwen has them."""
+
+
+def layer_types(config: Windowed) -> list[str]:
+    """What config.json calls each layer."""
+    windows = map(config.window, range(config.num_hidden_layers))
+    return ["full_attention" if window is None else "sliding_attention" for window in windows]
+
+
+def sliding_layers(kinds: Any, count: int) -> tuple[int, ...]:
+    """The layers that `layer_types` lets slide.
+
+    Raises:
+        ModelError: it is no list of as many known types.
+    """
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != count or any(k not in known for k in kinds):
+        raise ModelError(
+            f"layer_types={str(kinds)[:60]} is not supported; give full_attention or"
+            f" sliding_attention for each of {count} layers"
+        )
+    return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+
+
+def _named(given: Mapping[str, Any], window: int | None) -> Sliding | None:
+    """What `layer_types` says, if it is there."""
+    kinds = given.get("layer_types")
+    if kinds is None:
+        return None
+    layers = sliding_layers(kinds, given["num_hidden_layers"])
+    if layers and window is None:
+        raise ModelError(
+            "layer_types has sliding_attention, but there is no sliding_window; give one,"
+            " or full_attention for each layer"
+        )
+    return (window, layers) if layers else (None, None)
+
+
+def _slides(given: Mapping[str, Any]) -> bool:
+    uses = given.get("use_sliding_window", False)
+    if type(uses) is not bool:
+        raise ModelError(f"use_sliding_window is {repr(uses)[:60]}; give true or false")
+    return uses
