@@ -11,7 +11,7 @@ from ms_parallel.proof.batches import Span, spans_of
 from ms_parallel.proof.gradients import my_rows
 from ms_parallel.proof.records import Check, Counterexample
 
-__all__ = ["probe_changes", "probe_generation", "probe_packing"]
+__all__ = ["probe_changes", "probe_generation", "probe_packing", "whole_logits"]
 
 Batch = Mapping[str, Tensor]
 _NEW_TOKENS = 4
@@ -23,7 +23,7 @@ def probe_changes(engine: Engine, batch: Batch, tolerance: float) -> Iterator[Co
     Nor may those before it in its own document; and its own must move, else nothing is shown. A
     model that routes tokens to experts multiplies other sizes then, so that last bits may differ.
     """
-    before = _logits(engine, batch)
+    before = whole_logits(engine, batch)
     scale = float(before.abs().max())
     spans = spans_of(dict(batch))
     for index in range(len([span for span in spans if span.row == 0])):
@@ -34,7 +34,7 @@ def probe_changes(engine: Engine, batch: Batch, tolerance: float) -> Iterator[Co
             token = changed["tokens"][span.row, middle]
             changed["tokens"][span.row, middle] = (token + 1) % int(batch["tokens"].max() + 1)
             hit.append((span, middle))
-        moved = (_logits(engine, changed) - before).abs().amax(-1) / scale
+        moved = (whole_logits(engine, changed) - before).abs().amax(-1) / scale
         yield from _judge(moved, hit, spans, tolerance)
 
 
@@ -66,7 +66,7 @@ def _judge(
 
 def probe_packing(engine: Engine, batch: Batch, tolerance: float) -> Iterator[Counterexample]:
     """Each document alone in a row has the logits that it has in a packed row."""
-    packed = _logits(engine, batch)
+    packed = whole_logits(engine, batch)
     for span in spans_of(dict(batch)):
         row, between = span.slices
         tokens = batch["tokens"][row : row + 1, between]
@@ -75,7 +75,7 @@ def probe_packing(engine: Engine, batch: Batch, tolerance: float) -> Iterator[Co
             "positions": torch.arange(tokens.shape[1])[None],
             "documents": torch.zeros_like(tokens, dtype=torch.int32),
         }
-        apart = float((_logits(engine, alone)[0] - packed[row, between]).abs().max())
+        apart = float((whole_logits(engine, alone)[0] - packed[row, between]).abs().max())
         apart /= float(packed.abs().max())
         if not apart <= tolerance:
             yield _wrong("packing", f"{_name(span)} alone has other logits than packed", apart)
@@ -103,7 +103,7 @@ def probe_generation(engine: Engine, batch: Batch) -> tuple[Check, ...] | Counte
     return ("generation",)
 
 
-def _logits(engine: Engine, batch: Batch) -> Tensor:
+def whole_logits(engine: Engine, batch: Batch) -> Tensor:
     """Logits of the whole batch on every process, (B, S, V)."""
     if len(batch["tokens"]) % engine.data_ranks:
         return _local_logits(engine, batch)

@@ -6,7 +6,9 @@ import msgspec
 
 __all__ = ["Case", "Counterexample", "Outcome", "Proof"]
 
-Check = Literal["gradients", "loss", "leak", "causality", "packing", "generation", "folder", "run"]
+Check = Literal[
+    "gradients", "loss", "logits", "leak", "causality", "packing", "generation", "folder", "run"
+]
 """What did not hold: `leak` between documents, `packing` beside the documents alone, `folder`
 between what was saved and what is read, `run` where a process failed or hung."""
 

@@ -5,6 +5,7 @@ Started by `ms_parallel.proof.launch` with the folder that holds its job.
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,17 @@ from ms_parallel.errors import ConfigError, LayoutError, ModelError, ScheduleErr
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.proof.batches import draw_batch
 from ms_parallel.proof.gradients import compare, whole_gradients
-from ms_parallel.proof.probes import probe_changes, probe_generation, probe_packing
+from ms_parallel.proof.probes import probe_changes, probe_generation, probe_packing, whole_logits
 from ms_parallel.proof.records import Case, Check, Counterexample, Outcome
 from ms_parallel.proof.subject import Subject, open_subject
 
 __all__ = ["Job", "main", "run_case"]
 
 REFERENCE, SAVED = "reference.safetensors", "saved"
-LOSS = "the loss"
+LOSS, LOGITS = "the loss", "the logits"
 REFUSALS = (LayoutError, ConfigError, ScheduleError, ModelError)
 TIMEOUT_S = 60.0
-MOST_FOUND = 8
+MOST_OF_A_CHECK = 4
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +69,7 @@ def run_case(job: Job, number: int, case: Case, folder: Path) -> Outcome:
     except REFUSALS as error:
         return Outcome(case=case, refused=str(error))
     batch = draw_batch(subject.vocabulary, job.seed)
-    checks: list[Check] = ["gradients", "loss", "leak", "causality"]
+    checks: list[Check] = ["gradients", "loss", "logits", "leak", "causality"]
     if number == 0:
         found = _keep_reference(engine, batch, folder)
         most, compared = 0.0, 0
@@ -91,8 +92,17 @@ def run_case(job: Job, number: int, case: Case, folder: Path) -> Outcome:
         checks=tuple(checks),
         compared=compared,
         apart=most,
-        found=tuple(found[:MOST_FOUND]),
+        found=tuple(_few_of_each(found)),
     )
+
+
+def _few_of_each(found: list[Counterexample]) -> Iterator[Counterexample]:
+    """The first counterexamples of each check; one fault breaks many weights."""
+    counts: Counter[str] = Counter()
+    for each in found:
+        counts[each.check] += 1
+        if counts[each.check] <= MOST_OF_A_CHECK:
+            yield each
 
 
 def _engine(subject: Subject, case: Case, seed: int) -> Engine:
@@ -114,7 +124,8 @@ def _engine(subject: Subject, case: Case, seed: int) -> Engine:
 def _keep_reference(engine: Engine, batch: dict[str, Tensor], folder: Path) -> list[Counterexample]:
     loss, gradients = whole_gradients(engine, batch)
     kept = {name: gradient.contiguous() for name, gradient in gradients.items()}
-    save_file({**kept, LOSS: torch.tensor(loss)}, folder / REFERENCE)
+    kept[LOSS], kept[LOGITS] = torch.tensor(loss), whole_logits(engine, batch).contiguous()
+    save_file(kept, folder / REFERENCE)
     return [
         Counterexample(
             check="gradients", what=f"no gradient reaches {name!r} in one process", parameter=name
@@ -137,12 +148,20 @@ def _compare(
     if not abs(loss - right) <= tolerance * abs(right):
         what = f"the loss is {loss:.15g}, one process's {right:.15g}"
         found.insert(0, Counterexample(check="loss", what=what, apart=abs(loss / right - 1)))
+    logits = whole_logits(engine, batch)
+    apart = float((logits - expected[LOGITS]).abs().max() / expected[LOGITS].abs().max())
+    if not apart <= tolerance:
+        found.insert(0, Counterexample(check="logits", what="logits are others", apart=apart))
     return most, len(gradients), found
 
 
 def _folder(engine: Engine, written: Path, right: Path) -> Iterator[Counterexample]:
     """What a layout saves is what one process saves, tensor by tensor and bit by bit."""
-    engine.save(written)
+    try:
+        engine.save(written)
+    except ModelError as error:  # on all processes alike
+        yield Counterexample(check="folder", what=f"nothing can be saved: {error}")
+        return
     if engine.groups.mesh.get_rank() != 0 or written == right:
         return
     found, expected = _tensors(written), _tensors(right)
