@@ -11,7 +11,7 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
-from ms_parallel.pipeline.choice import Choice
+from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.settings import one_of, whole
 from ms_parallel.split.recompute import Recompute
 

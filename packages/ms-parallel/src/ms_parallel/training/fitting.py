@@ -11,7 +11,8 @@ from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.registry import architecture
-from ms_parallel.pipeline.choice import SEARCH, Choice
+from ms_parallel.pipeline.choice import SEARCH
+from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.training.optional import data_package, operators_of

@@ -8,7 +8,8 @@ import torch
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.models.registry import model_plan, parameter_shapes
-from ms_parallel.pipeline.choice import SEARCH, Choice, Tables
+from ms_parallel.pipeline.choice import SEARCH, Tables
+from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.planner.found_schedule import FILE, read_found
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.split.stages import cut_layers
