@@ -16,6 +16,8 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.adamw import AdamW
 from ms_parallel.engine.assembly import Given, build_stages, describe
+from ms_parallel.engine.balance.balancer import Balancer, ExpertLoad
+from ms_parallel.engine.balance.settings import Balance, balance_of
 from ms_parallel.engine.generation import Sampling, generate
 from ms_parallel.engine.heads import heads_of
 from ms_parallel.engine.loss import Batch, Loss, LossWithStatistics, Output
@@ -57,6 +59,8 @@ class Update:
     None where the update was performed."""
     statistics: Mapping[str, float] = field(factory=dict)
     """The loss's statistics, by name, each divided by the global weight."""
+    experts: ExpertLoad | None = None
+    """How tokens were shared out over experts; None without any, or where nothing had a loss."""
 
 
 class Adapters(Protocol):
@@ -107,6 +111,8 @@ class Engine:
         own = isinstance(model, nn.Module)
         self.runtime = Runtime(self.stages, self.groups, call_own if own else call_stage)
         self.trained = self._trainable(frozen_too=not own)
+        mixture = getattr(self.config, "mixture", None)
+        self.balancer = Balancer(self.stages, mixture, self.groups, balance_of(chosen))
         self.adapters: Adapters | None = None
         """What is trained instead of the model's own weights; see `adapt`."""
 
@@ -191,7 +197,9 @@ class Engine:
     ) -> Update:
         """Perform an update of rows that have a loss."""
         statistics: list[Tensor] = []
-        losses = self.backward(rows, loss, weight, statistics)
+        with self.balancer.accounting(update.tokens):
+            losses = self.backward(rows, loss, weight, statistics)
+        load = self.balancer.collect(update.tokens)
         gradients = self.trained.gradients()
         facts = torch.zeros(2 + len(names), device=self.device)
         if losses and self.groups.place.tensor == 0:
@@ -203,6 +211,7 @@ class Engine:
         norm = square**0.5
         finite = isfinite(value) and isfinite(norm)
         self.trained.step(gradients if finite else None, norm, update.learning_rate)
+        self.balancer.settle(load if finite else None)
         if not finite and self.options.on_nonfinite == "raise":
             raise ParallelError(
                 f"update {self.step}: loss {value}, gradient norm {norm}: not finite; weights are "
@@ -214,6 +223,7 @@ class Engine:
             grad_norm=norm,
             skipped=None if finite else "nonfinite",
             statistics=dict(zip(names, means, strict=True)),
+            experts=load,
         )
 
     def backward(
@@ -352,6 +362,8 @@ class Engine:
             )
         self.adapters = make(self.stages)
         self.trained = self._trainable(frozen_too=False)
+        # The routers are frozen with the rest: what they choose is counted alone.
+        self.balancer.balance = Balance(method="none", coefficient=0.0)
 
     def save(
         self, folder: str | Path, *, tokenizer: str | Path | TokenizerFiles | None = None
@@ -376,7 +388,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, moments and counters by name, ready for torch.distributed.checkpoint."""
-        return state_of(self.trained, self.step)
+        return state_of(self.trained, self.step, self.balancer.state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave; another layout's goes through the checkpoint first.
@@ -384,7 +396,7 @@ class Engine:
         Raises:
             CheckpointError: names or shapes are not this engine's.
         """
-        self.step = load_state(self.trained, state)
+        self.step = load_state(self.trained, state, self.balancer.state)
 
     def _trainable(self, *, frozen_too: bool) -> Trainable:
         return Trainable(

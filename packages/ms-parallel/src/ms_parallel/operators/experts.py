@@ -48,9 +48,9 @@ def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     Returns:
         (T, N), dtype of x.
     """
-    # torch has no kernel for float64, and none for a device's half-precision rows of odd widths.
+    # torch has no kernel for float64, and none for rows whose bytes are no multiple of 16.
     aligned = all(size * x.dtype.itemsize % 16 == 0 for size in weights.shape[1:])
-    if x.dtype == torch.float64 or not x.numel() or not (aligned or x.device.type == "cpu"):
+    if x.dtype == torch.float64 or not x.numel() or not aligned:
         parts = torch.split(x, counts.tolist())
         return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
     ends = counts.cumsum(0, dtype=torch.int32)
