@@ -30,7 +30,8 @@ def engine_of(job: dict[str, Any]) -> Engine:
     """An engine of a tiny model with experts."""
     groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
     options = {"optimizer": OPTIMIZER, "microbatch_size": 2, **job.get("options", {})}
-    return Engine(tiny(**job["settings"]), groups=groups, **options)
+    model = Path(job["folder"]) if "folder" in job else tiny(**job["settings"])
+    return Engine(model, groups=groups, **options)
 
 
 def biases(engine: Engine) -> dict[str, list[float]]:
