@@ -38,6 +38,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0],
         "router_aux_loss_coef": 0.05,
     },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "attention_bias": True,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "sliding_window": 5,
+        "sliding_layers": [0, 2],
+        "num_local_experts": 5,
+    },
 }
 """Everything else that a plan has to split."""
 

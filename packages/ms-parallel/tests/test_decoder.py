@@ -291,7 +291,11 @@ def test_losses_in_chunks_equal_losses_at_once(
         ("llama", {"vocab_size": "many"}, "vocab_size is 'many'"),
         ("llama", {"rope_theta": float("nan")}, "rope_theta is nan"),
         ("llama", {"query_key_norm": True}, "choose model_type qwen3"),
-        ("llama", {"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "known: linear, llama3"),
+        (
+            "llama",
+            {"rope_scaling": {"kind": "ntk", "factor": 2.0}},
+            "known: linear, dynamic, llama3, yarn",
+        ),
         ("llama", {"rope_scaling": {"factr": 2.0}}, "did you mean 'factor'"),
         ("lama", {}, "did you mean 'llama'"),
         ("transformer-xl", {"segment_lenght": 4}, "did you mean 'segment_length'"),

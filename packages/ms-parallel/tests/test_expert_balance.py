@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
@@ -52,9 +53,18 @@ OTHERS = [
         if cut not in ("data=1", "data=1 rows", "data=2", "pipeline=2")
     ),
 ]
+GLM = {
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 3,
+    "attention_bias": True,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+}
 METHODS = {
     "step": (QWEN, {"balance": "step"}),
     "sequence": (QWEN, {"balance": "sequence", "router_z_coefficient": 0.01}),
+    "bias": (GLM, {"balance_coefficient": 0.01, "balance_bias_rate": 0.02}),
 }
 STEPS = 20
 
@@ -69,7 +79,7 @@ def jobs_of(cut: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {
         "loads": cases,
         "drawn": cases,
-        "exact": [{**case, "folder": str(folder)} for case in cases],
+        "exact": [{**case, "folder": str(folder)} for case in cases[:2]],
     }
 
 
@@ -116,6 +126,7 @@ def test_counts_and_bias_are_the_same_however_a_batch_is_cut(cut: str, exact: Pa
             assert many["balance"] == pytest.approx(one["balance"], rel=1e-5)
             biases |= many["bias"]
         assert biases == one["bias"]
+        assert ("n_routed_experts" in settings) == any(map(any, biases.values()))
         total = 8 * 16 * settings["num_experts_per_tok"]
         assert {sum(layer) for step in one["counts"] for layer in step} == {total}, "none is lost"
         assert one["counts"][0] != one["counts"][-1], "the weights must really move"
@@ -129,10 +140,10 @@ def test_the_gradient_of_the_balance_loss_is_the_same_to_the_bit(cut: str, exact
     """
     same_size = CUTS[cut].get("microbatch_size", 2) == 2
     for model in ("exact", "drawn") if same_size else ("exact",):
-        for number in range(len(METHODS)):
+        for number, ranks in enumerate(ran(cut, exact)[model]):
             one = ran("data=1", exact)[model][number][0]
             many: dict[str, Any] = {}
-            for rank in ran(cut, exact)[model][number]:
+            for rank in ranks:
                 many |= rank
             assert len(one) == 8 * 2
             assert many == one
@@ -152,6 +163,12 @@ def test_a_checkpoint_holds_what_balance_depends_on(tmp_path: Path) -> None:
             assert rank["other"]["counts"] == rank["on"]["counts"]
             assert rank["other"]["loss"] == pytest.approx(rank["on"]["loss"], rel=1e-5)
             assert rank["on"]["balance"] > 0
+    biases = {name: bias for rank in ranks for name, bias in rank[2]["on"]["bias"].items()}
+    assert len(biases) == 2
+    held = {n: b.tolist() for n, b in load_file(tmp_path / "2 model/model.safetensors").items()}
+    for name, bias in biases.items():
+        moved = [abs(new - old) for new, old in zip(bias, held[name], strict=True)]
+        assert max(moved) == pytest.approx(0.02, rel=1e-5), "the folder has that of the step before"
 
 
 @pytest.mark.parametrize(

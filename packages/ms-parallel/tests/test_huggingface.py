@@ -329,7 +329,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only 'silu'"),
     ({"quantization_config": {"bits": 4}}, "quantization_config="),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn'"),
+    ({"rope_parameters": {"rope_type": "ntk", "factor": 2.0}}, "rope_type 'ntk'"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "'full_attention'"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),

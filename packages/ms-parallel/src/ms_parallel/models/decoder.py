@@ -16,7 +16,7 @@ from ms_parallel.models.parts.attention import RotaryContext
 from ms_parallel.models.parts.block import PRE_NORM, Block, Norms
 from ms_parallel.models.parts.norm import RMSNorm
 from ms_parallel.models.plan import ModelPlan, Style
-from ms_parallel.models.positions.tables import rotary_tables
+from ms_parallel.models.positions.tables import check_growth, document_ends, rotary_tables
 from ms_parallel.models.spans import document_lengths
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.operators.protocol import Ops
@@ -72,7 +72,12 @@ class Decoder(StagedModel):
         self, positions: Tensor, documents: Tensor | None, cache: KeyValueCache | None
     ) -> RotaryContext:
         """The rotary tables of the positions, beside documents and cache."""
-        tables = tuple(rotary_tables(rope, positions) for rope in self.ropes)
+        ends = None
+        if any(rope.length_limit is not None for rope in self.ropes):
+            ends = document_ends(positions, documents)
+            for rope in self.ropes if cache is not None else ():
+                check_growth(rope, positions, ends, cache.length)
+        tables = tuple(rotary_tables(rope, positions, ends) for rope in self.ropes)
         lengths = document_lengths(documents) if cache is None else None
         return RotaryContext(tables=tables, documents=documents, cache=cache, lengths=lengths)
 

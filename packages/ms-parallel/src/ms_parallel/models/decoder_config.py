@@ -43,6 +43,7 @@ class DecoderConfig(ModelConfig):
 
     def __attrs_post_init__(self) -> None:
         check_heads(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
+        _ = self.ropes  # which refuse what does not fit
         self.family.check(self)
         for layer in self.sliding_layers or ():
             if type(layer) is not int or not 0 <= layer < self.num_hidden_layers:

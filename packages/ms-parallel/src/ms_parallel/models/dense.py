@@ -17,7 +17,7 @@ from ms_parallel.models.family import Family, families
 from ms_parallel.models.parts.block import Block
 from ms_parallel.models.parts.norm import RMSNorm
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.models.positions.document import read_rope, write_scaling
+from ms_parallel.models.positions.document import ONE_ROPE, Positions
 from ms_parallel.models.positions.windows import NO_WINDOWS, Windows
 from ms_parallel.operators.protocol import Ops
 
@@ -75,6 +75,8 @@ class DenseFamily(Family):
     """Other keys for settings of its own, by their names in its config.json."""
     activation: Mapping[str, str] = field(factory=lambda: {"hidden_act": "silu"})
     """The keys that name its activation, and the one that it is."""
+    positions: Positions = ONE_ROPE
+    """How its config.json says how positions turn."""
     windows: Windows = NO_WINDOWS
     """How its config.json says which layers slide."""
     null_head_dim: bool = False
@@ -133,29 +135,28 @@ class DenseFamily(Family):
         biases = {name: (self.fixed[name],) for name in _BIASES if name in self.fixed}
         activation = {name: (value,) for name, value in self.activation.items()}
         neutral = {**biases, **activation, **self.neutral}
-        check_keys(self.name, self.windows.keys.union(free, self.own), neutral, document)
+        used = self.windows.keys.union(self.positions.keys, free, self.own)
+        check_keys(self.name, used, neutral, document)
         _check_sizes(document)
         # Where a key is null, its default does not count: null is a value of its own, or refused.
         given = {**self.silent, **document}
         window, layers = self.windows.read(given)
-        theta, scaling = read_rope(given)
         heads = given.get("num_key_value_heads")
         chosen: dict[str, object] = {name: given.get(name, False) for name in free}
+        chosen |= {name: given[name] for name in (*_COPIED, *self.own) if name in given}
         chosen |= {"sliding_window": window, "sliding_layers": layers}
+        chosen |= self.positions.read(given)
         return self.config(
             model_type=self.name,
             num_key_value_heads=given["num_attention_heads"] if heads is None else heads,
             head_dim=self._head_dim(given),
-            rope_theta=theta,
-            rope_scaling=scaling,
             **cast(Any, {**chosen, **self.fixed}),
-            **{name: given[name] for name in (*_COPIED, *self.own) if name in given},
             **{name: token_ids(name, given.get(name)) for name in TOKENS},
         )
 
     def write(self, config: DecoderConfig, dtype: torch.dtype) -> dict[str, object]:
         """The config.json, in the spelling that all versions of readers know."""
-        names = (*_COPIED, *TOKENS, "num_key_value_heads", "head_dim", "rope_theta")
+        names = (*_COPIED, *TOKENS, "num_key_value_heads", "head_dim")
         free = [name for name in _BIASES if name not in self.fixed]
         return {
             "architectures": [self.transformers_class],
@@ -165,8 +166,8 @@ class DenseFamily(Family):
             "torch_dtype": str(dtype).removeprefix("torch."),
             "use_cache": True,
             **{name: getattr(config, name) for name in names},
-            "rope_scaling": write_scaling(config.rope_scaling),
             **{name: getattr(config, name) for name in (*free, *self.own)},
+            **self.positions.write(config),
             **self.windows.write(config),
         }
 

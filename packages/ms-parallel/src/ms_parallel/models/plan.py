@@ -12,6 +12,7 @@ __all__ = ["ModelPlan", "Style"]
 
 Style = Literal[
     "column",
+    "gathering_column",
     "row",
     "vocabulary",
     "sequence",
@@ -24,6 +25,7 @@ Style = Literal[
 """What the tensor axis does to the parameters of one module:
 
 - `column`: the weight's rows (dim 0) and the bias are split; full input, split output.
+- `gathering_column`: likewise, of an input that is split along the sequence and gathered here.
 - `row`: the weight's columns (dim 1) are split, the bias is whole; split input, summed output.
 - `vocabulary`: the rows of an embedding or of the head are split.
 - `sequence`: whole; works on hidden states that are split along the sequence.
@@ -69,7 +71,7 @@ class ModelPlan:
     def split_dim(self, parameter: str) -> int | None:
         """The dim of a parameter that the tensor axis splits, None where it is whole."""
         match self.style(parameter):
-            case "column" | "vocabulary" | "split_heads":
+            case "column" | "gathering_column" | "vocabulary" | "split_heads":
                 return 0
             case "row":
                 return None if parameter.endswith(".bias") else 1

@@ -48,6 +48,9 @@ def split_model(
                 styles[name.rpartition(".")[0]] = PrepareModuleInput(
                     input_layouts=Shard(1), desired_input_layouts=Replicate()
                 )
+            case "gathering_column":
+                styles[name] = ColwiseParallel(input_layouts=Shard(1))
+                styles[name.rpartition(".")[0]] = ShowWhole()
             case "row":
                 styles[name] = RowwiseParallel(output_layouts=Shard(1))
             case "vocabulary" if isinstance(module, nn.Embedding):
@@ -104,6 +107,14 @@ class SplitRows(ParallelStyle):
             module.register_parameter(
                 name, nn.Parameter(split, requires_grad=parameter.requires_grad)
             )
+        return module
+
+
+class ShowWhole(ParallelStyle):
+    """Shows a module that works on its part of the sequence all of what it asks for."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.whole = lambda part: _gathered(part, device_mesh)
         return module
 
 

@@ -17,6 +17,7 @@ from ms_parallel.split.part import Part, drop_gathered, part_of
 from ms_parallel.weights.finite import is_finite
 from ms_parallel.weights.folder import INDEX, WeightFolder
 from ms_parallel.weights.initial import is_added
+from ms_parallel.weights.quantised import open_weights
 
 __all__ = ["has_weights", "load_model", "load_weights"]
 
@@ -52,7 +53,7 @@ def load_model(
     """
     folder = Path(folder)
     config = read_config(folder)
-    weights = WeightFolder(folder)
+    weights = open_weights(folder)
     # Before a config.json that claims a billion layers makes us build them.
     last_layer = f"model.layers.{config.num_hidden_layers - 1}."
     if not any(name.startswith(last_layer) for name in weights.names):
@@ -102,7 +103,7 @@ def load_weights(model: StagedModel, folder: str | Path) -> None:
         ModelError: a tensor is missing, unknown, of another shape or not finite, or a tied weight
             is there twice and differs.
     """
-    weights = WeightFolder(Path(folder))
+    weights = open_weights(Path(folder))
     drop_gathered(model)
     _fill(model, weights, _check(model, weights))
 

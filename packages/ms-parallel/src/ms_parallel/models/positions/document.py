@@ -1,55 +1,125 @@
 """Rotary positions in config.json: the old spelling and the new one."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, get_args
 
 from ms_parallel.errors import ModelError
-from ms_parallel.models.positions.scaling import RopeScaling
+from ms_parallel.models.positions.scaling import NEEDED, OPTIONAL, Kind, RopeScaling
 
-__all__ = ["read_rope", "write_scaling"]
+__all__ = ["ONE_ROPE", "Positions", "read_rope", "write_scaling"]
 
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_LLAMA3}
+_ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}.union(
+    *NEEDED.values(), *OPTIONAL.values()
+)
 
 
-def read_rope(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from the old spelling (rope_theta, rope_scaling) or rope_parameters.
+class Positions(Protocol):
+    """How a family says its rotary positions."""
 
-    Raises:
-        ModelError: they are not supported, or the two spellings differ.
+    keys: frozenset[str]
+    """Of config.json that it reads besides those of all families."""
+
+    def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings of a configuration from a config.json with the family's defaults."""
+
+    def write(self, config: Any) -> dict[str, object]:
+        """What config.json says of a configuration's positions."""
+
+
+class OneRope:
+    """All layers that turn do so alike.
+
+    Args:
+        partial: config.json may say what share of a head turns, which is a setting of the
+            configuration then.
     """
+
+    def __init__(self, *, partial: bool = False) -> None:
+        self.partial = partial
+        self.keys = frozenset({"partial_rotary_factor"}) if partial else frozenset()
+
+    def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Base, scaling and share."""
+        rope = _chosen(given)
+        share = rope.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
+        theta, scaling = read_rope(rope, given.get("rope_theta", 10000.0))
+        if self.partial:
+            return {
+                "rope_theta": theta,
+                "rope_scaling": scaling,
+                "partial_rotary_factor": share,
+            }
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ModelError(
+                f"partial_rotary_factor={repr(share)[:60]} is not supported; only 1.0 is"
+            )
+        return {"rope_theta": theta, "rope_scaling": scaling}
+
+    def write(self, config: Any) -> dict[str, object]:
+        """The old spelling, which all versions of readers know."""
+        return {
+            "rope_theta": config.rope_theta,
+            "rope_scaling": write_scaling(config.rope_scaling),
+        }
+
+
+ONE_ROPE = OneRope()
+"""As Llama has it."""
+
+
+def _chosen(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The mapping that says how positions turn, in whichever spelling."""
     new, old = given.get("rope_parameters"), given.get("rope_scaling")
     if new and old and new != old:
         raise ModelError(
             "rope_parameters and rope_scaling differ, and readers disagree on which holds; keep one"
         )
     rope = new or old or {}
-    unknown = sorted(set(rope) - _ROPE) if isinstance(rope, dict) else [rope]
+    if not isinstance(rope, dict):
+        shown = repr(rope)[:60]
+        raise ModelError(f"rotary setting {shown} is not supported; known: {sorted(_ROPE)}")
+    return rope
+
+
+def read_rope(rope: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
+    """Base and scaling of one mapping of rotary settings.
+
+    Args:
+        rope: `rope_parameters`, `rope_scaling`, or what they say of some layers.
+        theta: The base where it says none.
+
+    Raises:
+        ModelError: it asks for what is not supported.
+        ConfigError: a value is out of range.
+    """
+    unknown = sorted(set(rope) - _ROPE)
     if unknown:
         shown = repr(unknown[0])[:60]
         raise ModelError(f"rotary setting {shown} is not supported; known: {sorted(_ROPE)}")
-    theta = rope.get("rope_theta", given.get("rope_theta", 10000.0))
+    theta = rope.get("rope_theta", theta)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(
-            f"partial_rotary_factor={repr(rope['partial_rotary_factor'])[:60]} is not supported;"
-            " only 1.0 is"
-        )
     if kind == "default":
         return theta, None
-    if kind not in ("linear", "llama3"):
-        shown = repr(kind)[:60]
-        raise ModelError(f"rope_type {shown} is not supported; supported: default, linear, llama3")
-    names = _LLAMA3 if kind == "llama3" else ("factor",)
-    missing = [name for name in names if name not in rope]
+    if kind not in get_args(Kind):
+        known = ", ".join(("default", *get_args(Kind)))
+        raise ModelError(f"rope_type {repr(kind)[:60]} is not supported; supported: {known}")
+    missing = [name for name in NEEDED[kind] if name not in rope]
     if missing:
         raise ModelError(f"rope scaling {kind!r} lacks {missing[0]!r}; add it to config.json")
-    return theta, RopeScaling(kind=kind, **{name: rope[name] for name in names})
+    given = {name: rope[name] for name in NEEDED[kind]}
+    given |= {name: rope[name] for name in OPTIONAL.get(kind, ()) if rope.get(name) is not None}
+    return theta, RopeScaling(kind=kind, **given)
 
 
 def write_scaling(scaling: RopeScaling | None) -> dict[str, object] | None:
     """The `rope_scaling` of config.json."""
     if scaling is None:
         return None
-    names = _LLAMA3 if scaling.kind == "llama3" else ("factor",)
-    return {"rope_type": scaling.kind, **{name: getattr(scaling, name) for name in names}}
+    document: dict[str, object] = {"rope_type": scaling.kind}
+    document |= {name: getattr(scaling, name) for name in NEEDED[scaling.kind]}
+    optional = {name: getattr(scaling, name) for name in OPTIONAL.get(scaling.kind, ())}
+    return document | {
+        name: value
+        for name, value in optional.items()
+        if value is not None and (name, value) != ("truncate", True)
+    }
