@@ -421,4 +421,5 @@ class Engine:
             return LogitsOutput(hidden)
         last = self.stages[len(self.placement) - 1]
         heads = heads_of(last, self.options.heads)
-        return HeadOutput(hidden, last.head_weight, self.ops, self.groups, heads)
+        softcap = self.config.final_softcap
+        return HeadOutput(hidden, last.head_weight, self.ops, self.groups, heads, softcap)

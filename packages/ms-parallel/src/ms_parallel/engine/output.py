@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from ms_parallel import operators
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import ModelError
+from ms_parallel.operators.capped import capped
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.operators.split_vocabulary import VocabularyParallelLoss
 from ms_parallel.split.tensor_parallel import gather_sequence, gather_vocabulary, local_view
@@ -28,6 +29,7 @@ class HeadOutput:
         ops: the model's operators.
         groups: the layout's processes.
         heads: weight and offset of each extra head, by name.
+        softcap: what logits are bent to stay below.
     """
 
     def __init__(
@@ -37,10 +39,12 @@ class HeadOutput:
         ops: Ops,
         groups: Groups,
         heads: Mapping[str, tuple[Tensor, Tensor]],
+        softcap: float | None = None,
     ) -> None:
         self.ops = ops
         self.groups = groups
         self.heads = heads
+        self.softcap = softcap
         self.split = groups.layout.tensor > 1
         self.weight = local_view(weight)
         self.hidden = gather_sequence(hidden, groups) if self.split else hidden
@@ -48,6 +52,7 @@ class HeadOutput:
     def logits(self, positions: slice = EVERYWHERE) -> Tensor:
         """Logits (B, S, V), gathered over the tensor axis; of some positions, or of all."""
         local = F.linear(self.hidden[:, positions], self.weight)
+        local = local if self.softcap is None else capped(local, self.softcap)
         if not self.split:
             return local
         return gather_vocabulary(local, self.groups)
@@ -60,9 +65,13 @@ class HeadOutput:
             group = self.groups.group("tensor")
             flat = self.hidden.flatten(0, 1)
             losses: Tensor = VocabularyParallelLoss.apply(  # type: ignore[no-untyped-call]
-                flat, self.weight, targets.flatten(), group, WHOLE_LOGITS_BYTES
+                flat, self.weight, targets.flatten(), group, WHOLE_LOGITS_BYTES, self.softcap
             )
             return losses.view(targets.shape)
+        if self.softcap is not None:  # which fused kernels do not have
+            return operators.linear_cross_entropy(
+                self.hidden, self.weight, targets, reduction="none", softcap=self.softcap
+            )
         return self.ops.linear_cross_entropy(self.hidden, self.weight, targets, reduction="none")
 
     def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:

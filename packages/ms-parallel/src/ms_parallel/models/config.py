@@ -85,6 +85,11 @@ class ModelConfig:
         return self.num_attention_heads
 
     @property
+    def final_softcap(self) -> float | None:
+        """What logits are bent to stay below."""
+        return None
+
+    @property
     def mixture(self) -> Any:
         """The `Mixture` of experts of the whole model, None where it has none."""
         return None

@@ -68,6 +68,12 @@ class Decoder(StagedModel):
         # Rounded to the weights' dtype; `full` is made on the device, without waiting for it.
         return hidden * torch.full((), scale, dtype=hidden.dtype, device=hidden.device)
 
+    def finish(self, hidden: Tensor) -> Tensor:
+        """The final norm, (B, S, H) to (B, S, H), over what the family divides logits by."""
+        divisor = self.config.logit_divisor
+        normed = super().finish(hidden)
+        return normed if divisor == 1.0 else normed / divisor
+
     def context(
         self, positions: Tensor, documents: Tensor | None, cache: KeyValueCache | None
     ) -> RotaryContext:

@@ -120,3 +120,8 @@ class DecoderConfig(ModelConfig):
     def embedding_scale(self) -> float | None:
         """What embeddings are multiplied by, rounded to their dtype; None for nothing."""
         return None
+
+    @property
+    def logit_divisor(self) -> float:
+        """What logits are divided by."""
+        return 1.0

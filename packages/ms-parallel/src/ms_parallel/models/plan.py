@@ -18,6 +18,7 @@ Style = Literal[
     "sequence",
     "heads",
     "split_heads",
+    "split_width",
     "router",
     "expert_column",
     "expert_row",
@@ -31,6 +32,7 @@ Style = Literal[
 - `sequence`: whole; works on hidden states that are split along the sequence.
 - `heads`: whole; works on tensors (B, S, heads, D) whose heads are split.
 - `split_heads`: dim 0 counts heads and is split.
+- `split_width`: the weight of a `WholeWidthNorm`, split with the width that it norms.
 - `router`: whole; chooses for a part of the sequence, and shows all of it what was chosen.
 - `expert_column`: a matrix for each expert in (experts, several, rows, columns), whose rows are
   split, and the bias (experts, several, rows) with them.
@@ -71,7 +73,7 @@ class ModelPlan:
     def split_dim(self, parameter: str) -> int | None:
         """The dim of a parameter that the tensor axis splits, None where it is whole."""
         match self.style(parameter):
-            case "column" | "gathering_column" | "vocabulary" | "split_heads":
+            case "column" | "gathering_column" | "vocabulary" | "split_heads" | "split_width":
                 return 0
             case "row":
                 return None if parameter.endswith(".bias") else 1

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ms_parallel.errors import ModelError
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import ModelConfig
+from ms_parallel.operators.capped import capped
 
 __all__ = ["Context", "StagedModel", "named_weights"]
 
@@ -151,9 +152,10 @@ class StagedModel(nn.Module, ABC):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Finished hidden states (B, S, H) to logits (B, S, V)."""
-        if hasattr(self, "lm_head"):
-            return self.lm_head(hidden)  # type: ignore[no-any-return]
-        return F.linear(hidden, self.head_weight)
+        own = hasattr(self, "lm_head")
+        logits = self.lm_head(hidden) if own else F.linear(hidden, self.head_weight)
+        softcap = self.config.final_softcap
+        return logits if softcap is None else capped(logits, softcap)
 
     def forward(
         self,

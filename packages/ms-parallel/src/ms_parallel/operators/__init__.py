@@ -2,13 +2,14 @@
 
 from ms_parallel.operators.experts import grouped_matmul, permute_tokens, unpermute_tokens
 from ms_parallel.operators.losses import cross_entropy, linear_cross_entropy
-from ms_parallel.operators.plain import attention, rms_norm, rotary, swiglu
+from ms_parallel.operators.plain import attention, geglu, rms_norm, rotary, swiglu
 from ms_parallel.operators.protocol import Ops
 
 __all__ = [
     "Ops",
     "attention",
     "cross_entropy",
+    "geglu",
     "grouped_matmul",
     "linear_cross_entropy",
     "permute_tokens",

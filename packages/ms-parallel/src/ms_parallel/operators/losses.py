@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ms_parallel.operators.capped import capped
 from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.protocol import Reduction
 
@@ -66,6 +67,7 @@ def linear_cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
+    softcap: float | None = None,
 ) -> Tensor:
     """`cross_entropy(hidden @ weight.T, targets)` that holds 256 MiB of logits at most.
 
@@ -77,6 +79,7 @@ def linear_cross_entropy(
         targets: (...) int64.
         ignore_index: As in `cross_entropy`.
         reduction: See there.
+        softcap: What logits are bent to stay below.
 
     Returns:
         float32 (float64 for float64) scalar, or (...) for `"none"`.
@@ -84,11 +87,11 @@ def linear_cross_entropy(
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     chunk = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
     if rows.shape[0] <= chunk:
-        losses = cross_entropy(
-            F.linear(rows, weight), flat, ignore_index=ignore_index, reduction="none"
-        )
+        logits = F.linear(rows, weight)
+        logits = logits if softcap is None else capped(logits, softcap)
+        losses = cross_entropy(logits, flat, ignore_index=ignore_index, reduction="none")
     else:
-        losses = _ChunkedLosses.apply(rows, weight, flat, ignore_index, chunk)  # type: ignore[no-untyped-call]
+        losses = _ChunkedLosses.apply(rows, weight, flat, ignore_index, chunk, softcap)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses.reshape(targets.shape)
     total = losses.sum()
@@ -100,7 +103,13 @@ class _ChunkedLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk: int
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        chunk: int,
+        softcap: float | None,
     ) -> Tensor:
         """-log p(target) of each row, float32 or float64."""
         counted = targets != ignore_index
@@ -111,11 +120,12 @@ class _ChunkedLosses(torch.autograd.Function):
         for start in range(0, rows.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = widen(F.linear(rows[part], weight))
+            logits = logits if softcap is None else capped(logits, softcap)
             normalisers[part] = logits.logsumexp(-1)
             of_target = logits.gather(-1, classes[part, None]).squeeze(-1)
             losses[part] = (normalisers[part] - of_target).masked_fill(~counted[part], 0)
         ctx.save_for_backward(rows, weight, classes, counted, normalisers)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.softcap = chunk, softcap
         return losses
 
     @staticmethod
@@ -124,9 +134,9 @@ class _ChunkedLosses(torch.autograd.Function):
         rows, weight, classes, counted, normalisers = ctx.saved_tensors
         scale = grad.masked_fill(~counted, 0)
         of_rows, of_weight = head_gradients(
-            rows, weight, classes, counted, scale, normalisers, ctx.chunk
+            rows, weight, classes, counted, scale, normalisers, ctx.chunk, softcap=ctx.softcap
         )
-        return of_rows, of_weight, None, None, None
+        return of_rows, of_weight, None, None, None, None
 
 
 def head_gradients(
@@ -139,6 +149,7 @@ def head_gradients(
     chunk: int,
     *,
     logits: Tensor | None = None,
+    softcap: float | None = None,
     wanted: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of -log softmax(h·Wᵀ)[target], p - onehot(target), a chunk of rows at a time.
@@ -152,6 +163,7 @@ def head_gradients(
         normalisers: (N,) log of the sum of exponentials, over all of the vocabulary.
         chunk: rows at a time.
         logits: (N, V) if they were kept; then one chunk is all.
+        softcap: what logits are bent to stay below.
         wanted: which of the two gradients.
 
     Returns:
@@ -162,10 +174,17 @@ def head_gradients(
     of_weight = widen(torch.zeros_like(weight)) if wanted[1] else None
     for start in range(0, rows.shape[0], chunk):
         part = slice(start, start + chunk)
-        made = widen(F.linear(rows[part], weight)) if logits is None else logits
+        if logits is None:
+            made = widen(F.linear(rows[part], weight))
+            made = made if softcap is None else capped(made, softcap)
+        else:
+            made = logits
         delta = (made - normalisers[part, None]).exp_()
         delta.scatter_add_(-1, classes[part, None], -here[part, None].to(delta.dtype))
-        delta = delta.mul_(scale[part, None]).to(weight.dtype)
+        delta = delta.mul_(scale[part, None])
+        if softcap is not None:  # the slope of softcap · tanh(x / softcap)
+            delta = delta.mul_(1 - (made / softcap).square())
+        delta = delta.to(weight.dtype)
         if of_rows is not None:
             torch.mm(delta, weight, out=of_rows[part])
         if of_weight is not None:

@@ -5,6 +5,7 @@ float32, in float64 for float64.
 """
 
 import weakref
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ms_parallel.operators import cpu
 
-__all__ = ["attention", "rms_norm", "rotary", "swiglu"]
+__all__ = ["attention", "geglu", "rms_norm", "rotary", "seen_keys", "swiglu"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -67,6 +68,11 @@ def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if cpu.serves(x, cos, sin) and not (cos.requires_grad or sin.requires_grad):
         return cpu.Rotate.apply(x, cos, sin)  # type: ignore[no-any-return,no-untyped-call]
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+
+def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    """gelu(gate) · up, elementwise."""
+    return F.gelu(gate, approximate=approximate) * up
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -168,6 +174,18 @@ def _order_mask(
     if window is not None:
         seen = seen & (distance.abs() < window)
     return seen[None, None]
+
+
+def seen_keys(
+    queries: int,
+    keys: int,
+    documents: Tensor | None,
+    window: int | None,
+    device: torch.device,
+) -> Tensor:
+    """True where a causal query looks, (B or 1, 1, Sq, Sk), always as a mask."""
+    made = None if documents is None else _masks.of(documents, queries, True, window)
+    return _order_mask(queries, keys, True, window, device) if made is None else made
 
 
 class _DocumentMasks:

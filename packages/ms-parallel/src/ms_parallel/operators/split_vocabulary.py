@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ms_parallel.operators.capped import capped
+from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.losses import head_gradients
 
 __all__ = ["VocabularyParallelLoss"]
@@ -19,9 +21,10 @@ class VocabularyParallelLoss(torch.autograd.Function):
     """-log softmax(h·Wᵀ)[target] with W split by rows (the vocabulary) over a process group.
 
     Works a chunk of tokens at a time. A chunk leaves its local maximum, sum of exponentials and
-    target logit, float32; two collectives then settle all chunks at once (Shoeybi et al., 2019,
-    section 3, has three per call). The backward forms p - onehot(target) from the saved
-    log-normaliser; if all local logits fit `limit_bytes` there is one chunk, and it is kept.
+    target logit, float32 (float64 for float64); two collectives then settle all chunks at once
+    (Shoeybi et al., 2019, section 3, has three per call). The backward forms p - onehot(target)
+    from the saved log-normaliser; if all local logits fit `limit_bytes` there is one chunk, and it
+    is kept.
     """
 
     @staticmethod
@@ -32,6 +35,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
         targets: Tensor,
         group: dist.ProcessGroup,
         limit_bytes: int,
+        softcap: float | None = None,
     ) -> Tensor:
         """Losses (T,) float32 of hidden (T, H), weight (V/t, H) and global targets (T,) int64."""
         width = weight.shape[0]
@@ -42,7 +46,8 @@ class VocabularyParallelLoss(torch.autograd.Function):
         kept: Tensor | None = None
         maxima, sums, hits = [], [], []
         for part, at in zip(torch.split(hidden, rows), torch.split(index, rows), strict=True):
-            logits = F.linear(part, weight).float()
+            logits = widen(F.linear(part, weight))
+            logits = logits if softcap is None else capped(logits, softcap)
             maximum = logits.amax(dim=1)
             maxima.append(maximum)
             sums.append((logits - maximum[:, None]).exp().sum(dim=1))
@@ -52,7 +57,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
             torch.cat(maxima), torch.cat(sums), torch.cat(hits).masked_fill_(~here, 0.0), group
         )
         counted = targets != IGNORED
-        ctx.rows = rows
+        ctx.rows, ctx.softcap = rows, softcap
         ctx.save_for_backward(hidden, weight, index, here & counted, counted, normaliser, kept)
         return (normaliser - target_logit).masked_fill(~counted, 0.0)
 
@@ -60,15 +65,24 @@ class VocabularyParallelLoss(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         """Gradients of hidden (this rank's share of the sum) and of the local weight."""
         hidden, weight, index, here, counted, normaliser, kept = ctx.saved_tensors
         scale = gradient.masked_fill(~counted, 0.0)
         wanted = ctx.needs_input_grad[:2]
         of_hidden, of_weight = head_gradients(
-            hidden, weight, index, here, scale, normaliser, ctx.rows, logits=kept, wanted=wanted
+            hidden,
+            weight,
+            index,
+            here,
+            scale,
+            normaliser,
+            ctx.rows,
+            logits=kept,
+            softcap=ctx.softcap,
+            wanted=wanted,
         )
-        return of_hidden, of_weight, None, None, None
+        return of_hidden, of_weight, None, None, None, None
 
 
 def _settle(

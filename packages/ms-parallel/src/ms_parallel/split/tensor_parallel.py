@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import (
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.experts.grouped import GroupedLinear
 from ms_parallel.models.experts.router import Router
+from ms_parallel.models.parts.norm import WholeWidthNorm
 from ms_parallel.models.plan import ModelPlan
 
 __all__ = ["gather_sequence", "gather_vocabulary", "is_whole", "local_view", "split_model"]
@@ -61,6 +62,8 @@ def split_model(
                 styles[name] = SplitRows()
             case "split_heads":
                 styles[name] = SplitHeads()
+            case "split_width":
+                styles[name] = SplitWidth()
             case "router":
                 styles[name] = SpreadChoices()
             case "expert_column" | "expert_row" as style:
@@ -130,6 +133,29 @@ class SplitHeads(SplitRows):
         module.register_forward_pre_hook(spread)
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
         return module
+
+
+class SplitWidth(SplitRows):
+    """Splits a norm's weight with its width, whose mean square is then summed over processes."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, WholeWidthNorm)
+        module.across = _Mesh(device_mesh)
+        return super()._apply(module, device_mesh)
+
+
+class _Mesh:
+    """Sums over a mesh's processes, for a norm that knows of none."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def total(self, sums: Tensor) -> Tensor:
+        spread = DTensor.from_local(sums, self.mesh, [Partial()], run_check=False)
+        return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    def local(self, weight: Tensor) -> Tensor:
+        return local_view(weight)
 
 
 class SpreadChoices(ParallelStyle):

@@ -24,9 +24,9 @@ _CHUNK_ELEMENTS = 1 << 20
 def initialise(model: nn.Module, seed: int) -> None:
     """Fill every parameter, plain or DTensor, in place.
 
-    Matrices are normal with the config's `initializer_range`, biases zero, norms one. A copy of a
-    tied weight draws under its owner's name, and so equals it. What the architecture does not have,
-    and a preparation has added, is zero.
+    Matrices are normal with the config's `initializer_range`, biases zero, norms neutral. A copy of
+    a tied weight draws under its owner's name, and so equals it. What the architecture does not
+    have, and a preparation has added, is zero.
 
     Args:
         model: Any stage under any layout, with a `config`; parameters must not be on `meta`.
@@ -40,7 +40,8 @@ def initialise(model: nn.Module, seed: int) -> None:
         if name.endswith("bias") or is_added(drawn_as, own):
             parameter.zero_()
         elif parameter.ndim == 1:
-            parameter.fill_(1.0)
+            norm = model.get_submodule(name.rpartition(".")[0])
+            parameter.fill_(getattr(norm, "neutral", 1.0))
         else:
             _fill_normal(parameter, drawn_as, seed, std)
 

@@ -15,6 +15,7 @@ from ms_parallel.models.decoder_config import DecoderConfig
 from ms_parallel.models.parts.norm import RMSNorm
 from ms_parallel.models.spans import attend_in_spans
 from ms_parallel.models.staged import Context
+from ms_parallel.operators.capped import capped_attention
 from ms_parallel.operators.protocol import Ops
 
 __all__ = ["Attention", "RotaryContext", "Sinks", "attend"]
@@ -39,6 +40,7 @@ class Attention(nn.Module):
         ops: Operators.
         norm: Builds the norms of queries and keys, of (width, eps, ops).
         sinks: Whether each head has a score beside those of its keys, as in gpt-oss.
+        softcap: What scores are bent to stay below, before the softmax.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Attention(nn.Module):
         *,
         norm: Callable[[int, float, Ops], nn.Module] = RMSNorm,
         sinks: bool = False,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
         hidden, width = config.hidden_size, config.head_dim
@@ -67,27 +70,35 @@ class Attention(nn.Module):
         self.rope = config.rope_of(layer)
         self.interleaved = config.rotary_interleaved
         self.scale = config.attention_scale
+        self.softcap = softcap
         self.layer = layer
         self.ops = ops
 
     def forward(self, hidden: Tensor, *, context: RotaryContext) -> Tensor:
         """(B, S, H) to (B, S, H)."""
-        q, k, v = (
-            projection(hidden).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )  # (B, S, heads, D)
-        if self.query_key_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.project(hidden)
         if self.rope is not None:
             cos, sin = context.tables[self.rope]
             q, k = self.ops.rotary(q, k, cos, sin, interleaved=self.interleaved)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
         settings: dict[str, Any] = {"window": self.window, "scale": self.scale}
+        if self.softcap is not None:
+            settings["softcap"] = self.softcap
         if self.sinks is not None:
             settings["sinks"] = self.sinks(q)
         out = attend(self.ops, q, k, v, context, **settings)
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (B, S, heads, D) before they are turned."""
+        q, k, v = (
+            projection(hidden).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.query_key_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
 
 
 class Sinks(nn.Module):
@@ -118,7 +129,9 @@ def attend(
         context: Its documents keep apart what is packed.
         settings: What else the operator takes.
     """
+    # Fused kernels have no softcap.
+    operator: Callable[..., Tensor] = capped_attention if "softcap" in settings else ops.attention
     # A block compiled alone would be compiled anew for each batch's lengths.
     if not torch.compiler.is_compiling() and context.lengths is not None:
-        return attend_in_spans(ops.attention, q, k, v, context.lengths, **settings)
-    return ops.attention(q, k, v, documents=context.documents, **settings)
+        return attend_in_spans(operator, q, k, v, context.lengths, **settings)
+    return operator(q, k, v, documents=context.documents, **settings)

@@ -6,7 +6,7 @@ from typing import Any, Protocol, get_args
 from ms_parallel.errors import ModelError
 from ms_parallel.models.positions.scaling import NEEDED, OPTIONAL, Kind, RopeScaling
 
-__all__ = ["ONE_ROPE", "Positions", "read_rope", "write_scaling"]
+__all__ = ["ONE_ROPE", "OneRope", "Positions", "chosen_rope", "read_rope", "write_scaling"]
 
 _ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}.union(
     *NEEDED.values(), *OPTIONAL.values()
@@ -40,7 +40,7 @@ class OneRope:
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Base, scaling and share."""
-        rope = _chosen(given)
+        rope = chosen_rope(given)
         share = rope.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
         theta, scaling = read_rope(rope, given.get("rope_theta", 10000.0))
         if self.partial:
@@ -67,8 +67,12 @@ ONE_ROPE = OneRope()
 """As Llama has it."""
 
 
-def _chosen(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The mapping that says how positions turn, in whichever spelling."""
+def chosen_rope(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The mapping that says how positions turn, in whichever spelling.
+
+    Raises:
+        ModelError: the two spellings differ, or it is no mapping.
+    """
     new, old = given.get("rope_parameters"), given.get("rope_scaling")
     if new and old and new != old:
         raise ModelError(

@@ -1,11 +1,22 @@
 """Sliding windows in config.json: which layers they apply to, as each family says it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
+
+from attrs import frozen
 
 from ms_parallel.errors import ModelError
 
-__all__ = ["EVERY_LAYER", "NO_WINDOWS", "UPPER_LAYERS", "Windows", "layer_types", "sliding_layers"]
+__all__ = [
+    "EVERY_LAYER",
+    "NO_WINDOWS",
+    "ONE_WINDOW",
+    "UPPER_LAYERS",
+    "ByPattern",
+    "Windows",
+    "layer_types",
+    "sliding_layers",
+]
 
 Sliding = tuple[int | None, tuple[int, ...] | None]
 """`sliding_window` and `sliding_layers` of a configuration."""
@@ -55,6 +66,18 @@ class _NoWindows:
         return {}
 
 
+class _OneWindow:
+    keys = frozenset({"sliding_window"})
+
+    def read(self, given: Mapping[str, Any]) -> Sliding:
+        """All layers, or none."""
+        return given.get("sliding_window"), None
+
+    def write(self, config: Windowed) -> dict[str, object]:
+        """The window."""
+        return {"sliding_window": config.sliding_window}
+
+
 class _EveryLayer:
     keys = frozenset({"sliding_window", "layer_types"})
 
@@ -73,6 +96,29 @@ class _EveryLayer:
         if config.sliding_window is not None and config.sliding_layers is not None:
             document["layer_types"] = layer_types(config)
         return document
+
+
+@frozen(kw_only=True)
+class ByPattern:
+    """Layers slide as `layer_types` says, or by a pattern where it is silent.
+
+    The window is always a number; configurations that follow the pattern have no `sliding_layers`.
+    """
+
+    slides: Callable[[Mapping[str, Any], int], bool]
+    """Whether a layer slides by the pattern, of a config.json and the layer's number."""
+    keys: frozenset[str] = frozenset({"sliding_window", "layer_types"})
+
+    def read(self, given: Mapping[str, Any]) -> Sliding:
+        """The window, and the layers where they differ from the pattern."""
+        count, kinds = given["num_hidden_layers"], given.get("layer_types")
+        pattern = tuple(layer for layer in range(count) if self.slides(given, layer))
+        layers = pattern if kinds is None else sliding_layers(kinds, count)
+        return given["sliding_window"], None if layers == pattern else layers
+
+    def write(self, config: Windowed) -> dict[str, object]:
+        """The window and the types of layers."""
+        return {"sliding_window": config.sliding_window, "layer_types": layer_types(config)}
 
 
 class _UpperLayers:
@@ -102,6 +148,8 @@ class _UpperLayers:
 
 
 NO_WINDOWS: Windows = _NoWindows()
+ONE_WINDOW: Windows = _OneWindow()
+"""As Phi-3 has it."""
 EVERY_LAYER: Windows = _EveryLayer()
 """As Mistral has them."""
 UPPER_LAYERS: Windows = _UpperLayers()

@@ -1,0 +1,85 @@
+"""GLM-4-0414 (GLM team, 2025): half of each head turns, by neighbours; four norms a layer."""
+
+from attrs import field, frozen
+from torch import nn
+
+from ms_parallel.models.decoder import plan_with
+from ms_parallel.models.decoder_config import DecoderConfig
+from ms_parallel.models.dense import DenseFamily
+from ms_parallel.models.parts.block import Block, Norms
+from ms_parallel.models.plan import ModelPlan
+from ms_parallel.models.positions.document import OneRope
+from ms_parallel.models.weight_names import Rules, rows_of
+from ms_parallel.operators.protocol import Ops
+from ms_parallel.settings import number
+
+__all__ = ["FAMILY", "Glm4Config", "gate_and_up"]
+
+_NORMS = Norms(
+    before_attention="input_layernorm",
+    after_attention="post_self_attn_layernorm",
+    before_mlp="post_attention_layernorm",
+    after_mlp="post_mlp_layernorm",
+)
+
+
+@frozen(kw_only=True)
+class Glm4Config(DecoderConfig):
+    """A GLM-4.
+
+    Raises:
+        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+    """
+
+    model_type: str = "glm4"
+    partial_rotary_factor: float = field(default=0.5, validator=number(least=1e-3, most=1.0))
+    """Share of a head that turns."""
+
+    @property
+    def rotary_width(self) -> int:
+        """Dims of a head that turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def rotary_interleaved(self) -> bool:
+        """Neighbouring dims turn together."""
+        return True
+
+
+def gate_and_up(config: DecoderConfig) -> Rules:
+    """Files hold gate and up as the rows of one matrix."""
+    fused, inner = "model.layers.{0}.mlp.gate_up_proj.weight", config.intermediate_size
+    return {
+        "model.layers.*.mlp.gate_proj.weight": rows_of(fused, 0, 2 * inner),
+        "model.layers.*.mlp.up_proj.weight": rows_of(fused, inner, 2 * inner),
+    }
+
+
+def _block(config: Glm4Config, layer: int, ops: Ops) -> nn.Module:
+    return Block(config, layer, ops, norms=_NORMS)
+
+
+def _plan(config: Glm4Config) -> ModelPlan:
+    return plan_with(config, norms=_NORMS)
+
+
+FAMILY = DenseFamily(
+    name="glm4",
+    config=Glm4Config,
+    block=_block,
+    plan=_plan,
+    weights=gate_and_up,
+    transformers_class="Glm4ForCausalLM",
+    fixed={"mlp_bias": False, "query_key_norm": False},
+    silent={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    positions=OneRope(partial=True),
+    output_bias=False,
+    small={"attention_bias": True},
+)

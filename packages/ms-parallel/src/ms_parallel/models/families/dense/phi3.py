@@ -1,0 +1,97 @@
+"""Phi-3 and Phi-4-mini (Abdin et al., 2024, arXiv:2404.14219): fused projections, LongRoPE."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import field, frozen
+
+from ms_parallel.errors import ConfigError, ModelError
+from ms_parallel.models.config import size
+from ms_parallel.models.decoder_config import DecoderConfig
+from ms_parallel.models.dense import DenseFamily
+from ms_parallel.models.families.dense.glm4 import gate_and_up
+from ms_parallel.models.positions.document import OneRope, chosen_rope
+from ms_parallel.models.positions.windows import ONE_WINDOW
+from ms_parallel.models.weight_names import Rules, rows_of
+from ms_parallel.settings import number
+
+__all__ = ["FAMILY", "Phi3Config"]
+
+_OLD_NAMES = ("su", "yarn")
+"""What first files called longrope."""
+
+
+@frozen(kw_only=True)
+class Phi3Config(DecoderConfig):
+    """A Phi-3.
+
+    Raises:
+        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+    """
+
+    model_type: str = "phi3"
+    original_max_position_embeddings: int = field(default=4096, validator=size)
+    """Positions of the first pre-training, beyond which frequencies have their long factors."""
+    partial_rotary_factor: float = field(default=1.0, validator=number(least=1e-3, most=1.0))
+    """Share of a head that turns."""
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        scaling, original = self.rope_scaling, self.original_max_position_embeddings
+        if scaling is None:
+            return
+        if scaling.kind != "longrope" or scaling.original_max_position_embeddings != original:
+            raise ConfigError(
+                f"model_type 'phi3' knows the rope scaling 'longrope' alone, with"
+                f" original_max_position_embeddings={original} as its own; not {scaling.kind!r}"
+                f" with {scaling.original_max_position_embeddings}"
+            )
+
+    @property
+    def rotary_width(self) -> int:
+        """Dims of a head that turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+
+class _LongRope(OneRope):
+    """Says the original positions beside the scaling, and its kind by older names too."""
+
+    def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Base, scaling and share."""
+        rope = dict(chosen_rope(given))
+        kind = rope.pop("rope_type", rope.pop("type", "default"))
+        rope |= {"rope_type": "longrope" if kind in _OLD_NAMES else kind}
+        if rope["rope_type"] not in ("default", "longrope"):
+            shown = repr(kind)[:60]
+            raise ModelError(f"rope_type {shown} is not supported; supported: default, longrope")
+        rope["original_max_position_embeddings"] = given["original_max_position_embeddings"]
+        return super().read({**given, "rope_parameters": rope, "rope_scaling": None})
+
+
+def _weights(config: Phi3Config) -> Rules:
+    fused = "model.layers.{0}.self_attn.qkv_proj.weight"
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    starts = {"q_proj": 0, "k_proj": queries, "v_proj": queries + keys}
+    return {
+        f"model.layers.*.self_attn.{name}.weight": rows_of(fused, start, queries + 2 * keys)
+        for name, start in starts.items()
+    } | dict(gate_and_up(config))
+
+
+FAMILY = DenseFamily(
+    name="phi3",
+    config=Phi3Config,
+    weights=_weights,
+    transformers_class="Phi3ForCausalLM",
+    fixed={"attention_bias": False, "mlp_bias": False, "query_key_norm": False},
+    silent={
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+    },
+    neutral={"resid_pdrop": (0,), "embd_pdrop": (0,)},
+    positions=_LongRope(partial=True),
+    windows=ONE_WINDOW,
+)

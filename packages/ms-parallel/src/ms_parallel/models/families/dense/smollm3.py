@@ -1,0 +1,113 @@
+"""SmolLM 3 (Bakouch et al., 2025): every fourth layer without rotary positions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import field, frozen
+
+from ms_parallel.errors import ConfigError, ModelError
+from ms_parallel.models.config import size
+from ms_parallel.models.decoder_config import DecoderConfig
+from ms_parallel.models.dense import DenseFamily
+from ms_parallel.models.positions.windows import layer_types, sliding_layers
+
+__all__ = ["FAMILY", "SmolLM3Config"]
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@frozen(kw_only=True)
+class SmolLM3Config(DecoderConfig):
+    """A SmolLM 3.
+
+    Raises:
+        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+    """
+
+    model_type: str = "smollm3"
+    rope_theta: float = 2_000_000.0
+    no_rope_layers: tuple[int, ...] | None = field(default=None, converter=_as_tuple)
+    """1 for each layer with rotary positions, 0 for one without; None for a pattern."""
+    no_rope_layer_interval: int = field(default=4, validator=size)
+    """Each so many-th layer is without, where `no_rope_layers` does not say otherwise."""
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        given = self.no_rope_layers
+        if given is None:
+            return
+        listed = isinstance(given, tuple) and all(one in (0, 1) for one in given)
+        if not listed or len(given) < self.num_hidden_layers:
+            raise ConfigError(
+                f"no_rope_layers is {str(given)[:60]}; give 0 or 1 for each of"
+                f" {self.num_hidden_layers} layers"
+            )
+
+    def rope_of(self, layer: int) -> int | None:
+        """Which of `ropes` one layer uses; None where it has no positions."""
+        given, interval = self.no_rope_layers, self.no_rope_layer_interval
+        turns = (layer + 1) % interval != 0 if given is None else given[layer]
+        return 0 if turns else None
+
+
+class _WithoutRope:
+    """Layers without rotary positions slide, unless `layer_types` says otherwise."""
+
+    keys = frozenset({"sliding_window", "layer_types", "use_sliding_window"})
+
+    def read(self, given: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...] | None]:
+        """The window and its layers."""
+        window, count = given.get("sliding_window"), given["num_hidden_layers"]
+        uses, kinds = given.get("use_sliding_window", False), given.get("layer_types")
+        if type(uses) is not bool:
+            raise ModelError(f"use_sliding_window is {repr(uses)[:60]}; give true or false")
+        if kinds is not None:
+            layers = sliding_layers(kinds, count)
+            if bool(layers) != (uses and window is not None and bool(layers)):
+                raise ModelError(
+                    "layer_types has sliding_attention, but there is no sliding_window, or"
+                    " use_sliding_window is false; give full_attention for each layer, or a window"
+                )
+        elif uses and window is not None:
+            layers = tuple(layer for layer in range(count) if not _turns(given, layer))
+        else:
+            layers = ()
+        return (window, layers) if layers else (None, None)
+
+    def write(self, config: SmolLM3Config) -> dict[str, object]:
+        """Which layers slide, by name."""
+        kinds = layer_types(config)
+        return {
+            "use_sliding_window": "sliding_attention" in kinds,
+            "sliding_window": config.sliding_window,
+            "layer_types": kinds,
+        }
+
+
+def _turns(given: Mapping[str, Any], layer: int) -> bool:
+    listed, interval = given.get("no_rope_layers"), given.get("no_rope_layer_interval", 4)
+    try:
+        return bool(listed[layer] if listed is not None else (layer + 1) % interval)
+    except (TypeError, LookupError, ZeroDivisionError) as error:
+        raise ModelError(
+            f"no_rope_layers={str(listed)[:60]} with no_rope_layer_interval={str(interval)[:60]}"
+            " does not say which layers turn; give 0 or 1 for each"
+        ) from error
+
+
+FAMILY = DenseFamily(
+    name="smollm3",
+    config=SmolLM3Config,
+    transformers_class="SmolLM3ForCausalLM",
+    fixed={"query_key_norm": False},
+    silent={
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "rope_theta": 2_000_000.0,
+    },
+    windows=_WithoutRope(),
+    small={"tie_word_embeddings": True, "mlp_bias": False},
+)

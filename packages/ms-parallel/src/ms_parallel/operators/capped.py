@@ -1,0 +1,46 @@
+"""Soft caps: values bent by tanh to stay below a limit, as Gemma 2 has them."""
+
+import torch
+from torch import Tensor
+
+from ms_parallel.operators.cpu import widen
+from ms_parallel.operators.plain import seen_keys
+
+__all__ = ["capped", "capped_attention"]
+
+
+def capped(x: Tensor, softcap: float) -> Tensor:
+    """Softcap · tanh(x / softcap)."""
+    return (x / softcap).tanh() * softcap
+
+
+def capped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softcap: float,
+    documents: Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention whose scores are bent before the softmax; holds all of them.
+
+    Args:
+        q: (B, Sq, Hq, D).
+        k: (B, Sk, Hk, D), Hk divides Hq.
+        v: Like `k`.
+        softcap: What scores stay below.
+        documents: (B, Sk) int32; a query sees keys of its own document only.
+        window: A query sees its last so many keys.
+        scale: Of the scores; 1/√D by default.
+
+    Returns:
+        (B, Sq, Hq, D).
+    """
+    grouped = q.unflatten(2, (k.shape[2], -1))  # (B, Sq, Hk, G, D)
+    scores = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k)
+    scores = capped(widen(scores) * (q.shape[-1] ** -0.5 if scale is None else scale), softcap)
+    seen = seen_keys(q.shape[1], k.shape[1], documents, window, q.device)
+    weights = scores.masked_fill(~seen.unsqueeze(2), -torch.inf).softmax(-1).to(v.dtype)
+    return torch.einsum("bhgqk,bkhd->bqhgd", weights, v).flatten(2, 3)

@@ -1,0 +1,36 @@
+"""Gradients and generated text of every family under a layout; called by `run_processes`."""
+
+from typing import Any
+
+import torch
+from pipelines import PLAIN, whole_gradients
+
+from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.engine import Engine
+from ms_parallel.models import architecture
+
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.1,
+}
+
+
+def everything(layout: str, families: dict[str, str]) -> dict[str, Any]:
+    """Of each family: its gradients, and what it says after a prompt."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    groups = connect(Layout.parse(layout), device="cpu", timeout_s=60)
+    found = {}
+    for name, model_type in families.items():
+        config = architecture(model_type, dict(SIZES))
+        engine = Engine(config, groups=groups, microbatch_size=1, optimizer=PLAIN)
+        text = engine.generate([[1, 2, 3], [4, 5, 6, 7, 8, 9]], max_new_tokens=6, temperature=0)
+        found[name] = {"gradients": whole_gradients(engine, 4), "text": text}
+    return found
