@@ -38,6 +38,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0],
         "router_aux_loss_coef": 0.05,
     },
+    "olmoe": {
+        "model_type": "olmoe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.05,
+    },
     "deepseek_v3": {
         "model_type": "deepseek_v3",
         "num_key_value_heads": 4,
