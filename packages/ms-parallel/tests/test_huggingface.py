@@ -153,7 +153,7 @@ LAYOUTS = [
     pytest.param("tensor=2,pipeline=2", marks=pytest.mark.slow),
 ]
 COPIED = ["llama-3", "llama-biases", "qwen3"]  # the first is tied
-FRESH = ["llama", "qwen3", "transformer-xl"]
+FRESH = ["llama", "qwen3", "qwen3_moe", "transformer-xl"]
 SEED = 11
 
 
