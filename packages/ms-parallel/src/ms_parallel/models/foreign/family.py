@@ -78,8 +78,8 @@ def _check_tensor(config: TransformersModel, plan: ModelPlan, tensor: int) -> No
     kind = config.model_type
     if not plan.tensor:
         raise LayoutError(
-            f"tensor={tensor} cannot split {kind}: transformers publishes no tensor plan for it; set"
-            " tensor=1 and give its processes to data"
+            f"tensor={tensor} cannot split {kind}: transformers publishes no tensor plan for it;"
+            " set tensor=1 and give its processes to data"
         )
     known = {*STYLES.values(), "replicated"}
     for pattern, style in plan.tensor.items():

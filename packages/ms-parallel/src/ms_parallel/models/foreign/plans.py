@@ -40,7 +40,8 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
     Raises:
         ModelError: transformers does not build it, or not with our attention.
     """
-    name = registered(ops or operators)
+    chosen: Any = ops or operators  # a module, whose hash no Protocol knows of
+    name = registered(chosen)
     settings = type(config.settings).from_dict(config.settings.to_dict())
     try:
         with torch.device("meta"):
@@ -49,7 +50,7 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
             )
     except KeyError as error:
         raise ModelError(
-            f"{config.model_type} of transformers has an attention of its own, not one that ours can"
+            f"{config.model_type} of transformers has an attention of its own, which ours cannot"
             " stand for; write its family"
         ) from error
     except (ValueError, TypeError, AttributeError, ImportError) as error:
@@ -101,8 +102,8 @@ def _line(model: Any, prefix: str) -> tuple[tuple[str, ...], str, tuple[str, ...
     ]
     if len(lists) != 1:
         raise ModelError(
-            f"{type(model).__name__} has {len(lists)} lists of {count} blocks, so its stages are not"
-            " known; write its family"
+            f"{type(model).__name__} has {len(lists)} lists of {count} blocks, so its stages are"
+            " not known; write its family"
         )
     published = list(getattr(model.base_model.config, "base_model_pp_plan", None) or {})
     own = lists[0].removeprefix(f"{prefix}.")
@@ -125,10 +126,10 @@ def _tensor(model: Any, prefix: str) -> dict[str, Style]:
         parameter = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         module = parameter.rpartition(".")[0]
         for pattern in (parameter, module):
-            style = published.get(pattern.removeprefix(f"{prefix}."))
-            if style is not None:
-                style = "expert_row" if (style, value.ndim) == ("rowwise", 3) else style
-                styles[pattern] = STYLES.get(style, style)
+            theirs = published.get(pattern.removeprefix(f"{prefix}."))
+            if theirs is not None:
+                stacked = (theirs, value.ndim) == ("rowwise", 3)
+                styles[pattern] = "expert_row" if stacked else STYLES.get(theirs, theirs)
         if parameter not in styles and module not in styles:
             styles[module] = "replicated"
     return styles
