@@ -57,7 +57,7 @@ class Family:
     def shapes(
         self, config: Any, named: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]
     ) -> dict[str, torch.Size] | None:
-        """Names and shapes of what is `named` in the whole model; None to build it a kind at a time."""
+        """Names and shapes of what is `named` in the whole model; None to build a block a kind."""
         return None
 
     def check_layout(self, config: Any, layout: Layout) -> None:

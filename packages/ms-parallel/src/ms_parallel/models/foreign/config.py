@@ -47,7 +47,7 @@ def knows(model_type: object) -> bool:
 
 
 def _document(source: Any) -> dict[str, Any]:
-    """A config.json, decoded, from its folder, from itself, or from a transformers configuration."""
+    """A config.json, decoded, from its folder, itself, or a configuration of transformers."""
     if isinstance(source, str | os.PathLike):
         return read_json(Path(source) / "config.json", dict[str, Any], error=ModelError)
     if isinstance(source, Mapping):

@@ -78,10 +78,10 @@ def _check_tensor(config: TransformersModel, plan: ModelPlan, tensor: int) -> No
     kind = config.model_type
     if not plan.tensor:
         raise LayoutError(
-            f"tensor={tensor} cannot split {kind}: transformers publishes no tensor plan for it; set"
-            " tensor=1 and give its processes to data"
+            f"tensor={tensor} cannot split {kind}: transformers publishes no tensor plan for it;"
+            " set tensor=1 and give its processes to data"
         )
-    known = {*STYLES.values(), "replicated"}
+    known = {*STYLES.values(), "replicated", "expert_row"}
     for pattern, style in plan.tensor.items():
         if style not in known:
             raise LayoutError(
