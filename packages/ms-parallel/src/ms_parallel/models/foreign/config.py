@@ -132,13 +132,6 @@ class TransformersModel:
         return TransformersModel({**self.document, **overrides}, self.folder, **ids)
 
     @property
-    def own_family(self) -> Any:
-        """What builds, splits and writes it, whatever other family bears its name."""
-        from ms_parallel.models.foreign.family import FOREIGN
-
-        return FOREIGN
-
-    @property
     def model_type(self) -> str:
         """The `model_type` in config.json."""
         return str(self.document.get("model_type"))
