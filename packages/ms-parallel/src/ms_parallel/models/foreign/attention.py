@@ -57,9 +57,8 @@ def registered(ops: Hashable) -> str:
             "scale": scaling,
         }
         if softcap is None:
-            if s_aux is not None:
-                how["sinks"] = s_aux
-            return attention(q, k, v, **how), None
+            sinks: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
+            return attention(q, k, v, **how, **sinks), None
         if s_aux is not None:
             raise ModelError("attention with capped scores and sinks is not known here")
         return capped_attention(q, k, v, softcap=softcap, **how), None

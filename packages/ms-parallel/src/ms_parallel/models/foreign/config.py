@@ -47,7 +47,7 @@ def knows(model_type: object) -> bool:
 
 
 def _document(source: Any) -> dict[str, Any]:
-    """Decode a config.json: of a folder, as it is, or of a transformers configuration."""
+    """A config.json, decoded, from its folder, itself, or a configuration of transformers."""
     if isinstance(source, str | os.PathLike):
         return read_json(Path(source) / "config.json", dict[str, Any], error=ModelError)
     if isinstance(source, Mapping):
@@ -130,13 +130,6 @@ class TransformersModel:
                 raise ConfigError(f"unknown model setting {name!r}; {nearest(name, list(known))}")
         ids = {name: overrides.get(name, getattr(self, name)) for name in TOKENS}
         return TransformersModel({**self.document, **overrides}, self.folder, **ids)
-
-    @property
-    def own_family(self) -> Any:
-        """What builds, splits and writes it, whatever other family bears its name."""
-        from ms_parallel.models.foreign.family import FOREIGN
-
-        return FOREIGN
 
     @property
     def model_type(self) -> str:

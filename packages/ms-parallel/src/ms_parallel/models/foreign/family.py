@@ -8,7 +8,7 @@ import torch
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import LayoutError
 from ms_parallel.models.config import TOKENS
-from ms_parallel.models.family import Family
+from ms_parallel.models.family import ANY, Family
 from ms_parallel.models.foreign.config import TransformersModel
 from ms_parallel.models.foreign.plans import STYLES, Named, Shapes, built, plan_of, shapes_of
 from ms_parallel.models.foreign.stage import TransformersStage
@@ -81,7 +81,7 @@ def _check_tensor(config: TransformersModel, plan: ModelPlan, tensor: int) -> No
             f"tensor={tensor} cannot split {kind}: transformers publishes no tensor plan for it;"
             " set tensor=1 and give its processes to data"
         )
-    known = {*STYLES.values(), "replicated"}
+    known = {*STYLES.values(), "replicated", "expert_row"}
     for pattern, style in plan.tensor.items():
         if style not in known:
             raise LayoutError(
@@ -114,5 +114,5 @@ def _check_tensor(config: TransformersModel, plan: ModelPlan, tensor: int) -> No
 
 
 FOREIGN = _Foreign(
-    name="", config=TransformersModel, model=TransformersStage, plan=plan_of, weights=rules_of
+    name=ANY, config=TransformersModel, model=TransformersStage, plan=plan_of, weights=rules_of
 )

@@ -1,9 +1,9 @@
 """From the plans that transformers publishes for a model to ours."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,10 @@ STYLES: dict[str, Style] = {
     "packed_colwise": "expert_column",
     "replicated_with_grad_allreduce": "heads",
     "moe_tp_experts": "summed",
-    "expert_row": "expert_row",
 }
 """Our style of each of transformers'."""
+EXPERTS_DIMS = 3
+"""Of a matrix for each expert."""
 
 
 def built(config: TransformersModel, ops: Ops | None = None) -> Any:
@@ -40,8 +41,7 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
     Raises:
         ModelError: transformers does not build it, or not with our attention.
     """
-    chosen: Any = ops or operators  # a module, whose hash no Protocol knows of
-    name = registered(chosen)
+    name = registered(cast(Hashable, ops or operators))
     settings = type(config.settings).from_dict(config.settings.to_dict())
     try:
         with torch.device("meta"):
@@ -126,10 +126,10 @@ def _tensor(model: Any, prefix: str) -> dict[str, Style]:
         parameter = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         module = parameter.rpartition(".")[0]
         for pattern in (parameter, module):
-            theirs = published.get(pattern.removeprefix(f"{prefix}."))
-            if theirs is not None:
-                stacked = (theirs, value.ndim) == ("rowwise", 3)
-                styles[pattern] = "expert_row" if stacked else STYLES.get(theirs, theirs)
+            style = published.get(pattern.removeprefix(f"{prefix}."))
+            if style is not None:
+                stacked = style == "rowwise" and value.ndim == EXPERTS_DIMS
+                styles[pattern] = "expert_row" if stacked else STYLES.get(style, style)
         if parameter not in styles and module not in styles:
             styles[module] = "replicated"
     return styles

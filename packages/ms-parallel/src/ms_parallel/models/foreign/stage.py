@@ -57,8 +57,8 @@ class TransformersStage(Around):
                 own["tail"]._modules[head] = model._modules[head] = _Tied(embedding)
         blocks = [model.get_submodule(name) for name in block_names(model, plan)]
         kept = [block for block in blocks if any(True for _ in block.parameters())]
-        replays = [keep_apart(block, own["now"]) for block in kept]  # each, whatever comes of it
-        own["replays"] = any(replays)
+        stateful = [keep_apart(block, own["now"]) for block in kept]
+        own["replays"] = any(stateful)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "TransformersStage":
         """Allocate, and compute the buffers that no folder holds, such as rotary frequencies."""
