@@ -121,18 +121,22 @@ def lint(session: nox.Session) -> None:
 @shared_job
 def types(session: nox.Session) -> None:
     """Check types with mypy --strict: packages, and the file that proves that the seams fit."""
-    for package in PACKAGES:
-        run_shared(session, "mypy", "--strict", f"packages/{package}/src", env=SOURCES)
-    run_shared(session, "mypy", "--strict", "tests/seams.py", "examples", env=SOURCES)
+    sources = [f"packages/{package}/src" for package in PACKAGES]
+    # All at once: what they import is read once.
+    run_shared(session, "mypy", "--strict", *sources, "tests/seams.py", "examples", env=SOURCES)
 
 
 @shared_job
 @every_package
 def tests(session: nox.Session, package: str) -> None:
-    """Tests of one package, two at a time; arguments after `--` go to pytest."""
+    """Tests of one package, two at a time; arguments after `--` go to pytest.
+
+    Tests that share what takes long to make are a group, which one of the two runs.
+    """
     arguments = session.posargs or ["-m", "not slow and not gpu"]
     tests_folder = f"packages/{package}/tests"
-    run_shared(session, "pytest", "-n", "2", tests_folder, *arguments, env=ONE_THREAD)
+    two = ("-n", "2", "--dist", "loadgroup")
+    run_shared(session, "pytest", *two, tests_folder, *arguments, env=ONE_THREAD)
 
 
 @shared_job
@@ -147,29 +151,23 @@ def repository(session: nox.Session) -> None:
 def alone(session: nox.Session, package: str) -> None:
     """Run the wheel in a bare environment with only its declared needs; a sibling breaks it."""
     wheel = build_wheel(session, ROOT / "packages" / package, "wheel")
-    broken_source = Path(session.create_tmp()).absolute() / "broken-source"
-    shutil.rmtree(broken_source, ignore_errors=True)
-    shutil.copytree(ROOT / "packages" / package, broken_source)
-    sibling = module_of(next(name for name in PACKAGES if name != package))
-    module = broken_source / "src" / module_of(package) / "__init__.py"
-    module.write_text(module.read_text() + f"\nimport {sibling}\n")
-    broken = build_wheel(session, broken_source, "broken-wheel")
-
     bare = Path(session.create_tmp()).absolute() / "bare"
     shutil.rmtree(bare, ignore_errors=True)
-    session.run(sys.executable, "-m", "venv", str(bare), silent=True, external=True)
+    make = [sys.executable, "-m", "venv", "--without-pip", str(bare)]
+    session.run(*make, silent=True, external=True)
     python = str(bare / "bin" / "python")
+    (site,) = bare.glob("lib/python*/site-packages")
     if package not in TORCH_FREE:
-        (site,) = bare.glob("lib/python*/site-packages")
         (site / "torch.pth").write_text(f"{torch_alone()}\n")
-    session.run(python, "-m", "pip", "install", "-q", str(wheel), external=True)
+    run_shared(session, "pip", "--python", python, "install", "-q", str(wheel))
     script = str(ROOT / "packages" / package / "tests" / "alone.py")
     elsewhere = Path(session.create_tmp()).absolute() / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     with session.chdir(elsewhere):
         session.run(python, "-I", script, external=True)
-        again = ["install", "-q", "--no-deps", "--force-reinstall", str(broken)]
-        session.run(python, "-m", "pip", *again, external=True)
+        sibling = module_of(next(name for name in PACKAGES if name != package))
+        module = site / module_of(package) / "__init__.py"
+        module.write_text(module.read_text() + f"\nimport {sibling}\n")
         session.log("the same with a sibling imported at module level, which must fail:")
         session.run(python, "-I", script, external=True, success_codes=[1], silent=True)
 

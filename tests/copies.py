@@ -13,14 +13,18 @@ COPIES = {
     "files/durable.py": ("align", "compress", "data", "parallel"),
     "entry.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
     "files/run_folder.py": ("align", "compress", "parallel"),
+    "files/safetensors_file.py": ("compress", "parallel"),
+    "files/tokenizer_source.py": ("align", "compress", "parallel"),
     "files/untrusted.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
+    "interruption.py": ("align", "parallel"),
     "progress.py": ("align", "parallel"),
     "settings/__init__.py": ("align", "compress", "parallel"),
     "settings/keys.py": ("align", "compress", "parallel"),
     "settings/run_file.py": ("align", "compress", "parallel"),
     "settings/template.py": ("align", "compress", "parallel"),
     "settings/validators.py": ("align", "compress", "parallel"),
-    "tests/processes.py": ("compress", "parallel"),
+    "tests/nursery.py": ("align", "compress", "parallel"),
+    "tests/processes.py": ("align", "compress", "parallel"),
 }
 """Which packages hold a copy of each source; rooms are those of shared_source/, and
 `tests` is a package's own."""

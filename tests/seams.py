@@ -16,7 +16,7 @@ from ms_align.engines.generator import EngineGenerator
 from ms_align.engines.local import LocalEngine
 from ms_align.generation import Generator
 from ms_data import InstructionStream, PreferenceStream, TokenStream
-from ms_parallel import Engine, Layout
+from ms_parallel import DistributedTrainer, Engine, Layout
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.events import OnEvent
 from ms_parallel.operators import Ops
@@ -52,6 +52,21 @@ def on_event(kind: str, fields: Mapping[str, int | float | str]) -> None:
 def engine_takes_either_operators() -> tuple[Engine, Engine]:
     """The model's operators are a module."""
     return Engine("llama", Layout(), ops=ms_parallel.operators), Engine("llama", ops=ms_kernels)
+
+
+def arguments_are_checked_where_they_are_given(groups: Groups) -> None:
+    """Names and types of every option, though the constructors take them as a class's fields.
+
+    An unknown name or a wrong type that passed would leave a comment here without use, which fails.
+    """
+    Engine("llama", Layout(), seed=1, groups=groups)
+    Engine("llama", layout=Layout(), recompute="full", on_nonfinite="raise")
+    Engine("llama", sed=1)  # type: ignore[call-arg]
+    Engine("llama", recompute="some")  # type: ignore[arg-type]
+    DistributedTrainer("llama", {"tensor_parallel": 2}, "AdamW", True, betas=[0.9, 0.95])
+    DistributedTrainer("llama", output_dir="runs", tokenizer=None, model_config={"vocab_size": 300})
+    DistributedTrainer("llama", batch_sice=8)  # type: ignore[call-arg]
+    DistributedTrainer("llama", batch_size="8")  # type: ignore[arg-type]
 
 
 def align_takes_either_engine(

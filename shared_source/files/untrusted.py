@@ -30,7 +30,7 @@ LIMIT_BYTES = 256 * 2**20
 """What a file of settings, names or a vocabulary is never larger than."""
 
 SHOWN_CHARACTERS = 200
-"""Of a path or of a decoder's own words, in a message."""
+"""Most characters of a path, or of a decoder's own words, that a message shows."""
 
 DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){100}""")
 """A hundred names with dots between them."""

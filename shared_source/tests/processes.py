@@ -1,29 +1,32 @@
-"""Start real processes that form a process group, and collect what each of them returns.
+"""Start real processes: those that form a group and return results, and commands.
 
-One process, the nursery, imports torch and the files of functions once for all tests. Each call has
-it fork a parent, which forks a process a rank: nothing is shared but what importing has made.
+One process, the nursery (`nursery.py`), imports torch and the files of functions once for all
+tests. Each call has it fork a parent, which forks a process a rank, or the one of a command:
+nothing is shared but what importing has made. If the command is torchrun, its agent forks the
+ranks.
 """
 
 import atexit
-import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import traceback
+import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from time import monotonic, sleep
-from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["ProcessesFailedError", "run_processes"]
+__all__ = ["Command", "ProcessesFailedError", "run_command", "run_processes"]
+
+NURSERY = Path(__file__).with_name("nursery.py")
 
 
 class ProcessesFailedError(AssertionError):
@@ -64,24 +67,127 @@ def run_processes(
             "folder": name,
             "environment": launched,
         }
-        nursery = _nursery()
-        assert nursery.stdin is not None
-        assert nursery.stdout is not None
-        nursery.stdin.write(json.dumps(job).encode() + b"\n")
-        nursery.stdin.flush()
-        told = nursery.stdout.readline()
-        if not told:
-            _nursery.cache_clear()
-            raise ProcessesFailedError(f"{file} cannot be imported; the reason stands above")
-        parent = int(told)
+        parent = _ask_nursery(job)
         try:
             codes = _wait(parent, count, folder, timeout_s, stop_early=check)
         finally:
-            if _lives(parent):
-                os.killpg(parent, signal.SIGKILL)
-            while _lives(parent):
-                sleep(0.005)
+            _end(parent)
         return [_result(folder, rank, code, check) for rank, code in enumerate(codes)]
+
+
+class Command:
+    """What `python WORDS` does, in a process of its own that need not import torch again.
+
+    It is asked as a `subprocess.Popen` is. Where the words start torchrun, the agent is torch's
+    and forks its ranks; they get SIGINT when it dies, by torch's will, and so no proof that ranks
+    end with their agent can rest on this.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        folder: str | Path = ".",
+        log: Path | None = None,
+        imports: Sequence[str] = (),
+    ) -> None:
+        """Start the command in `folder`; `imports` are modules to import once for all commands.
+
+        With `log` that file gets what it prints; without, `communicate` returns it.
+        """
+        notes = Path(tempfile.mkdtemp())
+        weakref.finalize(self, shutil.rmtree, notes, ignore_errors=True)
+        self._out, self._err = (log, log) if log else (notes / "out", notes / "err")
+        self._code = notes / "0.code"
+        self._out.write_bytes(b"")
+        job = {
+            "words": list(words),
+            "environment": dict(os.environ if environment is None else environment),
+            "folder": str(notes),
+            "at": str(Path(folder).absolute()),
+            "out": str(self._out),
+            "err": str(self._err),
+            "imports": list(imports),
+        }
+        self._parent = _ask_nursery(job)
+        while not (notes / "0.pid").exists():
+            assert _lives(self._parent), _text(notes / "log")
+            sleep(0.001)
+        self.pid = int(_text(notes / "0.pid"))
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        lives = _lives(self._parent)  # asked first: the code is written before the parent ends
+        if self.returncode is None and (code := _text(self._code)):
+            self.returncode = int(code)
+        assert lives or self.returncode is not None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once it has ended."""
+        deadline = monotonic() + (timeout or float("inf"))
+        while (code := self.poll()) is None:
+            if monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a command", timeout or 0.0)
+            sleep(0.005)
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it has printed and complained of, once it has ended; all are killed if it is late.
+
+        Nothing but the command holds what it prints.
+        """
+        try:
+            self.wait(timeout)
+        finally:
+            self.end()
+        return _text(self._out), _text(self._err)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Kill whatever is left of it and of its ranks."""
+        _end(self._parent)
+
+
+def run_command(
+    words: Sequence[str], *, timeout_s: float = 240.0, **options: Any
+) -> "subprocess.CompletedProcess[str]":
+    """Run a `Command` to its end."""
+    started = Command(words, **options)
+    out, err = started.communicate(timeout_s)
+    return subprocess.CompletedProcess(list(words), started.wait(), out, err)
+
+
+def _ask_nursery(job: dict[str, Any]) -> int:
+    """Have a job done; the number of the process that is the parent of all of it."""
+    nursery = _nursery()
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    nursery.stdin.write(json.dumps(job).encode() + b"\n")
+    nursery.stdin.flush()
+    answer = nursery.stdout.readline()
+    if not answer:
+        _nursery.cache_clear()
+        raise ProcessesFailedError("something cannot be imported; the reason stands above")
+    return int(answer)
+
+
+def _end(parent: int) -> None:
+    """Kill a parent and all its children, and wait until it is gone."""
+    with suppress(ProcessLookupError):
+        os.killpg(parent, signal.SIGKILL)
+    while _lives(parent):
+        sleep(0.005)
 
 
 @cache
@@ -92,7 +198,7 @@ def _nursery() -> "subprocess.Popen[bytes]":
         "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
     }
     started = subprocess.Popen(
-        [sys.executable, __file__],
+        [sys.executable, str(NURSERY)],
         env={**os.environ, **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -152,89 +258,3 @@ def _result(folder: Path, rank: int, code: int, check: bool) -> Any:
     if check:
         raise ProcessesFailedError(f"rank {rank} exited with {code}\n{log[-4000:]}")
     return {"failed": log or str(code), "code": code}
-
-
-def _serve() -> None:
-    """Be the nursery: fork a parent for each line of standard input, and tell its number."""
-    signal.signal(signal.SIGCHLD, _reap)
-    importlib.import_module("torch._dynamo")  # which FSDP imports when it is first asked
-    modules: dict[str, ModuleType] = {}
-    for line in sys.stdin:
-        job = json.loads(line)
-        folder = Path(job["folder"])
-        if job["file"] not in modules:
-            modules[job["file"]] = _imported(job["file"])
-        module = modules[job["file"]]
-        parent = os.fork()
-        if parent == 0:
-            os.setpgid(0, 0)  # so that all can be killed together
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.environ.update(job["environment"])
-            _redirect(folder / "log")
-            _fork_all(module, job["function"], job["arguments"], folder)
-            os._exit(0)
-        os.setpgid(parent, parent)
-        os.write(1, f"{parent}\n".encode())
-
-
-def _reap(*_: object) -> None:
-    """Let parents that have ended go, so that they are seen to be gone."""
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def _imported(file: str) -> ModuleType:
-    spec = spec_from_file_location(f"processes_target_{Path(file).stem}", file)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(file)
-    if str(Path(file).parent) not in sys.path:
-        sys.path.insert(0, str(Path(file).parent))
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _redirect(path: Path) -> None:
-    """Whatever this process prints goes to a file."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-
-
-def _fork_all(module: ModuleType, function: str, arguments: str, folder: Path) -> None:
-    """Fork a process a rank, and note how each ends."""
-    ranks = {}
-    for rank in range(int(os.environ["WORLD_SIZE"])):
-        child = os.fork()
-        if child == 0:
-            os._exit(_be(rank, module, function, arguments, folder))
-        ranks[child] = rank
-    while ranks:
-        child, status = os.wait()
-        code = folder / f"{ranks.pop(child)}.code"
-        aside = code.with_suffix(".aside")
-        aside.write_text(str(os.waitstatus_to_exitcode(status)))
-        aside.replace(code)
-
-
-def _be(rank: int, module: ModuleType, function: str, arguments: str, folder: Path) -> int:
-    """Be one rank: everything that this process prints goes to its log."""
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-    _redirect(folder / f"{rank}.log")
-    try:
-        result = getattr(module, function)(**json.loads(arguments))
-        (folder / f"{rank}.json").write_text(json.dumps(result))
-        code = 0
-    except Exception:
-        traceback.print_exc()
-        code = 1
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code
-
-
-if __name__ == "__main__":
-    _serve()

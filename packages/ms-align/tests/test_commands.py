@@ -14,6 +14,9 @@ from typing import Any
 import attrs
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import Command as Process
+
 from ms_align.cli import main
 from ms_align.commands.command import COMMANDS, HIDDEN, Command
 from ms_align.settings.keys import groups_of
@@ -110,10 +113,7 @@ def test_a_template_runs_once_its_paths_are_filled_in(
 def test_ctrl_c_ends_with_130_and_no_traceback(sets: Path, tmp_path: Path) -> None:
     """A checkpoint is saved, one line says so, and the same command goes on."""
     run = run_file(sets, tmp_path, "sft", steps=2000, progress=True, checkpoint_every=2000)
-    command = [sys.executable, "-m", "ms_align", "sft", str(run)]
-    process = subprocess.Popen(
-        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = Process(["-m", "ms_align", "sft", str(run)], imports=("ms_align.trainers.sft",))
     until = time.monotonic() + 120
     while time.monotonic() < until and process.poll() is None:
         if (tmp_path / "sft" / "events.jsonl").exists() and events(tmp_path / "sft", "step"):

@@ -1,13 +1,14 @@
 """kill -9 at any moment, then the same command: the weights of an undisturbed run, bit for bit."""
 
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import run_command
 
 from ms_align.run.checkpoint import complete_steps
 
@@ -16,11 +17,8 @@ SCRIPT = Path(__file__).with_name("killed_run.py")
 
 def run(folder: Path, trainer: str, kill_at: int | None = None) -> int:
     """The exit status of one launch."""
-    command = [sys.executable, str(SCRIPT), str(folder), trainer]
-    command += [] if kill_at is None else [str(kill_at)]
-    paths = os.pathsep.join(part for part in sys.path if part)
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    made = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    words = [str(SCRIPT), str(folder), trainer, *([] if kill_at is None else [str(kill_at)])]
+    made = run_command(words, imports=("ms_align.trainers.ppo",))
     assert made.returncode in (0, -signal.SIGKILL), made.stderr[-2000:]
     return made.returncode
 

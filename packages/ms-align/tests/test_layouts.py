@@ -3,11 +3,13 @@
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import Command
 
 from .layout_run import run
 
@@ -20,19 +22,16 @@ def run_under(layout: dict[str, int], sets: Path, place: Path) -> dict[str, list
         port = server.getsockname()[1]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
     started = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(sets), str(place), json.dumps(layout)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        Command(
+            [str(SCRIPT), str(sets), str(place), json.dumps(layout)],
+            environment={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            imports=("ms_align.trainers.sft", "ms_parallel.engine.engine", "ms_data"),
         )
         for rank in range(2)
     ]

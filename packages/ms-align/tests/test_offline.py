@@ -1,10 +1,8 @@
 """SFT, DPO and reward models: they learn, tell, refuse, and go on bit for bit after kill -9."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +13,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import Command
 
 from ms_align import Sample
 from ms_align.cli import main
@@ -259,13 +260,12 @@ def test_kill_9_then_the_same_command_ends_in_the_same_bits(
     whole = run_file(sets, tmp_path / "whole", kind, **SETTINGS[kind])
     assert main([kind, str(whole)]) == 0
     run = run_file(sets, tmp_path, kind, **SETTINGS[kind])
-    command = [sys.executable, "-m", "ms_align", kind, str(run)]
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    process = Command(["-m", "ms_align", kind, str(run)], imports=("ms_align.trainers.sft",))
     mark = tmp_path / kind / "checkpoints" / "step-00000003" / "manifest.json"
     began = time.monotonic()
     while process.poll() is None and not mark.exists() and time.monotonic() - began < 240:
         time.sleep(0.002)
-    os.kill(process.pid, signal.SIGKILL)
+    process.send_signal(signal.SIGKILL)
     process.wait()
     assert mark.exists()
     assert not (tmp_path / kind / "model").exists()

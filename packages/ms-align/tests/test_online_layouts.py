@@ -1,7 +1,5 @@
 """Under ms-parallel's layouts PPO and GRPO do what one process does."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 from ms_parallel import save_model
 
 sys.path.insert(0, str(Path(__file__).parent))
+from processes import run_command
 from small_models import decoder
 
 from ms_align import load_lora
@@ -23,10 +22,8 @@ def launch(folder: Path, axis: str, *more: str) -> int:
     """Run the script in one process, or in two that split one axis; the exit status."""
     count = 1 if axis == "one" else 2
     runner = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    paths = os.pathsep.join(part for part in sys.path if part)
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *runner, str(SCRIPT), str(folder), axis, *more]
-    made = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    words = [*runner, str(SCRIPT), str(folder), axis, *more]
+    made = run_command(words, imports=("ms_align.trainers.ppo", "ms_parallel.engine.engine"))
     assert made.returncode == 0 or len(more) > 1, made.stderr[-3000:]
     return made.returncode
 

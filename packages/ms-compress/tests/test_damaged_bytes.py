@@ -18,7 +18,7 @@ from ms_compress import CompressError, export, qat
 from ms_compress.cli import main
 from ms_compress.targets.footprint import footprint
 from ms_compress.targets.target import open_runtime
-from ms_compress.tokenizer_files import read_tokenizer
+from ms_compress.text_ends import read_tokenizer
 from ms_compress.training.corpus import read_batch
 
 DEEP = b"[" * 200_000

@@ -14,7 +14,7 @@ from ms_data import Batch, SettingError, StateError, TokenStream
 from ms_data.disk.shard import Frame, Shard
 from ms_data.streams.order import Order
 
-from .truth import END, random_documents, true_sample, write_dataset
+from .truth import END, random_documents, true_samples, write_dataset
 
 KEYS = ("tokens", "targets", "positions", "documents")
 TYPES = {"tokens": "int64", "targets": "int64", "positions": "int64", "documents": "int32"}
@@ -93,7 +93,8 @@ def test_two_epochs_equal_the_slow_truth(
         for number in range(-(-samples // order.window_samples))
         for sample in order.window(epoch, number).tolist()
     ]
-    truth = [true_sample(documents, sample, length) for sample in range(samples)]
+    truth = true_samples(documents, length)
+    assert len(truth) == samples
     got = [row for data in islice(stream, 2 * samples // batch) for row in rows_of(data)]
     assert got == [truth[sample] for sample in expected[: len(got)]]
     assert len(got) == 2 * samples // batch * batch

@@ -55,13 +55,19 @@ def random_documents(
     ]
 
 
-def true_sample(documents: list[NDArray[np.int64]], sample: int, length: int) -> list[list[int]]:
-    """One sample token by token: tokens, targets, positions and documents."""
+def true_samples(documents: list[NDArray[np.int64]], length: int) -> list[list[list[int]]]:
+    """Every whole sample token by token: tokens, targets, positions and documents."""
     laid = [
         (int(token), place, number, place == len(document) - 1)
         for number, document in enumerate(documents)
         for place, token in enumerate(document)
     ]
+    return [_true_sample(laid, sample, length) for sample in range(len(laid) // length)]
+
+
+def _true_sample(
+    laid: list[tuple[int, int, int, bool]], sample: int, length: int
+) -> list[list[int]]:
     rows: list[list[int]] = [[], [], [], []]
     first_place, first = laid[sample * length][1:3]
     for at in range(sample * length, (sample + 1) * length):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ import torch
 import ms_kernels
 from ms_kernels import selection
 from ms_kernels.cli import main
-from ms_kernels.commands import arguments
 from ms_kernels.core import operator
 from ms_kernels.core.chips import chip_of
 from ms_kernels.core.choice import Implementation
@@ -200,8 +200,10 @@ def test_the_module_is_the_command():
 
 
 def test_the_command_knows_the_backends_that_dispatch_knows():
-    """There is one list of backends."""
-    assert arguments.BACKENDS is selection.BACKENDS is operator.BACKENDS
+    """There is one list of backends, and one check against it."""
+    command = import_module("ms_kernels.commands.check")
+    assert command.check_backends is selection.check_backends
+    assert selection.BACKENDS is operator.BACKENDS
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["bench", "--help"]])

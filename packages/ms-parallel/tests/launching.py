@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from processes import Command, run_command
+
 TRAIN = ["-m", "ms_parallel", "train"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 MODULES = ("json/decoder.py", "textwrap.py", "heapq.py", "dataclasses.py", "ast.py", "inspect.py")
@@ -28,6 +30,8 @@ RUN = {
     "log_every": 1,
     "device": "cpu",
 }
+IMPORTS = ("ms_parallel.training.trainer", "ms_parallel.cluster.endings", "ms_data", "ms_kernels")
+"""What a run imports, imported once for all."""
 IN_FILES = {"model_arch": "model", "dataset_path": "dataset"}
 """What run files call arguments of the trainer."""
 MODEL = {
@@ -67,38 +71,41 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
 
 
-def command(run: Path, processes: int, *arguments: str, restarts: int = 0) -> list[str]:
-    """What a user types."""
+def words(run: Path, processes: int, *arguments: str, restarts: int = 0) -> list[str]:
+    """What a user types after `python`."""
     launcher = [*TORCHRUN, "--nproc-per-node", str(processes), "--max-restarts", str(restarts)]
-    return [sys.executable, *(launcher if processes > 1 else []), *TRAIN, str(run), *arguments]
+    return [*(launcher if processes > 1 else []), *TRAIN, str(run), *arguments]
 
 
-def train(
-    run: Path, processes: int, *arguments: str, restarts: int = 0
-) -> "subprocess.CompletedProcess[str]":
+def command(run: Path, processes: int, *arguments: str) -> list[str]:
+    """What a user types."""
+    return [sys.executable, *words(run, processes, *arguments)]
+
+
+def train(run: Path, processes: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run to the end."""
-    return subprocess.run(
-        command(run, processes, *arguments, restarts=restarts),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=240,
-        check=False,
-    )
+    typed = words(run, processes, *arguments)
+    return run_command(typed, environment=environment(), imports=IMPORTS)
 
 
 @contextmanager
-def training(
-    run: Path, processes: int, *arguments: str, restarts: int = 0
-) -> Iterator["subprocess.Popen[str]"]:
+def training(run: Path, processes: int, *arguments: str, restarts: int = 0) -> Iterator[Command]:
     """A run under way, whose processes are all gone at the end."""
+    typed = words(run, processes, *arguments, restarts=restarts)
+    log = run.with_suffix(".log")
+    started = Command(typed, environment=environment(), log=log, imports=IMPORTS)
+    try:
+        yield started
+    finally:
+        started.end()
+
+
+@contextmanager
+def training_from_nothing(run: Path, processes: int) -> Iterator["subprocess.Popen[str]"]:
+    """The same in new interpreters, which takes seconds more: where torch's agent is in play."""
     with (run.with_suffix(".log")).open("w") as log:
         started = subprocess.Popen(
-            command(run, processes, *arguments, restarts=restarts),
-            stdout=log,
-            stderr=log,
-            text=True,
-            env=environment(),
+            command(run, processes), stdout=log, stderr=log, text=True, env=environment()
         )
         try:
             yield started
@@ -115,7 +122,10 @@ def workers(agent: int) -> list[int]:
         children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     except FileNotFoundError:
         return []
-    return [int(child) for child in children if b"ms_parallel" in command_line(int(child))]
+    ours = (b"ms_parallel", b"nursery.py")  # and not what else the agent starts
+    return [
+        int(child) for child in children if any(own in command_line(int(child)) for own in ours)
+    ]
 
 
 def command_line(process: int) -> bytes:
@@ -134,7 +144,7 @@ def signal_process(process: int, number: int) -> None:
         return
 
 
-def wait_for(condition: Callable[[], object], started: "subprocess.Popen[str]") -> None:
+def wait_for(condition: Callable[[], object], started: "Command | subprocess.Popen[str]") -> None:
     """Until a condition holds, or the run has ended."""
     deadline = time.monotonic() + 180
     while not condition():

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import command, environment, train, write_corpus, write_run
+from launching import IMPORTS, environment, train, words, write_corpus, write_run
+from processes import Command, run_command
 
 from ms_parallel import checkpoint
 from ms_parallel.cli import main
@@ -153,17 +154,11 @@ def test_a_full_disk_leaves_the_checkpoints_before_it_whole(
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def by_hand(run: Path, rank: int, port: int, *arguments: str) -> "subprocess.Popen[str]":
+def by_hand(run: Path, rank: int, port: int) -> Command:
     """One rank of two, started without torchrun."""
     variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return subprocess.Popen(
-        command(run, 1, *arguments),
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Command(words(run, 1), environment=environment(**variables), imports=IMPORTS)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
@@ -219,17 +214,15 @@ trainer.train("corpus", steps=1)
 """
 
 
+def python(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    """`python WORDS` in a folder."""
+    return run_command(words, folder=folder, environment=environment(), imports=IMPORTS)
+
+
 def test_a_plain_script_says_what_to_type(tmp_path: Path) -> None:
     """`python train.py` where torchrun is needed: the exact command, exit code 2, no traceback."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "train.py", "--fast"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python(tmp_path, "train.py", "--fast")
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "ms-parallel: layout tensor=2 needs 2 processes and this is one; type:"
@@ -255,19 +248,8 @@ def test_a_plain_script_says_what_went_wrong_after_it_has_connected(
 ) -> None:
     """Torch puts a hook of its own around ours then, which keeps what an exit cuts short."""
     (tmp_path / "train.py").write_text(CONNECTED)
-
-    def run(seed: int) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [sys.executable, "train.py", str(shards), str(seed)],
-            cwd=tmp_path,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    assert run(0).returncode == 0
-    done = run(1)
+    assert python(tmp_path, "train.py", str(shards), "0").returncode == 0
+    done = python(tmp_path, "train.py", str(shards), "1")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("ms-parallel: ")
     assert "seed" in done.stderr
@@ -277,14 +259,8 @@ def test_an_error_that_a_script_handles_stays_an_error(tmp_path: Path) -> None:
     """Nothing is printed and nothing exits when the caller catches it."""
     handled = SCRIPT.replace("trainer.train", "try:\n    trainer.train")
     handled += "except Exception as error:\n    print(type(error).__name__)\n"
-    done = subprocess.run(
-        [sys.executable, "-c", handled],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    (tmp_path / "train.py").write_text(handled)
+    done = python(tmp_path, "train.py")
     assert (done.returncode, done.stdout, done.stderr) == (0, "LaunchError\n", "")
 
 

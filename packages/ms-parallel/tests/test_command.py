@@ -11,16 +11,18 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import (
-    TORCHRUN,
+    IMPORTS,
     command,
     environment,
     events,
+    train,
     training,
     wait_for,
     workers,
     write_corpus,
     write_run,
 )
+from processes import run_command
 
 from ms_parallel import __version__
 from ms_parallel.cli import main
@@ -126,7 +128,7 @@ def test_the_template_trains_when_its_dataset_is_filled_in(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Every key stands in it; nothing but the dataset is changed here, and few steps are made."""
+    """Every key stands in it; the dataset is filled in, and sizes are made small."""
     monkeypatch.chdir(tmp_path)
     assert main(["init", "--out", "RUN.toml"]) == 0
     assert main(["init", "--out", "RUN.toml"]) == 2  # what is there stays
@@ -138,7 +140,8 @@ def test_the_template_trains_when_its_dataset_is_filled_in(
         if name != "epochs"
     )
     Path("RUN.toml").write_text(text.replace("corpus/", str(corpus)))
-    few = ["--set", "steps=1", "--set", "sequence_length=64", "--set", "hold_out=0.4"]
+    small = ("steps=1", "sequence_length=64", "hold_out=0.4", "vocab_size=512")
+    few = [word for key in small for word in ("--set", key)]
     capsys.readouterr()
     assert main(["train", "RUN.toml", *few, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -167,16 +170,15 @@ def test_old_spellings_are_refused_by_name(
 def test_the_line_that_is_advised_works_as_it_is(table: str, corpus: Path, tmp_path: Path) -> None:
     """One process of two is told what to type; typing it trains."""
     run = write_run(tmp_path / "a run.toml", corpus, steps=1)
-    alone = python(*command(run, 1, "--set", f"{table}.data=2")[1:])
+    alone = train(run, 1, "--set", f"{table}.data=2")
     assert alone.returncode == 2
     line = alone.stderr.splitlines()[-1]
     assert "needs 2 processes and this is one; type: torchrun --standalone" in line
-    advised = line.split("type: ")[1].replace(
-        "torchrun", f"{sys.executable} {' '.join(TORCHRUN[:2])}"
-    )
-    done = subprocess.run(
-        ["sh", "-c", advised], env=environment(), capture_output=True, text=True, check=False
-    )
+    advised = line.split("type: ")[1].replace("torchrun", "-m torch.distributed.run")
+    words = subprocess.run(
+        ["sh", "-c", f"printf '%s\\n' {advised}"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    done = run_command(words, environment=environment(), imports=IMPORTS)
     assert done.returncode == 0, done.stderr
     (begin,) = events(run, "begin")
     assert begin["layout"] == "data=2"

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ms_rig import environment, run_on_rig
+from ms_rig import run_command_on_rig, run_on_rig
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import train, write_corpus, write_run
+from launching import IMPORTS, environment, words, write_corpus, write_run
 from processes import run_processes
 from runs import FAMILIES, VARIANTS
 
+pytestmark = pytest.mark.xdist_group("device")
 HERE = Path(__file__).parent
 RUNS, DEVICE_RUNS = HERE / "runs.py", HERE / "device_runs.py"
 LAYOUTS = {1: ["data=1"], 2: ["data=2", "tensor=2", "pipeline=2"]}
@@ -110,12 +111,9 @@ def test_trainers_stop_and_go_on(layout: str, corpus: Path, tmp_path: Path) -> N
     assert found[0]["held out"] is not None
 
 
-def test_the_command_trains_on_the_best_device(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_trains_on_the_best_device(corpus: Path, tmp_path: Path) -> None:
     """Under torchrun, each process on a device of its own."""
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
     run = write_run(tmp_path / "run.toml", corpus, steps=2, device=None)
-    done = train(run, 2, "--set", "parallel_config.data=2")
+    typed = words(run, 2, "--set", "parallel_config.data=2")
+    done = run_command_on_rig(typed, variables=environment(), imports=IMPORTS)
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
-from processes import run_processes
+from processes import run_command, run_processes
 from runs import OPTIMIZER, VARIANTS, build, global_batch, tiny, train
 
 from ms_parallel.cluster.connection import connect
@@ -170,7 +170,7 @@ def test_the_learning_rate_rises_in_a_line_and_falls_as_a_cosine() -> None:
 
 @pytest.mark.parametrize("layout", ["data=2", "tensor=2", "pipeline=2"])
 def test_the_same_layout_twice_gives_the_same_bits(layout: str) -> None:
-    """Ten steps, every weight and moment of every process."""
+    """Four steps, every weight and moment of every process."""
     twice = run_processes(2, FAULTS, "digests", layout=layout)
     assert all(first == second for first, second in twice)
 
@@ -230,20 +230,13 @@ def test_a_plain_start_is_told_what_to_type(tmp_path: Path) -> None:
         "from ms_parallel.cluster.layout import Layout\n"
         "connect(Layout(data=2), device='cpu')\n"
     )
-    done = subprocess.run(
-        [sys.executable, script.name, "--x"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_command([script.name, "--x"], folder=tmp_path)
     assert "torchrun --standalone --nproc-per-node 2 train.py --x" in done.stderr
 
 
-def test_a_port_in_use_is_said_in_one_line() -> None:
+def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:
     """The error names the address and what to change."""
-    code = (
+    (tmp_path / "train.py").write_text(
         "from ms_parallel.errors import LaunchError\n"
         "from ms_parallel.cluster.connection import connect\n"
         "from ms_parallel.cluster.layout import Layout\n"
@@ -253,14 +246,8 @@ def test_a_port_in_use_is_said_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            env={**os.environ, **place, "MASTER_PORT": str(port)},
-        )
+        variables = {**os.environ, **place, "MASTER_PORT": str(port)}
+        done = run_command(["train.py"], folder=tmp_path, environment=variables)
     (line,) = done.stdout.splitlines()
     assert f"127.0.0.1:{port}" in line
     assert "--master-port" in line

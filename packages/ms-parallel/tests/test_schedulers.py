@@ -1,28 +1,22 @@
 """Processes that a cluster's scheduler starts are one run, or are told how to become one."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import command, environment, events, write_corpus, write_run
+from launching import IMPORTS, environment, events, words, write_corpus, write_run
+from processes import Command
 
 from ms_parallel.cluster.slurm import first_node
 from ms_parallel.errors import LaunchError
 
 
-def start(run: Path, **variables: str) -> "subprocess.Popen[str]":
+def start(run: Path, **variables: str) -> Command:
     """One process with the variables that a launcher sets."""
-    return subprocess.Popen(
-        command(run, 1),
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Command(words(run, 1), environment=environment(**variables), imports=IMPORTS)
 
 
 def test_two_tasks_of_srun_train_one_model(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from launching import (
     events,
     signal_process,
     train,
-    training,
+    training_from_nothing,
     wait_for,
     workers,
     write_corpus,
@@ -151,7 +151,7 @@ def runs(process: int) -> bool:
 def test_ranks_end_with_a_launcher_that_is_killed(corpus: Path, tmp_path: Path) -> None:
     """Kill -9 of torchrun: no rank is left within 4 s, and the same command ends with 0."""
     run = write_run(tmp_path / "run.toml", corpus, steps=40, checkpoint_every=5)
-    with training(run, 2) as started:
+    with training_from_nothing(run, 2) as started:
         wait_for(lambda: checkpoints(run), started)
         ranks = workers(started.pid)
         assert len(ranks) == 2

@@ -60,13 +60,13 @@ def test_only_what_is_asked_for_is_recorded() -> None:
 def test_each_window_records_its_steps_and_is_saved_once(window: TraceSchedule) -> None:
     """Every window is `warmup` warm steps, then `active` recorded ones of which the last saves."""
     phases = [action_at(check_schedule(window), step) for step in range(200)]
-    starts = [step for step in range(199) if phases[step] is not StepAction.REST]
-    assert phases[: window.skip] == [StepAction.REST] * window.skip
+    starts = [step for step in range(199) if phases[step] is not StepAction.NONE]
+    assert phases[: window.skip] == [StepAction.NONE] * window.skip
     number = 0
     step = window.skip
     while step + window.every < 200 and (not window.windows or number < window.windows):
-        expected = [StepAction.WARM] * window.warmup + [StepAction.RECORD] * (window.active - 1)
-        assert phases[step : step + len(expected) + 1] == [*expected, StepAction.LAST]
+        expected = [StepAction.WARMUP] * window.warmup + [StepAction.RECORD] * (window.active - 1)
+        assert phases[step : step + len(expected) + 1] == [*expected, StepAction.RECORD_AND_SAVE]
         number, step = number + 1, step + window.every
     if window.windows:
         assert len(starts) == min(window.windows, 99) * (window.warmup + window.active)

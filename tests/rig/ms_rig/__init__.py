@@ -6,8 +6,9 @@ and no others. Mixing it with the CPU raises what CUDA raises.
 """
 
 import os
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -17,7 +18,7 @@ from unittest.mock import patch
 
 from ms_rig.build import extension
 
-__all__ = ["environment", "load", "run_on_rig"]
+__all__ = ["environment", "load", "run_command_on_rig", "run_on_rig"]
 
 EXTENSION = "MS_RIG_EXTENSION"
 HERE = Path(__file__).parent
@@ -42,6 +43,16 @@ def run_on_rig(
     Arguments and results travel as JSON; a process that fails is an `AssertionError` with its log.
     """
     return list(_processes().run_processes(count, file, function, timeout_s=timeout_s, **arguments))
+
+
+def run_command_on_rig(
+    words: Sequence[str], *, variables: Mapping[str, str], **options: Any
+) -> "subprocess.CompletedProcess[str]":
+    """Run what `python WORDS` runs in a process that has the device; under torchrun, in each."""
+    done: subprocess.CompletedProcess[str] = _processes().run_command(
+        words, environment={**variables, **environment()}, **options
+    )
+    return done
 
 
 @cache

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ms_align import __version__
 from ms_align.commands.command import COMMANDS, Command
-from ms_align.commands.launch import end_with_launcher
-from ms_align.entry import DONE, CommandParser, file_argument, path_argument, perform
-from ms_align.settings.run_file import read_settings
+from ms_align.entry import DONE, CommandParser, file_argument, perform
+from ms_align.interruption import end_with_launcher
+from ms_align.settings.run_file import add_run_file, read_settings
 from ms_align.settings.template import help_text, write_template
 
 __all__ = ["main"]
@@ -46,19 +46,7 @@ def _parser(*, explains: bool) -> argparse.ArgumentParser:
             description=f"{command.help[0].upper()}{command.help[1:]}.",
             epilog=_epilog(command) if explains else None,
         )
-        one.add_argument(
-            "run_file",
-            type=path_argument,
-            metavar="RUN.toml",
-            help="settings of the run, in TOML",
-        )
-        one.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            help="change one setting; table.key=value reaches into a table",
-        )
+        add_run_file(one)
         one.add_argument(
             "--json",
             action="store_true",

@@ -1,17 +1,40 @@
 """Which backend calls get: force one, or ask why one is taken."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
+from ms_kernels.contracts.contract import Contract
 from ms_kernels.core.choice import Choice, with_launches
 from ms_kernels.core.dispatch import PREFERRED, decide, describe_call
 from ms_kernels.errors import ArgumentError, BackendError
 from ms_kernels.operators import BACKENDS, CONTRACTS
 
-__all__ = ["explain", "use_backend"]
+__all__ = ["check_backends", "contract_of", "explain", "use_backend"]
+
+
+def contract_of(name: str) -> Contract:
+    """Return an operator by its name.
+
+    Raises:
+        BackendError: when there is none.
+    """
+    if name not in CONTRACTS:
+        raise BackendError(f"there is no operator {name!r}; there are {', '.join(CONTRACTS)}")
+    return CONTRACTS[name]
+
+
+def check_backends(names: Iterable[str]) -> None:
+    """Refuse names that are no backend's.
+
+    Raises:
+        BackendError: when one is none.
+    """
+    for name in names:
+        if name not in BACKENDS:
+            raise BackendError(f"there is no backend {name!r}; there are {', '.join(BACKENDS)}")
 
 
 @contextmanager
@@ -30,9 +53,7 @@ def use_backend(*names: str) -> Iterator[None]:
     Raises:
         BackendError: when there is no such backend.
     """
-    for name in names:
-        if name not in BACKENDS:
-            raise BackendError(f"there is no backend {name!r}; there are {', '.join(BACKENDS)}")
+    check_backends(names)
     if not names:
         raise BackendError(f"use_backend needs a name; there are {', '.join(BACKENDS)}")
     token = PREFERRED.set(names)
@@ -60,9 +81,7 @@ def explain(op: str, *tensors: Tensor | None, **arguments: Any) -> Choice:
         ArgumentError: when an argument does not fit the contract.
         BackendError: when there is no such operator, or no backend takes the call.
     """
-    contract = CONTRACTS.get(op)
-    if contract is None:
-        raise BackendError(f"there is no operator {op!r}; there are {', '.join(CONTRACTS)}")
+    contract = contract_of(op)
     given = dict(zip((each.name for each in contract.arguments), tensors, strict=False))
     given |= arguments
     names = [each.name for each in contract.arguments]

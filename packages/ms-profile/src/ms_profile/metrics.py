@@ -39,7 +39,7 @@ class Metric:
     collects: Collect = Collect.NOTHING
     """What is recorded for it."""
     shows: tuple[str, ...]
-    """The parts of the report that are its own."""
+    """The parts of the report that it adds."""
 
 
 METRICS: Final[dict[str, Metric]] = {

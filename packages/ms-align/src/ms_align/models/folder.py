@@ -1,4 +1,4 @@
-"""Models from disk and to disk, by whichever library knows them."""
+"""Load and save models, by whichever library knows them."""
 
 import importlib.util
 import os

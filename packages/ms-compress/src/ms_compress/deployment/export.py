@@ -1,7 +1,7 @@
 """Export: a prepared model as a folder that its target runs, whole or not at all."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -52,10 +52,7 @@ def export(
             file has tokens without texts: llama.cpp then takes and gives numbers alone.
         accuracy_level: of MatMulNBits: 1 computes in float32, 4 rounds inputs to 8 bits.
         overwrite: replace the folder if there is one.
-        on_written: called with the folder when all is in it, before it has its name.
-
-    Returns:
-        The folder.
+        on_written: called with the folder, which is returned, before it has its name.
 
     Raises:
         LayerError: a layer that the target does not know, or nothing is prepared.
@@ -71,7 +68,8 @@ def export(
         assets = read_assets(whole.config, tokenizer)
         written_for.check(whole, assets)
         to_verify = _in_one_process(model) if verify else None
-        with _aside(folder, whole, overwrite=overwrite) as aside:
+        place = new_folder(folder, overwrite=overwrite) if whole.is_first else nullcontext(folder)
+        with place as aside:
             with writing(folder):
                 written_for.write(whole, aside, assets, accuracy_level)
                 if whole.is_first:
@@ -100,11 +98,6 @@ def check_export(
     """
     whole = WholeModel(model)
     find_target(scheme(target).target).check(whole, read_assets(whole.config, tokenizer))
-
-
-def _aside(folder: Path, model: WholeModel, *, overwrite: bool) -> AbstractContextManager[Path]:
-    """Where the first process writes; others write nothing."""
-    return new_folder(folder, overwrite=overwrite) if model.is_first else nullcontext(folder)
 
 
 def _in_one_process(model: nn.Module | Sequence[nn.Module]) -> nn.Module:

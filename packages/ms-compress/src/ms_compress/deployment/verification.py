@@ -24,7 +24,7 @@ from ms_compress.quantisation.layers import prepared_layers
 from ms_compress.quantisation.rounding import Quantised
 from ms_compress.targets.target import Reader, Target, TextRuntime, find_target
 from ms_compress.targets.tokenizer_json import encoder
-from ms_compress.tokenizer_files import read_tokenizer, text_ends
+from ms_compress.text_ends import read_tokenizer, text_ends
 
 __all__ = ["Agreement", "check_text", "check_weights", "compare", "verify"]
 
@@ -126,7 +126,7 @@ def check_text(
     """
     files, reference = read_tokenizer(folder), encoder(folder)
     ends = text_ends(files, {}, vocabulary_of(model)).ends
-    for text in (*TEXTS, *(f"a{each['content']}b" for each in files.added.values())):
+    for text in (*TEXTS, *(f"a{each.content}b" for each in files.added.values())):
         expected, got = reference(text), runtime.encode(text)
         if got != expected:
             raise VerifyError(

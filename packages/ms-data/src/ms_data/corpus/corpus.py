@@ -1,6 +1,7 @@
 """Reads the documents of a corpus's files, one at a time, in one fixed order."""
 
 import gzip
+import hashlib
 import itertools
 import os
 import zlib
@@ -17,7 +18,7 @@ from attrs import field, frozen
 from ms_data.corpus.file_kinds import HEAD_BYTES, NotText, foreign_encoding, kind_of
 from ms_data.corpus.reader import Found, Invalid, OpenFile, Reader, ReadOptions
 from ms_data.corpus.readers import READERS, reader_of
-from ms_data.corpus.unpacking import PACKINGS, READ_BYTES, unpacked
+from ms_data.corpus.unpacking import PACKINGS, unpacked
 from ms_data.errors import CorpusError
 
 __all__ = ["Corpus", "Document", "Position"]
@@ -177,14 +178,11 @@ def _look(path: Path, head: bytes) -> str | Invalid | NotText:
 
 
 def _checksum_of(path: Path) -> bytes:
-    seen = xxhash.xxh3_128()
     try:
         with path.open("rb") as file:
-            while block := file.read(READ_BYTES):
-                seen.update(block)
+            return hashlib.file_digest(file, xxhash.xxh3_128).digest()
     except OSError as error:
         raise CorpusError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return seen.digest()
 
 
 def _digest(parts: Iterable[bytes]) -> str:

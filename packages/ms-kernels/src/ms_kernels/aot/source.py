@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from attrs import asdict
+
 from ms_kernels.aot.compiling import Compiled
 from ms_kernels.aot.manifest import Kernel, Parameter
 from ms_kernels.aot.targets import Target
@@ -24,7 +26,7 @@ _KINDS = {"i32": "i32", "i64": "i64", "fp32": "f32"}
 
 def describe(compiled: Compiled) -> Kernel:
     """Describe one kernel for the manifest."""
-    entry, resources = compiled.entry, compiled.resources
+    entry = compiled.entry
     extra = [Parameter(name, "i64", taken=False) for name in entry.extra]
     own = [
         Parameter(
@@ -42,17 +44,15 @@ def describe(compiled: Compiled) -> Kernel:
         tiles=entry.tiles,
         limits=dict(entry.limits),
         constants=dict(entry.constants),
-        registers=resources.registers,
-        spilled_bytes=resources.spilled_bytes,
-        shared_bytes=resources.shared_bytes,
-        matrix_instructions=resources.matrix_instructions,
-        vector_bits=resources.vector_bits,
+        **asdict(compiled.resources),
     )
 
 
 def header(target: Target, kernels: Sequence[Kernel]) -> str:
     """Write ``ms_kernels.h``."""
-    statuses = "\n".join(f"    {name} = {code}, /* {text} */" for code, (name, text) in _numbered())
+    statuses = "\n".join(
+        f"    {name} = {code}, /* {text} */" for code, (name, text) in enumerate(STATUSES)
+    )
     functions = "\n\n".join(f"{_comment(each)}\n{_prototype(each)};" for each in kernels)
     return f"""/* The operators of ms-kernels, compiled for {target.name}.
  *
@@ -100,10 +100,6 @@ const char *ms_last_error(void);
 
 #endif
 """
-
-
-def _numbered() -> enumerate[tuple[str, str]]:
-    return enumerate(STATUSES)
 
 
 def _comment(kernel: Kernel) -> str:

@@ -44,7 +44,7 @@ def same_dtype(call: Call) -> str | None:
 
 
 def within_classes(targets: Tensor, ignored: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return targets that are all classes, 0 where one is ignored or none, and where it is none.
+    """Return the targets with 0 for those that are ignored or no class, and which are no class.
 
     Fused operators get no index that they would follow out of the logits; nothing is waited for.
     """

@@ -12,28 +12,11 @@ import torch
 from ms_kernels.contracts.call import FLOATING, describe
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.errors import ArgumentError, BackendError, shown
-from ms_kernels.operators import BACKENDS, CONTRACTS
 
-__all__ = [
-    "check_backends", "contract_of", "device_of", "dtype_of", "present", "read_details",
-]  # fmt: skip
+__all__ = ["device_of", "dtype_of", "present", "read_details"]
 
 MOST: Final = 2**31 - 1
 """Largest size that `explain` takes."""
-
-
-def contract_of(name: str) -> Contract:
-    """Return an operator by its name."""
-    if name not in CONTRACTS:
-        raise BackendError(f"there is no operator {name!r}; there are {', '.join(CONTRACTS)}")
-    return CONTRACTS[name]
-
-
-def check_backends(names: Sequence[str] | None) -> None:
-    """Refuse names that are no backend's."""
-    for name in names or ():
-        if name not in BACKENDS:
-            raise BackendError(f"there is no backend {name!r}; there are {', '.join(BACKENDS)}")
 
 
 def read_details(

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from ms_kernels.commands.arguments import check_backends, contract_of, dtype_of, present
+from ms_kernels.commands.arguments import dtype_of, present
 from ms_kernels.core.chips import chip_of
 from ms_kernels.core.choice import obstacle_to
 from ms_kernels.core.dispatch import describe_call
 from ms_kernels.core.tables import write_table
 from ms_kernels.errors import TableError
 from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
+from ms_kernels.selection import check_backends, contract_of
 from ms_kernels.tuning.measure import in_turn, one_pass
 from ms_kernels.tuning.tuner import largest, tune
 
@@ -26,7 +27,7 @@ def bench(options: argparse.Namespace) -> int:
     """Time implementations, or make a tuning table of them."""
     for name in options.operator or ():
         contract_of(name)
-    check_backends(options.backend)
+    check_backends(options.backend or ())
     device = present(options.device)
     if options.tune:
         path = options.out or Path(f"{chip_of(device)}.json")

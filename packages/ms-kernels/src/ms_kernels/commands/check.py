@@ -8,7 +8,8 @@ from attrs import asdict
 
 from ms_kernels.checking import Finding
 from ms_kernels.checking import check as compare_all
-from ms_kernels.commands.arguments import check_backends, contract_of, dtype_of, present
+from ms_kernels.commands.arguments import dtype_of, present
+from ms_kernels.selection import check_backends, contract_of
 
 __all__ = ["check"]
 
@@ -17,7 +18,7 @@ def check(options: argparse.Namespace) -> int:
     """Compare implementations with the truth; 1 where one is off."""
     for name in options.operator or ():
         contract_of(name)
-    check_backends(options.backend)
+    check_backends(options.backend or ())
     device = present(options.device)
     findings = compare_all(
         options.operator, options.backend, device=device, dtype=dtype_of(options.dtype)

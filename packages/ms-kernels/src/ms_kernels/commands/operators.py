@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
-from ms_kernels.commands.arguments import contract_of, device_of, dtype_of, read_details
+from ms_kernels.commands.arguments import device_of, dtype_of, read_details
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.core.chips import chip_of
 from ms_kernels.core.choice import with_launches
 from ms_kernels.core.dispatch import decide
 from ms_kernels.core.tables import chips
 from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
-from ms_kernels.selection import use_backend
+from ms_kernels.selection import contract_of, use_backend
 
 __all__ = ["explain", "list_operators"]
 

@@ -21,13 +21,15 @@ __all__ = [
     "indices",
     "no_cost",
     "streaming",
+    "symbols_of",
 ]
 
 Draw = Callable[[tuple[int, ...], Dims, torch.Generator], Tensor]
 """Makes an example on the CPU from its shape and all sizes of the call."""
 
 
-def _split(text: str) -> tuple[str, ...]:
+def symbols_of(text: str) -> tuple[str, ...]:
+    """Split symbols that are given as one string."""
     return tuple(text.split())
 
 
@@ -37,7 +39,7 @@ class Argument:
 
     name: str
     """Its name in the public function."""
-    dims: tuple[str, ...] = field(converter=_split)
+    dims: tuple[str, ...] = field(converter=symbols_of)
     """Symbols of its sizes, given as one string."""
     dtypes: tuple[torch.dtype, ...] = FLOATING
     """Dtypes that fit."""
@@ -89,11 +91,6 @@ class Work(NamedTuple):
     """Bytes that must cross the memory bus: each input once, each output once."""
     flops: int
     """Floating point operations, a fused multiply-add counted as two."""
-
-    @property
-    def intensity(self) -> float:
-        """FLOPs for each byte."""
-        return self.flops / max(self.size_bytes, 1)
 
 
 Cost = Callable[[Dims, int], Work]

@@ -13,7 +13,15 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from ms_kernels.contracts.arguments import Argument, Cost, Ladder, Model, Option, no_cost
+from ms_kernels.contracts.arguments import (
+    Argument,
+    Cost,
+    Ladder,
+    Model,
+    Option,
+    no_cost,
+    symbols_of,
+)
 from ms_kernels.contracts.call import Call, Dims, TensorMeta, describe
 from ms_kernels.contracts.tolerance import ROUNDED_ONCE, Tolerances
 from ms_kernels.errors import ArgumentError, shown
@@ -26,10 +34,6 @@ class Variant(NamedTuple):
 
     options: Mapping[str, Any]
     dims: Dims
-
-
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
 
 
 def _no_rules(dims: Dims, options: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
@@ -57,7 +61,7 @@ class Contract:
     splits: tuple[str, ...] = ()
     """Symbols along which the operator falls into pieces that know nothing of each other, so that
     each process may hold a piece; those that must be cut together stand in one string."""
-    positive: tuple[str, ...] = field(converter=_split)
+    positive: tuple[str, ...] = field(converter=symbols_of)
     """Symbols whose size may not be 0; the others are rows, of which there may be none."""
     rules: Callable[[Dims, Mapping[str, Any]], Iterable[tuple[str, str]]] = _no_rules
     """Limits across arguments: yields (argument, what would fit) for each that is broken."""

@@ -6,7 +6,7 @@ looks the same pays for one dictionary lookup, and neither checks nor chooses ag
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,19 +27,21 @@ KEPT = 4096
 PREFERRED: ContextVar[tuple[str, ...] | None] = ContextVar("preferred", default=None)
 """The backends that `use_backend` named; None for any."""
 
+Result = TypeVar("Result")
+
 _kept: dict[Any, Callable[..., Any]] = {}
 
 
 def perform(
     contract: Contract, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]
-) -> Any:
+) -> Result:  # type: ignore[type-var]  # what an operator returns, its public function says
     """Check a call, choose an implementation and run it.
 
     Raises:
         ArgumentError: when an argument does not fit the contract.
         BackendError: when no backend that may be used takes the call.
     """
-    run = implementation(contract, tensors, options)
+    run: Callable[..., Result] = implementation(contract, tensors, options)
     if contract.check_values is not None:
         contract.check_values(*tensors, *options)
     if contract.explain_error is None:

@@ -23,8 +23,6 @@ LOST = re.compile(
     re.IGNORECASE,
 )
 """What torch says when another process is gone."""
-# torchrun keeps one store over its restarts; an attempt must not read the last one's word.
-KEY = f"ms-parallel/stage-failed-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def explain(error: Exception, action: Action, groups: Groups) -> Exception:
@@ -55,11 +53,16 @@ def explain(error: Exception, action: Action, groups: Groups) -> Exception:
     return StageError(first)
 
 
+def _key() -> str:
+    # torchrun keeps one store over its restarts; an attempt must not read the last one's word.
+    return f"ms-parallel/stage-failed-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
 def _first_failure() -> str | None:
     """What the stage that failed first has left for the others, if any has."""
     store = _get_default_store()
     try:
-        return store.get(KEY).decode() if store.check([KEY]) else None
+        return store.get(_key()).decode() if store.check([_key()]) else None
     except (dist.DistError, RuntimeError):  # the store went with the process that kept it
         return None
 
@@ -68,6 +71,6 @@ def _leave(text: str) -> None:
     store = _get_default_store()
     try:
         store.set_timeout(timedelta(seconds=5))
-        store.set(KEY, text)
+        store.set(_key(), text)
     except (dist.DistError, RuntimeError):
         return

@@ -3,7 +3,8 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from ms_parallel.command_line import GIB, add_json, add_run_file, print_json
+from ms_parallel.command_line import GIB, add_json, print_json
+from ms_parallel.settings.run_file import add_run_file
 
 HELP = "say what a run will be: parameters, memory of each rank, layout"
 EXAMPLE = "ms-parallel inspect RUN.toml --set layout.pipeline=4"
@@ -12,6 +13,7 @@ EXAMPLE = "ms-parallel inspect RUN.toml --set layout.pipeline=4"
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare what the command takes."""
     add_run_file(parser)
+    parser.set_defaults(has_run_file=True)
     add_json(parser)
 
 

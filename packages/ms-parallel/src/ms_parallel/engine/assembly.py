@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from attrs import frozen
 from torch import nn
 
 from ms_parallel import operators
@@ -23,13 +24,21 @@ from ms_parallel.split.stages import build_stage, cut_layers
 from ms_parallel.weights.initial import initialise
 from ms_parallel.weights.load import has_weights, load_weights
 
-__all__ = ["Given", "build_stages", "describe"]
+__all__ = ["EngineArguments", "Given", "build_stages", "describe"]
 
 GIB, STATE_BYTES = 1 << 30, 16
 """A weight, its gradient and its two moments, in float32."""
 
 Given = str | Path | ModelConfig | nn.Module
 """An architecture's name, a folder, a configuration, or a module of the user's own."""
+
+
+@frozen
+class EngineArguments(EngineOptions):
+    """The arguments of an `Engine`: what may be given by place, and its options."""
+
+    model: Given
+    layout: Layout | None = None
 
 
 def describe(

@@ -15,9 +15,9 @@ from ms_parallel import operators
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.adamw import AdamW
-from ms_parallel.engine.assembly import Given, build_stages, describe
+from ms_parallel.engine.assembly import EngineArguments, Given, build_stages, describe
 from ms_parallel.engine.generation import Sampling, generate
-from ms_parallel.engine.heads import heads_of
+from ms_parallel.engine.heads import heads_of, thaw_heads
 from ms_parallel.engine.loss import Batch, Loss, LossWithStatistics, Output
 from ms_parallel.engine.microbatches import cut_batch, measure
 from ms_parallel.engine.optimizer import learning_rate
@@ -34,6 +34,7 @@ from ms_parallel.operators import Ops
 from ms_parallel.pipeline.choice import Tables
 from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.pipeline.runtime import Runtime, call_stage
+from ms_parallel.signature import takes
 from ms_parallel.split.own_model import OwnModelConfig, call_own
 from ms_parallel.split.part import drop_gathered, is_whole_here
 from ms_parallel.split.precision import warn_of_slow_bfloat16
@@ -88,6 +89,7 @@ class Engine:
         ModelError: the folder's model cannot be read.
     """
 
+    @takes(EngineArguments)
     def __init__(self, model: Given, layout: Layout | None = None, **options: Any) -> None:
         self.options = chosen = EngineOptions(**options)
         layout = chosen.groups.layout if chosen.groups else layout or Layout()
@@ -339,7 +341,7 @@ class Engine:
 
         Args:
             make: takes this process's stages by number, freezes them and puts adapters into them,
-                in place; what it returns is `adapters`.
+                in place; what it returns is `adapters`. Extra heads stay trained.
 
         Raises:
             ConfigError: the layout splits matrices or sequences, or a rank has several stages.
@@ -352,6 +354,8 @@ class Engine:
                 "and context at 1 in the layout, and choose a schedule such as 1f1b"
             )
         self.adapters = make(self.stages)
+        for stage in self.stages.values():
+            thaw_heads(stage, self.options.heads)
         self.trained = self._trainable(frozen_too=False)
 
     def save(

@@ -1,10 +1,9 @@
 """The optimizer's settings, and the learning rate as a pure function of them."""
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any
 
 from attrs import Attribute, field, frozen
 
@@ -14,9 +13,9 @@ from ms_parallel.settings import nearest, number, shown, whole
 __all__ = ["AdamWConfig", "betas", "decay", "decays", "learning_rate"]
 
 Decay = Callable[[float], float]
-"""From the share of the updates that have passed to the share of the fall that is still to come."""
+"""Maps the share of the updates that have passed to the share of the fall that is left."""
 LEAST = 1e-30
-"""Of what a number is divided by."""
+"""Smallest divisor that is accepted."""
 
 
 @cache
@@ -34,7 +33,7 @@ def decay(instance: object, attribute: "Attribute[str]", value: object) -> None:
         raise ConfigError(f"{attribute.name} is {shown(value)}; {nearest(str(value), decays())}")
 
 
-def betas(value: Any) -> tuple[float, float]:
+def betas(value: Sequence[float]) -> tuple[float, float]:
     """Convert a list of two decays of moments to a pair.
 
     Raises:

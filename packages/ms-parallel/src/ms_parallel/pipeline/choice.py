@@ -5,22 +5,18 @@ from pathlib import Path
 
 from ms_parallel.errors import ConfigError, ScheduleError
 from ms_parallel.files.untrusted import decoding, read_text
-from ms_parallel.pipeline.layer_split import Staged
+from ms_parallel.pipeline.layer_split import Choice, Staged
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.schedules.generators.registry import named_schedule
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import stages_by_rank
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["SEARCH", "Choice", "Tables", "is_file", "read_schedule"]
+__all__ = ["SEARCH", "Tables", "is_file", "read_schedule"]
 
 LIMIT_BYTES = 1 << 26
 SEARCH = "search"
 """The choice that is measured and searched for before a run begins."""
-
-
-Choice = str | Path | Schedule | Staged
-"""A generator's name, a CSV file, a table, or a table with its split of the layers."""
 
 
 class Tables:

@@ -1,10 +1,12 @@
 """A schedule together with the number of layers of each of its stages."""
 
+from pathlib import Path
+
 from attrs import frozen
 
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["Staged"]
+__all__ = ["Choice", "Staged"]
 
 
 @frozen(kw_only=True)
@@ -13,3 +15,7 @@ class Staged:
 
     schedule: Schedule
     layers: tuple[int, ...]
+
+
+Choice = str | Path | Schedule | Staged
+"""A generator's name, a CSV file, a table, or a table with its split of the layers."""

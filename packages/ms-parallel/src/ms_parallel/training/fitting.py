@@ -1,7 +1,7 @@
 """Fits a model, its data and its layout to one another, or says what does not fit."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ms_parallel import checkpoint
 from ms_parallel.cluster import process
@@ -11,7 +11,8 @@ from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.registry import architecture
-from ms_parallel.pipeline.choice import SEARCH, Choice
+from ms_parallel.pipeline.choice import SEARCH
+from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.training.optional import data_package, operators_of
@@ -134,7 +135,7 @@ def _optimizer(options: Options, total: int) -> AdamWConfig:
     )
 
 
-def _weights(options: Options) -> str | Path:
+def _weights(options: Options) -> Literal["initial", "unset"] | Path:
     """What the engine begins with: nothing where a checkpoint is loaded next."""
     if first_does(lambda: checkpoint.was_begun(options.output_dir / "checkpoints")):
         return "unset"

@@ -8,7 +8,8 @@ import torch
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.models.registry import model_plan, parameter_shapes
-from ms_parallel.pipeline.choice import SEARCH, Choice, Tables
+from ms_parallel.pipeline.choice import SEARCH, Tables
+from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.planner.found_schedule import FILE, read_found
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.split.stages import cut_layers
@@ -33,7 +34,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     pipeline: int
     layers: int
     parameters: int
-    """That this rank holds a part of, whole."""
+    """Parameters of its stages, counted whole though the rank may hold a part of each."""
     state_bytes: int
     """Weights, gradients and moments."""
     activation_bytes: int
@@ -45,12 +46,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     architecture: str
     parameters: int
-    """Of the whole model; tied weights once."""
+    """Parameters of the whole model; tied weights count once."""
     layout: str
     processes: int
     tokens_per_step: int
     microbatches: int
-    """That pass through a data rank in one step."""
+    """Microbatches that pass through a data rank in one step."""
     ranks: list[RankFacts]
     picture: str
 

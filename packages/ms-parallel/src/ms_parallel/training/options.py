@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from attrs import field, frozen
 
@@ -23,7 +23,7 @@ MOST_EPOCHS = 10**6
 DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,3})?")
 
 
-def _model_config(value: Any) -> dict[str, Any]:
+def _model_config(value: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"model_config is {value!r}; give a table of model settings")
     return dict(value)
@@ -33,7 +33,7 @@ def _text(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _layout(value: Any) -> Layout | None:
+def _layout(value: Layout | Mapping[str, int] | str | None) -> Layout | None:
     if value is None or isinstance(value, Layout):
         return value
     if isinstance(value, str):
@@ -61,14 +61,9 @@ def _schedule(instance: object, attribute: Any, value: Any) -> None:
         raise ConfigError(f"schedule is {value!r}; {nearest(value, names)} Or name a CSV file")
 
 
-@frozen(kw_only=True, eq=False)
-class Options:
-    """All that a training run is made of but its dataset and length; the keys of a run file.
-
-    Raises:
-        ConfigError: a value is of the wrong kind or out of range.
-        LayoutError: the layout is not one.
-    """
+@frozen(eq=False)
+class Essentials:
+    """The settings that `DistributedTrainer` takes by place too."""
 
     model_arch: str = field(converter=_text, validator=a_path())
     """`llama`, `mistral`, `qwen2`, `qwen3`, or a folder with a Hugging Face config.json."""
@@ -78,6 +73,17 @@ class Options:
     """The optimizer's name."""
     mixed_precision: bool = field(default=False, validator=flag)
     """Compute in bfloat16; weights, moments and sums stay float32."""
+
+
+@frozen(kw_only=True, eq=False)
+class Options(Essentials):
+    """All that a training run is made of but its dataset and length; the keys of a run file.
+
+    Raises:
+        ConfigError: a value is of the wrong kind or out of range.
+        LayoutError: the layout is not one.
+    """
+
     output_dir: Path = field(
         default=Path("runs/train"), converter=as_path, validator=a_path(written="folder")
     )
@@ -115,14 +121,14 @@ class Options:
     """Most memory of activations on a rank for `search`; None for as much as 1F1B takes."""
     record_every: int | None = field(default=None, validator=whole(optional=True))
     """Steps between recordings of what each pipeline rank computed when; None records nothing."""
-    recompute: str = field(default="none", validator=one_of("none", "full"))
+    recompute: Literal["none", "full"] = field(default="none", validator=one_of("none", "full"))
     """`full` keeps only each block's input and runs the block again in the backward pass."""
     ops: str = field(default="torch", validator=one_of("torch", "ms_kernels"))
     """Whose operators the model uses; `ms_kernels` needs the extra `kernels`."""
     device: str | None = field(default=None, validator=_device)
     """`cpu` or an accelerator; None for the machine's best."""
     seed: int = field(default=0, validator=whole(least=0, most=2**63 - 1))
-    """Of the fresh weights and of the order of samples."""
+    """Seed of the fresh weights and of the order of samples."""
     evaluate_every: int | None = field(default=None, validator=whole(optional=True))
     """Steps between evaluations on held-out text; None for the first and last step alone."""
     evaluate_batches: int = field(default=8, validator=whole())

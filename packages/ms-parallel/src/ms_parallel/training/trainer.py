@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
 from ms_parallel.planner.tuning import conditions_of, search_schedule
 from ms_parallel.progress import RunDisplay, duration
+from ms_parallel.signature import takes
 from ms_parallel.training.dataset import prepare
 from ms_parallel.training.fitting import (
     build_engine,
@@ -59,6 +61,7 @@ class DistributedTrainer:
         LayoutError: the layout is not one.
     """
 
+    @takes(Options)
     def __init__(
         self,
         model_arch: str | Path,
@@ -235,7 +238,7 @@ class DistributedTrainer:
             step=run.engine.step,
             finished=finished,
             stopped_by=None if finished else run.stop.signal_name,
-            loss=standing.loss,
+            loss=nan if standing.loss is None else standing.loss,
             held_out_loss=standing.held_out_loss,
             first_held_out_loss=standing.first_held_out_loss,
             tokens=standing.tokens,
@@ -322,7 +325,7 @@ def _note_schedule(run: Run, found: FoundSchedule) -> None:
 
 
 def _printable(text: str) -> str:
-    """Without what a terminal would obey."""
+    """Remove control characters, which a terminal would obey."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )

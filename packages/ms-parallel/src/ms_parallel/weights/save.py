@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ms_parallel.errors import ModelError, NonFiniteError
 from ms_parallel.files.durable import sync_folder, write_synced
+from ms_parallel.files.safetensors_file import TensorEntry, WeightFile
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.registry import (
@@ -27,7 +28,6 @@ from ms_parallel.models.registry import (
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles, read_tokenizer
 from ms_parallel.split.part import drop_gathered, part_of, whole_of
-from ms_parallel.weights.file import TensorEntry, WeightFile
 from ms_parallel.weights.finite import is_finite
 from ms_parallel.weights.folder import INDEX, SINGLE
 from ms_parallel.weights.initial import is_added

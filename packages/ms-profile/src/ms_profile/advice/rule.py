@@ -49,7 +49,7 @@ class Rule:
     """What to do about it, likewise."""
 
     def __call__(self, analysis: Analysis) -> Finding | None:
-        """The case with the largest share of its rank's time, if that is large enough."""
+        """Find the case with the largest share of its rank's time, if that is enough."""
         worst = max(self.look(analysis), key=lambda case: case.share, default=None)
         if worst is None or worst.share < self.least_share:
             return None
@@ -68,7 +68,7 @@ class Rule:
 def phase_rule(
     name: str, phase: str, *, evidence: str | Category, least_share: float, title: str, advice: str
 ) -> Rule:
-    """A rule against the time in one phase of `PHASES`.
+    """Make a rule against the time in one phase of `PHASES`.
 
     `evidence` is what stretches of that phase are called, or which of the trace's spans show it.
     """
@@ -89,7 +89,7 @@ def calls_rule(
     name: str, calls: re.Pattern[str], *, least_a_step: int, least_share: float, title: str,
     advice: str,
 ) -> Rule:  # fmt: skip
-    """A rule against the time in calls of the driver, from so many a step on.
+    """Make a rule against the time in calls of the driver, from so many a step on.
 
     `calls` is the pattern of their names; the title may name how many `{calls}` were made.
     """
@@ -107,7 +107,7 @@ def calls_rule(
 
 
 def rows_in_steps(one: RankAnalysis, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Those of the rows that begin inside of a recorded step."""
+    """Return those of the rows that begin inside a recorded step."""
     start = one.trace.start_ns[rows]
     inside = np.zeros(len(rows), bool)
     for step in one.activity.steps:

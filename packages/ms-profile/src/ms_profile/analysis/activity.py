@@ -97,7 +97,7 @@ class Breakdown:
 def find_activity(
     trace: Trace, garbage: Intervals | None = None, data: Intervals | None = None
 ) -> Activity:
-    """Sort out what a trace shows; `garbage` and `data` are intervals known from elsewhere."""
+    """Find when each phase went on; `garbage` and `data` are intervals known from elsewhere."""
     device = _spans(trace, trace.rows(Category.KERNEL))
     has_device = len(trace.rows(Category.KERNEL)) > 0
     host = _host_compute(trace)

@@ -10,7 +10,7 @@ from typing import Final
 from attrs import field, frozen
 
 from ms_profile.errors import ProfileError, TraceError
-from ms_profile.log.manifest import RankManifest, RunManifest, read_ranks, read_run
+from ms_profile.log.manifest import RankManifest, read_ranks, read_run
 from ms_profile.vendors import VENDORS
 
 __all__ = ["FoundTraces", "RunDescription", "describe_run", "find_traces"]
@@ -125,8 +125,11 @@ def describe_run(path: Path, *, window: int | None = None) -> RunDescription:
     folder = next(
         (each for each in (place, *place.parents[:2]) if (each / "manifest.json").is_file()), None
     )
-    run = _run_of(folder) if folder is not None else None
-    if folder is None or run is None:
+    if folder is None:
+        return RunDescription(name=place.name)
+    try:
+        run = read_run(folder)
+    except ProfileError:
         return RunDescription(name=place.name)
     ranks, _ = _ranks_of(folder)
     saved = max((len(rank.traces) for rank in ranks), default=0) if place == folder else 1
@@ -140,13 +143,6 @@ def describe_run(path: Path, *, window: int | None = None) -> RunDescription:
         window=saved if window is None else window,
         versions=run.versions,
     )
-
-
-def _run_of(folder: Path) -> RunManifest | None:
-    try:
-        return read_run(folder)
-    except ProfileError:
-        return None
 
 
 def latest_of_each(claims: Sequence[tuple[int, Path, int]]) -> tuple[set[Path], list[str]]:

@@ -59,7 +59,7 @@ class RankAnalysis:
         return instants_ns if self.clock is None else self.clock.correct(instants_ns)
 
     def common_ns(self, instant_ns: int) -> int:
-        """One instant, likewise."""
+        """One instant (ns), put on the lowest rank's clock by `on_common_clock`."""
         return int(self.on_common_clock(np.array([instant_ns], np.int64))[0])
 
 
@@ -163,7 +163,7 @@ def analyse_traces(
         garbage: intervals (N, 2) ns of garbage collection known from elsewhere, on each rank's own
             wall clock.
         data: likewise, of waits for the next batch.
-        warnings: of reading the traces.
+        warnings: what went wrong while the traces were read, one sentence each.
     """
     hosts = {rank: trace.host for rank, trace in traces.items()}
     found = {rank: find_collectives(trace) for rank, trace in traces.items()}

@@ -32,7 +32,7 @@ PLAUSIBLE_DRIFT = 3e-4  # crystals keep within 1e-4; a steeper slope is noise of
 
 
 class ClockFit(Struct, frozen=True, kw_only=True):
-    """How one rank's clock stands to the reference's."""
+    """Offset and drift of one rank's clock against the reference's."""
 
     rank: int
     origin_ns: int

@@ -74,7 +74,7 @@ class RunManifest(
 
     world_size: Count
     metrics: tuple[str, ...]
-    """Names asked for with `--metrics`, in the order of `ms_profile.recording.METRICS`."""
+    """Names asked for with `--metrics`, in the order of `ms_profile.metrics.METRICS`."""
     script: str
     arguments: tuple[str, ...] = ()
     started_wall_ns: Instant

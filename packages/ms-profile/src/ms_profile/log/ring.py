@@ -58,7 +58,7 @@ SLOT_DTYPE: Final = np.dtype(
 
 
 class Kind(IntEnum):
-    """What a span is a span of."""
+    """What a span measures."""
 
     STEP = 1
     """From the first forward of a step to that of the next."""

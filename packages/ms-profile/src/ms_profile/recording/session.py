@@ -88,7 +88,7 @@ class Session:
         host = self.manifest.host
         self.events("run_start", {"script": str(plan.script), "host": host, "pid": os.getpid()})
         if own.world_size > 1 and Collect.GROUPS in self._collect:
-            # torch reads it when imported: it is to keep the collectives' groups; see `groups`.
+            # Read when torch is imported; it then keeps collectives' groups: see `flight_recorder`.
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", MOST_COLLECTIVES)
         OPEN.append(self)
         when_imported("torch", self._on_torch)
@@ -188,7 +188,7 @@ class Session:
         """Act at the boundary before a step: report the last one, and switch the tracer."""
         self._report_step(step - 1)
         if self._tracer is not None:
-            # Two sessions of Kineto keep a step's distance; see `capture.scopes`.
+            # Two sessions of Kineto keep a step's distance; see `recording.scopes`.
             ahead = self._tracer.busy(step) or self._tracer.busy(step + 1)
             if ahead:
                 self._recorder.release_kineto()

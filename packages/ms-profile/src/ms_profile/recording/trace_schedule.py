@@ -1,6 +1,6 @@
 """Which steps are traced: a pure function of the schedule and the step's number."""
 
-from enum import Enum
+from enum import Enum, auto
 
 from ms_profile.errors import CaptureError
 from ms_profile.log.manifest import TraceSchedule
@@ -9,12 +9,12 @@ __all__ = ["StepAction", "action_at", "check_schedule"]
 
 
 class StepAction(Enum):
-    """What the tracer does during a step."""
+    """What the tracer does during a step, by the names of torch's `ProfilerAction`."""
 
-    REST = "rest"
-    WARM = "warm"
-    RECORD = "record"
-    LAST = "last"
+    NONE = auto()
+    WARMUP = auto()
+    RECORD = auto()
+    RECORD_AND_SAVE = auto()
     """Record, and save when the step is over."""
 
 
@@ -42,13 +42,13 @@ def action_at(schedule: TraceSchedule, step: int) -> StepAction:
     """What the tracer does in a step, counted from 0."""
     since = step - schedule.skip
     if since < 0:
-        return StepAction.REST
+        return StepAction.NONE
     number, within = (0, since) if schedule.windows == 1 else divmod(since, schedule.every)
     if schedule.windows and number >= schedule.windows:
-        return StepAction.REST
+        return StepAction.NONE
     if within < schedule.warmup:
-        return StepAction.WARM
+        return StepAction.WARMUP
     last = schedule.warmup + schedule.active - 1
     if within > last:
-        return StepAction.REST
-    return StepAction.LAST if within == last else StepAction.RECORD
+        return StepAction.NONE
+    return StepAction.RECORD_AND_SAVE if within == last else StepAction.RECORD

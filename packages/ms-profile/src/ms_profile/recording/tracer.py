@@ -24,12 +24,6 @@ __all__ = ["Tracer"]
 
 logger = logging.getLogger(__name__)
 ROOM_BYTES = 1 << 17
-ACTIONS = {
-    StepAction.REST: ProfilerAction.NONE,
-    StepAction.WARM: ProfilerAction.WARMUP,
-    StepAction.RECORD: ProfilerAction.RECORD,
-    StepAction.LAST: ProfilerAction.RECORD_AND_SAVE,
-}
 
 
 class Tracer:
@@ -68,7 +62,7 @@ class Tracer:
 
     def busy(self, step: int) -> bool:
         """Whether the tracer needs Kineto for itself from this step on."""
-        return self._profile is not None or action_at(self._schedule, step) is not StepAction.REST
+        return self._profile is not None or action_at(self._schedule, step) is not StepAction.NONE
 
     @property
     def tracing(self) -> bool:
@@ -79,19 +73,19 @@ class Tracer:
         """Do what is due at the boundary before `step`."""
         phase = action_at(self._schedule, step)
         if self._profile is None:
-            if phase in (StepAction.WARM, StepAction.RECORD, StepAction.LAST):
+            if phase is not StepAction.NONE:
                 self._start(step)
             return
         before = action_at(self._schedule, step - 1)
-        self._steps += before is not StepAction.WARM
-        if before is StepAction.LAST:
+        self._steps += before is not StepAction.WARMUP
+        if before is StepAction.RECORD_AND_SAVE:
             self._note_groups()
-        elif before is StepAction.WARM:
+        elif before is StepAction.WARMUP:
             self._since_ns = time.time_ns()
         self._profile.step()
-        if phase is StepAction.REST or (phase is StepAction.WARM and self._steps):
+        if phase is StepAction.NONE or (phase is StepAction.WARMUP and self._steps):
             self._end()
-            if phase is StepAction.WARM:
+            if phase is StepAction.WARMUP:
                 self._start(step)
 
     def finish(self) -> None:
@@ -115,7 +109,7 @@ class Tracer:
             self._on_problem(f"step {step}: the script's own profiler was on; nothing was traced")
             return
         traced: Any = profile(
-            schedule=lambda number: ACTIONS[action_at(self._schedule, number)],
+            schedule=lambda number: ProfilerAction[action_at(self._schedule, number).name],
             on_trace_ready=self._save,
             record_shapes=Collect.SHAPES in self._collect,
             profile_memory=Collect.MEMORY in self._collect,

@@ -78,12 +78,12 @@ class TraceBuilder:
         part = {
             "start_ns": _nanoseconds([record.ts for record in spans]),
             "duration_ns": _nanoseconds([record.dur for record in spans]),
-            "name": _numbered(self._names, [record.name for record in spans], np.int32, count),
-            "label": _numbered(self._labels, labels, np.int32, count),
+            "name": _numbered(self._names, [record.name for record in spans], count),
+            "label": _numbered(self._labels, labels, count),
             "thread": self._number_threads(spans),
             "external": np.fromiter([each.external for each in arguments], np.int64, count),
             "correlation": np.fromiter([each.correlation for each in arguments], np.int64, count),
-            "shape": _numbered(self._shapes, shapes, np.int32, count),
+            "shape": _numbered(self._shapes, shapes, count),
             "moved_bytes": np.fromiter([each.bytes_moved for each in arguments], np.int64, count),
         }
         for name, column in part.items():
@@ -105,7 +105,7 @@ class TraceBuilder:
         first = processes[0], threads[0]
         if processes.count(first[0]) == threads.count(first[1]) == len(spans):
             return np.full(len(spans), self._threads[first], np.int32)
-        return _numbered(self._threads, zip(processes, threads, strict=True), np.int32, len(spans))
+        return _numbered(self._threads, zip(processes, threads, strict=True), len(spans))
 
     def _note_collectives(self, spans: Sequence[Record], labels: Array) -> None:
         """Keep the messages of the few spans that are collectives."""
@@ -238,10 +238,8 @@ def _joined(chunks: list[Array], dtype: type[np.integer[Any]]) -> Array:
     return np.concatenate(chunks) if chunks else np.zeros(0, dtype)
 
 
-def _numbered(
-    numbers: _Numbers, keys: Iterable[Any], dtype: type[np.integer[Any]], count: int
-) -> Array:
-    return np.fromiter(map(numbers.__getitem__, keys), dtype, count)
+def _numbered(numbers: _Numbers, keys: Iterable[Any], count: int) -> Array:
+    return np.fromiter(map(numbers.__getitem__, keys), np.int32, count)
 
 
 def _is_time(value: float | str, *, least: int = -MOST_NS) -> bool:

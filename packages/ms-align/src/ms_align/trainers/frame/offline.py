@@ -108,7 +108,7 @@ class OfflineTrainer(Trainer):
         check_fit(engine, data.stream, "training data")
         tokenizer = tokenizer_beside(self.tokenizer, data.stream)
         learner = self.learner(engine, data, TextEnds.of(tokenizer))
-        identity = {"model": name_of(self.model), **learner.identity()}
+        identity = {"model": name_of(self.model), **learner.identity}
         if data.name:
             identity["dataset"] = data.name
         return self.run(
@@ -181,6 +181,8 @@ class OfflineLearner(ABC):
         self.data = data
         self.ends = ends
         self.step = 0
+        self.identity: Mapping[str, str] = {}
+        """What else makes another run."""
 
     @abstractmethod
     def loss(self) -> Loss:
@@ -189,10 +191,6 @@ class OfflineLearner(ABC):
     @abstractmethod
     def held_out_metrics(self, held_out: HeldOut) -> Mapping[str, float]:
         """Metrics of the held-out batches."""
-
-    def identity(self) -> Mapping[str, str]:
-        """What else makes another run."""
-        return {}
 
     def next_batch(self) -> Mapping[str, Any]:
         """A batch with all that the loss reads."""

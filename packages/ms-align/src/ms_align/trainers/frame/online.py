@@ -110,7 +110,9 @@ class OnlineTrainer(RolloutOptions, Trainer):
         sampling = with_stops(self.sampling, self.stop_tokens, tokenizer, files)
         ready = evolve(self, stop_tokens=sampling.stop_tokens, stop_strings=sampling.stop_strings)
         prompts = read_prompts(prompt_dataset, tokenizer, response_dataset)
-        return ready._optimize(prompts, name_of_prompts(prompt_dataset, prompts), tokenizer, files)
+        given = isinstance(prompt_dataset, str | Path)
+        dataset = str(prompt_dataset) if given else f"{len(prompts)} prompts"
+        return ready._optimize(prompts, dataset, tokenizer, files)
 
     def _optimize(
         self,
@@ -154,14 +156,10 @@ class OnlineTrainer(RolloutOptions, Trainer):
 
     def surrogate(self, kl_coeff: float) -> dict[str, Any]:
         """The settings of `PolicyLoss` that all algorithms take from here."""
-        return {
-            "clip_low": self.clip_low,
-            "clip_high": self.clip_high,
-            "temperature": self.sampling.policy_temperature,
-            "entropy_coeff": self.entropy_coeff,
-            "kl_coeff": kl_coeff,
-            "kl_estimator": self.kl_estimator,
-        }
+        alike = ("clip_low", "clip_high", "entropy_coeff", "kl_estimator")
+        found = {name: getattr(self, name) for name in alike}
+        temperature = self.sampling.policy_temperature
+        return {**found, "temperature": temperature, "kl_coeff": kl_coeff}
 
     def _learner(
         self, policy: Engine, prompts: list[Prompt], tokenizer: Tokenizer | None
@@ -219,11 +217,6 @@ class OnlineTrainer(RolloutOptions, Trainer):
         if given is not None and not (hasattr(given, "encode") and hasattr(given, "decode")):
             raise ConfigError(f"tokenizer is {given!r}; give a folder, a file, or a tokenizer")
         return cast("Tokenizer | None", given)
-
-
-def name_of_prompts(dataset: Any, prompts: list[Prompt]) -> str:
-    """What a run's folder calls a dataset of prompts."""
-    return str(dataset) if isinstance(dataset, str | Path) else f"{len(prompts)} prompts"
 
 
 def _check_tokenizer(tokenizer: Tokenizer | None, policy: Engine) -> None:

@@ -1,11 +1,15 @@
 """Tensors as rows that a kernel can walk: any stride between rows, 1 within."""
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from ms_kernels.core.torch_operator import is_wanted, unwanted
 
 __all__ = ["as_rows", "empty", "wanted_of", "with_unit_stride"]
+
+Gradients = TypeVar("Gradients", bound=tuple[Tensor, ...])
 
 
 def as_rows(tensor: Tensor) -> Tensor:
@@ -23,8 +27,8 @@ def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def wanted_of(wanted: int, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def wanted_of(wanted: int, gradients: Gradients) -> Gradients:
     """Return the gradients that are wanted, and an empty tensor for each other."""
-    return tuple(
+    return tuple(  # type: ignore[return-value]  # as many tensors as were given
         each if is_wanted(wanted, place) else unwanted(each) for place, each in enumerate(gradients)
     )

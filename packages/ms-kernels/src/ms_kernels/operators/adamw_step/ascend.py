@@ -4,7 +4,7 @@
 and wants the powers of both betas beforehand. Its successor takes the step itself.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +17,8 @@ from ms_kernels.operators.adamw_step.contract import CONTRACT
 __all__ = ["IMPLEMENTATION"]
 
 
-def _step(
-    weights: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    step: int,
-    learning_rate: float,
-    betas: Sequence[float],
-    eps: float,
-    weight_decay: float,
-) -> None:
+def _step(weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, *options: Any) -> None:
+    step, learning_rate, betas, eps, weight_decay = options
     taken = torch.full((), float(step), dtype=torch.float32, device=weights.device)
     torch._fused_adamw_(
         [weights],

@@ -1,5 +1,6 @@
 """One step of AdamW (Loshchilov and Hutter, 2019), in place, as `torch.optim.AdamW` takes it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ CONTRACT: Contract = Contract(
         Option(
             name="betas",
             default=(0.9, 0.999),
+            kind=Sequence[float],
             holds=lambda value: (
                 isinstance(value, tuple)
                 and len(value) == 2

@@ -1,5 +1,7 @@
 """AdamW by torch's fused kernel, in blocks where weights are narrower than their moments."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
@@ -12,17 +14,10 @@ __all__ = ["IMPLEMENTATION"]
 
 
 def adamw_step(
-    weights: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    step: int = 1,
-    learning_rate: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
+    weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, *options: Any
 ) -> None:
     """Write new weights and moments."""
+    step, learning_rate, betas, eps, weight_decay = options
     wide = mean.dtype
     flat = [each.detach().view(-1) for each in (weights, gradient, mean, square)]
     narrow = flat[0].dtype != wide or flat[1].dtype != wide

@@ -1,6 +1,7 @@
 """AdamW in one pass: each tensor is read once and written once."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,17 +26,8 @@ __all__ = ["IMPLEMENTATION"]
 KERNEL = f"{__package__}.kernels.adamw_step"
 
 
-def _step(
-    weights: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    step: int,
-    learning_rate: float,
-    betas: Sequence[float],
-    eps: float,
-    weight_decay: float,
-) -> None:
+def _step(weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, *options: Any) -> None:
+    step, learning_rate, betas, eps, weight_decay = options
     constants = STEP.values(key_of(weights))
     launch(
         KERNEL,

@@ -23,5 +23,4 @@ def add_rms_norm(
         The normalised sum and the sum itself, (..., H), dtype of x. What is normalised is the sum
         after it was rounded to that dtype.
     """
-    result: tuple[Tensor, Tensor] = perform(CONTRACT, (x, residual, weight), (eps,))
-    return result
+    return perform(CONTRACT, (x, residual, weight), (eps,))

@@ -34,8 +34,7 @@ def _backward(
     grad_x, grad_weight = differentiate(BACKWARD, grad, grad_sum, summed, weight, scale)
     # An operator's results may not share their memory: the second is a copy, if both are wanted.
     both = wanted & 3 == 3
-    grads = wanted_of(wanted, (grad_x, grad_x.clone() if both else grad_x, grad_weight))
-    return grads[0], grads[1], grads[2]
+    return wanted_of(wanted, (grad_x, grad_x.clone() if both else grad_x, grad_weight))
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:

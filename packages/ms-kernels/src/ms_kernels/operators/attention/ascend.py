@@ -6,13 +6,14 @@ last of the keys' positions, so masks are anchored at the lower right. The gradi
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ms_kernels.backends.ascend import empty, on_npu
 from ms_kernels.contracts.call import Call
-from ms_kernels.operators.attention.contract import CONTRACT, visible
+from ms_kernels.operators.attention.contract import CONTRACT, MaskOptions, visible
 
 __all__ = ["IMPLEMENTATION"]
 
@@ -26,16 +27,9 @@ COMPRESSED = 2048
 """Side of the triangle that stands for a mask of any size."""
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    scale: float | None = None,
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *options: Any) -> Tensor:
     """Return ``softmax(q kᵀ · scale + mask) v``."""
+    causal, window, scale = MaskOptions(*options)
     queries, keys = q.shape[1], k.shape[1]
     mask, mode, before, after = None, 0, 2**31 - 1, 2**31 - 1
     if documents is not None:

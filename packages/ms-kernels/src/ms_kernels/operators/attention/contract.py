@@ -1,7 +1,7 @@
 """Scaled dot-product attention with grouped queries, documents, a window and a cache."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,15 @@ from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.options import flag, scale_option, window_option
 from ms_kernels.contracts.tolerance import ATTENTION
 
-__all__ = ["CONTRACT", "attention", "visible"]
+__all__ = ["CONTRACT", "MaskOptions", "attention", "visible"]
+
+
+class MaskOptions(NamedTuple):
+    """The options of attention, in order."""
+
+    causal: bool
+    window: int | None
+    scale: float | None
 
 
 def attention(

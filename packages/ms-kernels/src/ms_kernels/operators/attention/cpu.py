@@ -1,26 +1,21 @@
 """Attention through torch's fused kernel, which never holds the scores."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ms_kernels.backends.cpu import on_cpu
 from ms_kernels.contracts.call import Call
-from ms_kernels.operators.attention.contract import CONTRACT, visible
+from ms_kernels.operators.attention.contract import CONTRACT, MaskOptions, visible
 
 __all__ = ["IMPLEMENTATION"]
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    scale: float | None = None,
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *options: Any) -> Tensor:
     """Return ``softmax(q kᵀ · scale + mask) v``."""
+    causal, window, scale = MaskOptions(*options)
     queries, keys = q.shape[1], k.shape[1]
     # torch's causal mask sets the first query beside the first key: ours needs equal lengths.
     simple = causal and documents is None and window is None and queries == keys

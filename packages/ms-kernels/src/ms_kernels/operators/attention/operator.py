@@ -36,5 +36,4 @@ def attention(
     Returns:
         (B, Sq, Hq, D), dtype of q.
     """
-    result: Tensor = perform(CONTRACT, (q, k, v, documents), (causal, window, scale))
-    return result
+    return perform(CONTRACT, (q, k, v, documents), (causal, window, scale))

@@ -5,6 +5,8 @@ and caches, stays with ours. One that torch lacks is an error and is never repla
 plain path, which holds all scores.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ms_kernels.contracts.call import Call
 from ms_kernels.core.choice import Implementation
-from ms_kernels.operators.attention.contract import CONTRACT
+from ms_kernels.operators.attention.contract import CONTRACT, MaskOptions
 
 __all__ = ["IMPLEMENTATION"]
 
@@ -20,16 +22,9 @@ ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 """Best first."""
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    scale: float | None = None,
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *options: Any) -> Tensor:
     """Return ``softmax(q kᵀ · scale + mask) v`` with no mask but a causal one."""
+    causal, _, scale = MaskOptions(*options)
     with sdpa_kernel(ORDER, set_priority=True):
         result = F.scaled_dot_product_attention(
             q.transpose(1, 2),
@@ -45,7 +40,7 @@ def attention(
 def _refuses(call: Call) -> str | None:
     """Decline what these kernels do not take, or would take another way."""
     q, k, v, *documents = call.given
-    causal, window, _ = call.options
+    causal, window, _ = MaskOptions(*call.options)
     if documents or window is not None:
         return "torch's own kernels take neither documents nor a window"
     if causal and q.shape[1] != k.shape[1]:

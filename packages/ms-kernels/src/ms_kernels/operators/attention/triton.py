@@ -1,6 +1,7 @@
 """Attention that never holds the scores: causal, window, documents, grouped queries, a cache."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from ms_kernels.backends.triton.launching import blocks, launch, power_of_two
 from ms_kernels.backends.triton.rows import empty, wanted_of, with_unit_stride
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, Defaults, TableKey, TunedKernel, key_of
-from ms_kernels.operators.attention.contract import CONTRACT
+from ms_kernels.operators.attention.contract import CONTRACT, MaskOptions
 
 __all__ = ["IMPLEMENTATION", "LOG2_E", "document_ranges"]
 
@@ -58,27 +59,22 @@ KERNELS = f"{__package__}.kernels"
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
     """Return the result (B, Sq, Hq, D) and the base-2 log Σ exp2 of the scores (B, Hq, Sq)."""
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     batch, queries, heads, width = q.shape
+    settings = MaskOptions(*options)
     result, lse = empty(q), q.new_empty((batch, heads, queries), dtype=torch.float32)
     constants = _constants(FORWARD, key_of(q), width)
-    factor = (width**-0.5 if scale is None else scale) * LOG2_E
+    factor = _factor(settings, width) * LOG2_E
     launch(
         f"{KERNELS}.attention_forward",
         batch * heads * blocks(queries, constants["BM"]),
         q,
         *(q, k, v, *_tables(documents, q, constants, of_keys=False), result, lse),
-        *(*_sizes(q, k, v), k.shape[1], factor, _reach(window, k)),
-        **_masks(causal, window, documents),
+        *(*_sizes(q, k, v), k.shape[1], factor, _reach(settings, k)),
+        **_masks(settings, documents),
         **constants,
     )
     return result, lse
@@ -93,10 +89,9 @@ def _backward(
     result: Tensor,
     lse: Tensor,
     wanted: int,
-    causal: bool,
-    window: int | None,
-    scale: float | None,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    settings = MaskOptions(*options)
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     batch, queries, heads, width = q.shape
     by_queries = _constants(BACKWARD_QUERIES, key_of(q), width)
@@ -109,8 +104,8 @@ def _backward(
     kernel = f"{KERNELS}.attention_delta"
     launch(kernel, tiles, q, result, grad, delta, *shape, *strides, **only)
     grads = empty(q), empty(k), empty(v)
-    factor = width**-0.5 if scale is None else scale
-    sizes = (*_sizes(q, k, v), *strides, k.shape[1], factor, _reach(window, k))
+    factor = _factor(settings, width)
+    sizes = (*_sizes(q, k, v), *strides, k.shape[1], factor, _reach(settings, k))
     for kernel, count, constants, out in (
         ("attention_backward_queries", tiles, by_queries, grads[:1]),
         ("attention_backward_keys", key_tiles, by_keys, grads[1:]),
@@ -121,16 +116,19 @@ def _backward(
             count,
             q,
             *(q, k, v, *tables, grad, lse, delta, *out, *sizes),
-            **_masks(causal, window, documents),
+            **_masks(settings, documents),
             **constants,
         )
-    found = wanted_of(wanted, grads)
-    return found[0], found[1], found[2]
+    return wanted_of(wanted, grads)
 
 
-def _reach(window: int | None, keys: Tensor) -> int:
-    """Return a window as kernels take it, in 32 bits: one over all keys hides none."""
-    return min(window or 0, keys.shape[1])
+def _factor(options: MaskOptions, width: int) -> float:
+    return width**-0.5 if options.scale is None else options.scale
+
+
+def _reach(options: MaskOptions, keys: Tensor) -> int:
+    """Return the window as kernels take it, in 32 bits: one over all keys hides none."""
+    return min(options.window or 0, keys.shape[1])
 
 
 def _constants(kernel: TunedKernel, key: TableKey, width: int) -> dict[str, int]:
@@ -143,8 +141,9 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     return (*shape, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
 
 
-def _masks(causal: bool, window: int | None, documents: Tensor | None) -> dict[str, bool]:
-    return {"CAUSAL": causal, "WINDOW": window is not None, "DOCUMENTS": documents is not None}
+def _masks(options: MaskOptions, documents: Tensor | None) -> dict[str, bool]:
+    windowed, cut = options.window is not None, documents is not None
+    return {"CAUSAL": options.causal, "WINDOW": windowed, "DOCUMENTS": cut}
 
 
 def _tables(

@@ -26,13 +26,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, *options: Any) -> Tensor:
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        ignored: Tensor,
-        label_smoothing: float,
-        z_loss: float,
+        ctx: Any, logits: Tensor, targets: Tensor, ignored: Tensor, *smoothing: float
     ) -> Tensor:
+        label_smoothing, z_loss = ctx.smoothing = smoothing
         flat = logits.reshape(-1, logits.shape[-1])
         chosen = targets.reshape(-1, 1).to(torch.int64).masked_fill(ignored.reshape(-1, 1), 0)
         wide = accumulator(logits.dtype)
@@ -49,7 +45,6 @@ class _TokenLosses(torch.autograd.Function):
         if z_loss:
             losses += z_loss * total.square()
         ctx.save_for_backward(logits, chosen, ignored, total)
-        ctx.smoothing = label_smoothing, z_loss
         return losses.view(targets.shape).masked_fill(ignored, 0)
 
     @staticmethod

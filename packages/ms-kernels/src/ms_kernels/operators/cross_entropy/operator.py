@@ -34,7 +34,4 @@ def cross_entropy(
     Returns:
         float32 (float64 for float64).
     """
-    result: Tensor = perform(
-        CONTRACT, (logits, targets), (ignore_index, label_smoothing, z_loss, reduction)
-    )
-    return result
+    return perform(CONTRACT, (logits, targets), (ignore_index, label_smoothing, z_loss, reduction))

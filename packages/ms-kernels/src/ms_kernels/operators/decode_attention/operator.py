@@ -38,7 +38,4 @@ def decode_attention(
         of range raises on the CPU; on an accelerator nothing is read for it, and the sequence's
         result is NaN.
     """
-    result: Tensor = perform(
-        CONTRACT, (q, key_pages, value_pages, page_table, lengths), (window, scale)
-    )
-    return result
+    return perform(CONTRACT, (q, key_pages, value_pages, page_table, lengths), (window, scale))

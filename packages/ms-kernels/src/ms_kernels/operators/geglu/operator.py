@@ -21,5 +21,4 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "n
     Returns:
         ``gelu(gate) · up``, (..., I), dtype of gate.
     """
-    result: Tensor = perform(CONTRACT, (gate, up), (approximate,))
-    return result
+    return perform(CONTRACT, (gate, up), (approximate,))

@@ -20,5 +20,4 @@ def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     Returns:
         (T, N), dtype of x.
     """
-    result: Tensor = perform(CONTRACT, (x, weights, counts), ())
-    return result
+    return perform(CONTRACT, (x, weights, counts), ())

@@ -20,5 +20,4 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     Returns:
         ``(x - mean) / sqrt(variance + eps) · weight + bias``, (..., H), dtype of x.
     """
-    result: Tensor = perform(CONTRACT, (x, weight, bias), (eps,))
-    return result
+    return perform(CONTRACT, (x, weight, bias), (eps,))

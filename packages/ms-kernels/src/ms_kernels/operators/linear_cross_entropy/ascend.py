@@ -67,7 +67,7 @@ def gradients(
 
 
 def chosen_classes(targets: Tensor, ignored: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the targets in one row, all classes, and where they are none."""
+    """Return what `within_classes` makes of the targets, the targets flattened."""
     chosen, foreign = within_classes(targets, ignored, len(weight))
     return chosen.reshape(-1), foreign
 

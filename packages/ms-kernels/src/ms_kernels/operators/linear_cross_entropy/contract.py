@@ -1,8 +1,9 @@
 """Cross-entropy of ``hidden @ weight.T``, in chunks of logits.
 
-Rows are taken in chunks. A chunk's logits turn
-into their own gradient in place, which is spent on the gradients of hidden and weight at once;
-so a reduced loss costs three matrix products, as the plain way does, and memory for one chunk.
+Rows are taken in chunks. A chunk's logits turn into their own gradient in place, which is spent on
+the gradients of hidden and weight at once; so a reduced loss costs three matrix products, as the
+plain way does, and memory for one chunk.
+
 With ``reduction="none"`` the gradient of each row is known only in the backward pass, which makes
 the logits again, unless one chunk was all there is. On the CPU it foresees that most rows will
 have the same: then both gradients are made in the forward pass as well, hidden's for a gradient of
@@ -35,7 +36,7 @@ from ms_kernels.operators.cross_entropy.contract import (
 )
 from ms_kernels.operators.linear_cross_entropy.chunked_logits import Sums, chunk_rows_of, chunks_of
 
-__all__ = ["CONTRACT", "linear_cross_entropy"]
+__all__ = ["CONTRACT", "linear_cross_entropy", "logits_work"]
 
 
 def linear_cross_entropy(
@@ -199,7 +200,8 @@ def _differentiate(
     return losses.squeeze(-1).masked_fill(ignored, 0)
 
 
-def _forward(dims: Dims, itemsize: int) -> Work:
+def logits_work(dims: Dims, itemsize: int) -> Work:
+    """Read hidden, weight and targets, and write a number a row: one product."""
     rows, width, classes_ = dims["..."], dims["H"], dims["V"]
     return Work((rows + classes_) * width * itemsize + 12 * rows, 2 * rows * width * classes_)
 
@@ -225,7 +227,7 @@ CONTRACT = Contract(
     explain_error=lambda hidden, weight, targets, ignore_index, *_: check_classes(
         "linear_cross_entropy", targets, weight.shape[0], ignore_index
     ),
-    forward=_forward,
+    forward=logits_work,
     backward=_backward,
     tolerance=LOGITS,
     example={"...": 512, "H": 64, "V": 256},

@@ -47,8 +47,7 @@ def linear_cross_entropy(
     tensors, options = (hidden, weight, targets), (ignore_index, label_smoothing, z_loss, reduction)
     if is_split(tensors):
         return _loss_of_parts(tensors, options)
-    result: Tensor = perform(CONTRACT, tensors, options)
-    return result
+    return perform(CONTRACT, tensors, options)
 
 
 def _loss_of_parts(tensors: tuple[Tensor, Tensor, Tensor], options: tuple[Any, ...]) -> Tensor:

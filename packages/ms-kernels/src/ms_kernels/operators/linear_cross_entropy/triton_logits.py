@@ -85,9 +85,10 @@ def lift_of(dtype: torch.dtype) -> float:
 
 
 def lifted(dtype: torch.dtype, *slopes: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return a common factor of the rows' gradients, and what remains of them, lifted.
+    """Return a factor of the rows' gradients, and the gradients divided by it and lifted.
 
-    With float16 the largest remainder is 1, so that a loss scale cannot make one overflow.
+    In float16 the factor is the largest of them, so that a loss scale cannot make one overflow; in
+    other dtypes it is 1 and nothing is lifted.
     """
     if dtype not in LIFT or not slopes[0].numel():
         return slopes[0].new_ones(()), slopes

@@ -26,10 +26,10 @@ def permute_tokens(x: Tensor, experts: Tensor, *, count: int) -> tuple[Tensor, T
 
     Of DTensors, x may stay split over features, as its rows then are; tokens are gathered.
     """
-    result: tuple[Tensor, Tensor, Tensor]
-    if is_split((x, experts)):
-        CONTRACT.bind(describe_call(CONTRACT, (x, experts), (count,)))
-        result = permuted(CONTRACT, (x, experts), lambda *own: perform(CONTRACT, own, (count,)))
-    else:
-        result = perform(CONTRACT, (x, experts), (count,))
+    if not is_split((x, experts)):
+        return perform(CONTRACT, (x, experts), (count,))
+    CONTRACT.bind(describe_call(CONTRACT, (x, experts), (count,)))
+    result: tuple[Tensor, Tensor, Tensor] = permuted(
+        CONTRACT, (x, experts), lambda *own: perform(CONTRACT, own, (count,))
+    )
     return result

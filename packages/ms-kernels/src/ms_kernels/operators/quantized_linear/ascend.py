@@ -35,31 +35,20 @@ _signed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def quantized_linear(
-    x: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None = None,
-    bits: int = 4,
-    group_size: int = 32,
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, *form: int
 ) -> Tensor:
     """Return ``x @ weight.T`` of the matrix that the codes stand for."""
-    result: Tensor = _Product.apply(x, packed, scales.detach(), zeros, bits, group_size)  # type: ignore[no-untyped-call]
+    result: Tensor = _Product.apply(x, packed, scales.detach(), zeros, *form)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        packed: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None,
-        bits: int,
-        group_size: int,
+        ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, *form: int
     ) -> Tensor:
         ctx.save_for_backward(packed, scales, zeros)
-        ctx.form = bits, group_size
+        ctx.form = bits, group_size = form
         offsets = None if zeros is None else (2 ** (bits - 1) - zeros).T
         result: Tensor = torch.ops.npu.npu_weight_quant_batchmatmul(
             x.reshape(-1, x.shape[-1]),

@@ -12,7 +12,7 @@ from ms_kernels.contracts.contract import Contract, Variant
 from ms_kernels.contracts.values import is_whole
 from ms_kernels.packed_weights import dequantize
 
-__all__ = ["CONTRACT", "quantized_linear"]
+__all__ = ["CONTRACT", "quantized_linear", "widened"]
 
 
 def quantized_linear(
@@ -35,18 +35,12 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        packed: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None,
-        bits: int,
-        group_size: int,
+        ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, *form: int
     ) -> Tensor:
         ctx.save_for_backward(packed, scales, zeros)
-        ctx.settings = {"bits": bits, "group_size": group_size}
+        ctx.form = form
         wide = accumulator(x.dtype)
-        weight = _widened(wide, packed, scales, zeros, **ctx.settings)
+        weight = widened(wide, packed, scales, zeros, *form)
         result = x.to(wide) @ weight.T
         # A cast to its own dtype, returned, would lose the gradient in torch 2.11's compiler.
         return result if wide == x.dtype else result.to(x.dtype)
@@ -54,16 +48,20 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         wide = accumulator(grad.dtype)
-        weight = _widened(wide, *ctx.saved_tensors, **ctx.settings)
+        weight = widened(wide, *ctx.saved_tensors, *ctx.form)
         return (grad.to(wide) @ weight).to(grad.dtype), None, None, None, None, None
 
 
-def _widened(
-    wide: torch.dtype, packed: Tensor, scales: Tensor, zeros: Tensor | None, **settings: int
+def widened(
+    wide: torch.dtype, packed: Tensor, scales: Tensor, zeros: Tensor | None, *form: int
 ) -> Tensor:
-    """Return the matrix in `wide`, computed in it or in the scales' dtype if that is wider."""
+    """Return the matrix in `wide`, computed in it or in the scales' dtype if that is wider.
+
+    `form` is the bits of a code and the size of a group.
+    """
+    bits, group_size = form
     scales = scales.to(torch.promote_types(scales.dtype, wide))
-    return dequantize(packed, scales, zeros, **settings).to(wide)
+    return dequantize(packed, scales, zeros, bits=bits, group_size=group_size).to(wide)
 
 
 def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

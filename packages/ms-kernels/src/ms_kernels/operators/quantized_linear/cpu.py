@@ -9,8 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from ms_kernels.backends.cpu import on_cpu
 from ms_kernels.contracts.call import accumulator
-from ms_kernels.operators.quantized_linear.contract import CONTRACT
-from ms_kernels.packed_weights import dequantize
+from ms_kernels.operators.quantized_linear.contract import CONTRACT, widened
 
 __all__ = ["IMPLEMENTATION"]
 
@@ -23,51 +22,35 @@ class _QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        packed: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None,
-        bits: int,
-        group_size: int,
+        ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, *form: int
     ) -> Tensor:
         ctx.save_for_backward(packed, scales, zeros)
-        ctx.settings, ctx.shape = (bits, group_size), x.shape
+        ctx.form, ctx.shape = form, x.shape
         flat = x.reshape(-1, x.shape[-1]).to(accumulator(x.dtype))
         result = x.new_empty(flat.shape[0], packed.shape[0])
-        for rows, tile in _tiles(packed, scales, zeros, bits, group_size, flat.dtype):
+        for rows, tile in _tiles(flat.dtype, packed, scales, zeros, *form):
             result[:, rows] = flat @ tile.T
         return result.view(*x.shape[:-1], packed.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        packed, scales, zeros = ctx.saved_tensors
-        bits, group_size = ctx.settings
         flat = grad.reshape(-1, grad.shape[-1]).to(accumulator(grad.dtype))
         total = flat.new_zeros(flat.shape[0], ctx.shape[-1])
-        for rows, tile in _tiles(packed, scales, zeros, bits, group_size, flat.dtype):
+        for rows, tile in _tiles(flat.dtype, *ctx.saved_tensors, *ctx.form):
             total.addmm_(flat[:, rows], tile)
         return total.to(grad.dtype).view(ctx.shape), None, None, None, None, None
 
 
 def _tiles(
-    packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bits: int,
-    group_size: int,
-    wide: torch.dtype,
+    wide: torch.dtype, packed: Tensor, scales: Tensor, zeros: Tensor | None, *form: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield some rows of the weight at a time, in `wide`."""
-    # In `wide` from the first product on: a scale of float32 loses nothing in float64.
-    scales = scales.to(torch.promote_types(scales.dtype, wide))
-    step = max(TILE_ELEMENTS * bits // (8 * packed.shape[1]), 1)
+    step = max(TILE_ELEMENTS * form[0] // (8 * packed.shape[1]), 1)
     for start in range(0, len(packed), step):
         rows = slice(start, start + step)
         own = None if zeros is None else zeros[rows]
-        tile = dequantize(packed[rows], scales[rows], own, bits=bits, group_size=group_size)
-        yield rows, tile.to(wide)
+        yield rows, widened(wide, packed[rows], scales[rows], own, *form)
 
 
 IMPLEMENTATION = on_cpu(

@@ -32,5 +32,4 @@ def quantized_linear(
     Returns:
         (..., N), dtype of x. It has a gradient with respect to x alone.
     """
-    result: Tensor = perform(CONTRACT, (x, packed, scales, zeros), (bits, group_size))
-    return result
+    return perform(CONTRACT, (x, packed, scales, zeros), (bits, group_size))

@@ -19,5 +19,4 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     Returns:
         ``x / sqrt(mean(x²) + eps) · weight``, (..., H), dtype of x.
     """
-    result: Tensor = perform(CONTRACT, (x, weight), (eps,))
-    return result
+    return perform(CONTRACT, (x, weight), (eps,))

@@ -32,9 +32,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _backward(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, wanted: int, eps: float
 ) -> tuple[Tensor, Tensor]:
-    found = differentiate(BACKWARD, grad, None, x, weight, scale)
-    grad_x, grad_weight = wanted_of(wanted, found)
-    return grad_x, grad_weight
+    return wanted_of(wanted, differentiate(BACKWARD, grad, None, x, weight, scale))
 
 
 def normalise(

@@ -24,5 +24,4 @@ def rotary(
     Returns:
         q and k, rotated; shapes and dtypes as given.
     """
-    result: tuple[Tensor, Tensor] = perform(CONTRACT, (q, k, cos, sin), (interleaved,))
-    return result
+    return perform(CONTRACT, (q, k, cos, sin), (interleaved,))

@@ -35,8 +35,7 @@ def _forward(
 def _backward(
     grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, wanted: int, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    grads = wanted_of(wanted, _turn(grad_q, grad_k, cos, sin, interleaved, back=True))
-    return grads[0], grads[1]
+    return wanted_of(wanted, _turn(grad_q, grad_k, cos, sin, interleaved, back=True))
 
 
 def _turn(

@@ -35,15 +35,9 @@ def gated(
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        gate: Tensor,
-        up: Tensor,
-        activate: Callable[..., Tensor],
-        slope: Callable[..., Any],
-    ) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, *activation: Callable[..., Any]) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.activation = activate, slope
+        activate, _ = ctx.activation = activation
         width = gate.shape[-1]
         gates, ups = gate.reshape(-1, width), up.reshape(-1, width)
         wide = accumulator(gate.dtype)

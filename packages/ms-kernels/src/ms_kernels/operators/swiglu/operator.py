@@ -18,5 +18,4 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     Returns:
         ``silu(gate) · up``, (..., I), dtype of gate.
     """
-    result: Tensor = perform(CONTRACT, (gate, up), ())
-    return result
+    return perform(CONTRACT, (gate, up), ())

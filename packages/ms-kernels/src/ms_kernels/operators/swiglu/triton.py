@@ -72,8 +72,7 @@ def differentiate(
         ACTIVATION=activation,
         **constants,
     )
-    grads = wanted_of(wanted, (grad_gate, grad_up))
-    return grads[0], grads[1]
+    return wanted_of(wanted, (grad_gate, grad_up))
 
 
 def _tiling(kernel: TunedKernel, gates: Tensor) -> tuple[dict[str, int], int]:

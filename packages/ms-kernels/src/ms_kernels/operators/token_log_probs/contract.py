@@ -20,6 +20,7 @@ from ms_kernels.contracts.tolerance import LOGITS
 from ms_kernels.contracts.values import LARGEST, SMALLEST, is_number
 from ms_kernels.operators.cross_entropy.contract import classes
 from ms_kernels.operators.linear_cross_entropy.chunked_logits import Sums, chunk_rows_of, chunks_of
+from ms_kernels.operators.linear_cross_entropy.contract import logits_work
 
 __all__ = ["CONTRACT", "token_log_probs"]
 
@@ -114,11 +115,6 @@ def _weight(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> T
     return drawn / math.sqrt(dims["H"])
 
 
-def _forward(dims: Dims, itemsize: int) -> Work:
-    rows, width, classes_ = dims["..."], dims["H"], dims["V"]
-    return Work((rows + classes_) * width * itemsize + 12 * rows, 2 * rows * width * classes_)
-
-
 def _backward(dims: Dims, itemsize: int) -> Work:
     """The logits are made again: three products."""
     rows, width, classes_ = dims["..."], dims["H"], dims["V"]
@@ -151,7 +147,7 @@ CONTRACT = Contract(
     explain_error=lambda hidden, weight, tokens, temperature, ignore_index, entropy: check_classes(
         "token_log_probs", tokens, weight.shape[0], ignore_index, "tokens"
     ),
-    forward=_forward,
+    forward=logits_work,
     backward=_backward,
     tolerance=LOGITS,
     example={"...": 512, "H": 64, "V": 256},

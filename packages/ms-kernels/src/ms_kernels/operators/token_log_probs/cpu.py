@@ -1,5 +1,7 @@
 """Log-probabilities of the rows that count alone, found before any work is done."""
 
+from typing import Any
+
 from torch import Tensor
 
 from ms_kernels.backends.cpu import on_cpu
@@ -10,19 +12,13 @@ __all__ = ["IMPLEMENTATION"]
 
 
 def token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-    entropy: bool = False,
+    hidden: Tensor, weight: Tensor, tokens: Tensor, *options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return ``log softmax(hidden @ weight.T / temperature)[token]``, and perhaps entropies."""
-    options = temperature, ignore_index, entropy
     found: Tensor | tuple[Tensor, Tensor] = of_counted_rows(
         lambda *tensors: CONTRACT.reference(*tensors, *options),
         *(hidden, weight, tokens),
-        ignore_index,
+        ignore_index=options[1],
     )
     return found
 

@@ -15,12 +15,13 @@ def chosen_forward(
     classes,
     stride,
     ignore_index,
-    coldness,
+    beta,
     BLOCK: tl.constexpr,
 ):
-    """Write one row's log p[token], -Σ p log p and log Σ exp of LOGITS · coldness.
+    """Write one row's log p[token], -Σ p log p and log Σ exp of LOGITS · beta.
 
-    A token that is no class makes the log-probability NaN; nothing is read out of bounds for it.
+    `beta` is 1 over the temperature. A token that is no class makes the log-probability NaN;
+    nothing is read out of bounds for it.
     """
     row = (first + tl.program_id(0)).to(tl.int64)
     token = tl.load(TOKENS + row)
@@ -31,7 +32,7 @@ def chosen_forward(
     for start in range(0, classes, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < classes
-        x = tl.load(LOGITS + column, mask=inside, other=-float("inf")).to(tl.float32) * coldness
+        x = tl.load(LOGITS + column, mask=inside, other=-float("inf")).to(tl.float32) * beta
         higher = tl.maximum(top, tl.max(x, 0))
         shift = tl.where(higher == -float("inf"), 0.0, higher)
         share = tl.exp(x - shift)
@@ -43,7 +44,7 @@ def chosen_forward(
     total = top + tl.log(norm)
     counted = token != ignore_index
     fits = (token >= 0) & (token < classes)
-    picked = tl.load(LOGITS + token, mask=fits, other=float("nan")).to(tl.float32) * coldness
+    picked = tl.load(LOGITS + token, mask=fits, other=float("nan")).to(tl.float32) * beta
     tl.store(CHOSEN + row, tl.where(counted, picked - total, 0.0))
     tl.store(ENTROPY + row, tl.where(counted, total - mean / norm, 0.0))
     tl.store(TOTALS + row, total)
@@ -63,23 +64,23 @@ def chosen_backward(
     stride,
     gradient_stride,
     ignore_index,
-    coldness,
+    beta,
     BLOCK: tl.constexpr,
 ):
     """Make BLOCK columns of one row of GRADIENT.
 
-    d log p[t] = e_t - p, and dH = -p · (log p + H), times the row's pulls and coldness.
+    d log p[t] = e_t - p, and dH = -p · (log p + H), times the row's pulls and beta.
     """
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(classes, BLOCK)
     row = (tile // blocks).to(tl.int64)
     column = (tile % blocks) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(TOKENS + row)
-    pull = tl.load(PULL + row) * coldness
-    spread = tl.load(SPREAD_PULL + row) * coldness
+    pull = tl.load(PULL + row) * beta
+    spread = tl.load(SPREAD_PULL + row) * beta
     # An ignored row is not read, whatever it holds.
     read = column < tl.where(token == ignore_index, 0, classes)
-    x = tl.load(LOGITS + row * stride + column, mask=read, other=0.0).to(tl.float32) * coldness
+    x = tl.load(LOGITS + row * stride + column, mask=read, other=0.0).to(tl.float32) * beta
     log_share = x - tl.load(TOTALS + row)
     share = tl.exp(log_share)
     slope = -pull - spread * (tl.where(share > 0, log_share, 0.0) + tl.load(ENTROPY + row))

@@ -64,10 +64,10 @@ def token_log_probs(
     Of DTensors, rows stay where they are; a weight that is split is gathered.
     """
     tensors, options = (hidden, weight, tokens), (temperature, ignore_index, entropy)
-    result: Tensor | tuple[Tensor, Tensor]
-    if is_split(tensors):
-        CONTRACT.bind(describe_call(CONTRACT, tensors, options))
-        result = rows_mapped(CONTRACT, tensors, lambda *own: perform(CONTRACT, own, options))
-    else:
-        result = perform(CONTRACT, tensors, options)
+    if not is_split(tensors):
+        return perform(CONTRACT, tensors, options)
+    CONTRACT.bind(describe_call(CONTRACT, tensors, options))
+    result: Tensor | tuple[Tensor, Tensor] = rows_mapped(
+        CONTRACT, tensors, lambda *own: perform(CONTRACT, own, options)
+    )
     return result

@@ -4,6 +4,7 @@ The backward pass makes the logits again; between the two passes three numbers a
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,45 +37,30 @@ KERNELS = f"{__package__}.kernels"
 
 
 def token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-    entropy: bool = False,
+    hidden: Tensor, weight: Tensor, tokens: Tensor, *options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return ``log softmax(hidden @ weight.T / temperature)[token]``, and perhaps entropies."""
-    chosen: Tensor
-    spread: Tensor
-    chosen, spread = _chosen(hidden, weight, tokens, temperature, ignore_index, entropy)
-    return (chosen, spread) if entropy else chosen
+    found: tuple[Tensor, Tensor] = _chosen(hidden, weight, tokens, *options)
+    _, _, entropy = options
+    return found if entropy else found[0]
 
 
 def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    temperature: float,
-    ignore_index: int,
-    entropy: bool,
+    hidden: Tensor, weight: Tensor, tokens: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    temperature, ignore_index, _ = options
     rows, places = as_rows(hidden), tokens.reshape(-1).contiguous()
-    made = (
-        empty(tokens, torch.float32),
-        empty(tokens, torch.float32),
-        empty(tokens, torch.float32),
-    )
-    chosen, spread, totals = (each.view(-1) for each in made)
+    chosen, spread, totals = (empty(tokens, torch.float32) for _ in range(3))
     for part, logits in chunks(rows, weight):
         launch(
             f"{KERNELS}.chosen_forward",
             len(logits),
             logits,
-            *(logits, places[part], chosen[part], spread[part], totals[part]),
+            *(logits, places[part], *(each.view(-1)[part] for each in (chosen, spread, totals))),
             *(logits.shape[1], logits.stride(0), ignore_index, 1 / temperature),
             **row_blocks(FORWARD, key_of(hidden), len(weight)),
         )
-    return made
+    return chosen, spread, totals
 
 
 def _backward(
@@ -86,10 +72,9 @@ def _backward(
     totals: Tensor,
     entropies: Tensor,
     wanted: int,
-    temperature: float,
-    ignore_index: int,
-    entropy: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
+    temperature, ignore_index, _ = options
     rows, places = as_rows(hidden), tokens.reshape(-1).contiguous()
     of_hidden, of_weight = is_wanted(wanted, 0), is_wanted(wanted, 1)
     sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
@@ -124,7 +109,7 @@ _chosen = opaque(
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
     """Yield what a library holds."""
-    floats = "LOGITS CHOSEN ENTROPY TOTALS PULL SPREAD_PULL coldness"
+    floats = "LOGITS CHOSEN ENTROPY TOTALS PULL SPREAD_PULL beta"
     for kernel in (FORWARD, BACKWARD):
         yield loss_entry(kernel, KERNELS, chip, dtype, flags={}, fp32=floats, i64="TOKENS")
 

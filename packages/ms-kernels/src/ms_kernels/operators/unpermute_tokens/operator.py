@@ -21,5 +21,4 @@ def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None
     Returns:
         (T, H), dtype of rows.
     """
-    result: Tensor = perform(CONTRACT, (rows, places, weights), ())
-    return result
+    return perform(CONTRACT, (rows, places, weights), ())

@@ -16,7 +16,7 @@ RULES: Final[tuple[Rule, ...]] = tuple(
 
 
 def advise(analysis: Analysis) -> tuple[Finding, ...]:
-    """Ask every rule; what was found, the largest estimated gain first.
+    """Apply every rule and return the findings, the largest estimated gain first.
 
     Gains of different findings overlap: they don't add up.
     """

@@ -17,7 +17,7 @@ LEAST_PAUSES = 2
 
 
 def look(analysis: Analysis) -> Iterator[Case]:
-    """Collections that come again, by rank.
+    """Yield the ranks that garbage collection stops more than once.
 
     The first traced step is left out where there are others: starting the tracer makes objects of
     its own, which a collection in that step then looks through.
