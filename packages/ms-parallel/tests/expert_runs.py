@@ -15,7 +15,7 @@ from ms_parallel.engine.loss import Batch, NextTokenLoss, Output
 from ms_parallel.models.experts.kept import recomputes
 from ms_parallel.models.experts.router import Router
 
-ROWS = 8
+ROWS = 4
 
 
 class Nothing(NextTokenLoss):

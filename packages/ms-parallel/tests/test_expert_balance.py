@@ -66,15 +66,21 @@ METHODS = {
     "sequence": (QWEN, {"balance": "sequence", "router_z_coefficient": 0.01}),
     "bias": (GLM, {"balance_coefficient": 0.01, "balance_bias_rate": 0.02}),
 }
-STEPS = 20
+STEPS = {"bias": 20}
+"""Updates; 4 where the gradient is the balance."""
 
 
 def jobs_of(cut: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """What is run under a cut: trainings, and gradients of two models."""
     same = {"layout": cut.split()[0]}
     cases = [
-        {**same, "settings": settings, "options": {**CUTS[cut], **options}, "steps": STEPS}
-        for settings, options in METHODS.values()
+        {
+            **same,
+            "settings": settings,
+            "options": {**CUTS[cut], **options},
+            "steps": STEPS.get(method, 4),
+        }
+        for method, (settings, options) in METHODS.items()
     ]
     return {
         "loads": cases,
@@ -116,7 +122,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("cut", OTHERS)
 def test_counts_and_bias_are_the_same_however_a_batch_is_cut(cut: str, exact: Path) -> None:
-    """Over twenty updates, as whole numbers; the bias at their end bit for bit."""
+    """As whole numbers, where a bias moves over twenty updates; the bias bit for bit."""
     for number, (settings, _) in enumerate(METHODS.values()):
         one = ran("data=1", exact)["loads"][number][0]
         biases: dict[str, Any] = {}
@@ -127,7 +133,7 @@ def test_counts_and_bias_are_the_same_however_a_batch_is_cut(cut: str, exact: Pa
             biases |= many["bias"]
         assert biases == one["bias"]
         assert ("n_routed_experts" in settings) == any(map(any, biases.values()))
-        total = 8 * 16 * settings["num_experts_per_tok"]
+        total = 4 * 16 * settings["num_experts_per_tok"]
         assert {sum(layer) for step in one["counts"] for layer in step} == {total}, "none is lost"
         assert one["counts"][0] != one["counts"][-1], "the weights must really move"
 
@@ -145,7 +151,7 @@ def test_the_gradient_of_the_balance_loss_is_the_same_to_the_bit(cut: str, exact
             many: dict[str, Any] = {}
             for rank in ranks:
                 many |= rank
-            assert len(one) == 8 * 2
+            assert len(one) == 4 * 2
             assert many == one
             assert any(value for row in one.values() for token in row for value in token)
 

@@ -148,7 +148,7 @@ def lose_seven(tensors: dict[str, Tensor]) -> None:
 
 def add(tensors: dict[str, Tensor]) -> None:
     """An expert too many."""
-    tensors[EXPERT.format(6, "up")] = tensors[EXPERT.format(5, "up")]
+    tensors[EXPERT.format(6, "up")] = tensors[EXPERT.format(5, "up")].clone()
 
 
 def turn(tensors: dict[str, Tensor]) -> None:

@@ -205,7 +205,7 @@ def test_the_loss_of_a_step_and_the_z_loss_are_those_of_their_formulas() -> None
     router.account = account
     (found,) = torch.autograd.grad((router(hidden)[1] * 0).sum(), router.weight)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
-    assert float(account.sums[1:].sum()) == pytest.approx(float(slow), rel=1e-6)
+    assert account.sums[1:].sum().item() == pytest.approx(slow.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
