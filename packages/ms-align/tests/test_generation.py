@@ -409,7 +409,7 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_every_family_of_ms_parallel_computes_as_it_is(name: str) -> None:
-    """Soft caps and divisors too: no fused form that lacks them, no product that leaves them out."""
+    """Soft caps and divisors too: no fused form lacks them, no product leaves them out."""
     model = language_model(decoder(name))
     tokens = torch.arange(24).view(2, 12)
     assert torch.equal(model.project(model.hidden(tokens, None, None)), model.module(tokens))

@@ -84,13 +84,16 @@ def _fits(model: LanguageModel) -> bool:
         windows = getattr(module.config, "sliding_window", None)
         if windows and getattr(module.config, "use_sliding_window", True):
             return False
-    elif (
-        not (isinstance(model, SeamModel) and type(module).__name__ == "Decoder")
-        or module.config.model_type not in FAMILIES
-        or getattr(module.config.rope_scaling, "kind", None) in BY_LENGTH
-    ):
+    elif not (isinstance(model, SeamModel) and _is_known(module)):
         return False
     return all(_is_plain(layer) for layer in _layers(module))
+
+
+def _is_known(module: Any) -> bool:
+    """Whether it is a decoder of ms-parallel's of the families whose blocks are fused here."""
+    if type(module).__name__ != "Decoder" or module.config.model_type not in FAMILIES:
+        return False
+    return getattr(module.config.rope_scaling, "kind", None) not in BY_LENGTH
 
 
 def _layers(module: Any) -> list[Any]:

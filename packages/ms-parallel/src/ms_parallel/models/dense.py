@@ -143,7 +143,7 @@ class DenseFamily(Family):
         # Where a key is null, its default does not count: null is a value of its own, or refused.
         given = {**self.silent, **document}
         window, layers = self.windows.read(given)
-        heads = given.get("num_key_value_heads")
+        heads: Any = given.get("num_key_value_heads")
         if heads is None and self.null_key_heads:
             heads = given["num_attention_heads"]
         chosen: dict[str, object] = {name: given.get(name, False) for name in free}
