@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from attrs import field, frozen
 from torch import nn
@@ -101,7 +101,7 @@ class _Positions:
         turned: Any = given.get("qk_rope_head_dim")
         found = given.get("qk_head_dim")
         sizes = isinstance(plain, int) and isinstance(turned, int)
-        if found is not None and sizes and found != plain + turned:
+        if found is not None and sizes and found != cast(int, plain) + cast(int, turned):
             raise ModelError(
                 f"qk_head_dim={repr(found)[:60]} is not the sum of qk_nope_head_dim={plain} and"
                 f" qk_rope_head_dim={turned}; leave it out"
