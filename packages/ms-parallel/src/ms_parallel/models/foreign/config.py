@@ -164,6 +164,11 @@ class TransformersModel:
         return bool(self.settings.tie_word_embeddings)
 
     @property
+    def is_text_part(self) -> bool:
+        """Whether it is the text model of one that takes pictures or sound too."""
+        return "text_config" in self.document
+
+    @property
     def prediction_layers(self) -> int:
         """Layers that predict further tokens, which transformers does not train."""
         return 0
