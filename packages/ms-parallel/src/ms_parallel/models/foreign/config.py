@@ -17,6 +17,8 @@ from ms_parallel.models.config import MOST, TOKENS, TokenId, token_ids
 __all__ = ["TransformersModel", "knows", "settings_of", "transformers"]
 
 
+MOST_LAYERS = 1000
+"""All of them are built, without storage, before the first is known to have weights."""
 ATTENTIONS = ("full_attention", "sliding_attention", "linear_attention")
 """Kinds of attention that layers may have."""
 
@@ -162,6 +164,16 @@ class TransformersModel:
         return bool(self.settings.tie_word_embeddings)
 
     @property
+    def is_text_part(self) -> bool:
+        """Whether it is the text model of one that takes pictures or sound too."""
+        return "text_config" in self.document
+
+    @property
+    def prediction_layers(self) -> int:
+        """Layers that predict further tokens, which transformers does not train."""
+        return 0
+
+    @property
     def shape(self) -> ModelShape:
         """The sizes that a layout may have to divide."""
         settings = self.settings
@@ -201,8 +213,9 @@ def _number(found: dict[str, Any]) -> Any:
 
 def _check(model: TransformersModel) -> None:
     settings = model.settings
-    for name in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads"):
-        value, most = getattr(settings, name, None), MOST[name]
+    sizes = {name: MOST[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")}
+    for name, most in {"num_hidden_layers": MOST_LAYERS, **sizes}.items():
+        value = getattr(settings, name, None)
         if type(value) is not int or not 1 <= value <= most:
             raise ConfigError(
                 f"{name} of this {model.model_type} is {repr(value)[:60]}; give a whole number from"

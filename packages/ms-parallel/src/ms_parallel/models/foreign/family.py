@@ -1,5 +1,6 @@
 """The family of all models that transformers builds and we have no family for."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,15 @@ from ms_parallel.errors import LayoutError
 from ms_parallel.models.config import TOKENS
 from ms_parallel.models.family import ANY, Family
 from ms_parallel.models.foreign.config import TransformersModel
-from ms_parallel.models.foreign.plans import STYLES, Named, Shapes, built, plan_of, shapes_of
+from ms_parallel.models.foreign.plans import (
+    STYLES,
+    Named,
+    Shapes,
+    built,
+    described,
+    plan_of,
+    shapes_of,
+)
 from ms_parallel.models.foreign.stage import TransformersStage
 from ms_parallel.models.foreign.weights import rules_of
 from ms_parallel.models.plan import ModelPlan
@@ -49,6 +58,10 @@ class _Foreign(Family):
     def write(self, config: TransformersModel, dtype: torch.dtype) -> dict[str, object]:
         """The config.json of a configuration, with weights of `dtype`."""
         document = {key: value for key, value in config.document.items() if key != "torch_dtype"}
+        if config.is_text_part:
+            kind = type(described(config)).__name__
+            document = json.loads(config.settings.to_json_string(use_diff=False))
+            document |= {"architectures": [kind], "model_type": config.settings.model_type}
         ids = {name: getattr(config, name) for name in TOKENS}
         named = {name: value for name, value in ids.items() if value is not None}
         return {**document, **named, "dtype": str(dtype).removeprefix("torch.")}

@@ -19,7 +19,7 @@ from ms_parallel.operators.protocol import Ops
 Named = Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
 Shapes = dict[str, torch.Size]
 
-__all__ = ["STYLES", "built", "plan_of", "shapes_of"]
+__all__ = ["STYLES", "built", "described", "plan_of", "shapes_of"]
 
 STYLES: dict[str, Style] = {
     "colwise": "column",
@@ -48,12 +48,12 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
             model = transformers().AutoModelForCausalLM.from_config(
                 settings, attn_implementation=name, dtype=torch.get_default_dtype()
             )
-    except KeyError as error:
-        raise ModelError(
-            f"{config.model_type} of transformers has an attention of its own, which ours cannot"
-            " stand for; write its family"
-        ) from error
-    except (ValueError, TypeError, AttributeError, ImportError) as error:
+    except (ValueError, TypeError, AttributeError, ImportError, LookupError) as error:
+        if isinstance(error, KeyError) and error.args == (name,):
+            raise ModelError(
+                f"{config.model_type} of transformers has an attention of its own, which ours"
+                " cannot stand for; write its family"
+            ) from error
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
             f"transformers does not build this {config.model_type} ({reason})"
@@ -62,16 +62,22 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
     return model.eval()
 
 
+@lru_cache(maxsize=4)
+def described(config: TransformersModel) -> Any:
+    """A whole model without storage, to be looked at alone."""
+    return built(config)
+
+
 @lru_cache(maxsize=16)
 def shapes_of(config: TransformersModel, named: Named = nn.Module.named_parameters) -> Shapes:
     """Names and shapes of what is `named` in the whole model; tied ones once."""
-    return {name: tensor.shape for name, tensor in named(built(config))}
+    return {name: tensor.shape for name, tensor in named(described(config))}
 
 
 @lru_cache(maxsize=16)
 def plan_of(config: TransformersModel) -> ModelPlan:
     """How the model may be split: by what transformers publishes of it."""
-    model = built(config)
+    model = described(config)
     prefix = model.base_model_prefix
     before, blocks, behind = _line(model, prefix)
     tied = model.get_expanded_tied_weights_keys() if config.tie_word_embeddings else {}
