@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from ms_parallel import operators
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import ModelError
+from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.losses import capped
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.operators.split_vocabulary import VocabularyParallelLoss
@@ -67,7 +68,7 @@ class HeadOutput:
         return gather_vocabulary(local, self.groups)
 
     def token_losses(self, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """-log p(target), float32 (B, S), 0 where the target is -100."""
+        """-log p(target), float32 (float64 for float64) (B, S), 0 where the target is -100."""
         if temperature != 1.0 or self.make_logits is not None:
             return _token_losses(self.logits(), targets, temperature)
         if self.split:
@@ -100,7 +101,7 @@ class HeadOutput:
             )
         parts = self.groups.layout.tensor if self.split else 1
         hidden, weight, offset = (
-            _share_of_gradient(x.float(), parts) for x in (self.hidden, *self.heads[name])
+            _share_of_gradient(widen(x), parts) for x in (self.hidden, *self.heads[name])
         )
         return F.linear(hidden, weight, offset)
 
@@ -138,13 +139,13 @@ class LogitsOutput:
 
 def _token_losses(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """-log p(target), float32 (B, S), from logits (B, S, V)."""
-    scaled = logits if temperature == 1.0 else logits.float() / temperature
+    scaled = logits if temperature == 1.0 else widen(logits) / temperature
     return operators.cross_entropy(scaled, targets, reduction="none")
 
 
 def _entropies(logits: Tensor, counted: Tensor, temperature: float) -> Tensor:
     """Entropies in nats, float32 (B, S), from logits (B, S, V); 0 where not counted."""
-    log_p = (logits.float() / temperature).log_softmax(-1)
+    log_p = (widen(logits) / temperature).log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1) * counted
 
 

@@ -47,6 +47,8 @@ class Family:
     """What tells layers with other parameters apart, of (config, layer's number)."""
     small: Mapping[str, object] = field(factory=dict)
     """Settings of a small model, which trains on a laptop."""
+    packs: bool = True
+    """Whether a document has the same logits in a packed row as alone, wherever it stands."""
 
     @property
     def default(self) -> Mapping[str, object]:
