@@ -128,7 +128,7 @@ def _by_chunks(
 def _chunks(x: Tensor, chunk: int) -> Tensor:
     """(B, S, H, D) to (B, H, chunks, C, D), padded with zeros."""
     x = F.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % chunk))
-    return x.unflatten(2, (-1, chunk))
+    return x.reshape(*x.shape[:2], -1, chunk, x.shape[3])
 
 
 def _runs(documents: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import ModelError
 from ms_parallel.models.experts.grouped import GroupedLinear
 from ms_parallel.models.experts.router import Router
-from ms_parallel.models.parts.norm import WholeWidthNorm
 from ms_parallel.models.parts.latent_attention import LatentAttention
+from ms_parallel.models.parts.norm import WholeWidthNorm
 from ms_parallel.models.plan import ModelPlan
 
 __all__ = ["gather_sequence", "gather_vocabulary", "is_whole", "local_view", "split_model"]

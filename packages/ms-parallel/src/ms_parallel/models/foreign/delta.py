@@ -33,7 +33,7 @@ def delta_forward(module: Any, hidden: Tensor, documents: Tensor) -> Tensor:
     mixed, z, b, a = _projected(module, hidden)
     weight = module.conv1d.weight.squeeze(1)
     mixed = F.silu(causal_conv1d(mixed, weight, module.conv1d.bias, documents=documents))
-    q, k, v = mixed.split((module.key_dim, module.key_dim, module.value_dim), -1)
+    q, k, v = torch.split(mixed, (module.key_dim, module.key_dim, module.value_dim), -1)
     q, k = (_unit(widen(x.unflatten(-1, (-1, module.head_k_dim)))) for x in (q, k))
     v = v.unflatten(-1, (-1, module.head_v_dim))
     g = -widen(module.A_log).exp() * F.softplus(widen(a) + module.dt_bias)
@@ -47,7 +47,10 @@ def delta_forward(module: Any, hidden: Tensor, documents: Tensor) -> Tensor:
 def _projected(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys and values (B, S, channels); gate; rate and decay (B, S, heads)."""
     if hasattr(module, "in_proj_qkv"):
-        return tuple(getattr(module, f"in_proj_{each}")(hidden) for each in ("qkv", "z", "b", "a"))  # type: ignore[return-value]
+        qkv, z, b, a = (
+            getattr(module, f"in_proj_{each}")(hidden) for each in ("qkv", "z", "b", "a")
+        )
+        return qkv, z, b, a
     q, k, v, z, b, a = module.fix_query_key_value_ordering(
         module.in_proj_qkvz(hidden), module.in_proj_ba(hidden)
     )
