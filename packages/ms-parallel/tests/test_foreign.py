@@ -12,7 +12,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from foreign_models import FAMILIES, SIZES, alone, by_hand, theirs
 from processes import run_processes
 from runs import VOCABULARY, global_batch
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ms_parallel import ConfigError, Engine, LayoutError, ModelError, NextTokenLoss
@@ -198,3 +202,27 @@ def test_a_folder_of_a_family_that_we_lack_is_built_by_transformers(
         Engine(tmp_path, device="cpu")
     with pytest.raises(ModelError, match=r"transformers is not installed.*ms-parallel\[hf\]"):
         TransformersModel({"model_type": "stablelm"})
+
+
+def test_the_text_model_of_a_folder_with_pictures_is_trained_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Qwen3.5 as it is published: its text tensors are read, the rest is said to be left out."""
+    seen = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    pictures = {**seen, "out_hidden_size": 32, "num_position_embeddings": 16}
+    marks = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = Qwen3_5Config(
+        text_config={**SIZES, **FAMILIES["qwen3_5_text"]},
+        vision_config=pictures,
+        **{name: 40 + at for at, name in enumerate(marks)},
+    )
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path / "whole")
+    engine = Engine(tmp_path / "whole", device="cpu")
+    assert "are not of its text model, and are left out" in caplog.text
+    engine.save(tmp_path / "text")
+    batch = global_batch(0)
+    made = engine.evaluate(batch, lambda output, _: output.logits())
+    with torch.no_grad():
+        for folder in ("whole", "text"):
+            opened = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+            assert torch.allclose(made, alone(opened, batch), atol=1e-4)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ms_parallel.errors import ModelError
 from ms_parallel.files.untrusted import check_path
+from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.registry import build_model, model_plan, read_config, weight_pieces
 from ms_parallel.models.staged import StagedModel, named_weights
 from ms_parallel.models.weight_names import Piece
@@ -56,10 +57,11 @@ def load_model(
     check_path("folder", folder, error=ModelError)
     folder = Path(folder)
     config = read_config(folder)
-    weights = open_weights(folder)
+    weights = _opened(folder, config)
     # Before a config.json that claims a billion layers makes us build them.
     last_layer = f"model.layers.{config.num_hidden_layers - 1}."
-    if not any(name.startswith(last_layer) for name in weights.names):
+    own = isinstance(config, ModelConfig)
+    if own and not any(name.startswith(last_layer) for name in weights.names):
         raise ModelError(
             f"{folder} holds no tensor of layer {config.num_hidden_layers - 1}, but its"
             f" config.json says num_hidden_layers={config.num_hidden_layers}; copy it again"
@@ -106,11 +108,14 @@ def load_weights(model: StagedModel, folder: str | Path) -> None:
         ModelError: a tensor is missing, unknown, of another shape or not finite, or a tied weight
             is there twice and differs.
     """
-    weights = open_weights(Path(folder))
-    if getattr(model.config, "is_text_part", False):
-        weights = TextPart(weights)
+    weights = _opened(Path(folder), model.config)
     drop_gathered(model)
     _fill(model, weights, _check(model, weights))
+
+
+def _opened(folder: Path, config: ModelConfig) -> WeightFolder:
+    weights = open_weights(folder)
+    return TextPart(weights) if getattr(config, "is_text_part", False) else weights
 
 
 def _check(model: StagedModel, weights: WeightFolder) -> dict[str, list[Piece]]:

@@ -92,7 +92,7 @@ def save_model(
     folder, rank = Path(folder), _rank()
     if isinstance(tokenizer, str | Path):
         check_path("tokenizer", tokenizer, error=ModelError)
-    stages = [model] if isinstance(model, StagedModel) else list(model)
+    stages = [model] if isinstance(model, nn.Module) else list(model)
     for stage in stages:
         drop_gathered(stage)
     if tokenizer is not None and not isinstance(tokenizer, TokenizerFiles):

@@ -39,7 +39,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 """Keys of config.json that are not read, with the values that mean what is built here."""
 MODULES: dict[str, Style | None] = {
     **STYLES,
-    **prediction.MODULES,
     "mlp.shared_experts.gate_proj": "column",
     "mlp.shared_experts.up_proj": "column",
     "mlp.shared_experts.down_proj": "row",

@@ -44,6 +44,11 @@ class Fresh:
             for name, module in self.modules.items()
         }
 
+        self.dtypes = {
+            name: {own: value.dtype for own, value in module._buffers.items() if value is not None}
+            for name, module in self.modules.items()
+        }
+
     @torch.no_grad()
     def parameter(self, name: str, seed: int) -> Tensor:
         """The whole of a parameter."""
@@ -71,8 +76,11 @@ class Fresh:
     @torch.no_grad()
     def buffers(self, stage: nn.Module) -> None:
         """Compute the buffers of a stage that was allocated, whose names are the model's."""
-        for module in stage.modules():
-            module = module.inner if isinstance(module, Around) else module
+        for path, part in stage.named_modules():
+            module = part.inner if isinstance(part, Around) else part
+            for name, dtype in self.dtypes.get(path, {}).items():
+                if module._buffers.get(name) is not None:
+                    module._buffers[name] = module._buffers[name].to(dtype)
             buffers = {name: b for name, b in module._buffers.items() if b is not None}
             if not buffers:
                 continue

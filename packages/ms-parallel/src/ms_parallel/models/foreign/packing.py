@@ -1,7 +1,8 @@
 """Keeps the documents of packed rows apart in every block of a model of transformers.
 
-Attention is ours, and is given the documents in place of a mask. What else mixes positions, a
-convolution or a recurrent state, is run on each document alone.
+Attention is ours, and is given the documents in place of a mask. Gated delta networks are run by
+operators that know documents. What else mixes positions, a convolution or a recurrent state, is run
+on each document alone.
 """
 
 import inspect
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ms_parallel.errors import ModelError
 from ms_parallel.models.foreign import attention
 from ms_parallel.models.foreign.around import Around
+from ms_parallel.models.foreign.delta import delta_forward, is_delta
 
 __all__ = ["Now", "keep_apart"]
 
@@ -40,6 +42,8 @@ class Apart(Around):
         named = {key: None if key == MASK else value for key, value in named.items()}
         if documents is None or bool((documents == documents[:, :1]).all()):
             return self.inner(*args, **named)
+        if is_delta(self.inner):
+            return delta_forward(self.inner, hidden, documents)
         pieces = [
             piece[None]
             for row, numbers in zip(hidden, documents, strict=True)

@@ -120,7 +120,8 @@ class TransformersStage(Around):
             x, positions = (
                 each[:, :, 0] for each in cache.append(0, x[:, :, None], positions[:, :, None])
             )
-        hidden = self._run(x, positions, documents, None if self.replays else cache)[:, -count:]
+        hidden = self._run(x, positions, documents, None if self.replays else cache)
+        hidden = hidden if hidden.shape[1] == count else hidden[:, -count:]
         if cache is not None:
             cache.advance(count, documents)
         return self.head(hidden) if self.last and logits else hidden

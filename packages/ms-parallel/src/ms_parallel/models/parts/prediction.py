@@ -24,9 +24,9 @@ from ms_parallel.models.parts.norm import RMSNorm
 from ms_parallel.models.plan import ModelPlan, Style
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["MODULES", "PredictionLayer", "with_prediction"]
+__all__ = ["PredictionLayer", "with_prediction"]
 
-MODULES: Mapping[str, Style | None] = {
+_MODULES: Mapping[str, Style] = {
     "enorm": "sequence",
     "hnorm": "sequence",
     "eh_proj": "sequence",
@@ -80,6 +80,11 @@ def with_prediction(plan: ModelPlan, config: ModelConfig) -> ModelPlan:
             ("lm_head.weight", "shared_head.head.weight"),
         )
     )
-    tensor: dict[str, Style] = {**plan.tensor, "model.next_embed_tokens": "vocabulary"}
+    joining = {f"{plan.blocks}.{name}": style for name, style in _MODULES.items()}
+    tensor: dict[str, Style] = {
+        **plan.tensor,
+        **joining,
+        "model.next_embed_tokens": "vocabulary",
+    }
     tied = (*plan.tied, (embedding, copy))
     return evolve(plan, tensor=tensor, tied=tied, repeated=repeated)

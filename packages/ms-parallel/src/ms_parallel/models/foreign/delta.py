@@ -1,0 +1,61 @@
+"""Packed rows through the gated delta networks of transformers, all documents at once."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ms_parallel.operators.cpu import widen
+from ms_parallel.operators.recurrent import causal_conv1d, gated_delta_rule
+
+__all__ = ["delta_forward", "is_delta"]
+
+EPS = 1e-6
+"""Of the norms of queries and keys, in every such network."""
+NEEDED = ("A_log", "conv1d", "dt_bias", "head_k_dim", "head_v_dim", "key_dim", "norm", "out_proj")
+
+
+def is_delta(module: Any) -> bool:
+    """Whether a module is such a network, in one of the two forms that are known here.
+
+    Qwen3.5 projects to queries, keys and values, gate, rate and decay apart; Qwen3-Next to two
+    matrices whose order a function of the module undoes.
+    """
+    apart = all(hasattr(module, f"in_proj_{each}") for each in ("qkv", "z", "b", "a"))
+    together = hasattr(module, "in_proj_qkvz") and hasattr(module, "fix_query_key_value_ordering")
+    known = all(hasattr(module, name) for name in NEEDED)
+    return known and (apart or together) and getattr(module, "activation", None) == "silu"
+
+
+def delta_forward(module: Any, hidden: Tensor, documents: Tensor) -> Tensor:
+    """What the module computes of (B, S, H), where documents (B, S) int32 know no other."""
+    mixed, z, b, a = _projected(module, hidden)
+    weight = module.conv1d.weight.squeeze(1)
+    mixed = F.silu(causal_conv1d(mixed, weight, module.conv1d.bias, documents=documents))
+    q, k, v = torch.split(mixed, (module.key_dim, module.key_dim, module.value_dim), -1)
+    q, k = (_unit(widen(x.unflatten(-1, (-1, module.head_k_dim)))) for x in (q, k))
+    v = v.unflatten(-1, (-1, module.head_v_dim))
+    g = -widen(module.A_log).exp() * F.softplus(widen(a) + module.dt_bias)
+    out = gated_delta_rule(q, k, v, g, b.sigmoid(), documents=documents)
+    made = module.norm(out.flatten(0, 2), z.reshape(-1, module.head_v_dim))
+    outward: nn.Module = module.out_proj
+    result: Tensor = outward(made.view(*hidden.shape[:2], -1))
+    return result
+
+
+def _projected(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys and values (B, S, channels); gate; rate and decay (B, S, heads)."""
+    if hasattr(module, "in_proj_qkv"):
+        qkv, z, b, a = (
+            getattr(module, f"in_proj_{each}")(hidden) for each in ("qkv", "z", "b", "a")
+        )
+        return qkv, z, b, a
+    q, k, v, z, b, a = module.fix_query_key_value_ordering(
+        module.in_proj_qkvz(hidden), module.in_proj_ba(hidden)
+    )
+    return torch.cat([x.flatten(2) for x in (q, k, v)], -1), z, b, a
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
