@@ -3,7 +3,7 @@
 from .validators import (
     MOST,
     a_path,
-    check_path,
+    as_path,
     flag,
     nearest,
     number,
@@ -17,7 +17,7 @@ from .validators import (
 __all__ = [
     "MOST",
     "a_path",
-    "check_path",
+    "as_path",
     "flag",
     "nearest",
     "number",

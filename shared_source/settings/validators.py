@@ -3,19 +3,21 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import date, time
 from difflib import get_close_matches
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from attrs import Attribute
 
 from ..errors import ConfigError
-from ..files.untrusted import decoding
+from ..files.untrusted import check_path
 
 __all__ = [
     "MOST",
     "a_path",
-    "check_path",
+    "as_path",
     "flag",
     "nearest",
     "number",
@@ -30,6 +32,8 @@ Check = Callable[[Any, "Attribute[Any]", Any], None]
 MOST = 10**12
 """More than any count of steps, tokens or samples; what is greater is a slip of the hand."""
 SHOWN_CHARACTERS = 200
+WRITTEN_IN_FILES = (str, bool, int, float, bytes, list, tuple, Mapping, date, time)
+"""What a run file can hold."""
 
 
 def whole(*, least: int = 1, most: int = MOST, optional: bool = False) -> Check:
@@ -107,23 +111,36 @@ def flag(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         raise ConfigError(f"{attribute.name} is {shown(value)}; give true or false")
 
 
-def a_path(instance: object, attribute: "Attribute[Any]", value: object) -> None:
-    """Check that a text or path is one that the system takes; None passes."""
-    if isinstance(value, str | os.PathLike):
-        check_path(attribute.name, value)
+def a_path(
+    *,
+    optional: bool = False,
+    written: Literal["file", "folder"] | None = None,
+    several: bool = False,
+    objects: bool = False,
+) -> Check:
+    """Check for a text or path that a system takes; `check_path` says what is refused.
 
-
-def check_path(name: str, value: str | os.PathLike[str]) -> None:
-    """Refuse what no system takes for a path, before anything is looked for there.
-
-    Raises:
-        ConfigError: it is endless, holds a NUL, or its links run in a circle.
+    Args:
+        optional: None passes.
+        written: what the run writes there at its end.
+        several: a list or table passes, whose texts are paths.
+        objects: Python may give an object instead, which no run file can write.
     """
-    with decoding(f"{name} {os.fspath(value)!r}", error=ConfigError):
-        try:
-            os.stat(value)
-        except (FileNotFoundError, NotADirectoryError, PermissionError):
-            return  # whoever needs it there says so
+
+    def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
+        named = value is None or isinstance(value, os.PathLike)
+        if objects and not named and not isinstance(value, WRITTEN_IN_FILES):
+            return
+        inside = several and isinstance(value, Mapping | list | tuple)
+        for path in _texts_in(value) if inside else [value]:
+            check_path(attribute.name, path, error=ConfigError, optional=optional, written=written)
+
+    return check
+
+
+def as_path(value: Any) -> Any:
+    """Convert a text to a path, for `a_path` to check; the rest is left for it to refuse."""
+    return Path(value) if isinstance(value, str) and value else value
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -140,6 +157,17 @@ def shown(value: object) -> str:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def _texts_in(value: object) -> Iterator[object]:
+    """The texts and paths in lists and tables, however deep."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Mapping | list | tuple):
+            waiting += one.values() if isinstance(one, Mapping) else one
+        elif isinstance(one, str | os.PathLike):
+            yield one
 
 
 def _is_finite(value: object) -> bool:

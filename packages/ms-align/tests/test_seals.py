@@ -1,5 +1,6 @@
 """Every file from which a run goes on is sealed: no flipped bit passes for what was written."""
 
+import json
 import random
 from pathlib import Path
 
@@ -90,3 +91,13 @@ def test_a_folder_that_no_system_takes_is_refused_in_one_line(tmp_path: Path) ->
         durable.write_file(Path("a\0b"), b"")
     with pytest.raises(ConfigError, match="output_dir"):
         RunOptions(output_dir="a\0b")
+
+
+def test_settings_are_sealed_as_they_are_read_back() -> None:
+    """Else a pair, or the names of adapted layers, would seem changed by each launch."""
+    from ms_align import LoraOptions, SFTTrainer
+    from ms_align.run.ownership import plain
+
+    sealed = plain(SFTTrainer(model=torch.nn.Linear(2, 2), steps=1, lora=LoraOptions()))
+    assert (sealed["model"], sealed["betas"]) == ("Linear", [0.9, 0.999])
+    assert json.loads(json.dumps(sealed)) == sealed

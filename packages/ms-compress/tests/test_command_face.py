@@ -1,7 +1,6 @@
 """The command as it is typed: help and version at once, run files to begin with, facts as JSON."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from chats import write_conversations, write_taught
 from folders import write_run
+from processes import Command as Process
 
 from ms_compress.cli import main
 from ms_compress.commands import COMMANDS, Command
@@ -111,13 +111,17 @@ def test_a_folder_where_the_checkpoint_would_stand_is_left_alone(tmp_path: Path)
 def test_an_interrupt_is_one_line_and_130(tmp_path: Path) -> None:
     """While it trains; the same command then goes on."""
     file = write_run(tmp_path)
-    command = [sys.executable, "-m", "ms_compress", "qat", str(file)]
+    words = ["-m", "ms_compress", "qat", str(file)]
     more = ["--set", "scheme=ct.int4_g32", "--set", "tuning.steps=100000"]
-    run = subprocess.Popen([*command, *more], stderr=subprocess.PIPE, text=True)
-    assert run.stderr is not None
-    assert "step 1/" in run.stderr.readline()
+    log = tmp_path / "log"
+    run = Process([*words, *more], log=log, imports=("ms_compress.jobs.qat",))
+    until = time.monotonic() + 60
+    while "\n" not in log.read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert "step 1/" in log.read_text().splitlines()[0]
     time.sleep(0.2)
-    os.kill(run.pid, signal.SIGINT)
+    run.send_signal(signal.SIGINT)
     lines = run.communicate(timeout=60)[1].splitlines()
     assert run.returncode == 130
     assert lines[-1] == "ms-compress: interrupted"

@@ -18,7 +18,7 @@ from ms_compress import CompressError, export, qat
 from ms_compress.cli import main
 from ms_compress.targets.footprint import footprint
 from ms_compress.targets.target import open_runtime
-from ms_compress.tokenizer_files import read_tokenizer
+from ms_compress.text_ends import read_tokenizer
 from ms_compress.training.corpus import read_batch
 
 DEEP = b"[" * 200_000
@@ -113,10 +113,10 @@ def test_evaluate_says_a_cut_file_in_one_line(
         (b"a = " + DEEP, "nested too deeply"),
         (b'model = "\xff"', "not UTF-8 text"),
         (b"learning_rate = " + b"9" * 5000, "run.toml: "),
-        (b'model = "a\\u0000b"\noutput_dir = "x"\nscheme = "ct.w8a8"', "give a path that a system"),
+        (b'model = "a\\u0000b"\noutput_dir = "x"\nscheme = "ct.w8a8"', "which holds a NUL"),
         (
             b'model = "' + b"a" * 10**6 + b'"\noutput_dir = "x"\nscheme = "ct.w8a8"',
-            "give a path that a",
+            "which is longer than any that a system takes",
         ),
         (b"[tuning]\nlearning_rate = 1" + b"0" * 400, "learning_rate is a number of 1329 bits"),
     ],

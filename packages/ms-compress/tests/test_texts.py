@@ -18,7 +18,7 @@ from readme_blocks import printed
 from ms_compress import ExportError, VerifyError, export, qat, verify
 from ms_compress.cli import main
 from ms_compress.targets.target import open_runtime
-from ms_compress.tokenizer_files import read_tokenizer, text_ends
+from ms_compress.text_ends import read_tokenizer, text_ends
 from ms_parallel import load_model
 
 PROMPT = [{"role": "user", "content": QUESTION}]

@@ -5,7 +5,7 @@ from typing import Any
 
 from launching import MODEL, RUN
 from own_models import PLAN, Mine
-from runs import build, global_batch, my_rows, train
+from runs import build, global_batch, my_rows, tiny, train
 
 from ms_parallel import DistributedTrainer, Engine, Layout, NextTokenLoss
 from ms_parallel.cluster.connection import connect
@@ -19,9 +19,7 @@ def measured(layout: str) -> dict[str, Any]:
     """A schedule that is searched by measuring, a step under it, and when it did what."""
     groups = connect(Layout.parse(layout))
     rows = 4 * groups.layout.data
-    found = search_schedule(
-        build(SETTINGS, groups).config, groups, rows=4, sequence_length=16, microbatch_size=1
-    )
+    found = search_schedule(tiny(**SETTINGS), groups, rows=4, sequence_length=16, microbatch_size=1)
     engine = build(SETTINGS, groups, schedule=found.staged, microbatch_size=1)
     batch = my_rows(global_batch(0, rows), groups)
     update, recorder = engine.recorded_update(batch, NextTokenLoss())

@@ -34,7 +34,7 @@ def digests(layout: str) -> list[str]:
     found = []
     for _ in range(2):
         engine = build({"tie_word_embeddings": True}, groups)
-        train(engine, 10)
+        train(engine, 4)
         digest = hashlib.sha256()
         for name, tensor in sorted(engine.state_dict().items()):
             digest.update(name.encode() + local_part(tensor).contiguous().numpy().tobytes())
@@ -116,7 +116,7 @@ def mixed(layouts: list[str]) -> list[list[float]]:
                 mixed_precision=True,
                 recompute="full",
             ),
-            6,
+            3,
         )[0]
         for layout in layouts
     ]

@@ -170,7 +170,7 @@ def test_the_learning_rate_rises_in_a_line_and_falls_as_a_cosine() -> None:
 
 @pytest.mark.parametrize("layout", ["data=2", "tensor=2", "pipeline=2"])
 def test_the_same_layout_twice_gives_the_same_bits(layout: str) -> None:
-    """Ten steps, every weight and moment of every process."""
+    """Four steps, every weight and moment of every process."""
     twice = run_processes(2, FAULTS, "digests", layout=layout)
     assert all(first == second for first, second in twice)
 

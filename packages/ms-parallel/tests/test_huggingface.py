@@ -29,6 +29,7 @@ from processes import run_processes
 
 transformers.utils.logging.disable_progress_bar()
 
+pytestmark = pytest.mark.xdist_group("huggingface")
 CHILD = Path(__file__).with_name("model_folders.py")
 SIZES = {
     "vocab_size": 96,

@@ -14,6 +14,7 @@ from runs import FAMILIES, VARIANTS
 
 from ms_parallel.cluster.layout import Layout
 
+pytestmark = pytest.mark.xdist_group("layouts")
 RUNS = Path(__file__).parent / "runs.py"
 LAYOUTS = (
     "data=2",
@@ -28,9 +29,9 @@ LAYOUTS = (
 # of 20 steps of Adam feeds the difference into the next: measured at most 3e-6.
 TOLERANCE = 1e-5
 
-MANY, SOME, FEW = 20, 12, 2
-"""Steps: of every variant in the soak; of the one that has all, by default; of the others, whose
-second loss shows the first update."""
+MANY, ENOUGH, SOME, FEW = 20, 12, 6, 2
+"""Steps: of every variant in the soak; of one process, whose loss is to fall; of the variant that
+has all, under each layout; of the others, whose second loss shows the first update."""
 NOTHING, ALL = "plain", "tied grouped"
 """The variants that are trained by default."""
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -44,7 +45,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def jobs_of(layout: str) -> dict[str, dict[str, Any]]:
     """What is trained under a layout; one process trains the same."""
     jobs: dict[str, dict[str, Any]] = {
-        ALL: {"layout": layout, "settings": VARIANTS[ALL], "steps": SOME},
+        ALL: {
+            "layout": layout,
+            "settings": VARIANTS[ALL],
+            "steps": ENOUGH if layout == "data=1" else SOME,
+        },
         NOTHING: {"layout": layout, "settings": VARIANTS[NOTHING], "steps": FEW},
     }
     for name, settings in FAMILIES.items():

@@ -62,11 +62,11 @@ def test_a_run_waits_for_one_that_is_just_ending(
 ) -> None:
     """It says in a line whom it waits for, and goes on when the folder is free."""
     monkeypatch.setattr(ownership, "WAIT_S", 60.0)
-    run = write_run(tmp_path / "run.toml", shards, steps=400, checkpoint_every=None)
+    run = write_run(tmp_path / "run.toml", shards, steps=200, checkpoint_every=None)
     with training(run, 1) as started:
         wait_for(lambda: events(run, "step"), started)
         started.terminate()
-        assert main(["train", str(run), "--set", "steps=401"]) == 0
+        assert main(["train", str(run), "--set", "steps=201"]) == 0
     assert "waiting up to 60 s for " in capsys.readouterr().out
     assert events(run, "resume")
 

@@ -20,12 +20,13 @@ from .generation.sampling import Sampling
 from .lora.adapters import AdaptedModel, LoraOptions, add_lora
 from .lora.loading import load_lora
 from .losses.advantage import gae
+from .losses.dpo import DPOOptions
 from .models.reward_model import RewardModel
 from .rewards.sandbox import Limits
 from .rewards.scoring import Reward, Sample
 from .rewards.verifiable import ExactMatch, Numeric, PythonParses, PythonTests
 from .streams.task_sampler import TaskOptions
-from .trainers.dpo import DPOOptions, DPOTrainer
+from .trainers.dpo import DPOTrainer
 from .trainers.grpo import GRPOTrainer
 from .trainers.ppo import PPOTrainer
 from .trainers.reward import RewardOptions, RewardTrainer

@@ -6,12 +6,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ms_align import __version__
 from ms_align.commands.command import COMMANDS, Command
-from ms_align.commands.launch import end_with_launcher
-from ms_align.entry import DONE, CommandParser, perform
-from ms_align.settings.run_file import read_settings
+from ms_align.entry import DONE, CommandParser, file_argument, perform
+from ms_align.interruption import end_with_launcher
+from ms_align.settings.run_file import add_run_file, read_settings
 from ms_align.settings.template import help_text, write_template
 
 __all__ = ["main"]
@@ -45,14 +46,7 @@ def _parser(*, explains: bool) -> argparse.ArgumentParser:
             description=f"{command.help[0].upper()}{command.help[1:]}.",
             epilog=_epilog(command) if explains else None,
         )
-        one.add_argument("run_file", metavar="RUN.toml", help="settings of the run, in TOML")
-        one.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            help="change one setting; table.key=value reaches into a table",
-        )
+        add_run_file(one)
         one.add_argument(
             "--json",
             action="store_true",
@@ -72,7 +66,12 @@ def _add_init(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     )
     named = {command.name: command for command in COMMANDS}
     init.add_argument("name", metavar="COMMAND", choices=sorted(named), help=", ".join(named))
-    init.add_argument("--out", metavar="RUN.toml", help="a new file; standard output by default")
+    init.add_argument(
+        "--out",
+        type=file_argument,
+        metavar="RUN.toml",
+        help="a new file; standard output by default",
+    )
     init.set_defaults(act=lambda options: _init(named[options.name], options.out))
 
 
@@ -80,19 +79,20 @@ def _epilog(command: Command) -> str:
     return f"{help_text(command.groups())}\n\nexample: {command.example}"
 
 
-def _init(command: Command, out: str | None) -> int:
+def _init(command: Command, out: Path | None) -> int:
     if write_template(command.template(), out):
         print(f"{out}: fill in the paths, then: ms-align {command.name} {out}")
     return DONE
 
 
 def _run(options: argparse.Namespace) -> int:
-    settings = read_settings(options.run_file, options.set)
+    where = str(options.run_file)
+    settings = read_settings(where, options.set)
     run = options.command.perform
     if not options.json:
-        return int(run(settings, options.run_file)["code"])
+        return int(run(settings, where)["code"])
     with contextlib.redirect_stdout(sys.stderr):
-        facts = run(settings, options.run_file)
+        facts = run(settings, where)
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(facts, indent=2))
     return int(facts["code"])

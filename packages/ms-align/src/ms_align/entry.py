@@ -9,7 +9,10 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
+
+from .files.untrusted import check_path
 
 __all__ = [
     "BAD_INPUT",
@@ -18,7 +21,10 @@ __all__ = [
     "INTERRUPTED",
     "CommandParser",
     "exit_code",
+    "file_argument",
+    "folder_argument",
     "one_line",
+    "path_argument",
     "perform",
 ]
 
@@ -58,6 +64,7 @@ class CommandParser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         options.setdefault("allow_abbrev", False)
         super().__init__(prog, **options)  # type: ignore[arg-type]  # argparse's own options
+        self.register("type", None, _text_argument)  # of each argument that names no type
         if version is not None:
             words = f"{self.prog} {version}"
             self.add_argument("--version", action="version", version=words)
@@ -66,6 +73,32 @@ class CommandParser(argparse.ArgumentParser):
         """End with the exit code for bad input, and one line."""
         sys.stderr.write(f"{self.prog}: {one_line(message)}; --help shows what is known\n")
         sys.exit(BAD_INPUT)
+
+
+def _text_argument(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is not UTF-8; give a text") from error
+    return text
+
+
+def path_argument(text: str) -> Path:
+    """Take a path from the command line: the `type` of each argument that is one."""
+    check_path("the path", text, error=argparse.ArgumentTypeError)
+    return Path(text)
+
+
+def file_argument(text: str) -> Path:
+    """Take the path of a file that is to be written."""
+    check_path("the path", text, error=argparse.ArgumentTypeError, written="file")
+    return Path(text)
+
+
+def folder_argument(text: str) -> Path:
+    """Take the path of a folder that is to be written."""
+    check_path("the path", text, error=argparse.ArgumentTypeError, written="folder")
+    return Path(text)
 
 
 def perform(

@@ -1,12 +1,9 @@
-"""What a run must know of the other processes that train with it; alone, it is the first of one."""
-
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+"""The other processes that train with this one; a process alone is the first of one."""
 
 import torch
 import torch.distributed as dist
+
+from ms_align.interruption import StopSignal
 
 __all__ = ["StopRequest", "any_of", "barrier", "count", "exchange_device", "rank"]
 
@@ -44,32 +41,8 @@ def exchange_device() -> torch.device:
     return accelerator
 
 
-class StopRequest:
+class StopRequest(StopSignal):
     """Whether somebody has asked the run to stop: SIGTERM, or Ctrl-C once."""
-
-    def __init__(self) -> None:
-        self.signal_name = ""
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take the signals instead of dying of them; a second Ctrl-C ends the run at once."""
-        try:
-            before = {
-                number: signal.signal(number, self._take)
-                for number in (signal.SIGTERM, signal.SIGINT)
-            }
-        except ValueError:  # signals can be taken in the main thread alone
-            before = {}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.signal_name and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal_name = signal.Signals(number).name
 
     def agreed(self) -> bool:
         """Whether any process was asked; all of them must call this at the same step."""

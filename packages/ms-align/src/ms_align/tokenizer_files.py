@@ -5,9 +5,8 @@ transformers reads how a text ends from three places: `eos_token` in tokenizer_c
 them are written, from one source.
 """
 
-import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,24 @@ from attrs import evolve, field, frozen
 
 from ms_align.errors import DataError, ModelError
 from ms_align.files.durable import write_file
+from ms_align.files.tokenizer_source import (
+    KNOWN_ENDS,
+    ROLES,
+    SETTINGS,
+    TEMPLATE,
+    TOKENIZER,
+    decode_source,
+    end_of_documents,
+    json_text,
+    read_beside,
+    token_text,
+)
 from ms_align.files.untrusted import decode_json, decoding, read_bytes, read_json, read_text
 from ms_align.settings import shown
 from ms_align.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
 __all__ = ["TokenizerFiles", "complete", "files_of", "has_tokenizer"]
 
-TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 COPIED = (
     TOKENIZER,
     "tokenizer.model",
@@ -35,9 +45,6 @@ COPIED = (
 )
 """What some tokenizer of transformers is read from, beside the two files that are made anew."""
 PAD = "<|pad|>"
-ROLES = ("bos_token", "eos_token", "pad_token")
-KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
-"""Names of the token that ends a text, most telling first, where nothing says which it is."""
 
 
 @frozen(kw_only=True)
@@ -45,30 +52,30 @@ class TokenizerFiles:
     """What is written beside a model."""
 
     files: Mapping[str, bytes]
-    """By name, to be copied as they are."""
+    """Files to copy as they are, by name."""
     config: Mapping[str, Any] = field(factory=dict)
-    """Of tokenizer_config.json, as it was."""
+    """What tokenizer_config.json said."""
     chat_template: str | None = None
     ids: Mapping[str, int] = field(factory=dict)
-    """Numbers of the special tokens, by text."""
+    """Ids of the added tokens, by text."""
     roles: Mapping[str, str] = field(factory=dict)
     """Texts of `bos_token`, `eos_token` and `pad_token`, as far as there are such."""
     size: int = 0
-    """One more than the greatest number of a token; 0 where that is not known."""
+    """One more than the largest id of a token; 0 where that is not known."""
     ends: tuple[int, ...] = ()
     """Tokens that end a text or a turn, that of `eos_token` first."""
 
     def id_of(self, role: str) -> int | None:
-        """The number of `eos_token`, for example."""
+        """Give the id of a role's token, such as that of `eos_token`."""
         return self.ids.get(self.roles.get(role, ""))
 
     def ending(self, tokens: Collection[int]) -> "TokenizerFiles":
-        """The same, with those of `tokens` that are special ones among its ends."""
+        """Count those of `tokens` that are special among the tokens that end a text."""
         more = [token for token in self.ids.values() if token in tokens]
         return evolve(self, ends=tuple(dict.fromkeys([*self.ends, *more])))
 
     def padded(self, number: int) -> "TokenizerFiles":
-        """The same, with a token of its own to fill rows; one is added if `number` is unused."""
+        """Pad with token `number`, which is added to the tokenizer if it has none of that id."""
         if number in self.ids.values():
             return self
         document = decode_json(
@@ -84,7 +91,7 @@ class TokenizerFiles:
         )
 
     def contents(self) -> dict[str, bytes]:
-        """Every file, by name."""
+        """Give every file to write, by name."""
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -97,17 +104,17 @@ class TokenizerFiles:
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
             files[TEMPLATE] = self.chat_template.encode()
-        return {**files, CONFIG: _document(config)}
+        return {**files, SETTINGS: json_text(config)}
 
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder holds a tokenizer of any kind."""
     with decoding(folder, error=DataError):
-        return any((folder / name).is_file() for name in (TOKENIZER, "tokenizer.model", CONFIG))
+        return any((folder / name).is_file() for name in (TOKENIZER, "tokenizer.model", SETTINGS))
 
 
 def files_of(place: Any, tokenizer: Any = None) -> TokenizerFiles | None:
-    """The files of a tokenizer, or of the folder that it lies in; None where it has none.
+    """Collect the files of a tokenizer, or of the folder that it lies in; None where it has none.
 
     Args:
         place: a folder, a tokenizer of ms-align, ms-data or transformers, or any other.
@@ -150,8 +157,8 @@ def complete(folder: Path, tokenizer: TokenizerFiles | None) -> None:
     if config.is_file():
         known = read_json(config, dict[str, Any], error=ModelError)
         numbers = _numbers(known, tokenizer)
-        files["config.json"] = _document({**known, **numbers})
-        files["generation_config.json"] = _document(_generation(folder, numbers, tokenizer))
+        files["config.json"] = json_text({**known, **numbers})
+        files["generation_config.json"] = json_text(_generation(folder, numbers, tokenizer))
     for name, content in files.items():
         write_file(folder / name, content)
 
@@ -171,8 +178,7 @@ def _numbers(known: Mapping[str, Any], tokenizer: TokenizerFiles | None) -> dict
 def _generation(
     folder: Path, numbers: Mapping[str, Any], tokenizer: TokenizerFiles | None
 ) -> dict[str, Any]:
-    path = folder / "generation_config.json"
-    known = read_json(path, dict[str, Any], error=ModelError) if path.is_file() else {}
+    known = read_beside(folder, "generation_config.json", error=ModelError)
     ends = list(tokenizer.ends) if tokenizer else _as_list(numbers["eos_token_id"])
     if ends:
         known["eos_token_id"] = ends if len(ends) > 1 else ends[0]
@@ -181,51 +187,38 @@ def _generation(
 
 
 def _read(folder: Path) -> TokenizerFiles:
-    """The tokenizer of a folder."""
+    """Read the tokenizer of a folder."""
     files = {
         name: read_bytes(folder / name, error=DataError)
         for name in COPIED
         if (folder / name).is_file()
     }
     config: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", CONFIG):
-        if (folder / name).is_file():
-            config |= read_json(folder / name, dict[str, Any], error=DataError)
+    for name in ("special_tokens_map.json", SETTINGS):
+        config |= read_beside(folder, name, error=DataError)
     template = config.pop("chat_template", None)
     if (folder / TEMPLATE).is_file():
         template = read_text(folder / TEMPLATE, error=DataError)
-    ends = [
-        end
-        for name in ("config.json", "generation_config.json")
-        if (folder / name).is_file()
-        for end in _ends_in(folder / name)
-    ]
-    if TOKENIZER not in files:
-        return TokenizerFiles(
-            files=files, config=config, chat_template=_text(template), ends=tuple(ends)
+    ends = (*_ends_in(folder, "config.json"), *_ends_in(folder, "generation_config.json"))
+    found = TokenizerFiles(files=files, config=config)
+    if TOKENIZER in files:
+        end = end_of_documents(folder, error=DataError)
+        found = _from_json(
+            files[TOKENIZER], config=config, end_of_text=end, where=folder / TOKENIZER
         )
-    found = _from_json(
-        files[TOKENIZER], config=config, end_of_text=_end_of_data(folder), where=folder / TOKENIZER
-    )
-    every = tuple(dict.fromkeys([*found.ends, *ends]))
-    return evolve(found, files=files, chat_template=_text(template), ends=every)
+    every = tuple(dict.fromkeys((*found.ends, *ends)))
+    return evolve(found, files=files, chat_template=token_text(template), ends=every)
 
 
-def _ends_in(path: Path) -> list[int]:
-    """The tokens that a model's configuration ends a text with."""
-    ends = _as_list(read_json(path, dict[str, Any], error=DataError).get("eos_token_id"))
+def _ends_in(folder: Path, name: str) -> list[int]:
+    """Read the tokens that a model's configuration ends a text with."""
+    ends = _as_list(read_beside(folder, name, error=DataError).get("eos_token_id"))
     for end in ends:
         if not -(2**31) <= end < 2**31:  # some models say -1 where they have none
-            raise DataError(f"{path}: eos_token_id is {shown(end)}; give the number of a token")
+            raise DataError(
+                f"{folder / name}: eos_token_id is {shown(end)}; give the number of a token"
+            )
     return ends
-
-
-def _end_of_data(folder: Path) -> int | None:
-    """The token that ends a text of shards of ms-data, whose index says which."""
-    if not (folder / "index.json").is_file():
-        return None
-    end = read_json(folder / "index.json", dict[str, Any], error=DataError).get("end_of_text")
-    return end if isinstance(end, int) else None
 
 
 def _from_json(
@@ -233,21 +226,16 @@ def _from_json(
     *,
     config: Mapping[str, Any] | None = None,
     end_of_text: int | None = None,
-    where: str | Path = TOKENIZER,
+    where: Path = Path(TOKENIZER),
 ) -> TokenizerFiles:
-    """A tokenizer.json, the settings beside it, and the end of a text where nobody names it."""
-    document = decode_json(content, dict[str, Any], where=where, error=DataError)
-    added = document.get("added_tokens")
-    ids = {
-        str(one["content"]): one["id"]
-        for one in (added if isinstance(added, list) else [])
-        if isinstance(one, dict) and isinstance(one.get("id"), int) and "content" in one
-    }
-    roles = {role: _text((config or {}).get(role)) for role in ROLES}
+    """Take a tokenizer.json, the settings beside it, and the end of a text if nobody names it."""
+    source = decode_source(content, where, error=DataError)
+    ids = {token.content: token.id for token in source.added.values()}
+    roles = {role: token_text((config or {}).get(role)) for role in ROLES}
     if roles["eos_token"] is None:
-        by_id = {number: text for text, number in ids.items()}
         likely = next((name for name in KNOWN_ENDS if name in ids), None)
-        roles["eos_token"] = likely if end_of_text is None else by_id.get(end_of_text, likely)
+        ending = source.added.get(-1 if end_of_text is None else end_of_text)
+        roles["eos_token"] = likely if ending is None else ending.content
     found = {role: text for role, text in roles.items() if text is not None}
     end = ids.get(found.get("eos_token", ""))
     return TokenizerFiles(
@@ -255,18 +243,9 @@ def _from_json(
         config=dict(config or {}),
         ids=ids,
         roles=found,
-        size=1 + max([*ids.values(), *_vocabulary(document)], default=-1),
+        size=1 + max(source.texts, default=-1),
         ends=() if end is None else (end,),
     )
-
-
-def _vocabulary(document: Mapping[str, Any]) -> Iterable[int]:
-    """Numbers of the tokens that are no added ones."""
-    model = document.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
-    if isinstance(vocabulary, Mapping):
-        return (number for number in vocabulary.values() if isinstance(number, int))
-    return range(len(vocabulary)) if isinstance(vocabulary, list) else ()
 
 
 def _special(number: int, text: str) -> dict[str, Any]:
@@ -275,28 +254,14 @@ def _special(number: int, text: str) -> dict[str, Any]:
 
 
 def _of_transformers(tokenizer: Any) -> TokenizerFiles:
-    folder = Path(tempfile.mkdtemp(prefix="ms-align-tokenizer-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="ms-align-tokenizer-") as folder:
         tokenizer.save_pretrained(folder)
-        return _read(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _text(value: Any) -> str | None:
-    """A text of a tokenizer's settings, where a token may also be a table with its `content`."""
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
+        return _read(Path(folder))
 
 
 def _as_list(value: Any) -> list[int]:
-    given: Sequence[Any] = value if isinstance(value, list) else [value]
+    given = value if isinstance(value, list) else [value]
     return [one for one in given if isinstance(one, int) and not isinstance(one, bool)]
-
-
-def _document(content: Mapping[str, Any]) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
 
 
 def _byte_tokenizer() -> bytes:

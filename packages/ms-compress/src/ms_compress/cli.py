@@ -9,8 +9,8 @@ import msgspec
 
 from ms_compress import __version__
 from ms_compress.commands import COMMANDS, Command
-from ms_compress.entry import CommandParser, perform
-from ms_compress.settings.run_file import build, read_settings, refuse_renamed
+from ms_compress.entry import CommandParser, file_argument, perform
+from ms_compress.settings.run_file import add_run_file, build, read_settings, refuse_renamed
 from ms_compress.settings.template import help_text, write_template
 
 __all__ = ["main"]
@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         example="ms-compress init qat --out RUN.toml",
     )
     one.add_argument("name", choices=[each.name for each in COMMANDS], metavar="COMMAND")
-    one.add_argument("--out", metavar="RUN.toml", help="instead of standard output")
+    one.add_argument(
+        "--out", type=file_argument, metavar="RUN.toml", help="instead of standard output"
+    )
     one.set_defaults(act=_init)
     return parser
 
@@ -74,14 +76,7 @@ def _add_command(commands: Any, command: Command) -> None:
         description=f"{command.help[0].upper()}{command.help[1:]}.",
         epilog=f"{help_text(command.groups())}\n\nexample: {command.example}",
     )
-    one.add_argument("run_file", metavar="RUN.toml", help="settings of the run, in TOML")
-    one.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change one setting; table.key=value reaches into a table",
-    )
+    add_run_file(one)
     one.add_argument("--json", action="store_true", help="print what came of it as JSON")
     for flag in command.flags:
         one.add_argument(f"--{flag}", action="store_true", help=f"the same as --set {flag}=true")

@@ -22,7 +22,9 @@ from ms_data.entry import (
     FAILED,
     INTERRUPTED,
     CommandParser,
+    folder_argument,
     one_line,
+    path_argument,
     perform,
 )
 from ms_data.errors import DamageError, DataError
@@ -109,7 +111,9 @@ def _parser() -> CommandParser:
         ),
     ):
         line = f"ms-data {name} shards"
-        _command(commands, run, name, text, line).add_argument("shards", metavar="SHARDS")
+        _command(commands, run, name, text, line).add_argument(
+            "shards", type=path_argument, metavar="SHARDS"
+        )
     return parser
 
 
@@ -127,7 +131,7 @@ def _command(
 
 
 def _add_reading(parser: CommandParser) -> None:
-    parser.add_argument("corpus", metavar="CORPUS", help=_CORPUS)
+    parser.add_argument("corpus", type=path_argument, metavar="CORPUS", help=_CORPUS)
     parser.add_argument("--text-key", default="text", help="where a JSON line holds its text")
     parser.add_argument("--skip-invalid", action="store_true", help="leave out what is not text")
     limit = f"longest document, once unpacked (default {DOCUMENT_LIMIT_MIB})"
@@ -146,6 +150,7 @@ def _add_tokenizer(commands: "argparse._SubParsersAction[CommandParser]") -> Non
     parser.add_argument("--vocab-size", type=int, default=8192, help="tokens to learn at most")
     parser.add_argument(
         "--out",
+        type=path_argument,
         required=True,
         help="the file to write if it ends in .json; else a folder, which transformers'"
         " AutoTokenizer opens too",
@@ -161,13 +166,19 @@ def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         "ms-data build stdlib --tokenizer tokenizer.json --out shards --hold-out 0.02",
     )
     _add_reading(parser)
-    parser.add_argument("--tokenizer", required=True, help="a tokenizer.json")
-    parser.add_argument("--out", required=True, help="the folder to write; must not hold anything")
+    parser.add_argument("--tokenizer", type=path_argument, required=True, help="a tokenizer.json")
+    parser.add_argument(
+        "--out",
+        type=folder_argument,
+        required=True,
+        help="the folder to write; must not hold anything",
+    )
     parser.add_argument("--hold-out", type=float, default=0.0, help="share of documents held out")
     parser.add_argument("--shard-size-mib", type=int, default=64, help="close a shard at this size")
     parser.add_argument("--end-of-text", help="the token that ends a document, by its name")
     parser.add_argument(
         "--chat-template",
+        type=path_argument,
         metavar="FOLDER",
         help="build an instruction set (OpenAI, ShareGPT or Alpaca rows in JSON Lines) with the "
         "chat template of this tokenizer's folder, or of a Jinja file",
@@ -195,7 +206,7 @@ def _run_tokenizer(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
             on_leave_out=lambda kind: left_out.update([kind]),
         )
     facts = _TokenizerInfo(
-        path=options.out,
+        path=str(options.out),
         vocabulary_size=tokenizer.vocabulary_size,
         end_of_text=tokenizer.end_of_text,
         end_of_text_name=tokenizer.end_of_text_name,

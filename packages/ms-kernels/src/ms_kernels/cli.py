@@ -2,12 +2,11 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from ms_kernels import __version__
 from ms_kernels.aot.targets import TARGETS
 from ms_kernels.aot.workers import cores
-from ms_kernels.entry import CommandParser, perform
+from ms_kernels.entry import CommandParser, file_argument, folder_argument, perform
 
 __all__ = ["main"]
 
@@ -71,7 +70,9 @@ def _add_check(command: argparse.ArgumentParser) -> None:
 
 def _add_bench(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tune", action="store_true", help="make a tuning table of this chip")
-    command.add_argument("--out", type=Path, help="where to write the table; CHIP.json if left out")
+    command.add_argument(
+        "--out", type=file_argument, help="where to write the table; CHIP.json if left out"
+    )
     _add_check(command)
 
 
@@ -83,7 +84,9 @@ def _add_device(command: argparse.ArgumentParser) -> None:
 
 def _add_build(command: argparse.ArgumentParser) -> None:
     command.add_argument("--target", required=True, help=f"one of: {', '.join(TARGETS)}")
-    command.add_argument("--out", type=Path, required=True, help="where the target's folder goes")
+    command.add_argument(
+        "--out", type=folder_argument, required=True, help="where the target's folder goes"
+    )
     command.add_argument(
         "--only", action="append", default=[], help="kernels or operators whose names begin so"
     )

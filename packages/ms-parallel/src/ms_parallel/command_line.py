@@ -1,4 +1,4 @@
-"""What several subcommands share: the run file's arguments, `--json`, and how facts are printed."""
+"""What several subcommands share: `--json`, and how facts are printed."""
 
 import sys
 from argparse import ArgumentParser
@@ -6,22 +6,9 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["GIB", "add_json", "add_run_file", "print_json"]
+__all__ = ["GIB", "add_json", "print_json"]
 
 GIB = 1 << 30
-
-
-def add_run_file(parser: ArgumentParser) -> None:
-    """Take a run file and changes to it; the help names every key."""
-    parser.add_argument("run_file", metavar="RUN.toml", help="settings of the run, in TOML")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change one setting; table.key=value reaches into a table",
-    )
-    parser.set_defaults(has_run_file=True)
 
 
 def add_json(parser: ArgumentParser) -> None:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import fields, frozen
+from attrs import field, fields, frozen
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
-from ms_parallel.settings import nearest
+from ms_parallel.settings import a_path, nearest
 from ms_parallel.settings.run_file import override, read_settings, refuse_renamed
 from ms_parallel.training.options import Length, Options
 
@@ -29,7 +29,7 @@ class RunFile:
     """What a file says: the options of a run, its dataset and its length."""
 
     options: Options
-    dataset_path: str
+    dataset: str = field(validator=a_path())
     length: Length
 
 
@@ -66,7 +66,7 @@ def _run_file(settings: dict[str, Any]) -> RunFile:
     dataset = settings.pop("dataset")
     length = Length(**{key: settings.pop(key) for key in LENGTH if key in settings})
     renamed = {KEYS.get(key, key): value for key, value in settings.items()}
-    return RunFile(options=Options(**renamed), dataset_path=dataset, length=length)
+    return RunFile(options=Options(**renamed), dataset=dataset, length=length)
 
 
 EXAMPLES = {"model": "llama", "dataset": "corpus/"}

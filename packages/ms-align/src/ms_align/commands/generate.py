@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from attrs import Attribute, field, fields, frozen
+from attrs import field, fields, frozen
 from attrs.converters import optional
 
 from ms_align.errors import ConfigError
@@ -15,7 +15,7 @@ from ms_align.generation.stops import beside, with_stops
 from ms_align.models.folder import load_model
 from ms_align.rollouts.prompts import Prompt, read_prompts
 from ms_align.seeds import LARGEST_SEED
-from ms_align.settings import check_path, text, whole
+from ms_align.settings import a_path, whole
 from ms_align.settings.run_file import build, refuse_renamed
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import files_of
@@ -25,25 +25,19 @@ __all__ = ["Generation", "generate"]
 RENAMED = {"policy_model": "model", "prompt_dataset": "dataset", "data": "dataset"}
 
 
-def _file(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
-    if not (isinstance(value, str) and Path(value).name):
-        raise ConfigError(f"out is {value!r}; give a file")
-    check_path("out", value)
-
-
 @frozen(kw_only=True, slots=False)
 class Generation(Sampling):
     """Settings of the command, beside those of sampling."""
 
-    model: str = field(validator=text())
+    model: str = field(validator=a_path())
     """Folder of the model."""
-    tokenizer: str | None = field(default=None, validator=text(optional=True))
+    tokenizer: str | None = field(default=None, validator=a_path(optional=True))
     """A folder, a `tokenizer.json`, or `bytes`; by default the one that lies beside the model."""
-    dataset: str = field(validator=text())
+    dataset: str = field(validator=a_path())
     """JSON Lines file of prompts."""
     stop_tokens: Any = field(default=None, converter=optional(token_numbers))
     """Each ends a response; by default those that end a text of the model."""
-    out: str = field(validator=_file)
+    out: str = field(validator=a_path(written="file"))
     """JSON Lines file to write; whole or not at all."""
     group_size: int = field(default=1, validator=whole())
     """Responses to each prompt."""

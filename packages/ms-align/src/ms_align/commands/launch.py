@@ -1,32 +1,12 @@
-"""How a run of several processes is started, said in a line that can be typed, and how it ends.
+"""How a run of several processes is started, said in a line that can be typed."""
 
-torchrun stops its ranks by a signal, which it cannot send once it was killed itself: they would
-train on and hold the run's folder against the same command. So the kernel is asked to kill a rank
-when its parent dies.
-"""
-
-import ctypes
 import os
 import shlex
-import signal
 import sys
 
 from ms_align.errors import ConfigError
 
-__all__ = ["check_launched", "end_with_launcher"]
-
-PR_SET_PDEATHSIG = 1
-PARENT = os.getppid()
-"""This process's parent, looked up as early as can be."""
-
-
-def end_with_launcher() -> None:
-    """From now on end as soon as torchrun does; a process that it did not start is left alone."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != PARENT:  # it died before the kernel was asked
-        os._exit(1)
+__all__ = ["check_launched"]
 
 
 def check_launched(processes: int) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 import torch
+from attrs import asdict
+from attrs.filters import exclude
 
 from ms_align.engines.local import LocalEngine
 from ms_align.engines.protocol import Engine
@@ -58,11 +60,7 @@ class EngineGenerator:
             raise ModelError("stop_strings need a tokenizer to read tokens with; give decode=")
         rows = self.engine.generate(
             [prompt for prompt in prompts for _ in range(count)],
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
+            **asdict(sampling, filter=exclude("stop_tokens", "stop_strings")),
             seed=seed,
             stop_token=sampling.stop_tokens or None,
         )

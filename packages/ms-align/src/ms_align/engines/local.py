@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.engines.output import LocalOutput
 from ms_align.engines.protocol import Adapters
-from ms_align.errors import CheckpointError, ModelError, NonFiniteError
+from ms_align.errors import CheckpointError, ModelError, NonFiniteError, WriteError
+from ms_align.files.untrusted import check_path
 from ms_align.generation.generator import LocalGenerator
 from ms_align.generation.sampling import Sampling
 from ms_align.lora.adapters import plain_model
@@ -28,8 +29,8 @@ __all__ = ["LocalEngine", "LocalUpdate"]
 class LocalUpdate:
     """What one update did."""
 
-    loss: float
-    grad_norm: float
+    loss: float = math.nan
+    grad_norm: float = math.nan
     learning_rate: float
     tokens: int
     skipped: Literal["no_targets", "nonfinite"] | None
@@ -148,8 +149,6 @@ class LocalEngine:
         names = loss.statistics
         if weight <= 0.0:
             return LocalUpdate(
-                loss=math.nan,
-                grad_norm=math.nan,
                 learning_rate=rate,
                 tokens=tokens,
                 skipped="no_targets",
@@ -206,28 +205,23 @@ class LocalEngine:
         self,
         prompts: Sequence[Sequence[int]],
         *,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
         seed: int = 0,
         stop_token: Sequence[int] | None = None,
+        **sampling: Any,
     ) -> list[list[int]]:
-        """The new tokens of each prompt; see `LocalGenerator`, which keeps log-probabilities too.
+        """Give the new tokens of each prompt; `LocalGenerator` keeps log-probabilities too.
+
+        Args:
+            prompts: tokens of each.
+            seed: of the random numbers.
+            stop_token: each of these ends a response.
+            sampling: other settings of `Sampling`.
 
         Raises:
             ModelError: the model takes no cache.
         """
-        sampling = Sampling(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            stop_tokens=stop_token or (),
-        )
-        responses = LocalGenerator(self.module)(prompts, sampling, count=1, seed=seed)
+        how = Sampling(**sampling, stop_tokens=stop_token or ())
+        responses = LocalGenerator(self.module)(prompts, how, count=1, seed=seed)
         return [responses.row(index) for index in range(len(prompts))]
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -240,6 +234,7 @@ class LocalEngine:
         Raises:
             CheckpointError: the place cannot be written.
         """
+        check_path("folder", folder, error=WriteError, written="folder")
         with plain_model(self.module) as model:
             save_model(model, folder)
 

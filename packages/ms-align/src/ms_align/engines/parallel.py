@@ -4,14 +4,15 @@ The model's own weights stay split and sharded as they are, frozen; adapters are
 data rank holds those of its stages whole.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from attrs import fields
+from attrs import asdict, fields
+from attrs.filters import exclude
 from torch import nn
 
 from ms_align import processes
@@ -70,22 +71,16 @@ def start_parallel(
         model,
         ranks,
         optimizer=AdamWConfig(
-            learning_rate=optimizer.learning_rate,
-            warmup_steps=optimizer.warmup_steps,
+            **asdict(optimizer, filter=exclude("decay_steps", "final_learning_rate_ratio")),
             decay="linear",
             decay_steps=None if decay is None else optimizer.warmup_steps + decay,
             final_ratio=optimizer.final_learning_rate_ratio,
-            betas=optimizer.betas,
-            epsilon=optimizer.epsilon,
-            weight_decay=optimizer.weight_decay,
-            max_grad_norm=optimizer.max_grad_norm,
         ),
         heads=heads,
         microbatch_size=microbatch_size,
     )
     if lora is not None:
-        adapters = partial(StageAdapters, options=lora, seed=seed, base_name=str(model))
-        engine.adapt(lambda stages: adapters(stages, heads=heads))
+        engine.adapt(partial(StageAdapters, options=lora, seed=seed, base_name=str(model)))
     return engine
 
 
@@ -93,8 +88,7 @@ class StageAdapters:
     """Adapters in the stages of a pipeline.
 
     Args:
-        stages: of this process, by number; their own weights are frozen, extra heads are not.
-        heads: names of the extra heads.
+        stages: of this process, by number; their own weights are frozen.
         options: which layers, and how.
         seed: of A's first values; the same seed gives those of one process.
         base_name: the model's name or folder, for `adapter_config.json`.
@@ -104,18 +98,12 @@ class StageAdapters:
         self,
         stages: Mapping[int, nn.Module],
         *,
-        heads: Collection[str],
         options: LoraOptions,
         seed: int,
         base_name: str,
     ) -> None:
         self.options, self.base_name = options, base_name
         self.models = [add_lora(stage, options, seed=seed) for stage in stages.values()]
-        trained = {f"{head}_{part}" for head in heads for part in ("matrix", "offset")}
-        for stage in stages.values():
-            for name, parameter in stage.named_parameters():
-                if name.rpartition(".")[2] in trained:
-                    parameter.requires_grad_(True)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What trainers ask of whatever runs a model; all of it, so that nobody probes for more.
+"""The Engine Protocol: everything that trainers ask of whatever runs a model.
 
 `ms_align.engines.local.LocalEngine` runs any nn.Module in one process; `ms_parallel.Engine` fits
 too and runs its models under any layout. Shapes: B rows, S positions, V vocabulary.

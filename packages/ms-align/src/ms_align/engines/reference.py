@@ -1,4 +1,4 @@
-"""What a KL or a preference is measured against: another model, or the initial policy."""
+"""The reference that a KL or a preference is measured against: a model, or the initial policy."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ __all__ = [
     "Change",
     "RunSeal",
     "changes_between",
+    "digest_of",
     "hold",
     "inside",
     "locked",
@@ -143,7 +144,7 @@ def owner_of(folder: Path) -> RunSeal | None:
         seal = read_json(path, RunSeal, error=FolderError, limit_bytes=2**24)
     except FolderError as error:
         raise FolderError(f"{error}; so whose folder it is cannot be told; {remedy}") from error
-    if seal.digest != _digest(seal):
+    if seal.digest != digest_of(seal):
         raise FolderError(f"{path}: damaged, so whose folder it is cannot be told; {remedy}")
     return seal
 
@@ -164,49 +165,73 @@ def locked(
     lock: Path,
     *,
     what: str,
-    kind: str,
+    kind: str = "",
     wait_s: float = 0.0,
     note: Callable[[str], None] = lambda line: None,
+    state: str = "in use",
+    remedy: str = "choose another output_dir",
+    stays: bool = True,
 ) -> Iterator[None]:
-    """Hold the lock file `lock`, which stays where it is, while the block runs.
+    """Hold the lock file `lock` while the block runs; its folder is made if missing.
+
+    Args:
+        lock: the file; what stands in it says who holds it.
+        what: what it is the lock of, for messages.
+        kind: the command that holds it.
+        wait_s: seconds to wait for another process to let go.
+        note: is told in a line when there is something to wait for.
+        state: what is the matter with `what` while it is held, for messages.
+        remedy: what else to do than to wait, for messages.
+        stays: leave the file where it is at the end.
 
     Raises:
-        FolderError: another process holds it still after `wait_s` seconds, or it cannot be made.
+        FolderError: another process holds it still after `wait_s` seconds.
+        WriteError: it cannot be made.
     """
-    with writing(lock, remedy="choose another output_dir"):
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        _take(descriptor, what=what, wait_s=wait_s, note=note)
-        words = f"{kind}, process {os.getpid()} on {socket.gethostname()}: {_command()}\n"
+    until = time.monotonic() + wait_s
+    with ExitStack() as stack:
+        while True:
+            with writing(lock, remedy=remedy):
+                lock.parent.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            stack.callback(os.close, descriptor)
+            noted = False
+            while (holder := _holder(descriptor)) is not None:
+                if time.monotonic() >= until:
+                    raise FolderError(f"{what} is {state} by {holder}; wait for it, or {remedy}")
+                if not noted:
+                    note(f"waiting up to {wait_s:g} s for {what}, {state} by {holder}")
+                    noted = True
+                time.sleep(POLL_S)
+            if _is_named(descriptor, lock):
+                break
+        words = f"process {os.getpid()} on {socket.gethostname()}: {_command()}\n"
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, words.encode(errors="replace"), 0)
+        os.pwrite(descriptor, ", ".join(filter(None, (kind, words))).encode(errors="replace"), 0)
+        if not stays:
+            stack.callback(lock.unlink, missing_ok=True)
         yield
-    finally:
-        os.close(descriptor)
 
 
-def _take(descriptor: int, *, what: str, wait_s: float, note: Callable[[str], None]) -> None:
-    until, noted = time.monotonic() + wait_s, False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
-            holder = "".join(c for c in holder if c.isprintable())[:300] or "another process"
-            if time.monotonic() >= until:
-                raise FolderError(
-                    f"{what} is in use by {holder}; wait for it, or choose another output_dir"
-                ) from error
-            if not noted:
-                note(f"waiting up to {wait_s:g} s for {what}, in use by {holder}")
-                noted = True
-            time.sleep(POLL_S)
-        except OSError as error:
-            if error.errno not in LOCKLESS:
-                raise
-            return
+def _holder(descriptor: int) -> str | None:
+    """Take the lock, or give who holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
+        return "".join(c for c in holder if c.isprintable())[:300] or "another process"
+    except OSError as error:
+        if error.errno not in LOCKLESS:
+            raise
+    return None
+
+
+def _is_named(descriptor: int, path: Path) -> bool:
+    """Whether it is the file at `path`: the lock's last holder may have removed the name since."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _check_unowned(folder: Path, kind: str, writes: Collection[str]) -> None:
@@ -250,12 +275,13 @@ def _check_fixed(folder: Path, changes: list[Change], fixed: Collection[str]) ->
 
 def write_seal(folder: Path, seal: RunSeal) -> None:
     """Write the seal of a folder, whole or not at all; its digest is made here."""
-    sealed = msgspec.structs.replace(seal, digest=_digest(seal))
+    sealed = msgspec.structs.replace(seal, digest=digest_of(seal))
     write_file(folder / SEAL, msgspec.json.format(msgspec.json.encode(sealed), indent=2) + b"\n")
 
 
-def _digest(seal: RunSeal) -> str:
-    content = msgspec.json.encode(msgspec.structs.replace(seal, digest=""), order="deterministic")
+def digest_of(sealed: msgspec.Struct) -> str:
+    """Give the BLAKE2b of a Struct but for its field `digest`."""
+    content = msgspec.json.encode(msgspec.structs.replace(sealed, digest=""), order="deterministic")
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

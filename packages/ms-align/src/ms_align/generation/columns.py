@@ -55,7 +55,7 @@ class Columns:
         return self._mask
 
     def advance(self) -> None:
-        """The column at `end` was written by every layer."""
+        """Go on to the next column, once every layer has written the one at `end`."""
         self.end += 1
 
     def ensure(self, count: int) -> None:
@@ -122,7 +122,7 @@ class Columns:
         self.low, self._mask = int(self.starts.min()), None
 
     def _move(self, capacity: int, room: int, *, to: int) -> None:
-        """Into new memory, what begins at column `low` to column `to`."""
+        """Move the columns in use into new memory, from column `to` on."""
         width = self.end - self.low
         for index, layer in enumerate(self.held):
             kind, _, heads, _, size = layer.shape
@@ -133,7 +133,7 @@ class Columns:
         self.capacity, self.room = capacity, room
 
     def _renumber(self, by: int) -> None:
-        """All columns in use were moved to the right by so many."""
+        """Add to the numbers of all columns in use, which were moved to the right by so many."""
         self.starts = self.starts + by
         self.end += by
         self.low += by

@@ -65,10 +65,6 @@ def fused_reader(model: LanguageModel, *, proved: bool = False) -> "FusedReader 
     return reader
 
 
-def _body(model: LanguageModel) -> Any:
-    return cast(Any, model.module).model
-
-
 def _fits(model: LanguageModel) -> bool:
     """Whether every part is a plain one of the family."""
     module: Any = model.module
@@ -92,16 +88,11 @@ def _layers(module: Any) -> list[Any]:
 
 def _is_plain(layer: Any) -> bool:
     attention, feed = layer.self_attn, layer.mlp
-    linear = [getattr(attention, name, None) for name in PROJECTIONS]
-    linear += [feed.gate_proj, feed.up_proj, feed.down_proj]
-    plain = all(type(each) is nn.Linear for each in linear)
-    return (
-        plain
-        and getattr(attention, "window", None) is None
-        and feed.gate_proj.bias is None
-        and feed.up_proj.bias is None
-        and feed.down_proj.bias is None
-    )
+    projections = [getattr(attention, name, None) for name in PROJECTIONS]
+    inner = [feed.gate_proj, feed.up_proj, feed.down_proj]
+    plain = all(type(each) is nn.Linear for each in (*projections, *inner))
+    unbiased = plain and all(each.bias is None for each in inner)
+    return unbiased and getattr(attention, "window", None) is None
 
 
 class FusedReader:
@@ -263,12 +254,12 @@ def _rotations(model: LanguageModel, count: int, device: torch.device) -> Tensor
     positions = torch.arange(count, device=device)[None]
     if isinstance(model, HuggingFaceModel):
         probe = torch.zeros(1, 1, 1, device=device)
-        cos, sin = _body(model).rotary_emb(probe, positions)
+        cos, sin = cast(Any, model.module).model.rotary_emb(probe, positions)
+        cos, sin = cos.chunk(2, -1)[0], sin.chunk(2, -1)[0]
     else:
         context = cast(Any, model.module).context(positions, None, None)
         cos, sin = context.cos, context.sin
-    half = cos.shape[-1] if not isinstance(model, HuggingFaceModel) else cos.shape[-1] // 2
-    return torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
+    return torch.complex(cos[0].float(), sin[0].float())
 
 
 def _agrees(reader: FusedReader, model: LanguageModel) -> bool:

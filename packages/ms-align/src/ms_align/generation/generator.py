@@ -94,7 +94,9 @@ class LocalGenerator:
                 logits = reader.step(live.tokens, live.positions, live.columns)
                 # A row that is over may wait for others to go, but not beyond the context.
                 live.positions = live.positions + (~written.over[live.rows]).long()
-                self._take(written.draw(logits, live.rows), live, written)
+                drawn = written.draw(logits, live.rows)
+                written.put(live.rows, drawn)
+                live.tokens = drawn.tokens
             self._dismiss(live, written, few=not waiting)
         self.model.module.train(training)
         return written.responses()
@@ -124,10 +126,6 @@ class LocalGenerator:
         written.put(rows, drawn)
         live.rows = torch.cat((live.rows, rows))
         live.tokens = torch.cat((live.tokens, drawn.tokens))
-
-    def _take(self, drawn: Drawn, live: "_Live", written: "_Written") -> None:
-        written.put(live.rows, drawn)
-        live.tokens = drawn.tokens
 
     def _dismiss(self, live: "_Live", written: "_Written", *, few: bool) -> None:
         """Let rows go that are done; with nobody waiting, only when an eighth of them is.

@@ -5,10 +5,10 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-__all__ = ["face_of"]
+__all__ = ["CacheFace"]
 
 
-class _Face(Cache):
+class CacheFace(Cache):
     """Hands keys and values to a cache of ours and back, in the order (B, Hk, S, D)."""
 
     def __init__(self, cache: Any) -> None:
@@ -30,8 +30,3 @@ class _Face(Cache):
         """Length and offset of the keys that a mask must cover."""
         count = query if isinstance(query, int) else query.shape[0]
         return int(self._cache.held) + count, 0
-
-
-def face_of(cache: Any) -> Cache:
-    """The face of a cache of ours."""
-    return _Face(cache)

@@ -58,7 +58,7 @@ class ModelReader:
     def read(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Logits (B, V) after each prompt, and what each layer holds of it."""
         # On the right pads need no mask: what comes later is never seen.
-        cache = _PromptCache(tokens.shape[1])
+        cache = _PromptCache()
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         hidden = self._call(self._model, tokens, positions, cache)
         last = hidden[torch.arange(len(tokens), device=tokens.device), lengths - 1]
@@ -73,22 +73,42 @@ class ModelReader:
         return self._model.project(hidden[:, -1])
 
 
-class _Cache(Protocol):
-    documents: Tensor | None
-    held: int
-
-    def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Take (B, S, Hk, D) each; give all, (B, W + S, Hk, D) each."""
-
-
-class _PromptCache:
-    """Takes the keys and values of prompts as they are made."""
+class _Cache:
+    """A cache as models of the seam know it; what it holds of a layer is a subclass's."""
 
     documents: Tensor | None = None
     held = 0
+    """Columns that are held before a forward."""
 
-    def __init__(self, width: int) -> None:
-        self.width = width
+    def __init__(self) -> None:
+        self._order: dict[int, int] = {}
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Take (B, S, Hk, D) each; give all, (B, W + S, Hk, D) each."""
+        raise NotImplementedError
+
+    @property
+    def length(self) -> int:
+        """Positions that are held."""
+        return self.held
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values behind the present ones, and give all."""
+        return self.put(self._order.setdefault(layer, len(self._order)), k, v)
+
+    def all_documents(self, new: Tensor | None, rows: int, count: int) -> Tensor | None:
+        """Give the documents of held and new positions."""
+        return self.documents
+
+    def advance(self, count: int, documents: Tensor | None) -> None:
+        """Do nothing: the reader advances the columns."""
+
+
+class _PromptCache(_Cache):
+    """Takes the keys and values of prompts as they are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.layers: list[Tensor] = []
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,10 +117,11 @@ class _PromptCache:
         return k, v
 
 
-class _StepCache:
+class _StepCache(_Cache):
     """Writes one token's keys and values into the columns."""
 
     def __init__(self, columns: Columns) -> None:
+        super().__init__()
         self._columns = columns
         self.held = columns.end - columns.low
         mask = columns.mask()
@@ -113,37 +134,15 @@ class _StepCache:
         return keys.transpose(1, 2), values.transpose(1, 2)
 
 
-class _SeamCache:
-    """The face of a cache that models of the seam know."""
-
-    def __init__(self, cache: _Cache) -> None:
-        self._cache = cache
-        self.length = cache.held
-        self._order: dict[int, int] = {}
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values behind the present ones, and give all."""
-        return self._cache.put(self._order.setdefault(layer, len(self._order)), k, v)
-
-    def all_documents(self, new: Tensor | None, rows: int, count: int) -> Tensor | None:
-        """The documents of held and new positions."""
-        return self._cache.documents
-
-    def advance(self, count: int, documents: Tensor | None) -> None:
-        """The columns are advanced by whoever reads."""
-
-
 def _call_seam(model: LanguageModel, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
-    hidden: Tensor = model.module(
-        tokens, positions=positions, cache=_SeamCache(cache), logits=False
-    )
+    hidden: Tensor = model.module(tokens, positions=positions, cache=cache, logits=False)
     return hidden
 
 
 def _call_huggingface(
     model: LanguageModel, tokens: Tensor, positions: Tensor, cache: Any
 ) -> Tensor:
-    from ms_align.generation.huggingface_cache import face_of
+    from ms_align.generation.huggingface_cache import CacheFace
 
     seen = None
     if cache.held:
@@ -152,4 +151,4 @@ def _call_huggingface(
         )
         if cache.documents is not None:
             seen = (cache.documents != 0)[:, None]
-    return cast(HuggingFaceModel, model).cached(tokens, positions, seen, face_of(cache))
+    return cast(HuggingFaceModel, model).cached(tokens, positions, seen, CacheFace(cache))

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from attrs import field, frozen
 from torch import Tensor, nn
 
-from ms_align.errors import ConfigError, ModelError
+from ms_align.errors import ConfigError, ModelError, WriteError
+from ms_align.files.untrusted import check_path
 from ms_align.lora.adapter_file import AdapterConfig, write_adapter
 from ms_align.settings import flag, number, whole
 
@@ -244,6 +245,7 @@ class AdaptedModel(nn.Module):
         Raises:
             CheckpointError: the place cannot be written.
         """
+        check_path("folder", folder, error=WriteError, written="folder")
         weights = {name: (layer.lora_A, layer.lora_B) for name, layer in self.adapters().items()}
         save_adapters(Path(folder), self.options, weights, self.base_name)
 

@@ -9,6 +9,7 @@ from attrs import evolve
 from torch import Tensor, nn
 
 from ms_align.errors import ModelError
+from ms_align.files.untrusted import check_path
 from ms_align.lora.adapter_file import AdapterConfig, read_adapter
 from ms_align.lora.adapters import AdaptedModel, LoraOptions, adapt, ends_with, linear_layers
 from ms_align.lora.initialisation import TAKEN_OUT
@@ -31,6 +32,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> AdaptedModel:
         ModelError: the folder holds no LoRA adapter, one that needs what is not supported here
             (DoRA, trained biases or whole modules), or one that does not fit the model.
     """
+    check_path("an adapter", folder, error=ModelError)
     config, weights = read_adapter(Path(folder))
     layers = linear_layers(model)
     _check_layers(folder, config, weights, layers)

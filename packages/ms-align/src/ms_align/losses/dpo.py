@@ -14,7 +14,7 @@ from ms_align.errors import ConfigError
 from ms_align.losses.protocol import IGNORED, Batch, Output
 from ms_align.settings import flag, number
 
-__all__ = ["DPOLoss", "dpo_loss", "pair_weights", "row_logprobs"]
+__all__ = ["DPOLoss", "DPOOptions", "dpo_loss", "pair_weights", "row_logprobs"]
 
 
 def dpo_loss(
@@ -63,22 +63,27 @@ def pair_weights(batch: Batch) -> Tensor:
     return weights.amax(1).view(-1, 2).amin(1)
 
 
-@frozen(kw_only=True)
-class DPOLoss:
+@frozen(kw_only=True, slots=False)  # the trainer inherits from more than one
+class DPOOptions:
+    """DPO's own settings."""
+
+    beta: float = field(default=0.1, validator=number(least=1e-6))
+    """How strongly the reference holds."""
+    label_smoothing: float = field(default=0.0, validator=number(below=0.5))
+    """Share of pairs that are taken to be the wrong way round."""
+    reference_free: bool = field(default=False, validator=flag)
+    """Take the reference to be uniform: only the policy's own ratio counts."""
+
+
+@frozen(kw_only=True, slots=False)
+class DPOLoss(DPOOptions):
     """Mean DPO loss of a batch of pairs.
 
     Reads `targets`, by choice `weights`, and `reference_logprobs` (B,) unless `reference_free`.
     """
 
-    beta: float = field(default=0.1, validator=number(least=1e-6))
-    label_smoothing: float = field(default=0.0, validator=number(below=0.5))
-    reference_free: bool = field(default=False, validator=flag)
-    """Take the reference to be uniform: only the policy's own ratio counts."""
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        """Implicit rewards β·log(policy / reference), how often the chosen one's is higher."""
-        return ("accuracy", "margin", "reward_chosen", "reward_rejected")
+    statistics = ("accuracy", "margin", "reward_chosen", "reward_rejected")
+    """Implicit rewards β·log(policy / reference), and how often the chosen one's is higher."""
 
     def weight(self, batch: Batch) -> float:
         """Weight of all pairs."""

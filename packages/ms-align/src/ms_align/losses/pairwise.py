@@ -67,10 +67,8 @@ class PairwiseLoss:
     centring: float = field(default=0.0, validator=number())
     head: str = "score"
 
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        """How often the chosen one scores higher, by how much, and where scores lie."""
-        return ("accuracy", "gap", "mean_score")
+    statistics = ("accuracy", "gap", "mean_score")
+    """How often the chosen one scores higher, by how much, and where scores lie."""
 
     def weight(self, batch: Batch) -> float:
         """Weight of all pairs."""

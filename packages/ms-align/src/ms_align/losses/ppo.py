@@ -76,10 +76,8 @@ class ValueLoss:
 
     clip: float | None = field(default=0.2, validator=number(optional=True))
 
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        """The share of tokens whose value was clipped."""
-        return ("value_clip_fraction",)
+    statistics = ("value_clip_fraction",)
+    """The share of tokens whose value was clipped."""
 
     def weight(self, batch: Batch) -> float:
         """Number of response tokens."""

@@ -1,4 +1,4 @@
-"""Models from disk and to disk, by whichever library knows them."""
+"""Load and save models, by whichever library knows them."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ from torch import nn
 from ms_align import processes
 from ms_align.errors import ConfigError, ModelError
 from ms_align.files.durable import writing
-from ms_align.files.untrusted import decoding
+from ms_align.files.untrusted import check_path
 
 __all__ = ["best_device", "load_model", "save_model"]
 
@@ -35,10 +35,10 @@ def load_model(folder: str | Path) -> nn.Module:
         ModelError: there is no model, or it cannot be read.
         ConfigError: neither ms-parallel nor transformers is installed.
     """
+    check_path("a model", folder, error=ModelError)
     path = Path(folder)
-    with decoding(folder, error=ModelError):
-        if not (path / "config.json").is_file():
-            raise ModelError(f"{folder} has no config.json; give the folder of a model")
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json; give the folder of a model")
     others = importlib.util.find_spec("transformers") is not None
     if importlib.util.find_spec("ms_parallel"):
         import ms_parallel

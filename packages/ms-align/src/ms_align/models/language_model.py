@@ -176,6 +176,9 @@ class HuggingFaceModel:
             causal = torch.ones(2 * tokens.shape[1:], dtype=torch.bool, device=tokens.device).tril()
             seen = (documents[:, :, None] == documents[:, None, :]) & causal
             arguments["attention_mask"] = attention_masks(self._inner, seen)
+        return self._run(arguments)
+
+    def _run(self, arguments: Mapping[str, Any]) -> Tensor:
         if self._whole:
             return cast(Tensor, self._inner(**arguments).logits)
         return cast(Tensor, self._inner.base_model(**arguments).last_hidden_state)
@@ -194,9 +197,7 @@ class HuggingFaceModel:
             "past_key_values": cache,
             "use_cache": True,
         }
-        if self._whole:
-            return cast(Tensor, self._inner(**arguments).logits)
-        return cast(Tensor, self._inner.base_model(**arguments).last_hidden_state)
+        return self._run(arguments)
 
     def _mask_behind(self, seen: Tensor | None) -> Tensor | dict[str, Tensor] | None:
         if seen is None:

@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from ms_align.errors import DamageError, ModelError
+from ms_align.errors import DamageError, ModelError, WriteError
 from ms_align.files.durable import whole_folder, write_file
-from ms_align.files.untrusted import read_bytes, read_json
+from ms_align.files.untrusted import check_path, read_bytes, read_json
 from ms_align.models.folder import load_model, save_model
 from ms_align.models.language_model import language_model
 from ms_align.tokenizer_files import TokenizerFiles, complete
@@ -86,6 +86,7 @@ class RewardModel(nn.Module):
         Raises:
             WriteError: the folder cannot be written.
         """
+        check_path("folder", folder, error=WriteError, written="folder")
         with whole_folder(Path(folder), overwrite=True) as aside:
             save_model(self.body, aside / BODY)
             complete(aside / BODY, tokenizer)
@@ -134,6 +135,7 @@ class RewardModel(nn.Module):
             ModelError: there is no reward model in the folder.
             DamageError: its head is not what was written.
         """
+        check_path("a reward model", folder, error=ModelError)
         path = Path(folder)
         if not is_reward_model(path):
             raise ModelError(

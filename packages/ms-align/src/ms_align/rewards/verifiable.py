@@ -8,6 +8,7 @@ import math
 import os
 import re
 import warnings
+from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -26,24 +27,36 @@ _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 @frozen(kw_only=True)
-class ExactMatch:
+class _Judgement:
+    """A reward of one of two numbers."""
+
+    reward: float = field(default=1.0)
+    otherwise: float = field(default=0.0)
+
+    def __call__(self, samples: Sequence[Sample], /) -> list[float]:
+        """Give one number a sample."""
+        return [
+            self.reward if self.passes(sample, index) else self.otherwise
+            for index, sample in enumerate(samples)
+        ]
+
+    @abstractmethod
+    def passes(self, sample: Sample, index: int) -> bool:
+        """Whether a sample gets the reward; `index` is its place, for messages."""
+
+
+@frozen(kw_only=True)
+class ExactMatch(_Judgement):
     """`reward` where the response is the answer, else `otherwise`."""
 
     strip: bool = field(default=True, validator=flag)
     """Leave out white space around both."""
     fold_case: bool = field(default=False, validator=flag)
     """Take capitals and small letters for the same."""
-    reward: float = field(default=1.0)
-    otherwise: float = field(default=0.0)
 
-    def __call__(self, samples: Sequence[Sample], /) -> list[float]:
-        """One number a sample."""
-        return [
-            self.reward
-            if self._form(sample.response) == self._form(_answer(sample, index))
-            else self.otherwise
-            for index, sample in enumerate(samples)
-        ]
+    def passes(self, sample: Sample, index: int) -> bool:
+        """Whether the response is the answer."""
+        return self._form(sample.response) == self._form(_answer(sample, index))
 
     def _form(self, value: str) -> str:
         value = value.strip() if self.strip else value
@@ -51,51 +64,37 @@ class ExactMatch:
 
 
 @frozen(kw_only=True)
-class Numeric:
+class Numeric(_Judgement):
     """`reward` where the response's last number is the answer's, else `otherwise`."""
 
     tolerance: float = field(default=1e-6, validator=number())
     """How far it may be off, relative to the answer, or absolutely near 0."""
-    reward: float = field(default=1.0)
-    otherwise: float = field(default=0.0)
 
-    def __call__(self, samples: Sequence[Sample], /) -> list[float]:
-        """One number a sample."""
-        return [self._judge(sample, index) for index, sample in enumerate(samples)]
-
-    def _judge(self, sample: Sample, index: int) -> float:
+    def passes(self, sample: Sample, index: int) -> bool:
+        """Whether the response's last number is the answer's."""
         wanted, found = last_number(_answer(sample, index)), last_number(sample.response)
         if wanted is None:
             raise RewardError(
                 f"the answer {sample.answer!r} of sample {index} holds no number; use ExactMatch"
             )
         if found is None:
-            return self.otherwise
-        near = math.isclose(found, wanted, rel_tol=self.tolerance, abs_tol=self.tolerance)
-        return self.reward if near else self.otherwise
+            return False
+        return math.isclose(found, wanted, rel_tol=self.tolerance, abs_tol=self.tolerance)
 
 
 @frozen(kw_only=True)
-class PythonParses:
+class PythonParses(_Judgement):
     """`reward` where the response's code parses and does something, else `otherwise`."""
 
     least_statements: int = 1
     """Statements without which code is nothing: the empty text parses too."""
-    reward: float = field(default=1.0)
-    otherwise: float = field(default=0.0)
 
-    def __call__(self, samples: Sequence[Sample], /) -> list[float]:
-        """One number a sample."""
-        return [
-            self.reward if self._parses(code_of(sample.response)) else self.otherwise
-            for sample in samples
-        ]
-
-    def _parses(self, code: str) -> bool:
+    def passes(self, sample: Sample, index: int) -> bool:
+        """Whether the response's code parses and does something."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                tree = ast.parse(code)
+                tree = ast.parse(code_of(sample.response))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return False
         return len(tree.body) >= self.least_statements

@@ -18,7 +18,13 @@ from ms_align.rollouts.algorithm import Algorithm
 from ms_align.rollouts.experience import Experience, Scoring, shaped_scores
 from ms_align.rollouts.options import RolloutOptions
 from ms_align.rollouts.prompts import Prompt, PromptOrder
-from ms_align.rollouts.rows import gather_rows, logprobs_of, sequences, values_of
+from ms_align.rollouts.rows import (
+    gather_responses,
+    gather_rows,
+    logprobs_of,
+    sequences,
+    values_of,
+)
 from ms_align.run.checkpoint import State
 from ms_align.run.loop import RunLog
 from ms_align.run.samples import log_sample
@@ -86,7 +92,7 @@ class RolloutLearner:
         padded = [*self.held_out, *self.held_out][: share * ranks]
         mine = padded[self.policy.data_rank * share :][:share]
         responses = self._draw(mine, count=1, seed=HELD_OUT_SEED)
-        everyone = _responses(gather_rows(self.policy, _tensors(responses)))
+        everyone = gather_responses(self.policy, responses)
         scores, samples = self.scoring(padded, everyone)
         count = len(self.held_out)
         metrics = {"reward": _mean(scores.total[:count])}
@@ -146,7 +152,7 @@ class RolloutLearner:
         mine = chosen[self.policy.data_rank * share :][:share]
         responses = self._draw(mine, count=options.group_size, seed=seed)
         rows = self._prepare(mine, responses, max(len(prompt.tokens) for prompt in chosen))
-        everyone = _responses(gather_rows(self.policy, _tensors(responses)))
+        everyone = gather_responses(self.policy, responses)
         repeated = [prompt for prompt in chosen for _ in range(options.group_size)]
         scores, samples = self.scoring(repeated, everyone)
         shaped = shaped_scores(
@@ -276,24 +282,6 @@ class RolloutLearner:
 def _mean(values: Tensor) -> float:
     kept = values[values.isfinite()]
     return float(kept.mean()) if len(kept) else 0.0
-
-
-def _tensors(responses: Responses) -> dict[str, Tensor]:
-    return {
-        "tokens": responses.tokens,
-        "lengths": responses.lengths,
-        "stopped": responses.stopped,
-    }
-
-
-def _responses(tensors: Mapping[str, Tensor]) -> Responses:
-    return Responses(
-        tokens=tensors["tokens"],
-        lengths=tensors["lengths"],
-        stopped=tensors["stopped"],
-        logprobs=None,
-        sampling_logprobs=None,
-    )
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from attrs import field, frozen
 
 from ms_align.errors import DataError
-from ms_align.files.untrusted import decode_json, decoding, read_bytes
+from ms_align.files.untrusted import check_path, decode_json, decoding, read_bytes
 from ms_align.seeds import seed_of
 from ms_align.tokenizer import Tokenizer
 
@@ -78,6 +78,7 @@ def _entries(dataset: str | Path | Iterable[Any], what: str) -> list[Any]:
         if not isinstance(dataset, Iterable):
             raise DataError(f"{what} is {dataset!r}; give a JSON Lines file or a list")
         return list(dataset)
+    check_path(what, dataset, error=DataError)
     path = Path(dataset)
     lines = read_bytes(path, error=DataError, limit_bytes=LARGEST_FILE_BYTES).splitlines()
     entries = []

@@ -18,7 +18,15 @@ from ms_align.rewards.scoring import Failure, Reward, Sample, Scores, score
 from ms_align.rollouts.prompts import Prompt
 from ms_align.tokenizer import Tokenizer
 
-__all__ = ["gather_rows", "logprobs_of", "samples_of", "score_together", "sequences", "values_of"]
+__all__ = [
+    "gather_responses",
+    "gather_rows",
+    "logprobs_of",
+    "samples_of",
+    "score_together",
+    "sequences",
+    "values_of",
+]
 
 MULTIPLE = 8
 """Rows are padded to a multiple of so many positions, which a tensor axis may split."""
@@ -113,6 +121,12 @@ def gather_rows(engine: Engine, rows: Mapping[str, Tensor]) -> dict[str, Tensor]
     if engine.data_ranks == 1:
         return dict(rows)
     return {name: engine.gather(value) for name, value in rows.items()}
+
+
+def gather_responses(engine: Engine, responses: Responses) -> Responses:
+    """Give the responses of all data ranks on every process, without log-probabilities."""
+    mine = {name: getattr(responses, name) for name in ("tokens", "lengths", "stopped")}
+    return Responses(**gather_rows(engine, mine), logprobs=None, sampling_logprobs=None)
 
 
 def score_together(

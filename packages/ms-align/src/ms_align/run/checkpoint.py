@@ -7,7 +7,6 @@ The folder is written as `step-*.partial`, synced, and renamed when every proces
 leaves the ones before it whole. Nothing is unpickled; every byte is covered by a checksum.
 """
 
-import hashlib
 import shutil
 import zlib
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from ms_align import processes
 from ms_align.errors import CheckpointError, DamageError
 from ms_align.files.durable import publish, sync_folder, write_synced, writing
+from ms_align.files.run_folder import digest_of
 from ms_align.files.untrusted import read_json
 
 __all__ = ["State", "complete_steps", "incomplete", "keep_last", "read", "step_folder", "write"]
@@ -166,18 +166,12 @@ def _manifest(folder: Path, step: int, facts: Mapping[str, Any]) -> bytes:
         files=tuple(files),
         facts=dict(facts),
     )
-    return msgspec.json.encode(msgspec.structs.replace(manifest, digest=_digest(manifest)))
-
-
-def _digest(manifest: _Manifest) -> str:
-    content = msgspec.structs.replace(manifest, digest="")
-    encoded = msgspec.json.encode(content, order="deterministic")
-    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+    return msgspec.json.encode(msgspec.structs.replace(manifest, digest=digest_of(manifest)))
 
 
 def _read_manifest(path: Path) -> _Manifest:
     manifest = read_json(path, _Manifest, error=DamageError, limit_bytes=LARGEST_MANIFEST_BYTES)
-    if _digest(manifest) != manifest.digest or path.parent != step_folder(
+    if digest_of(manifest) != manifest.digest or path.parent != step_folder(
         path.parents[1], manifest.step
     ):
         raise DamageError(f"{path} is damaged: its checksum is not that of its content")

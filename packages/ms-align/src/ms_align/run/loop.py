@@ -17,7 +17,7 @@ from torch import nn
 from ms_align import processes
 from ms_align.engines.protocol import Update
 from ms_align.errors import CheckpointError, ConfigError, DamageError, NonFiniteError
-from ms_align.events import Fields, JsonLines, OnEvent
+from ms_align.events import JsonLines, OnEvent
 from ms_align.processes import StopRequest
 from ms_align.progress import RunDisplay, Throughput, duration
 from ms_align.run import checkpoint
@@ -91,47 +91,37 @@ class _Progress:
     last: dict[str, float] = field(factory=dict)
 
 
+@define(eq=False)
 class Loop:
-    """Runs a learner for so many updates.
+    """Runs a learner for so many updates."""
 
-    Args:
-        learner: what learns.
-        steps: updates of the whole run, over all launches.
-        options: how to go on, show and keep.
-        folder: of the run, which nobody else may work in.
-        owner: what makes a run another run, which the folder and its checkpoints are refused to.
-        write: writes what the run is for, when all updates are made; called on every process.
-        result: the folder that `write` writes last. While it is not there, a run whose updates are
-            all made is taken up once more, to be written.
-    """
+    learner: Learner
+    steps: int = field(kw_only=True)
+    """Updates of the whole run, over all launches."""
+    options: RunOptions = field(kw_only=True)
+    """How to go on, show and keep."""
+    folder: Path = field(kw_only=True)
+    """The run's folder, which nobody else may work in."""
+    owner: Ownership = field(kw_only=True)
+    """What makes a run another run, which the folder and its checkpoints are refused to."""
+    write: Callable[[], None] | None = field(default=None, kw_only=True)
+    """Writes what the run is for, when all updates are made; called on every process."""
+    result: Path | None = field(default=None, kw_only=True)
+    """The folder that `write` writes last. While it is not there, a run whose updates are all made
+    is taken up once more, to be written."""
+    at: _Progress = field(factory=_Progress, init=False)
+    done_before: bool = field(default=False, init=False)
+    """All updates were made and written when the run was called."""
+    stop: StopRequest = field(factory=StopRequest, init=False)
+    show: RunDisplay = field(init=False)
 
-    def __init__(
-        self,
-        learner: Learner,
-        *,
-        steps: int,
-        options: RunOptions,
-        folder: Path,
-        owner: Ownership,
-        write: Callable[[], None] | None = None,
-        result: Path | None = None,
-    ) -> None:
-        if steps < 1:
-            raise ConfigError(f"steps is {steps}; give at least 1, or nothing would be learned")
-        self.learner = learner
-        self.steps = steps
-        self.options = options
-        self.folder = folder
-        self.owner = owner
-        self.write = write
-        self.result = result
-        self.at = _Progress()
-        self.done_before = False
-        """All updates were made and written when the run was called."""
-        self.stop = StopRequest()
-        self.show = RunDisplay(
-            total=steps, every=options.log_every, active=options.progress and not processes.rank()
-        )
+    def __attrs_post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(
+                f"steps is {self.steps}; give at least 1, or nothing would be learned"
+            )
+        active = self.options.progress and not processes.rank()
+        self.show = RunDisplay(total=self.steps, every=self.options.log_every, active=active)
 
     @property
     def checkpoints(self) -> Path:
@@ -160,21 +150,14 @@ class Loop:
             finally:
                 self.show.close()
             emit("end", {"step": self.at.step, "finished": int(finished)})
-        done = self.at
-        return Result(
-            step=done.step,
-            finished=finished,
-            first=done.first,
-            last=done.last,
-            seconds=done.seconds,
-            signal_name="" if finished else self.stop.signal_name,
-        )
+        stopped_by = "" if finished else self.stop.signal_name
+        return Result(**asdict(self.at), finished=finished, signal_name=stopped_by)
 
     @contextmanager
     def _events(self) -> Iterator[OnEvent]:
         """The first process's callable, and one that does nothing elsewhere."""
         if processes.rank():
-            yield _silent
+            yield lambda kind, fields: None
         elif self.options.on_event is not None:
             yield self.options.on_event
         else:
@@ -351,10 +334,6 @@ def _read(folder: Path) -> tuple[State | None, str]:
         return checkpoint.read(folder), ""
     except DamageError as damage:
         return None, str(damage)
-
-
-def _silent(kind: str, fields: Fields) -> None:
-    """Takes an event and logs nothing."""
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -1,33 +1,23 @@
 """Settings that every trainer shares: where a run lies, what is kept, shown and logged."""
 
-import os
 from pathlib import Path
-from typing import Any
 
 from attrs import field, frozen
 
-from ms_align.errors import ConfigError
 from ms_align.events import OnEvent
 from ms_align.seeds import LARGEST_SEED
-from ms_align.settings import check_path, flag, whole
+from ms_align.settings import a_path, as_path, flag, whole
 
 __all__ = ["RunOptions"]
-
-
-def _folder(value: Any) -> Path | None:
-    if value is None:
-        return None
-    if not isinstance(value, str | os.PathLike):
-        raise ConfigError(f"output_dir is {value!r}; give a folder")
-    check_path("output_dir", value)
-    return Path(value)
 
 
 @frozen(kw_only=True, slots=False)  # trainers inherit from more than one
 class RunOptions:
     """How a run is kept, shown and resumed."""
 
-    output_dir: Path | None = field(default=None, converter=_folder)
+    output_dir: Path | None = field(
+        default=None, converter=as_path, validator=a_path(optional=True, written="folder")
+    )
     """Checkpoints, events and the trained model lie here, and nothing of another run; by default
     `runs/sft`, `runs/ppo` and so on."""
     seed: int = field(default=0, validator=whole(least=0, most=LARGEST_SEED))

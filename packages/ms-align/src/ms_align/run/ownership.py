@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import attrs
+import msgspec
 from attrs import field, frozen
 
 from ms_align import processes
@@ -82,7 +82,7 @@ class Ownership:
                 )
 
     def _clear(self, folder: Path) -> None:
-        """Let go of a seal that a run left which kept nothing: it owns nothing."""
+        """Remove the seal of a run that ended before it kept anything."""
         if not folder.is_dir() or {path.name for path in folder.iterdir()} - LEFT_BY_NOTHING:
             return
         with locked(folder / "lock", what=str(folder), kind=self.kind):
@@ -90,22 +90,14 @@ class Ownership:
 
 
 def plain(settings: object) -> dict[str, Any]:
-    """The settings of an attrs instance as JSON holds them, those apart that change no result."""
-    found = {
-        each.name: getattr(settings, each.name) for each in attrs.fields(cast(Any, type(settings)))
-    }
-    return {name: _plain(value) for name, value in found.items() if name not in NOT_SETTINGS}
+    """Give the settings of an attrs instance that change a result, as JSON holds them."""
+    # As they are read back: a tuple would not equal the list that it was written as.
+    found = msgspec.json.decode(msgspec.json.encode(settings, enc_hook=_named), type=dict[str, Any])
+    return {name: value for name, value in found.items() if name not in NOT_SETTINGS}
 
 
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
+def _named(value: Any) -> str:
+    """Give a path, or the name of what JSON does not hold or of its class."""
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if attrs.has(type(value)):
-        return plain(value)
-    return getattr(value, "__qualname__", type(value).__qualname__)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))

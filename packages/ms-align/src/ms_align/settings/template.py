@@ -55,7 +55,7 @@ def template_text(title: str, groups: Sequence[KeyGroup], begin: Mapping[str, An
     return "\n".join([*lines, *tables]) + "\n"
 
 
-def write_template(text: str, out: str | None) -> bool:
+def write_template(text: str, out: Path | None) -> bool:
     """Write a template to a new file, or to standard output; returns whether it is a file.
 
     Raises:
@@ -67,7 +67,7 @@ def write_template(text: str, out: str | None) -> bool:
         return False
     if os.path.lexists(out):
         raise ConfigError(f"{out} exists; choose another name, or delete it")
-    write_file(Path(out), text.encode())
+    write_file(out, text.encode())
     return True
 
 

@@ -1,13 +1,13 @@
 """Training data from folders that ms-data wrote; the one place that opens them."""
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
 from ms_align.engines.protocol import Engine
 from ms_align.errors import ConfigError
+from ms_align.files.untrusted import check_path
 
 __all__ = [
     "first_batches",
@@ -37,8 +37,8 @@ def folders_of(dataset: Any) -> Folders:
         ConfigError: it is neither a folder nor a table of them.
     """
     folders = dataset if isinstance(dataset, Mapping) else {"": dataset}
-    if not all(isinstance(folder, str | Path) and str(folder) for folder in folders.values()):
-        raise ConfigError(f"dataset is {dataset!r}; give a folder, or a table of them")
+    for folder in folders.values():
+        check_path("dataset", folder, error=ConfigError)
     if folders is not dataset:
         return str(dataset)
     return {name: str(folder) for name, folder in folders.items()}

@@ -115,15 +115,15 @@ class TaskSampler:
 
         The same step and losses give the same draw, on every process.
         """
-        chances = self.probabilities()
+        probabilities = self.probabilities()
         # A text as seed is hashed, the same on every machine and in every version of Python.
         start = random.Random(f"ms-align tasks {self.seed} {self.step}").random()
-        tasks = systematic(chances, rows, start)
-        return tasks, [self.importance(task, chances) for task in tasks]
+        tasks = systematic(probabilities, rows, start)
+        return tasks, [self.importance(task, probabilities) for task in tasks]
 
-    def importance(self, task: int, chances: Sequence[float]) -> float:
-        """The weight of a row of `task` that was drawn with these chances."""
-        return float((self.base[task] / chances[task]) ** self.options.correction)
+    def importance(self, task: int, probabilities: Sequence[float]) -> float:
+        """The weight of a row of `task` that was drawn with these probabilities."""
+        return float((self.base[task] / probabilities[task]) ** self.options.correction)
 
     def observe(self, losses: Sequence[float | None]) -> None:
         """Take in an update's mean loss of each task; None where none of its rows was drawn."""
@@ -161,14 +161,17 @@ class TaskSampler:
         self.fast, self.slow = list(state["fast"]), list(state["slow"])
 
 
-def systematic(chances: Sequence[float], rows: int, start: float) -> list[int]:
-    """The tasks at (start + i) / rows of the cumulated chances, for each row i, 0 ≤ start < 1."""
-    tasks, task, reached = [], 0, chances[0]
-    last = max(at for at, one in enumerate(chances) if one > 0)
+def systematic(probabilities: Sequence[float], rows: int, start: float) -> list[int]:
+    """Give the tasks at (start + i) / rows of the cumulated probabilities, for each row i.
+
+    `start` is from 0, below 1.
+    """
+    tasks, task, reached = [], 0, probabilities[0]
+    last = max(at for at, one in enumerate(probabilities) if one > 0)
     for row in range(rows):
         while (start + row) / rows >= reached and task < last:
             task += 1
-            reached += chances[task]
+            reached += probabilities[task]
         tasks.append(task)
     return tasks
 

@@ -9,27 +9,15 @@ from torch import Tensor
 
 from ms_align.engines.protocol import Engine
 from ms_align.engines.reference import ADAPTER_OFF, Reference, reference_of
-from ms_align.losses.dpo import DPOLoss, dpo_loss, row_logprobs
+from ms_align.losses.dpo import DPOLoss, DPOOptions, dpo_loss, row_logprobs
 from ms_align.run.initial_weights import weights_checksum
-from ms_align.settings import flag, number
+from ms_align.settings import a_path
 from ms_align.streams.protocol import next_batch
 from ms_align.streams.text_ends import TextEnds
 from ms_align.trainers.frame.offline import TrainingData
 from ms_align.trainers.frame.pairs import PairLearner, PairTrainer
 
-__all__ = ["DPOOptions", "DPOTrainer"]
-
-
-@frozen(kw_only=True, slots=False)  # the trainer inherits from more than one
-class DPOOptions:
-    """DPO's own settings."""
-
-    beta: float = field(default=0.1, validator=number(least=1e-6))
-    """How strongly the reference holds."""
-    label_smoothing: float = field(default=0.0, validator=number(below=0.5))
-    """Share of pairs that are taken to be the wrong way round."""
-    reference_free: bool = field(default=False, validator=flag)
-    """Take the reference to be uniform."""
+__all__ = ["DPOTrainer"]
 
 
 @frozen(kw_only=True, slots=False)
@@ -45,18 +33,13 @@ class DPOTrainer(DPOOptions, PairTrainer):
 
     algorithm = "dpo"
 
-    reference_model: Any = None
+    reference_model: Any = field(default=None, validator=a_path(optional=True, objects=True))
     """The reference, a folder, and in Python a module or an Engine; by default the model as it
     begins, which is the model without its adapters where it has some."""
 
     def learner(self, engine: Engine, data: TrainingData, ends: TextEnds) -> "DPOLearner":
         """What learns from the pairs."""
-        loss = DPOLoss(
-            beta=self.beta,
-            label_smoothing=self.label_smoothing,
-            reference_free=self.reference_free,
-        )
-        return DPOLearner(engine, data, ends, loss, self._reference(engine))
+        return DPOLearner(engine, data, ends, self.part(DPOLoss), self._reference(engine))
 
     def _reference(self, engine: Engine) -> Reference | None:
         if self.reference_free:
@@ -83,13 +66,9 @@ class DPOLearner(PairLearner):
         super().__init__(engine, data, ends)
         self._loss = loss
         self.reference = reference
-        self._identity = {"policy": weights_checksum(engine)}
+        self.identity = {"policy": weights_checksum(engine)}
         if reference is not None:
-            self._identity["reference"] = weights_checksum(reference.engine)
-
-    def identity(self) -> Mapping[str, str]:
-        """The weights that the run began with, and those of the reference."""
-        return self._identity
+            self.identity |= {"reference": weights_checksum(reference.engine)}
 
     def loss(self) -> DPOLoss:
         """The mean DPO loss."""

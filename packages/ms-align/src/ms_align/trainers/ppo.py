@@ -14,7 +14,7 @@ from ms_align.losses.ppo import PPOLoss, ValueLoss
 from ms_align.losses.protocol import Loss
 from ms_align.models.language_model import copy_of
 from ms_align.rollouts.experience import Experience, token_rewards
-from ms_align.settings import flag, number, whole
+from ms_align.settings import a_path, flag, number, whole
 from ms_align.trainers.frame.online import OnlineTrainer
 
 __all__ = ["PPOTrainer"]
@@ -33,7 +33,7 @@ class PPOTrainer(OnlineTrainer):
 
     algorithm = "ppo"
 
-    value_model: Any = None
+    value_model: Any = field(default=None, validator=a_path(optional=True, objects=True))
     """What estimates values: None for a head on the policy's own hidden states, `"copy"` for a
     model of its own that begins as the policy, a module, a folder, or an Engine with a head
     `value`."""

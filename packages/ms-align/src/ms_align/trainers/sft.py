@@ -125,15 +125,11 @@ class SFTLearner(OfflineLearner):
                 log_variances=[0.0] * self._tasks, rate=options.uncertainty_rate
             )
         self._factors = self._given_factors()
-        self._identity = {
+        self.identity = {
             "frozen_weights": frozen_checksum(engine),
             "tasks": ", ".join(self.names),
             "signal": options.tasks.signal if options.tasks else "",
         }
-
-    def identity(self) -> Mapping[str, str]:
-        """The frozen weights, the tasks, and what makes one hard."""
-        return self._identity
 
     def _sampler(self, seed: int) -> TaskSampler | None:
         if self.options.tasks is None:

@@ -1,6 +1,5 @@
 """Settings of each command; reading them needs no torch."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from ms_compress.errors import ConfigError
 from ms_compress.evaluation.options import Evaluation
 from ms_compress.methods.pattern import Pattern, pattern
 from ms_compress.quantisation.scheme import Scheme
-from ms_compress.settings import a_path, flag, one_of, text, whole
+from ms_compress.settings import a_path, as_path, flag, one_of, whole
 from ms_compress.targets.rules import scheme
 from ms_compress.training.options import Tuning
 
@@ -23,33 +22,6 @@ __all__ = [
     "QuantizeRun",
     "SchemeRun",
 ]
-
-PATH_CHARACTERS = 4000
-NAME_BYTES = 240
-"""File systems take 255; what is written aside adds some."""
-
-
-def path(value: Any) -> Path:
-    """Convert a text to a path."""
-    if not isinstance(value, str | Path):
-        raise TypeError("give a path")
-    if "\0" in str(value) or len(str(value)) > PATH_CHARACTERS or not _is_text(str(value)):
-        raise TypeError("give a path that a system takes")
-    return Path(value)
-
-
-def _is_text(value: str) -> bool:
-    """Whether the file system can encode a text; it cannot encode lone surrogates."""
-    try:
-        os.fsencode(value)
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def optional_path(value: Any) -> Path | None:
-    """Convert a text to a path; None stays None."""
-    return None if value is None else path(value)
 
 
 def names(value: Any) -> tuple[str, ...]:
@@ -69,11 +41,10 @@ def named_scheme(value: Any) -> Scheme:
 
 def new_folder(instance: object, attribute: "Attribute[Any]", value: Path) -> None:
     """Refuse a path whose last part cannot name a folder, and files beside it."""
-    name = os.fsencode(value.name)
-    if name in (b"", b"..") or len(name) > NAME_BYTES:
+    a_path(written="folder")(instance, attribute, value)
+    if value.name in ("", ".."):
         raise ConfigError(
-            f"{attribute.name} is {str(value)!r}; give a path that ends in the name of a new"
-            f" folder, of {NAME_BYTES} bytes at most"
+            f"{attribute.name} is {str(value)!r}; give a path that ends in the name of a new folder"
         )
 
 
@@ -81,14 +52,19 @@ def new_folder(instance: object, attribute: "Attribute[Any]", value: Path) -> No
 class ModelRun:
     """Settings of a run: which model, on what text, to which folder."""
 
-    model: Path = field(converter=path, metadata={"example": "runs/train/model"})
+    model: Path = field(
+        converter=as_path, validator=a_path(), metadata={"example": "runs/train/model"}
+    )
     """A Hugging Face folder."""
     output_dir: Path = field(
-        converter=path, validator=new_folder, metadata={"example": "runs/{command}"}
+        converter=as_path, validator=new_folder, metadata={"example": "runs/{command}"}
     )
     """The folder to write; it must not exist yet, unless it is this run's own result."""
     dataset: Path | None = field(
-        default=None, converter=optional_path, metadata={"example": "shards", "needed": True}
+        default=None,
+        converter=as_path,
+        validator=a_path(optional=True),
+        metadata={"example": "shards", "needed": True},
     )
     """ms-data's shards, conversations in JSON Lines, or a JSON list of lists of tokens."""
     rows: int = field(default=256, validator=whole())
@@ -115,7 +91,7 @@ class SchemeRun(ModelRun):
     """Read the result back through its runtime, and refuse it unless it is this model."""
     tokenizer: str | None = field(
         default=None,
-        validator=[text(optional=True), a_path],
+        validator=a_path(optional=True),
         metadata={"example": "runs/train/model"},
     )
     """A tokenizer.json or its folder to go with it; by default the model folder's own."""
@@ -134,7 +110,10 @@ class QatRun(SchemeRun):
     sparse: bool = field(default=False, validator=flag)
     """Keep the model's zeros as a mask."""
     teacher: Path | None = field(
-        default=None, converter=optional_path, metadata={"example": "runs/train/model"}
+        default=None,
+        converter=as_path,
+        validator=a_path(optional=True),
+        metadata={"example": "runs/train/model"},
     )
     """A model folder whose logits are distilled."""
 
@@ -201,6 +180,6 @@ class EvaluateRun(Evaluation):
     """Settings of `ms-compress evaluate`."""
 
     output_dir: Path = field(
-        converter=path, validator=new_folder, metadata={"example": "runs/evaluate"}
+        converter=as_path, validator=new_folder, metadata={"example": "runs/evaluate"}
     )
     """The folder for report.json, report.txt and report.html."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from ms_compress.files.durable import write_synced
 from ms_compress.targets.target import Assets
-from ms_compress.tokenizer_files import read_tokenizer, text_ends, without_tokenizer
+from ms_compress.text_ends import check_fits, read_tokenizer, text_ends, text_files
 
 __all__ = ["read_assets", "write_assets"]
 
@@ -26,7 +26,7 @@ def read_assets(
     files = None if tokenizer is None else read_tokenizer(tokenizer)
     vocabulary = int(config.get("vocab_size") or 2**31)
     if files is not None and must_fit:
-        files.check_fits(vocabulary)
+        check_fits(files, vocabulary)
     ends = text_ends(files, config, vocabulary)
     for key, value in ends.ids().items():
         if config.get(key) is None:
@@ -36,10 +36,6 @@ def read_assets(
 
 def write_assets(assets: Assets, folder: Path) -> None:
     """Write the tokenizer's files, and how a text is generated."""
-    if assets.tokenizer is None:
-        files = without_tokenizer(assets.ends)
-    else:
-        files = assets.tokenizer.files(assets.ends)
-    for name, content in files.items():
+    for name, content in text_files(assets.tokenizer, assets.ends).items():
         (folder / name).unlink(missing_ok=True)  # a model's library may have written its own
         write_synced(folder / name, content)

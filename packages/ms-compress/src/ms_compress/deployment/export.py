@@ -1,7 +1,7 @@
 """Export: a prepared model as a folder that its target runs, whole or not at all."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,8 +10,9 @@ from torch import nn
 
 from ms_compress.deployment.assets import read_assets, write_assets
 from ms_compress.deployment.verification import verify as verify_folder
-from ms_compress.errors import ConfigError, LayerError
+from ms_compress.errors import ConfigError, ExportError, LayerError
 from ms_compress.files.durable import writing
+from ms_compress.files.untrusted import check_path
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.place_lock import new_folder
 from ms_compress.quantisation.scheme import Scheme
@@ -51,10 +52,7 @@ def export(
             file has tokens without texts: llama.cpp then takes and gives numbers alone.
         accuracy_level: of MatMulNBits: 1 computes in float32, 4 rounds inputs to 8 bits.
         overwrite: replace the folder if there is one.
-        on_written: called with the folder when all is in it, before it has its name.
-
-    Returns:
-        The folder.
+        on_written: called with the folder, which is returned, before it has its name.
 
     Raises:
         LayerError: a layer that the target does not know, or nothing is prepared.
@@ -62,13 +60,16 @@ def export(
             process failed.
         VerifyError: the runtime reads another model than this one; nothing is left.
     """
+    check_path("folder", folder, error=ExportError, written="folder")
+    check_path("tokenizer", tokenizer, error=ExportError, optional=True)
     folder, whole = Path(folder), WholeModel(model)
     with whole.collective:
         written_for = find_target(_scheme_of(whole, target).target)
         assets = read_assets(whole.config, tokenizer)
         written_for.check(whole, assets)
         to_verify = _in_one_process(model) if verify else None
-        with _aside(folder, whole, overwrite=overwrite) as aside:
+        place = new_folder(folder, overwrite=overwrite) if whole.is_first else nullcontext(folder)
+        with place as aside:
             with writing(folder):
                 written_for.write(whole, aside, assets, accuracy_level)
                 if whole.is_first:
@@ -97,11 +98,6 @@ def check_export(
     """
     whole = WholeModel(model)
     find_target(scheme(target).target).check(whole, read_assets(whole.config, tokenizer))
-
-
-def _aside(folder: Path, model: WholeModel, *, overwrite: bool) -> AbstractContextManager[Path]:
-    """Where the first process writes; others write nothing."""
-    return new_folder(folder, overwrite=overwrite) if model.is_first else nullcontext(folder)
 
 
 def _in_one_process(model: nn.Module | Sequence[nn.Module]) -> nn.Module:

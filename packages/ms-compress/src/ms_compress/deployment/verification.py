@@ -15,7 +15,8 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
 
-from ms_compress.errors import VerifyError
+from ms_compress.errors import ExportError, VerifyError
+from ms_compress.files.untrusted import check_path
 from ms_compress.models.logits import model_logits, vocabulary_of
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.models.wrappers import unwrapped
@@ -23,7 +24,7 @@ from ms_compress.quantisation.layers import prepared_layers
 from ms_compress.quantisation.rounding import Quantised
 from ms_compress.targets.target import Reader, Target, TextRuntime, find_target
 from ms_compress.targets.tokenizer_json import encoder
-from ms_compress.tokenizer_files import read_tokenizer, text_ends
+from ms_compress.text_ends import read_tokenizer, text_ends
 
 __all__ = ["Agreement", "check_text", "check_weights", "compare", "verify"]
 
@@ -83,6 +84,7 @@ def verify(
         VerifyError: they are not the same model.
         ExportError: the runtime is missing or cannot read the folder.
     """
+    check_path("folder", folder, error=ExportError)
     folder, model = Path(folder), unwrapped(model)
     if tokens is None:
         tokens = probe(vocabulary_of(model))
@@ -124,7 +126,7 @@ def check_text(
     """
     files, reference = read_tokenizer(folder), encoder(folder)
     ends = text_ends(files, {}, vocabulary_of(model)).ends
-    for text in (*TEXTS, *(f"a{each['content']}b" for each in files.added.values())):
+    for text in (*TEXTS, *(f"a{each.content}b" for each in files.added.values())):
         expected, got = reference(text), runtime.encode(text)
         if got != expected:
             raise VerifyError(

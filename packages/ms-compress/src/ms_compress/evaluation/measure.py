@@ -24,6 +24,8 @@ from ms_compress.training.corpus import held_out
 
 __all__ = ["Evaluation", "evaluate"]
 
+REPORTED = ("title", "sequence_length", "prefill_tokens", "decode_tokens", "rounds", "threads")
+"""Settings that the report names."""
 Progress = Callable[[int, int, str], object]
 
 
@@ -71,13 +73,8 @@ def evaluate(evaluation: Evaluation, *, progress: Progress | None = None) -> Rep
         ]
         _time(opened, text["tokens"], evaluation)
     return Report(
-        title=evaluation.title,
+        **{name: getattr(evaluation, name) for name in REPORTED},
         held_out_tokens=int((text["targets"] >= 0).sum()),
-        sequence_length=evaluation.sequence_length,
-        prefill_tokens=evaluation.prefill_tokens,
-        decode_tokens=evaluation.decode_tokens,
-        rounds=evaluation.rounds,
-        threads=evaluation.threads,
         results=tuple(
             _result(one, opened[0], value, evaluation)
             for one, value in zip(opened, values, strict=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from attrs import Attribute, field, frozen
 
 from ms_compress.errors import ConfigError
-from ms_compress.settings import text, whole
+from ms_compress.settings import a_path, shown, text, whole
 
 __all__ = ["Evaluation"]
 
@@ -15,25 +15,27 @@ Folders = str | Sequence[str]
 
 def _models(instance: object, attribute: "Attribute[object]", value: object) -> None:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{attribute.name} is {value!r}; give a table of folders by name")
+        raise ConfigError(f"{attribute.name} is {shown(value)}; give a table of folders by name")
     for name, folders in value.items():
         many = [folders] if isinstance(folders, str | Path) else folders
         if not isinstance(many, list | tuple) or not many:
-            raise ConfigError(f"{attribute.name}: {name!r} is {folders!r}; give folders")
+            raise ConfigError(f"{attribute.name}: {name!r} is {shown(folders)}; give folders")
+        for folder in many:
+            a_path()(instance, attribute, folder)
 
 
 @frozen(kw_only=True)
 class Evaluation:
     """Settings of an evaluation: which folders are measured, and on which text."""
 
-    baseline: str = field(validator=text(), metadata={"example": "runs/train/model"})
+    baseline: str = field(validator=a_path(), metadata={"example": "runs/train/model"})
     """Folder of the plain model, which torch runs in float32."""
     models: Mapping[str, Folders] = field(
         validator=_models,
         metadata={"example": {"RTN int4": "runs/quantize", "QAT int4": "runs/qat"}},
     )
     """A folder, or several for several runtimes, by the name of how it was made."""
-    dataset: str = field(validator=text(), metadata={"example": "shards"})
+    dataset: str = field(validator=a_path(), metadata={"example": "shards"})
     """ms-data's shards with a held-out split, or conversations in JSON Lines."""
     title: str = field(default="What compression costs and gives", validator=text())
     """Heading of the report."""

@@ -5,7 +5,7 @@ from ms_compress.commands.options import DistillRun
 from ms_compress.jobs.dataset import training_rows
 from ms_compress.jobs.loading import load, save
 from ms_compress.jobs.output import run_output
-from ms_compress.jobs.training import describe_training, train
+from ms_compress.jobs.training import outcome_of, train
 from ms_compress.methods.student import cut_student
 
 __all__ = ["run"]
@@ -23,13 +23,6 @@ def run(options: DistillRun) -> Outcome:
         save(student, options.output_dir, beside=options.model, last=place.seal)
         place.end()
     own, teachers = (sum(p.numel() for p in m.parameters()) for m in (student, teacher))
-    summary, facts = describe_training(losses)
-    return Outcome(
-        lines=(*summary, f"{options.output_dir}: {own:,} parameters of the teacher's {teachers:,}"),
-        facts={
-            "folder": str(options.output_dir),
-            "parameters": own,
-            "teacher_parameters": teachers,
-            **facts,
-        },
-    )
+    result = f"{own:,} parameters of the teacher's {teachers:,}"
+    sizes = {"parameters": own, "teacher_parameters": teachers}
+    return outcome_of(options.output_dir, result, losses, **sizes)

@@ -11,7 +11,7 @@ from ms_compress.commands.options import SchemeRun
 from ms_compress.deployment.export import check_export, export
 from ms_compress.errors import ExportError
 from ms_compress.jobs.output import RunOutput
-from ms_compress.jobs.training import describe_training
+from ms_compress.jobs.training import outcome_of
 from ms_compress.targets.target import find_target
 
 __all__ = ["check_exportable", "finish"]
@@ -54,17 +54,9 @@ def finish(
     place.end()
     size = sum(path.stat().st_size for path in folder.iterdir())
     checked = ", verified in its runtime" if options.verify else ""
-    summary, facts = describe_training(losses)
-    return Outcome(
-        lines=(*summary, f"{folder}: {options.scheme}, {size / 1e6:.2f} MB{checked}"),
-        facts={
-            "folder": str(folder),
-            "scheme": str(options.scheme),
-            "size_bytes": size,
-            "verified": options.verify,
-            **facts,
-        },
-    )
+    result = f"{options.scheme}, {size / 1e6:.2f} MB{checked}"
+    facts = {"scheme": str(options.scheme), "size_bytes": size, "verified": options.verify}
+    return outcome_of(folder, result, losses, **facts)
 
 
 def _tokenizer(options: SchemeRun) -> Path | None:

@@ -12,6 +12,7 @@ from ms_compress.errors import ConfigError, DivergedError, ExportError
 from ms_compress.files.durable import write_file, writing
 from ms_compress.models.config_file import read_config
 from ms_compress.place_lock import new_folder
+from ms_compress.targets.libraries import import_library
 
 __all__ = ["check_finite", "load", "save"]
 
@@ -44,12 +45,10 @@ def _best_device() -> torch.device:
 
 
 def _load_with_transformers(path: Path) -> nn.Module:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            f"reading {path} needs ms-parallel or transformers: pip install 'ms-compress[parallel]'"
-        ) from error
+    purpose = f"reading {path} needs ms-parallel or transformers"
+    transformers = import_library(
+        "transformers", extra="parallel", purpose=purpose, error=ConfigError
+    )
     model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
         path, local_files_only=True, dtype=torch.float32
     )

@@ -69,7 +69,7 @@ class RunOutput:
         return saved_steps(self.checkpoint, self.identity) if self.checkpoint.is_file() else None
 
     def seal(self, folder: Path) -> None:
-        """Write into the folder whose it is."""
+        """Write into the folder which run wrote it."""
         write_seal(folder, self.run)
 
     def end(self) -> None:

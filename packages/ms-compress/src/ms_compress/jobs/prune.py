@@ -8,7 +8,7 @@ from ms_compress.jobs.dataset import training_rows
 from ms_compress.jobs.loading import load, save
 from ms_compress.jobs.methods import calibrate
 from ms_compress.jobs.output import run_output
-from ms_compress.jobs.training import describe_training, train
+from ms_compress.jobs.training import outcome_of, train
 from ms_compress.methods.pruning import GradualPruning, keep_zeros, prune, sparsity
 from ms_compress.methods.wanda import wanda
 
@@ -37,12 +37,9 @@ def run(options: PruneRun) -> Outcome:
         keep_zeros(model)
         save(model, options.output_dir, beside=options.model, last=place.seal)
         place.end()
-    summary, facts = describe_training(losses)
-    share = f"{sparsity(model):.1%} of the pruned layers' weights are zero"
-    return Outcome(
-        lines=(*summary, f"{options.output_dir}: {share}"),
-        facts={"folder": str(options.output_dir), "sparsity": sparsity(model), **facts},
-    )
+    share = sparsity(model)
+    result = f"{share:.1%} of the pruned layers' weights are zero"
+    return outcome_of(options.output_dir, result, losses, sparsity=share)
 
 
 def _prune(model: nn.Module, options: PruneRun) -> GradualPruning | None:

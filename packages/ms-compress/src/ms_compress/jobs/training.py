@@ -1,16 +1,18 @@
 """Training as the commands do it: with progress, and going on after a kill."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import ModelRun
 from ms_compress.jobs.output import RunOutput
 from ms_compress.jobs.progress import ProgressDisplay
 from ms_compress.training.loop import tune
 
-__all__ = ["describe_training", "train"]
+__all__ = ["outcome_of", "train"]
 
 
 def train(
@@ -43,9 +45,11 @@ def train(
         )
 
 
-def describe_training(losses: Sequence[float]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Describe a training: in lines for people, and as facts."""
-    if not losses:
-        return (), {}
-    line = f"trained {len(losses)} steps: loss {losses[0]:.4f} to {losses[-1]:.4f}"
-    return (line,), {"steps": len(losses), "first_loss": losses[0], "last_loss": losses[-1]}
+def outcome_of(folder: Path, result: str, losses: Sequence[float] = (), **facts: Any) -> Outcome:
+    """Say what a job wrote into a folder, and how its training went."""
+    lines, found = [f"{folder}: {result}"], {"folder": str(folder), **facts}
+    if losses:
+        first, last = losses[0], losses[-1]
+        lines.insert(0, f"trained {len(losses)} steps: loss {first:.4f} to {last:.4f}")
+        found |= {"steps": len(losses), "first_loss": first, "last_loss": last}
+    return Outcome(lines=tuple(lines), facts=found)

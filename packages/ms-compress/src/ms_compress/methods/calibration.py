@@ -8,11 +8,10 @@ of the weights as they come, which `gptq` has by then prepared, so rounded to ne
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
-from attrs import frozen
 from torch import Tensor, nn
 
 from ms_compress.errors import CalibrationError
@@ -29,12 +28,8 @@ class _Reached(Exception):  # noqa: N818 - it is no error
     """Ends a forward that has called the last decoder layer."""
 
 
-@frozen(kw_only=True, eq=False)
-class _Call:
-    """A decoder layer's arguments beside the hidden states."""
-
-    rest: tuple[Any, ...]
-    named: dict[str, Any]
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""A decoder layer's arguments beside the hidden states: by place, and by name."""
 
 
 @torch.no_grad()
@@ -116,20 +111,18 @@ def _arguments(
         first = inputs[0] if inputs else named.pop("hidden_states")
         if block is blocks[0]:
             hidden.append(first)
-        calls[block].append(_Call(rest=tuple(inputs[1:]), named=named))
+        calls[block].append((tuple(inputs[1:]), named))
         if block is blocks[-1]:
             raise _Reached
 
-    handles = [block.register_forward_pre_hook(catch, with_kwargs=True) for block in blocks]
     keyless = {"use_cache": False} if hasattr(model.config, "to_dict") else {}
     device = next(model.parameters()).device
-    try:
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_pre_hook(catch, with_kwargs=True))
         for batch in batches:
             with suppress(_Reached):
                 model(batch.to(device), **keyless)
-    finally:
-        for handle in handles:
-            handle.remove()
     for (name, _), of_block in zip(blocks_of(model), calls.values(), strict=True):
         if len(of_block) != len(batches):
             raise CalibrationError(
@@ -140,7 +133,8 @@ def _arguments(
 
 
 def _run(block: nn.Module, hidden: Tensor, call: _Call) -> Tensor:
-    out = block(hidden, *call.rest, **call.named)
+    rest, named = call
+    out = block(hidden, *rest, **named)
     result: Tensor = out[0] if isinstance(out, tuple) else out
     return result
 
@@ -180,9 +174,7 @@ def _watching(
 
         return see
 
-    handles = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(watch(name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

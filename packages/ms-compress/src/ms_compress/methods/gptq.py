@@ -15,7 +15,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor, nn
 
-from ms_compress.errors import CalibrationError, ConfigError
+from ms_compress.errors import CalibrationError
 from ms_compress.methods.calibration import check_calibration, walk
 from ms_compress.methods.gptq_by_loss import output_squares, round_by_loss
 from ms_compress.methods.qat import qat
@@ -23,6 +23,7 @@ from ms_compress.models.selection import select
 from ms_compress.quantisation.layers import FACTOR, Prepared, prepared_layers
 from ms_compress.quantisation.rounding import fitted_factor, round_at, scales_of
 from ms_compress.quantisation.scheme import Scheme
+from ms_compress.settings import number
 
 __all__ = ["gptq", "gptq_weight"]
 
@@ -92,18 +93,13 @@ class _Rounding:
 
     model: nn.Module
     batches: Sequence[Tensor]
-    damping: float = field()
+    damping: float = field(validator=number(least=1e-12))
     act_order: bool
     by_loss: bool
     fit_scales: bool
     for_training: bool
     output_hessians: dict[str, Tensor] = field(factory=dict, init=False)
     """By layer, where errors are counted by the loss."""
-
-    @damping.validator
-    def _check_damping(self, attribute: object, value: float) -> None:
-        if not value > 0:
-            raise ConfigError(f"damping is {value}; give a share above 0, such as 0.01")
 
     def begin(self, layers: Mapping[str, nn.Linear]) -> None:
         """Take what the loss makes of the outputs of a decoder layer's linear layers."""
@@ -138,7 +134,7 @@ class _Rounding:
 
 
 def _add_square(held: Tensor | None, inputs: Tensor) -> Tensor:
-    """Xᵀ X, (K, K)."""
+    """Add up Xᵀ X, (K, K)."""
     return inputs.t() @ inputs if held is None else held.addmm_(inputs.t(), inputs)
 
 

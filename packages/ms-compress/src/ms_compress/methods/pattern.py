@@ -6,9 +6,10 @@ Shapes: N rows, K features.
 import re
 from typing import TYPE_CHECKING, Protocol
 
-from attrs import frozen
+from attrs import field, frozen
 
 from ms_compress.errors import ConfigError, LayerError
+from ms_compress.settings import number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,13 +43,9 @@ class Pattern(Protocol):
 class Unstructured:
     """The pattern that prunes the lowest scores of each row, or of the whole matrix."""
 
-    sparsity: float
+    sparsity: float = field(validator=number(below=1.0))
     """Share of weights that are pruned, at least 0, below 1."""
     by_row: bool = False
-
-    def __attrs_post_init__(self) -> None:
-        if not 0.0 <= self.sparsity < 1.0:
-            raise ConfigError(f"sparsity is {self.sparsity}; give a share from 0, below 1")
 
     def keep(self, scores: "Tensor", sparsity: float | None = None) -> "Tensor":
         """(N, K) bool; exactly round(share · count) weights go."""

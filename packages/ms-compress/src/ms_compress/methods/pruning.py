@@ -20,6 +20,7 @@ from ms_compress.quantisation.layers import (
     Prepared,
     check_layer,
     drop_gathered,
+    local_part,
     prepare_layer,
     prepared_layers,
 )
@@ -153,8 +154,7 @@ def keep_zeros(model: nn.Module) -> None:
     for _, layer in prepared_layers(model):
         weight, mask = layer.weight, layer.stored_mask
         if mask is not None:
-            local = weight.to_local() if isinstance(weight, DTensor) else weight
-            local.mul_(mask)
+            local_part(weight).mul_(mask)
 
 
 def mask_zeros(model: nn.Module, exceptions: Sequence[str] = ()) -> None:

@@ -4,13 +4,12 @@ from collections.abc import Container, Mapping, Sequence
 from typing import TypeVar
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ms_compress.errors import ConfigError, LayerError, OrderError
+from ms_compress.errors import LayerError, OrderError
 from ms_compress.models.head import find_head
 from ms_compress.models.selection import select
 from ms_compress.quantisation.fake_quantisation import fake_input
@@ -19,11 +18,13 @@ from ms_compress.quantisation.layers import (
     check_axes,
     check_layer,
     drop_gathered,
+    local_part,
     prepare_layer,
     prepared_layers,
 )
 from ms_compress.quantisation.rounding import fitted_factor
 from ms_compress.quantisation.scheme import Scheme
+from ms_compress.settings import whole
 from ms_compress.targets.rules import NAMES, scheme
 
 __all__ = ["FloatThenQuantised", "fit_scales", "qat", "set_quantising"]
@@ -113,14 +114,9 @@ def fit_scales(model: nn.Module) -> None:
     for layer in found:
         assert layer.scheme is not None
         assert layer.factor is not None
-        weight, mask = _local(layer.weight), layer.stored_mask
+        weight, mask = local_part(layer.weight), layer.stored_mask
         kept = weight if mask is None else weight * mask
-        _local(layer.factor).copy_(fitted_factor(kept, layer.scheme))
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """Return this process's part; groups of weights never cross a boundary between processes."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local_part(layer.factor).copy_(fitted_factor(kept, layer.scheme))
 
 
 def set_quantising(model: nn.Module, on: bool) -> None:
@@ -133,12 +129,8 @@ def set_quantising(model: nn.Module, on: bool) -> None:
 class FloatThenQuantised:
     """A schedule of some steps in float, and then as the target will compute."""
 
-    float_steps: int
+    float_steps: int = field(validator=whole(least=0))
     """How many."""
-
-    def __attrs_post_init__(self) -> None:
-        if self.float_steps < 0:
-            raise ConfigError(f"float_steps is {self.float_steps}; give 0 or more")
 
     def apply(self, model: nn.Module, step: int) -> bool:
         """Set the model for step number `step`, from 0; returns whether it quantises."""

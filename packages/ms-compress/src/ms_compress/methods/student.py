@@ -9,7 +9,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ms_compress.errors import ConfigError, LayerError
 from ms_compress.models.selection import blocks_of
@@ -107,10 +107,6 @@ def _copy_block(source: nn.Module, target: nn.Module, inner: int) -> None:
     for name in list(values):
         module = name.rpartition(".")[0]
         if module in ("mlp.gate_proj", "mlp.up_proj"):
-            values[name] = _rows(values[name], kept)
+            values[name] = values[name][kept]
     values["mlp.down_proj.weight"] = down[:, kept]
     target.load_state_dict(values)
-
-
-def _rows(tensor: Tensor, kept: Tensor) -> Tensor:
-    return tensor[kept]

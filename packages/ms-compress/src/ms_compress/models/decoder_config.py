@@ -15,23 +15,10 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 NOWHERE = ("transformer-xl",)
 """Families of ms-parallel's that no runtime of ours has."""
 LAYER_PARTS = {
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-    "self_attn.q_norm.weight",
-    "self_attn.k_norm.weight",
-    *(
-        f"{module}.{kind}"
-        for module in (
-            "self_attn.q_proj",
-            "self_attn.k_proj",
-            "self_attn.v_proj",
-            "self_attn.o_proj",
-            "mlp.gate_proj",
-            "mlp.up_proj",
-            "mlp.down_proj",
-        )
-        for kind in ("weight", "bias")
-    ),
+    *("input_layernorm.weight", "post_attention_layernorm.weight"),
+    *("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+    *(f"self_attn.{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")),
+    *(f"mlp.{name}_proj.{kind}" for name in ("gate", "up", "down") for kind in ("weight", "bias")),
 }
 ENDS = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ms_compress.errors import ExportError
 from ms_compress.models.wrappers import bare_name
-from ms_compress.quantisation.layers import FACTOR, Prepared
+from ms_compress.quantisation.layers import FACTOR, Prepared, local_part
 from ms_compress.quantisation.scheme import Activations, Scheme
 
 __all__ = ["Shard", "WholeTensor", "held_tensors", "merge", "rank"]
@@ -72,7 +72,7 @@ def held_tensors(stage: nn.Module) -> Iterator[tuple[WholeTensor, nn.Module, Ten
 
 
 def _held(name: str, layer: nn.Module, tensor: Tensor) -> WholeTensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     shard = Shard(
         rank=rank(),
         offsets=_offsets(tensor),
@@ -132,7 +132,7 @@ def rank() -> int:
 
 
 def _natural_order(name: str) -> list[tuple[bool, int, str]]:
-    """Layer 2 before layer 10."""
+    """Return a key that sorts layer 2 before layer 10."""
     return [
         (word.isdigit(), int(word) if word.isdigit() else 0, word)
         for word in re.split(r"[._]", name)

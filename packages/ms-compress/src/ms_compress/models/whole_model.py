@@ -10,14 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ms_compress.errors import ExportError
 from ms_compress.models.collective import CollectiveWork
 from ms_compress.models.head import HEAD, find_head
 from ms_compress.models.shards import WholeTensor, held_tensors, merge, rank
 from ms_compress.models.wrappers import architecture, check_merged, unwrapped
-from ms_compress.quantisation.layers import Prepared, drop_gathered
+from ms_compress.quantisation.layers import Prepared, drop_gathered, local_part
 from ms_compress.quantisation.rounding import Quantised, quantise
 
 __all__ = ["WholeModel"]
@@ -104,8 +103,7 @@ class WholeModel:
         """Return this process's shard, rounded if its layer is; None if it holds none."""
         if not any(shard.rank == rank() for shard in entry.shards):
             return None
-        parameter = self._own[entry.name].detach()
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_part(self._own[entry.name].detach())
         layer = self._layers[entry.name]
         if not isinstance(layer, Prepared) or entry.name.rpartition(".")[2] != "weight":
             return local
@@ -114,11 +112,7 @@ class WholeModel:
             local = local * mask
         if entry.scheme is None:
             return local
-        factor = layer.factor
-        if isinstance(factor, DTensor):
-            factor = factor.to_local()
-        if factor is not None:
-            factor = layer.as_computed(factor)
+        factor = None if layer.factor is None else layer.as_computed(local_part(layer.factor))
         return quantise(layer.as_computed(local), entry.scheme, factor)
 
     def _assemble(

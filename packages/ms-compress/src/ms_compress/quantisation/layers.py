@@ -27,6 +27,7 @@ __all__ = [
     "check_axes",
     "check_layer",
     "drop_gathered",
+    "local_part",
     "prepare_layer",
     "prepared_layers",
 ]
@@ -113,9 +114,8 @@ class Prepared(nn.Module):
         self.computed_in = weight.dtype
         if not isinstance(weight, DTensor):
             return fake_weight(weight, self.rule, self.factor, self.mask)
-        factor = self.factor
-        local_factor = factor.to_local() if isinstance(factor, DTensor) else factor
-        rounded = fake_weight(weight.to_local(), self.rule, local_factor, self.mask)
+        factor = None if self.factor is None else local_part(self.factor)
+        rounded = fake_weight(weight.to_local(), self.rule, factor, self.mask)
         return _laid_out(rounded, weight, tuple(weight.shape))
 
     def register_parameter(self, name: str, param: Any) -> None:
@@ -277,6 +277,11 @@ def check_groups(name: str, weight: Tensor, scheme: Scheme) -> None:
             )
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor; groups of weights never cross processes."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def drop_gathered(model: nn.Module) -> None:
     """Make parameters FSDP's own shards again, where a forward left gathered copies."""
     for module in model.modules():
@@ -287,7 +292,7 @@ def drop_gathered(model: nn.Module) -> None:
 def _factor(weight: Tensor, scheme: Scheme) -> nn.Parameter:
     """Make the parameter of learned scales: zeros (N, G), laid out as the weight is."""
     group = scheme.group_of(weight.shape[1])
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    local = local_part(weight)
     zeros = local.new_zeros(local.shape[0], local.shape[1] // group, dtype=torch.float32)
     if not isinstance(weight, DTensor):
         return nn.Parameter(zeros)
@@ -323,7 +328,6 @@ def _split_linear(layer: PreparedLinear, x: Tensor) -> Tensor:
     input's features are split likewise, and outputs are summed by whoever asks for the whole.
     """
     weight: Any = layer.weight
-    factor: Any = layer.factor
     mesh = weight.device_mesh
     if mesh.ndim != 1 or not isinstance(x, DTensor):
         raise OrderError(
@@ -337,14 +341,13 @@ def _split_linear(layer: PreparedLinear, x: Tensor) -> Tensor:
     flow = Shard(x.ndim - 1) if by_columns else (Partial() if by_rows else Replicate())
     local_x = x.redistribute(placements=[wanted]).to_local(grad_placements=[flow])
     largest = largest_over(mesh.get_group()) if by_columns and layer.activations else None
-    local_bias: Any = layer.bias
-    if isinstance(local_bias, DTensor):
-        local_bias = None if by_columns else local_bias.to_local()
+    summed = by_columns and isinstance(layer.bias, DTensor)
+    local_bias = None if layer.bias is None or summed else local_part(layer.bias)
     out = fake_linear(
         local_x,
         weight.to_local(),
         layer.rule,
-        factor=factor.to_local() if isinstance(factor, DTensor) else factor,
+        factor=None if layer.factor is None else local_part(layer.factor),
         mask=layer.mask,
         bias=local_bias,
         largest=largest,

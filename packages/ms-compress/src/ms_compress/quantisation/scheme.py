@@ -99,7 +99,7 @@ class Scheme:
         return found
 
     def group_of(self, features: int) -> int:
-        """How many weights share a scale in rows of `features`."""
+        """Return how many weights share a scale in rows of `features`."""
         return self.group or features
 
     def bits_a_weight(self, features: int) -> float:

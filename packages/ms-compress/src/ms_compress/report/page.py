@@ -16,11 +16,12 @@ def render(report: Report) -> str:
     """Return the page as HTML."""
     style = resources.files("ms_compress.report").joinpath("style.css").read_text("utf-8")
     title = escape(report.title)
+    notes = "".join(f'<p class="warning">{escape(line)}</p>' for line in report.warnings())
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{style}</style></head><body>\n<header><h1>{title}</h1>{_subtitle(report)}</header>"
-        f"\n<main>{_tiles(report)}{_notes(report)}{_legend(report)}"
+        f"\n<main>{_tiles(report)}{notes}{_legend(report)}"
         f'<div class="charts">{_charts(report)}</div>{_table(report)}</main></body></html>\n'
     )
 
@@ -56,10 +57,6 @@ def _tiles(report: Report) -> str:
         for value, what in tiles
     )
     return f'<div class="tiles">{inner}</div>'
-
-
-def _notes(report: Report) -> str:
-    return "".join(f'<p class="warning">{escape(line)}</p>' for line in report.warnings())
 
 
 def _runtimes(report: Report) -> list[str]:

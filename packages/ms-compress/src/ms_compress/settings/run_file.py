@@ -6,22 +6,41 @@ the command line, and refuses what the class does not know, naming the nearest k
 """
 
 import tomllib
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from attrs import Attribute, fields
 
+from ..entry import path_argument
 from ..errors import ConfigError
 from ..files.untrusted import read_toml
 from .validators import nearest, shown
 
-__all__ = ["build", "override", "read_settings", "refuse_renamed"]
+__all__ = ["add_run_file", "build", "override", "read_settings", "refuse_renamed"]
 
 T = TypeVar("T")
 NOT_IN_FILES = {"on_event"}
 FAILURE: type[Exception] = ConfigError.__bases__[0]
 """The base of the package's errors."""
+
+
+def add_run_file(parser: ArgumentParser) -> None:
+    """Let a command take a run file, and changes of single settings."""
+    parser.add_argument(
+        "run_file",
+        type=path_argument,
+        metavar="RUN.toml",
+        help="settings of the run, in TOML",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one setting; table.key=value reaches into a table",
+    )
 
 
 def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

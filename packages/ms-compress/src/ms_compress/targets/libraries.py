@@ -14,21 +14,24 @@ __all__ = ["import_library", "library_errors"]
 SHOWN_CHARACTERS = 200
 
 
-def import_library(name: str, *, extra: str, purpose: str) -> Any:
+def import_library(
+    name: str, *, extra: str, purpose: str, error: type[Exception] = ExportError
+) -> Any:
     """Import a library.
 
     Args:
         name: of its module.
         extra: of ms-compress that installs it.
         purpose: what needs it, such as `GGUF files need the gguf library`.
+        error: the kind of error.
 
     Raises:
-        ExportError: it is not installed.
+        error: it is not installed.
     """
     try:
         return import_module(name)
-    except ImportError as error:
-        raise ExportError(f"{purpose}: pip install 'ms-compress[{extra}]'") from error
+    except ImportError as raised:
+        raise error(f"{purpose}: pip install 'ms-compress[{extra}]'") from raised
 
 
 @contextmanager

@@ -5,19 +5,20 @@ runtime computes it. A `Target` is a format that models are exported to. Nothing
 target's folder asks which one it is.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from attrs import field, frozen
 from torch import Tensor
 
 from ms_compress.errors import ExportError
+from ms_compress.files.tokenizer_source import TokenizerSource
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.settings import nearest
 from ms_compress.targets.rules import TARGETS
-from ms_compress.tokenizer_files import TextEnds, TokenizerFiles
+from ms_compress.text_ends import TextEnds
 
 __all__ = [
     "Assets",
@@ -66,19 +67,11 @@ class TextRuntime(Runtime, Protocol):
         ...
 
 
-class Opens(Protocol):
-    """Opens a folder in its runtime; `strict` refuses tensors that the runtime leaves out."""
-
-    def __call__(self, folder: Path, *, threads: int, strict: bool) -> TextRuntime:
-        """Raise ExportError if the runtime is not installed, or cannot read the folder."""
-        ...
-
-
 @frozen(kw_only=True)
 class Assets:
     """What is exported beside the weights."""
 
-    tokenizer: TokenizerFiles | None
+    tokenizer: TokenizerSource | None
     ends: TextEnds
 
 
@@ -111,7 +104,8 @@ class Format:
     contents: Callable[[Path], Contents]
     """Reads what the files say; an ExportError if they cannot be read."""
     opens: Callable[..., Runtime]
-    """See `Opens`."""
+    """Opens a folder, given `threads` and `strict`, which refuses tensors that the runtime leaves
+    out; an ExportError if the runtime is not installed, or cannot read the folder."""
 
 
 @frozen(kw_only=True)
@@ -127,7 +121,7 @@ class Target(Format):
     reader: Callable[[Path, Mapping[str, Any]], Reader]
     """Given a folder and its model's config.json, reads tensors by the format's own library, and by
     other means than `write`, so that no mistake is made on both sides."""
-    opens: Opens
+    opens: Callable[..., TextRuntime]
     """Opens a folder in its runtime, which also reads and writes texts."""
     runtime: str
     """The runtime's name."""
@@ -141,6 +135,9 @@ class Target(Format):
     """The runtime reads no text unless a tokenizer was exported with the model."""
     tolerance: float = field(default=1e-4)
     """How far the runtime's logits may be off on average, in units of their spread."""
+
+
+F = TypeVar("F", bound=Format)
 
 
 def all_formats() -> list[Format]:
@@ -157,10 +154,7 @@ def find_target(name: str) -> Target:
     Raises:
         ExportError: there is none.
     """
-    known = {each.name: each for each in all_formats() if isinstance(each, Target)}
-    if name not in known:
-        raise ExportError(f"there is no target {name!r}; {nearest(name, known)}")
-    return known[name]
+    return _named(name, [each for each in all_formats() if isinstance(each, Target)])
 
 
 def open_runtime(folder: Path, target: str, *, threads: int = 1, strict: bool = True) -> Runtime:
@@ -175,7 +169,11 @@ def open_runtime(folder: Path, target: str, *, threads: int = 1, strict: bool = 
     Raises:
         ExportError: the runtime is not installed, or cannot read the folder.
     """
-    known = {each.name: each for each in all_formats()}
-    if target not in known:
-        raise ExportError(f"there is no target {target!r}; {nearest(target, known)}")
-    return known[target].opens(folder, threads=threads, strict=strict)
+    return _named(target, all_formats()).opens(folder, threads=threads, strict=strict)
+
+
+def _named(name: str, formats: Sequence[F]) -> F:
+    known = {each.name: each for each in formats}
+    if name not in known:
+        raise ExportError(f"there is no target {name!r}; {nearest(name, known)}")
+    return known[name]

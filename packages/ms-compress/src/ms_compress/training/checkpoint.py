@@ -60,7 +60,7 @@ class TrainingCheckpoint:
         with opened(self.path) as (line, payload):
             header = _header(self.path, line)
             _check_identity(self.path, header.identity, self._identity)
-            state = torch.load(payload, weights_only=True)  # type: ignore[arg-type]  # a file
+            state = torch.load(payload, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         set_masks(model, state["masks"])
@@ -151,7 +151,7 @@ def _random_states() -> dict[str, Tensor]:
 
 
 def _set_random_states(states: dict[str, Tensor]) -> None:
-    """A file may be of a machine with another accelerator, or without."""
+    """Set the states of the generators that this machine has; a file may be another machine's."""
     torch.set_rng_state(states["cpu"])
     for kind in states.keys() & _random_states().keys() - {"cpu"}:
         torch.get_device_module(kind).set_rng_state(states[kind])

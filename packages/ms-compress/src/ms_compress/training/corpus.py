@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ms_compress.errors import ConfigError, DataError
 from ms_compress.files.untrusted import read_json
+from ms_compress.targets.libraries import import_library
 
 __all__ = ["held_out", "read_batch", "read_tokens", "rows"]
 
@@ -247,11 +248,5 @@ def _text_stream(folder: str | Path, split: str, length: int, batch_size: int, s
 
 
 def _ms_data() -> Any:
-    try:
-        import ms_data
-    except ImportError as error:
-        raise ConfigError(
-            "reading shards or conversations needs ms-data; install it:"
-            " pip install 'ms-compress[data]'"
-        ) from error
-    return ms_data
+    purpose = "reading shards or conversations needs ms-data"
+    return import_library("ms_data", extra="data", purpose=purpose, error=ConfigError)

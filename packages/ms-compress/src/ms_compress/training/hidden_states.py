@@ -6,7 +6,7 @@ the teacher's layer that it was cut from). Shapes: B rows, S positions, H hidden
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -40,16 +40,11 @@ class HiddenStates:
             [block for _, block in blocks_of(model)] for model in (student, teacher)
         )
         theirs = [all_of_teacher[at] for at in kept_layers(len(all_of_teacher), len(mine))]
-        handles = [
-            block.register_forward_hook(_keep_in(held))
-            for blocks, held in ((mine, states.student), (theirs, states.teacher))
-            for block in blocks
-        ]
-        try:
+        with ExitStack() as hooks:
+            for blocks, held in ((mine, states.student), (theirs, states.teacher)):
+                for block in blocks:
+                    hooks.enter_context(block.register_forward_hook(_keep_in(held)))
             yield states
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def distance(self) -> Tensor:
         """Return `hidden_distance` of the last forward, and forget its outputs."""

@@ -9,7 +9,6 @@ from attrs import asdict
 from torch import Tensor, nn
 
 from ms_compress.quantisation.layers import prepared_layers
-from ms_compress.settings import check_path
 
 __all__ = ["describe_change", "digest_of", "digest_of_path", "identity_of", "is_digest"]
 
@@ -49,7 +48,6 @@ def digest_of(*contents: bytes) -> str:
 def digest_of_path(path: Path) -> str:
     """Return a digest of a file, a dataset's index or a model's folder; empty if it is none."""
     index = path / "index.json"
-    check_path("a path", index)
     if path.is_file() or index.is_file():
         with (path if path.is_file() else index).open("rb") as file:
             whole = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))

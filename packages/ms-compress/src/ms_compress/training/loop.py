@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ms_compress.errors import ConfigError, DataError, DivergedError
+from ms_compress.files.untrusted import check_path
 from ms_compress.models.logits import next_token_logits
 from ms_compress.quantisation.layers import FACTOR
 from ms_compress.training.checkpoint import TrainingCheckpoint
@@ -54,8 +55,7 @@ def tune(
         after_step: likewise, such as `keep_zeros`.
         on_loss: called with the number of steps made and the last one's loss.
         checkpoint: a file that the state is written to while it trains and at its end, and gone on
-            from if it is there: the weights are then those of a run that was never stopped. It is
-            left to the caller.
+            from if it is there, as by a run that was never stopped. It is left to the caller.
         checkpoint_identity: what else the run follows from, by name, such as the model's and the
             teacher's folders: a checkpoint with another one is refused, and what differs is named.
         checkpoint_every_s: seconds between two writes.
@@ -68,6 +68,7 @@ def tune(
         DataError: a row has nothing to learn.
         DivergedError: a later loss is not finite.
     """
+    check_path("checkpoint", checkpoint, error=ConfigError, optional=True)
     batch = _as_batch(text, options)
     saved = None
     if checkpoint is not None:

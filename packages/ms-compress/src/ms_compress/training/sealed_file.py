@@ -5,17 +5,15 @@ is the payload. Whatever bit is changed, cut off or added, the file is known to 
 """
 
 import hashlib
-import io
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from ms_compress.errors import ConfigError
 from ms_compress.files.durable import replace
 
-__all__ = ["Payload", "opened", "write_sealed"]
+__all__ = ["opened", "write_sealed"]
 
 DIGEST_CHARACTERS = 128
 CHUNK_BYTES = 2**20
@@ -47,8 +45,8 @@ def write_sealed(path: Path, header: bytes, write: Callable[[BinaryIO], object])
 
 
 @contextmanager
-def opened(path: Path) -> "Iterator[tuple[bytes, Payload]]":
-    """Open a sealed file whose digest is right; gives its header and its payload.
+def opened(path: Path) -> Iterator[tuple[bytes, BinaryIO]]:
+    """Open a sealed file whose digest is right; gives its header, and the file at its payload.
 
     Raises:
         ConfigError: it is damaged, or cannot be read.
@@ -66,41 +64,7 @@ def opened(path: Path) -> "Iterator[tuple[bytes, Payload]]":
             )
         file.seek(len(said))
         header = file.readline(HEADER_BYTES)
-        yield header.removesuffix(b"\n"), Payload(file, len(said) + len(header))
-
-
-class Payload(io.RawIOBase):
-    """A file from some byte on, read as a file of its own.
-
-    Args:
-        file: is read.
-        start: where its first byte lies.
-    """
-
-    def __init__(self, file: BinaryIO, start: int) -> None:
-        self._file, self._start = file, start
-        file.seek(start)
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a place of the payload."""
-        there = offset + self._start if whence == os.SEEK_SET else offset
-        return self._file.seek(there, whence) - self._start
-
-    def tell(self) -> int:
-        """Return the place in the payload."""
-        return self._file.tell() - self._start
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer as far as there are bytes."""
-        return self._file.readinto(buffer)  # type: ignore[attr-defined,no-any-return]
+        yield header.removesuffix(b"\n"), file
 
 
 class _Hashing:

@@ -9,6 +9,7 @@ from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB, ReadOptions
 from ms_data.corpus.readers import READERS
 from ms_data.errors import CorpusError, printable
+from ms_data.files.untrusted import check_path
 
 __all__ = ["find_corpus"]
 
@@ -35,6 +36,7 @@ def find_corpus(
         SettingError: the limit is below 1.
         CorpusError: there is no such place, no file in it, or a link to nothing.
     """
+    check_path("corpus", corpus, error=CorpusError)
     path, library = Path(corpus), Path(sysconfig.get_path("stdlib"))
     try:
         is_library = str(corpus) == "stdlib" and not path.exists()
@@ -42,10 +44,8 @@ def find_corpus(
         files = (
             _library_files(library) if is_library else _visible_files(path) if folder else [path]
         )
-    except (OSError, ValueError) as error:
-        if isinstance(error, CorpusError):
-            raise
-        reason = getattr(error, "strerror", None) or error
+    except OSError as error:
+        reason = error.strerror or error
         raise CorpusError(f"{printable(corpus)}: cannot be read: {reason}; give a path") from error
     if not (is_library or named or folder):
         raise CorpusError(f"no file or folder {printable(corpus)}; give a path, or `stdlib`")

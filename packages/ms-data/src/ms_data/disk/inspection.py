@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from ms_data.disk.split import read_index
+from ms_data.disk.split import dataset_folder, read_index
 
 __all__ = ["DatasetInfo", "SplitInfo", "inspect"]
 
@@ -37,7 +37,7 @@ def inspect(folder: str | Path) -> DatasetInfo:
         SettingError: the folder holds no dataset.
         DamageError: its index is not what was written.
     """
-    index = read_index(Path(folder))
+    index = read_index(dataset_folder(folder))
     splits = {}
     for name in index.splits:
         shards = [shard for shard in index.shards if shard.split == name]

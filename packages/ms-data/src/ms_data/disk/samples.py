@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_data.disk.format import KINDS, LOSS_BIT, Kind
-from ms_data.disk.split import Split
+from ms_data.disk.split import Split, dataset_folder
 from ms_data.errors import DamageError, SettingError
 
 __all__ = ["PairSample", "Sample", "Samples", "pack_pair", "pack_sample"]
@@ -75,7 +75,7 @@ class Samples(Sequence[Sample | PairSample]):
     def __init__(
         self, folder: str | Path, split: str = "train", *, kind: Kind | None = None
     ) -> None:
-        self.folder, self.split = Path(folder), split
+        self.folder, self.split = dataset_folder(folder), split
         kinds: tuple[Kind, ...] = (kind,) if kind else ("conversations", "preferences")
         self._split = Split(folder, split, kinds=kinds, cached_frames=CACHED_FRAMES)
         self.kind: Kind = self._split.kind

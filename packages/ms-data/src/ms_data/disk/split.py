@@ -13,11 +13,22 @@ from numpy.typing import NDArray
 from ms_data.disk.format import KINDS, Index, Kind, decode_index
 from ms_data.disk.shard import Frame, Shard
 from ms_data.errors import DamageError, SettingError, printable
+from ms_data.files.untrusted import check_path
 
-__all__ = ["Split", "read_index"]
+__all__ = ["Split", "dataset_folder", "read_index"]
 
 OPEN_SHARDS = 128
 """Shards that a reader keeps open: one descriptor and a table of some 100 kB each."""
+
+
+def dataset_folder(folder: str | Path) -> Path:
+    """Takes the path of a folder of shards.
+
+    Raises:
+        SettingError: no system takes it.
+    """
+    check_path("a dataset", folder, error=SettingError)
+    return Path(folder)
 
 
 def read_index(folder: Path) -> Index:
@@ -28,7 +39,7 @@ def read_index(folder: Path) -> Index:
         DamageError: the index is not exactly what was written.
     """
     path = folder / "index.json"
-    if not os.path.lexists(str(path).replace("\0", "\ufffd")):
+    if not os.path.lexists(path):
         raise SettingError(
             f"{printable(folder)} holds no dataset (no index.json); build one with `ms-data build`"
         )
@@ -73,7 +84,7 @@ class Split:
         kinds: tuple[Kind, ...] = ("text",),
         cached_frames: int = 1,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = dataset_folder(folder)
         self.index = read_index(self.folder)
         self.kind = self.index.document_kind
         if self.kind not in kinds:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ms_data.disk.format import KINDS, LOSS_BIT, MAGIC, Index, ShardEntry
 from ms_data.disk.shard import Frame, Shard
-from ms_data.disk.split import read_index
+from ms_data.disk.split import dataset_folder, read_index
 from ms_data.errors import DamageError
 
 __all__ = ["Fault", "Report", "verify"]
@@ -62,7 +62,7 @@ def verify(
     Raises:
         SettingError: the folder holds no dataset.
     """
-    folder = Path(folder)
+    folder = dataset_folder(folder)
     try:
         index = read_index(folder)
     except DamageError as error:

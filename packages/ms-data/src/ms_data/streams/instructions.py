@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_data.disk.samples import Samples
+from ms_data.disk.split import dataset_folder
 from ms_data.errors import SettingError
 from ms_data.streams.batch import WeightedBatch, fill_rows
 from ms_data.streams.draws import Draws
@@ -100,10 +101,11 @@ class InstructionStream(BatchStream[InstructionBatch]):
             "packing": packing,
             "open_rows": operator.index(open_rows),
         }
-        folders = sources if isinstance(sources, Mapping) else {Path(sources).name: sources}
-        self.folders = tuple(Path(folder) for folder in folders.values())
+        if isinstance(sources, str | Path):
+            sources = {dataset_folder(sources).name: sources}
+        self.folders = tuple(dataset_folder(folder) for folder in sources.values())
         """Where the sources lie, with the tokenizer that made them."""
-        self.names = tuple(folders)
+        self.names = tuple(sources)
         """The sources; `task` counts them from 0."""
         self._sources = [self._open(number) for number in range(len(self.names))]
         self._check_tokenizers()

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_data.disk.samples import Samples
+from ms_data.disk.split import dataset_folder
 from ms_data.errors import SettingError
 from ms_data.streams.batch import RowPart, WeightedBatch, fill_rows
 from ms_data.streams.draws import Draws
@@ -72,7 +73,7 @@ class PreferenceStream(BatchStream[PreferenceBatch]):
             epochs=epochs,
         )
         self.samples = Samples(folder, split, kind="preferences")
-        self.folders = (Path(folder),)
+        self.folders = (dataset_folder(folder),)
         """Where the pairs lie, with the tokenizer that made them."""
         self._kept = [one for one in range(len(self.samples)) if self._fits(one)]
         self.left_out = len(self.samples) - len(self._kept)

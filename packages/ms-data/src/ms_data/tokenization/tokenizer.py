@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from ms_data.chat.template import Rendered
 from ms_data.disk.split import read_index
-from ms_data.errors import DamageError, TokenizerError, printable
+from ms_data.errors import DamageError, OutputError, TokenizerError, printable
 from ms_data.files.durable import write_files, writing
-from ms_data.files.untrusted import read_bytes
+from ms_data.files.untrusted import check_path, read_bytes
 
 __all__ = ["END_OF_TEXT", "LARGEST_VOCABULARY", "Tokenizer"]
 
@@ -66,6 +66,7 @@ class Tokenizer:
             TokenizerError: the file cannot be read or is not a tokenizer.
             DamageError: it is not the one that the shards were built with.
         """
+        check_path("a tokenizer", path, error=TokenizerError)
         path, wanted = Path(path), None
         folder = path if os.path.isdir(path) else None
         if folder and not os.path.exists(path / "index.json"):
@@ -143,6 +144,7 @@ class Tokenizer:
         Raises:
             OutputError: the folder cannot be written.
         """
+        check_path("folder", folder, error=OutputError, written="folder")
         folder = Path(folder)
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)

@@ -11,8 +11,9 @@ import tokenizers
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
-from ms_data.errors import CorpusError, SettingError
+from ms_data.errors import CorpusError, OutputError, SettingError
 from ms_data.files.durable import write_file
+from ms_data.files.untrusted import check_path, decoding
 from ms_data.tokenization.tokenizer import END_OF_TEXT, LARGEST_VOCABULARY, Tokenizer
 
 __all__ = ["train_tokenizer"]
@@ -60,6 +61,8 @@ def train_tokenizer(
             f"vocab_size is {vocab_size}; it must be {SMALLEST_VOCABULARY} or more, "
             f"which is every byte and the end of text, and {LARGEST_VOCABULARY} at most"
         )
+    if out is not None:
+        check_path("out", out, error=OutputError, written="file" if _is_file(out) else "folder")
     source = find_corpus(
         corpus,
         text_key=text_key,
@@ -79,11 +82,18 @@ def train_tokenizer(
     tokenizer = Tokenizer(model.to_str(pretty=True).encode())
     if out is None:
         return tokenizer
-    if Path(out).suffix == ".json" or (os.path.exists(out) and not os.path.isdir(out)):
+    if _is_file(out):
         write_file(Path(out), tokenizer.content)
     else:
         tokenizer.save(out)
     return tokenizer
+
+
+def _is_file(out: str | Path) -> bool:
+    """Whether a file is meant: by its name, or since one stands there."""
+    with decoding(out, error=OutputError):
+        stands = os.path.exists(out) and not os.path.isdir(out)
+    return Path(out).suffix == ".json" or stands
 
 
 def _without_endless_words(text: str) -> Iterator[str]:

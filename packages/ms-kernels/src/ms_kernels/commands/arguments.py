@@ -79,6 +79,9 @@ def present(name: str) -> torch.device:
 def device_of(name: str) -> torch.device:
     """Return a device by its name, here or not."""
     try:
-        return torch.device(name)
+        found = torch.device(name)
     except RuntimeError as error:
         raise BackendError(f"there is no device {name!r}; there are cpu, cuda, npu") from error
+    if str(found) != name:  # torch keeps eight bits of a number: cuda:300 would be cuda:44
+        raise BackendError(f"there is no device {name!r}; no machine has so many")
+    return found

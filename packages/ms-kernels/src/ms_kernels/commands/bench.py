@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from ms_kernels.core.choice import obstacle_to
 from ms_kernels.core.dispatch import describe_call
 from ms_kernels.core.tables import write_table
 from ms_kernels.errors import TableError
-from ms_kernels.files.untrusted import decoding
 from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 from ms_kernels.selection import check_backends, contract_of
 from ms_kernels.tuning.measure import in_turn, one_pass
@@ -33,13 +31,8 @@ def bench(options: argparse.Namespace) -> int:
     device = present(options.device)
     if options.tune:
         path = options.out or Path(f"{chip_of(device)}.json")
-        with decoding(path, error=TableError):
-            if not path.absolute().parent.is_dir():
-                raise TableError(f"{path} cannot be written: there is no such folder")
-            if path.is_dir():
-                raise TableError(f"{path} cannot be written: it is a folder; name a file in it")
-            with suppress(FileNotFoundError):
-                path.lstat()  # refuses what is no path at all before an hour of measuring
+        if not path.absolute().parent.is_dir():  # before an hour of measuring
+            raise TableError(f"{path} cannot be written: there is no such folder")
         table = tune(
             device,
             operators=options.operator,

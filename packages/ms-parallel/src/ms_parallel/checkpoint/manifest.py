@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from ms_parallel.errors import DamageError
+from ms_parallel.files.safetensors_file import DTYPES as NAMES
 from ms_parallel.files.untrusted import decoding, read_bytes
-from ms_parallel.weights.file import DTYPES as NAMES
 
 __all__ = ["DTYPES", "MANIFEST", "Chunk", "Manifest", "SavedFile", "SavedTensor", "read_manifest"]
 

@@ -22,7 +22,7 @@ from ms_parallel.checkpoint.manifest import (
 )
 from ms_parallel.errors import CheckpointError
 from ms_parallel.files.durable import publish, sync_folder, write_all, write_synced, writing
-from ms_parallel.weights.file import DTYPES, TensorEntry, header_of
+from ms_parallel.files.safetensors_file import DTYPES, TensorEntry, header_of
 
 __all__ = ["Writer"]
 

@@ -2,11 +2,9 @@
 
 import pickle
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +12,7 @@ import torch.distributed as dist
 
 from ms_parallel.cluster.watch import position
 from ms_parallel.errors import ParallelError
+from ms_parallel.interruption import StopSignal
 
 __all__ = ["StopRequest", "first_does", "sums"]
 
@@ -74,35 +73,11 @@ def sums(*values: float) -> list[float]:
     return total.tolist()
 
 
-class StopRequest:
+class StopRequest(StopSignal):
     """Whether somebody has asked the run to stop: SIGTERM, or Ctrl-C once.
 
     The processes get a signal at different moments; `agreed` is the same on all of them.
     """
-
-    def __init__(self) -> None:
-        self.signal_name = ""
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take the signals instead of dying of them; a second Ctrl-C ends the run at once."""
-        try:
-            before = {
-                number: signal.signal(number, self._take)
-                for number in (signal.SIGTERM, signal.SIGINT)
-            }
-        except ValueError:  # signals can be taken in the main thread alone
-            before = {}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.signal_name and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal_name = signal.Signals(number).name
 
     def agreed(self) -> bool:
         """Whether any process was asked; all of them must call this at the same step.

@@ -18,11 +18,11 @@ from ms_parallel.cluster.device import pick_device
 from ms_parallel.cluster.groups import Groups, lay_mesh
 from ms_parallel.cluster.launch_line import launch_command
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.cluster.parent import end_with_launcher
 from ms_parallel.cluster.process import launched, rank, variable, world_size
 from ms_parallel.cluster.slurm import adopt_scheduler
 from ms_parallel.cluster.watch import Heartbeat
 from ms_parallel.errors import LaunchError
+from ms_parallel.interruption import end_with_launcher
 
 __all__ = ["connect", "disconnect", "join"]
 

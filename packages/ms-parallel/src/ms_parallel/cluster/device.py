@@ -14,10 +14,7 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
 
     An accelerator is never invented: a process beyond the machine's devices is a `LaunchError`.
     """
-    try:
-        asked = None if device is None else torch.device(device)
-    except RuntimeError as error:
-        raise LaunchError(f"device {device!r} is none; give 'cpu' or an accelerator") from error
+    asked = None if device is None else _device(device)
     if asked is not None and asked.type == "cpu":
         return torch.device("cpu")
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -26,6 +23,10 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
             return torch.device("cpu")
         raise LaunchError(
             f"device {str(device)!r} was asked for but this machine has no accelerator; use 'cpu'"
+        )
+    if asked is not None and asked.type != found.type:
+        raise LaunchError(
+            f"device {str(device)!r} was asked for but this machine has {found.type}; give that"
         )
     index = None if asked is None else asked.index
     index = int(os.environ.get("LOCAL_RANK", "0")) if index is None else index
@@ -36,3 +37,13 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
         )
     torch.accelerator.set_device_index(index)
     return torch.device(found.type, index)
+
+
+def _device(name: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(name)
+    except RuntimeError as error:
+        raise LaunchError(f"device {name!r} is none; give 'cpu' or an accelerator") from error
+    if str(found) != str(name):  # torch keeps eight bits of a number: cuda:300 would be cuda:44
+        raise LaunchError(f"device {name!r} is none; no machine has so many")
+    return found

@@ -29,17 +29,17 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     system: str
     cores: int
-    """That this process may use."""
+    """Cores that this process may use."""
     memory_bytes: int
     free_disk_bytes: int
-    """In the current folder."""
+    """Free bytes on the disk of the current folder."""
     accelerators: list[Accelerator]
     device: str
-    """What a run takes if none is asked for."""
+    """Device that a run uses if none is asked for."""
     backends: list[str]
-    """Of torch.distributed, that work here."""
+    """Backends of torch.distributed that work here."""
     torchrun: str | None
-    """Where it is."""
+    """Path of torchrun; None if it is not on PATH."""
     packages: dict[str, str | None]
     """Versions; None is not installed."""
     problems: list[str]

@@ -2,13 +2,20 @@
 
 from argparse import ArgumentParser, Namespace
 
+from ms_parallel.entry import file_argument
+
 HELP = "write a run file with every key, its default and its meaning"
 EXAMPLE = "ms-parallel init --out RUN.toml"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("--out", metavar="RUN.toml", help="a new file; otherwise it is printed")
+    parser.add_argument(
+        "--out",
+        type=file_argument,
+        metavar="RUN.toml",
+        help="a new file; otherwise it is printed",
+    )
 
 
 def run(options: Namespace) -> int:

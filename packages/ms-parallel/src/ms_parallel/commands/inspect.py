@@ -3,7 +3,8 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from ms_parallel.command_line import GIB, add_json, add_run_file, print_json
+from ms_parallel.command_line import GIB, add_json, print_json
+from ms_parallel.settings.run_file import add_run_file
 
 HELP = "say what a run will be: parameters, memory of each rank, layout"
 EXAMPLE = "ms-parallel inspect RUN.toml --set layout.pipeline=4"
@@ -12,19 +13,18 @@ EXAMPLE = "ms-parallel inspect RUN.toml --set layout.pipeline=4"
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare what the command takes."""
     add_run_file(parser)
+    parser.set_defaults(has_run_file=True)
     add_json(parser)
 
 
 def run(options: Namespace) -> int:
     """Print the facts of a run without starting it."""
     from ms_parallel.run_file import read_run_file
-    from ms_parallel.settings import check_path
     from ms_parallel.training.fitting import layout_of
     from ms_parallel.training.inspection import inspect
 
     run = read_run_file(options.run_file, options.set)
-    check_path("dataset", run.dataset_path)
-    candidates = (Path(run.dataset_path), run.options.output_dir / "shards")
+    candidates = (Path(run.dataset), run.options.output_dir / "shards")
     shards = next((folder for folder in candidates if (folder / "index.json").is_file()), None)
     facts = inspect(run.options, layout_of(run.options), shards)
     if options.json:

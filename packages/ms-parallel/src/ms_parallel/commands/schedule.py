@@ -5,6 +5,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 
 from ms_parallel.command_line import add_json, print_json
+from ms_parallel.entry import file_argument, path_argument
 
 HELP = "prove a pipeline schedule and draw its timeline"
 EXAMPLE = (
@@ -17,6 +18,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument(
         "schedule",
+        type=path_argument,
         metavar="NAME|FILE",
         help="a generator, a table (.csv), `search`, or a recorded step (.json)",
     )
@@ -33,9 +35,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--memory-cap", type=float, metavar="N", help="of a rank, for `search`")
     parser.add_argument(
-        "--measured", metavar="FILE.json", help="a recorded step, drawn beside the simulated one"
+        "--measured",
+        type=path_argument,
+        metavar="FILE.json",
+        help="a recorded step, drawn beside the simulated one",
     )
-    parser.add_argument("--out", metavar="FILE", help="write .svg, .html or .csv")
+    parser.add_argument(
+        "--out", type=file_argument, metavar="FILE", help="write .svg, .html or .csv"
+    )
     add_json(parser)
 
 
@@ -45,7 +52,7 @@ def run(options: Namespace) -> int:
     from ms_parallel.schedules.drawing.text import draw_text, path_text
 
     explained = explain(
-        options.schedule,
+        str(options.schedule),
         ranks=options.stages,
         microbatches=options.microbatches,
         costs=options.costs,

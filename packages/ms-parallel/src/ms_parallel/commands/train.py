@@ -5,9 +5,10 @@ import signal
 import sys
 from argparse import ArgumentParser, Namespace
 
-from ms_parallel.cluster.parent import end_with_launcher
-from ms_parallel.command_line import add_json, add_run_file, print_json
+from ms_parallel.command_line import add_json, print_json
 from ms_parallel.entry import INTERRUPTED
+from ms_parallel.interruption import end_with_launcher
+from ms_parallel.settings.run_file import add_run_file
 
 HELP = "train as a run file says; the same command resumes"
 EXAMPLE = (
@@ -19,6 +20,7 @@ EXAMPLE = (
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare what the command takes."""
     add_run_file(parser)
+    parser.set_defaults(has_run_file=True)
     add_json(parser)
 
 
@@ -33,7 +35,7 @@ def run(options: Namespace) -> int:
     trainer = DistributedTrainer.from_options(run.options)
     stdout = sys.stderr if options.json else sys.stdout
     with contextlib.redirect_stdout(stdout):
-        result = trainer.train(run.dataset_path, run.length.epochs, run.length.steps)
+        result = trainer.train(run.dataset, run.length.epochs, run.length.steps)
     if options.json and is_first():
         print_json(result)
     return INTERRUPTED if result.stopped_by == signal.SIGINT.name else 0

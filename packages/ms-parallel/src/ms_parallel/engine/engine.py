@@ -18,7 +18,7 @@ from ms_parallel.engine.adamw import AdamW
 from ms_parallel.engine.assembly import EngineArguments, Given, build_stages, describe
 from ms_parallel.engine.further import HasFurther, depths_of, divisors, further_shares
 from ms_parallel.engine.generation import Sampling, generate
-from ms_parallel.engine.heads import heads_of
+from ms_parallel.engine.heads import heads_of, thaw_heads
 from ms_parallel.engine.loss import Batch, Loss, LossWithStatistics, Output
 from ms_parallel.engine.microbatches import cut_batch, measure
 from ms_parallel.engine.optimizer import learning_rate
@@ -27,6 +27,7 @@ from ms_parallel.engine.output import HeadOutput, LogitsOutput
 from ms_parallel.engine.state import load_state, state_of
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.errors import ConfigError, ModelError, ParallelError
+from ms_parallel.files.untrusted import check_path
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles
@@ -358,7 +359,7 @@ class Engine:
 
         Args:
             make: takes this process's stages by number, freezes them and puts adapters into them,
-                in place; what it returns is `adapters`.
+                in place; what it returns is `adapters`. Extra heads stay trained.
 
         Raises:
             ConfigError: the layout splits matrices or sequences, or a rank has several stages.
@@ -371,6 +372,8 @@ class Engine:
                 "and context at 1 in the layout, and choose a schedule such as 1f1b"
             )
         self.adapters = make(self.stages)
+        for stage in self.stages.values():
+            thaw_heads(stage, self.options.heads)
         self.trained = self._trainable(frozen_too=False)
 
     def save(
@@ -386,6 +389,9 @@ class Engine:
             ModelError: it is a module of your own, or the folder cannot be written.
             NonFiniteError: a weight is NaN or infinite.
         """
+        check_path("folder", folder, error=ModelError, written="folder")
+        if isinstance(tokenizer, str | Path):
+            check_path("tokenizer", tokenizer, error=ModelError)
         stages = [stage for stage in self.stages.values() if isinstance(stage, StagedModel)]
         if not stages:
             raise ModelError(

@@ -56,7 +56,7 @@ class Sampling:
     min_p: float = field(default=0.0, validator=number(most=1.0))
     """Only tokens of at least this share of the likeliest one's probability are ever chosen."""
     seed: int = 0
-    """Of the random numbers; the same under every layout gives the same tokens."""
+    """Seed of the random numbers; the same seed gives the same tokens under every layout."""
 
 
 @torch.no_grad()
@@ -172,7 +172,7 @@ def pick(logits: Tensor, sampling: Sampling, index: int, part: int = 0, parts: i
 
 
 def _seed_at(seed: int, index: int) -> int:
-    """Of the random number at a position; hashed, as torch's generator takes 32 bits of a seed."""
+    """Seed of the random number at a position; hashed, as torch's generator takes 32 bits of it."""
     digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
 

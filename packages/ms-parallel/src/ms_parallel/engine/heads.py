@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["add_heads", "heads_of"]
+__all__ = ["add_heads", "heads_of", "thaw_heads"]
 
 
 def add_heads(stage: Any, widths: Mapping[str, int]) -> None:
@@ -21,6 +21,14 @@ def add_heads(stage: Any, widths: Mapping[str, int]) -> None:
         matrix = torch.empty(width, norm.weight.shape[0], device=norm.weight.device)
         norm.register_parameter(f"{name}_matrix", nn.Parameter(matrix))
         norm.register_parameter(f"{name}_offset", nn.Parameter(matrix[:, 0].clone()))
+
+
+def thaw_heads(stage: Any, widths: Mapping[str, int]) -> None:
+    """Let the heads of a last stage be trained, whose other weights are frozen."""
+    if widths and stage.last:
+        for head in heads_of(stage, widths).values():
+            for weights in head:
+                weights.requires_grad_(True)
 
 
 def heads_of(stage: Any, widths: Mapping[str, int]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -13,9 +13,9 @@ from ms_parallel.settings import nearest, number, shown, whole
 __all__ = ["AdamWConfig", "betas", "decay", "decays", "learning_rate"]
 
 Decay = Callable[[float], float]
-"""From the share of the updates that have passed to the share of the fall that is still to come."""
+"""Maps the share of the updates that have passed to the share of the fall that is left."""
 LEAST = 1e-30
-"""Of what a number is divided by."""
+"""Smallest divisor that is accepted."""
 
 
 @cache

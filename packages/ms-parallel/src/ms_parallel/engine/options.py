@@ -12,7 +12,7 @@ from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.pipeline.layer_split import Choice
-from ms_parallel.settings import one_of, whole
+from ms_parallel.settings import a_path, one_of, whole
 from ms_parallel.split.recompute import Recompute
 
 __all__ = ["EngineOptions"]
@@ -28,7 +28,7 @@ class EngineOptions:
 
     optimizer: AdamWConfig = field(factory=AdamWConfig)
     """AdamW's settings."""
-    schedule: Choice = "1f1b"
+    schedule: Choice = field(default="1f1b", validator=a_path(objects=True))
     """A generator's name, such as `"1f1b"` or `"zb-v"`; the path of a CSV file in
     torch.distributed.pipelining's form; or a table. A file or table is of its own number of
     microbatches. Each stage gets its share of the layers, or as many as a `Staged`, what
@@ -40,8 +40,8 @@ class EngineOptions:
     recompute: Recompute = field(default="none", validator=one_of("none", "full"))
     """`"full"` keeps only each block's input and runs it again in the backward."""
     seed: int = 0
-    """Of fresh weights, which are the same under every layout."""
-    weights: Literal["initial", "unset"] | Path = "initial"
+    """Seed of fresh weights, which are the same under every layout."""
+    weights: Literal["initial", "unset"] | Path = field(default="initial", validator=a_path())
     """`"initial"`: those of the model's folder, or drawn; a folder whose weights are read; or
     `"unset"` where a checkpoint is loaded next, so that none are drawn to be overwritten."""
     device: str | torch.device | None = None

@@ -10,7 +10,7 @@ from attrs import asdict, evolve, fields
 from torch import Tensor, nn
 
 from ms_parallel.errors import ConfigError, ModelError
-from ms_parallel.files.untrusted import read_json
+from ms_parallel.files.untrusted import check_path, read_json
 from ms_parallel.models.config import ModelConfig, TokenId, token_ids
 from ms_parallel.models.family import families, family_of
 from ms_parallel.models.plan import ModelPlan
@@ -52,6 +52,7 @@ def architecture(
             is out of range.
         ModelError: the folder's config.json is damaged or asks for what is not supported.
     """
+    check_path("model", name_or_folder, error=ConfigError)
     known = _named(str(name_or_folder))
     if known is None and os.path.isdir(name_or_folder):
         known = read_config(Path(name_or_folder))

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ __all__ = ["Recorder", "gather_times", "offset_ns"]
 ECHOES = 16
 """Round trips to the first rank's clock; the fastest counts."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
+T = TypeVar("T")
 
 
 class Recorder:
@@ -79,14 +81,7 @@ def gather_times(recorder: Recorder, groups: Groups) -> list[list[tuple[int, int
     if groups.layout.pipeline == 1:
         return [own]
     shift = 0 if _one_machine(groups) else offset_ns(groups)
-    counts = _all(torch.tensor([len(own)]), groups)
-    longest = max(int(count) for count in counts)
-    padded = torch.zeros(longest, 2, dtype=torch.int64)
-    padded[: len(own)] = torch.tensor(own, dtype=torch.int64).reshape(-1, 2) + shift
-    return [
-        [(begin, end) for begin, end in times[: int(count)].tolist()]
-        for times, count in zip(_all(padded, groups), counts, strict=True)
-    ]
+    return _all([(begin + shift, end + shift) for begin, end in own], groups)
 
 
 def offset_ns(groups: Groups, clock: Callable[[], int] = time.monotonic_ns) -> int:
@@ -120,17 +115,12 @@ def offset_ns(groups: Groups, clock: Callable[[], int] = time.monotonic_ns) -> i
 
 def _one_machine(groups: Groups) -> bool:
     """Whether all pipeline ranks read one clock: they were booted together."""
-    try:
-        boot = int(BOOT.read_text().strip().replace("-", "")[:15], 16)
-    except (OSError, ValueError):
-        boot = -1
-    seen = {int(each) for each in _all(torch.tensor([boot]), groups)}
-    return len(seen) == 1 and boot >= 0
+    boots = set(_all(BOOT.read_text() if BOOT.exists() else "", groups))
+    return len(boots) == 1 and "" not in boots
 
 
-def _all(tensor: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
-    """Each pipeline rank's tensor, all of one shape, on the CPU."""
-    own = tensor.to(groups.device)
-    each = [torch.empty_like(own) for _ in range(groups.layout.pipeline)]
-    dist.all_gather(each, own, group=groups.group("pipeline"))
-    return [one.cpu() for one in each]
+def _all(own: T, groups: Groups) -> list[T]:
+    """Each pipeline rank's value."""
+    each: list[Any] = [None] * groups.layout.pipeline
+    dist.all_gather_object(each, own, group=groups.group("pipeline"))
+    return each

@@ -86,9 +86,9 @@ class MemoryRuntime(Runtime):
         super().__init__(runtime.stages, runtime.groups)
         self.mailbox = runtime.mailbox
         self.kept_bytes: dict[int, int] = {}
-        """From the forward to the backward of inputs."""
+        """Kept from the forward to the backward of inputs."""
         self.retained_bytes: dict[int, int] = {}
-        """From there to the backward of weights; at most as much, as `Costs` has it."""
+        """Kept from there to the backward of weights; never more, as `Costs` demands."""
 
     def _compute(self, key: Key, entering: Tensor, step: Step, schedule: Schedule) -> Tensor:
         kept = {_place(entering): _size(entering)}

@@ -4,7 +4,7 @@
 from .validators import (
     MOST,
     a_path,
-    check_path,
+    as_path,
     flag,
     nearest,
     number,
@@ -18,7 +18,7 @@ from .validators import (
 __all__ = [
     "MOST",
     "a_path",
-    "check_path",
+    "as_path",
     "flag",
     "nearest",
     "number",

@@ -34,7 +34,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     pipeline: int
     layers: int
     parameters: int
-    """That this rank holds a part of, whole."""
+    """Parameters of its stages, counted whole though the rank may hold a part of each."""
     state_bytes: int
     """Weights, gradients and moments."""
     activation_bytes: int
@@ -46,12 +46,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     architecture: str
     parameters: int
-    """Of the whole model; tied weights once."""
+    """Parameters of the whole model; tied weights count once."""
     layout: str
     processes: int
     tokens_per_step: int
     microbatches: int
-    """That pass through a data rank in one step."""
+    """Microbatches that pass through a data rank in one step."""
     ranks: list[RankFacts]
     picture: str
 

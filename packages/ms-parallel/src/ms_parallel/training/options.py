@@ -1,6 +1,7 @@
 """The options of a training run, validated when they are built."""
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,11 +15,12 @@ from ms_parallel.events import OnEvent
 from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.schedules.generators.registry import GENERATORS
 from ms_parallel.schedules.table.schedule import Schedule
-from ms_parallel.settings import a_path, flag, nearest, number, one_of, text, whole
+from ms_parallel.settings import a_path, as_path, flag, nearest, number, one_of, shown, text, whole
 
 __all__ = ["Length", "Options"]
 
 MOST_EPOCHS = 10**6
+DEVICE = re.compile(r"[a-z]+(:[0-9]{1,3})?")
 
 
 def _model_config(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,18 +29,8 @@ def _model_config(value: Mapping[str, Any]) -> dict[str, Any]:
     return dict(value)
 
 
-def _name(value: str | Path) -> str:
-    return str(value)
-
-
-def _path(value: str | Path | None) -> Path | None:
-    return None if value is None else _folder(value)
-
-
-def _folder(value: str | Path) -> Path:
-    if not isinstance(value, str | os.PathLike):
-        raise ConfigError(f"a path is {value!r}; give a text")
-    return Path(value)
+def _text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _layout(value: Layout | Mapping[str, int] | str | None) -> Layout | None:
@@ -51,11 +43,19 @@ def _layout(value: Layout | Mapping[str, int] | str | None) -> Layout | None:
     return Layout.from_config(value)
 
 
-def _schedule(instance: object, attribute: Any, value: Any) -> None:
-    if isinstance(value, Schedule | Path):
+def _device(instance: object, attribute: Any, value: Any) -> None:
+    if value is None or (isinstance(value, str) and DEVICE.fullmatch(value)):
         return
-    if not isinstance(value, str):
-        raise ConfigError(f"schedule is {value!r}; give a name, a CSV file or a Schedule")
+    given = f"{attribute.name} is {shown(value)}"
+    raise ConfigError(f"{given}; give 'cpu', or an accelerator, such as 'npu' or 'cuda:1'")
+
+
+def _schedule(instance: object, attribute: Any, value: Any) -> None:
+    if isinstance(value, Schedule):
+        return
+    a_path()(instance, attribute, value)
+    if isinstance(value, os.PathLike):
+        return
     names = [*GENERATORS, SEARCH]
     if not value.lower().endswith(".csv") and value not in names:
         raise ConfigError(f"schedule is {value!r}; {nearest(value, names)} Or name a CSV file")
@@ -65,7 +65,7 @@ def _schedule(instance: object, attribute: Any, value: Any) -> None:
 class Essentials:
     """The settings that `DistributedTrainer` takes by place too."""
 
-    model_arch: str = field(converter=_name, validator=a_path)
+    model_arch: str = field(converter=_text, validator=a_path())
     """`llama`, `mistral`, `qwen2`, `qwen3`, or a folder with a Hugging Face config.json."""
     parallel_config: Layout | None = field(default=None, converter=_layout)
     """Axes such as `{"tensor_parallel": 2}`; None puts all processes on `data`."""
@@ -84,7 +84,9 @@ class Options(Essentials):
         LayoutError: the layout is not one.
     """
 
-    output_dir: Path = field(default=Path("runs/train"), converter=_folder, validator=a_path)
+    output_dir: Path = field(
+        default=Path("runs/train"), converter=as_path, validator=a_path(written="folder")
+    )
     """Where shards, checkpoints, events and the trained model go. The same folder resumes."""
     model_config: dict[str, Any] = field(factory=dict, converter=_model_config)
     """Settings of the model to change, by the names of Hugging Face's config.json."""
@@ -126,10 +128,10 @@ class Options(Essentials):
     any; 0 leaves them as they are."""
     ops: str = field(default="torch", validator=one_of("torch", "ms_kernels"))
     """Whose operators the model uses; `ms_kernels` needs the extra `kernels`."""
-    device: str | None = field(default=None, validator=text(optional=True))
+    device: str | None = field(default=None, validator=_device)
     """`cpu` or an accelerator; None for the machine's best."""
     seed: int = field(default=0, validator=whole(least=0, most=2**63 - 1))
-    """Of the fresh weights and of the order of samples."""
+    """Seed of the fresh weights and of the order of samples."""
     evaluate_every: int | None = field(default=None, validator=whole(optional=True))
     """Steps between evaluations on held-out text; None for the first and last step alone."""
     evaluate_batches: int = field(default=8, validator=whole())
@@ -144,7 +146,7 @@ class Options(Essentials):
     """Share of documents kept for evaluation, when raw text is built into shards."""
     vocab_size: int = field(default=8192, validator=whole(least=257))
     """Tokens of the tokenizer that is trained, when raw text is built without one."""
-    tokenizer: Path | None = field(default=None, converter=_path, validator=a_path)
+    tokenizer: Path | None = field(default=None, converter=as_path, validator=a_path(optional=True))
     """A `tokenizer.json` for raw text; None trains one."""
     text_key: str = field(default="text", validator=text())
     """The member of a JSON line that holds the text."""

@@ -14,7 +14,6 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.files.run_folder import SEAL, hold, inside, owner_of
 from ms_parallel.files.untrusted import read_bytes
 from ms_parallel.progress import RunDisplay
-from ms_parallel.settings import check_path
 from ms_parallel.training.options import Options
 
 __all__ = ["KIND", "held"]
@@ -49,7 +48,6 @@ def held(
             changed that cannot.
     """
     folder = options.output_dir
-    check_path("dataset", dataset)
     if options.model_folder is not None and inside(options.model_folder, folder):
         raise ConfigError(
             f"the model {options.model_folder} lies in output_dir {folder}, which this run writes;"

@@ -23,11 +23,11 @@ class Result:
     stopped_by: str | None
     """The signal that stopped the run, SIGTERM or SIGINT (Ctrl-C); None if it finished."""
     loss: float
-    """Of the last step's batch, in nats a token."""
+    """Loss of the last step's batch, in nats a token."""
     held_out_loss: float | None
-    """At the end; None without held-out text."""
+    """Loss on held-out text at the end; None where there is no such text."""
     first_held_out_loss: float | None
-    """Before the first step."""
+    """Loss on held-out text before the first step."""
     tokens: int
     """Tokens trained on."""
     seconds: float

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
-from attrs import asdict, define, field, fields, frozen
+from attrs import asdict, field, frozen
 
 from ms_parallel import checkpoint
 from ms_parallel.checkpoint.manifest import MANIFEST
@@ -47,20 +47,19 @@ class Stream(Protocol):
         """Go to where `state` was taken."""
 
 
-@define(kw_only=True)
-class Standing:
+class Standing(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How far a run has come; goes into each checkpoint."""
 
-    loss: float = float("nan")
-    """Of the last step's batch."""
+    loss: float | None = None
+    """Loss of the last step's batch; None before the first, and where it is not finite."""
     tokens: int = 0
     """Tokens trained on."""
     seconds: float = 0.0
     """Time in steps, over all launches."""
     first_held_out_loss: float | None = None
-    """Before the first step."""
+    """Loss on held-out text before the first step."""
     held_out_loss: float | None = None
-    """At the last evaluation."""
+    """Loss on held-out text at the last evaluation."""
     held_out_step: int | None = None
 
 
@@ -70,7 +69,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: dict[str, Any]
     layout: str
     stream: dict[str, Any]
-    standing: dict[str, int | float | None]
+    standing: Standing
 
 
 @frozen(kw_only=True)
@@ -161,10 +160,8 @@ class Run:
         checkpoint.load(folder, manifest, state)
         self.engine.load_state_dict(state)
         self.stream.load_state_dict(facts.stream)
-        for name, value in facts.standing.items():
-            setattr(
-                self.standing, name, float("nan") if value is None and name == "loss" else value
-            )
+        for name in Standing.__struct_fields__:
+            setattr(self.standing, name, getattr(facts.standing, name))
 
     def _check_model(self, folder: Path, there: Mapping[str, Any]) -> None:
         here = model_facts(self.engine)
@@ -285,7 +282,7 @@ class Run:
             "model": model_facts(self.engine),
             "layout": str(self.engine.groups.layout),
             "stream": self.stream.state_dict(),
-            "standing": asdict(self.standing),
+            "standing": msgspec.to_builtins(self.standing),
         }
         checkpoint.save(folder, self.engine.state_dict(), step=step, facts=facts)
         first_does(lambda: self._settle(step))
@@ -304,13 +301,8 @@ def facts_of(folder: Path, manifest: checkpoint.Manifest) -> RunFacts:
     Raises:
         DamageError: it is not what a run keeps.
     """
-    where = folder / MANIFEST
-    with decoding(where, error=DamageError):
-        facts = msgspec.convert(manifest.facts, RunFacts)
-    unknown = facts.standing.keys() - {each.name for each in fields(Standing)}
-    if unknown:
-        raise DamageError(f"{where}: a run keeps no {min(unknown)!r}")
-    return facts
+    with decoding(folder / MANIFEST, error=DamageError):
+        return msgspec.convert(manifest.facts, RunFacts)
 
 
 def model_facts(engine: Engine) -> dict[str, Any]:

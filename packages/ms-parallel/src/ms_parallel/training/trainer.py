@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ms_parallel.cluster.process import is_first, rank
 from ms_parallel.cluster.slurm import adopt_scheduler
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import JsonLines
+from ms_parallel.files.untrusted import check_path
 from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
 from ms_parallel.planner.tuning import conditions_of, search_schedule
@@ -104,6 +106,7 @@ class DistributedTrainer:
             FolderError: another process works in output_dir, or it belongs to another run.
             ms_data.DataError: the dataset cannot be used.
         """
+        check_path("dataset", dataset_path, error=ConfigError)
         length, options = Length(epochs=epochs, steps=steps), self.options
         end_scripts_plainly()
         adopt_scheduler()
@@ -235,7 +238,7 @@ class DistributedTrainer:
             step=run.engine.step,
             finished=finished,
             stopped_by=None if finished else run.stop.signal_name,
-            loss=standing.loss,
+            loss=nan if standing.loss is None else standing.loss,
             held_out_loss=standing.held_out_loss,
             first_held_out_loss=standing.first_held_out_loss,
             tokens=standing.tokens,
@@ -322,7 +325,7 @@ def _note_schedule(run: Run, found: FoundSchedule) -> None:
 
 
 def _printable(text: str) -> str:
-    """Without what a terminal would obey."""
+    """Remove control characters, which a terminal would obey."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )

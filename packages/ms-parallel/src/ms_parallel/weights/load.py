@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ms_parallel.errors import ModelError
+from ms_parallel.files.untrusted import check_path
 from ms_parallel.models.registry import build_model, model_plan, read_config, weight_pieces
 from ms_parallel.models.staged import StagedModel, named_weights
 from ms_parallel.models.weight_names import Piece
@@ -51,6 +52,7 @@ def load_model(
         ModelError: the architecture or a setting is not supported, or a tensor is missing,
             unknown, of another shape or not finite, or a tied weight is there twice and differs.
     """
+    check_path("folder", folder, error=ModelError)
     folder = Path(folder)
     config = read_config(folder)
     weights = open_weights(folder)

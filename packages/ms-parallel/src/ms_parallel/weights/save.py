@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from ms_parallel.errors import ModelError, NonFiniteError
 from ms_parallel.files.durable import sync_folder, write_synced
+from ms_parallel.files.safetensors_file import TensorEntry, WeightFile
+from ms_parallel.files.untrusted import check_path
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.registry import (
     CONFIG,
@@ -28,7 +30,6 @@ from ms_parallel.models.staged import StagedModel, named_weights
 from ms_parallel.models.tokenizer_files import TokenizerFiles, read_tokenizer
 from ms_parallel.models.weight_names import Piece
 from ms_parallel.split.part import drop_gathered, part_of, whole_of
-from ms_parallel.weights.file import TensorEntry, WeightFile
 from ms_parallel.weights.finite import is_finite
 from ms_parallel.weights.folder import INDEX, SINGLE
 
@@ -87,7 +88,10 @@ def save_model(
             tokenizer cannot be read, or has more tokens than the model.
         NonFiniteError: a weight is NaN or infinite, as it is or in `dtype`; nothing is written.
     """
+    check_path("folder", folder, error=ModelError, written="folder")
     folder, rank = Path(folder), _rank()
+    if isinstance(tokenizer, str | Path):
+        check_path("tokenizer", tokenizer, error=ModelError)
     stages = [model] if isinstance(model, StagedModel) else list(model)
     for stage in stages:
         drop_gathered(stage)

@@ -49,7 +49,7 @@ class Rule:
     """What to do about it, likewise."""
 
     def __call__(self, analysis: Analysis) -> Finding | None:
-        """Return a finding on the case with the largest share of its rank's time, if it is enough."""
+        """Find the case with the largest share of its rank's time, if that is enough."""
         worst = max(self.look(analysis), key=lambda case: case.share, default=None)
         if worst is None or worst.share < self.least_share:
             return None

@@ -23,7 +23,7 @@ from ms_profile.analysis.shared_clock import align_collectives, shift_collective
 from ms_profile.analysis.unnamed_groups import split_groups
 from ms_profile.clocks.alignment import ClockFit
 from ms_profile.errors import ProfileError, TraceError
-from ms_profile.files.untrusted import decoding
+from ms_profile.files.untrusted import check_path, decoding
 from ms_profile.log.ring import is_ring, read_ring
 from ms_profile.trace.columns import Trace
 from ms_profile.trace.from_ring import trace_of_ring
@@ -88,6 +88,7 @@ def analyse(path: str | os.PathLike[str], *, window: int | None = None) -> Analy
     Raises:
         TraceError: nothing there can be read as a trace.
     """
+    check_path("a run", path, error=TraceError)
     place = Path(path)
     with decoding(place, error=TraceError):
         found = find_traces(place, window=window)

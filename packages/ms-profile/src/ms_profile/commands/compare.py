@@ -1,7 +1,6 @@
 """`ms-profile compare A B`: exit 1 when B is significantly slower."""
 
 import argparse
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -20,6 +19,7 @@ from ms_profile.analysis.comparison import (
 )
 from ms_profile.analysis.whole_run import analyse
 from ms_profile.commands.printable import cell
+from ms_profile.entry import path_argument
 from ms_profile.errors import TraceError
 
 __all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
@@ -32,12 +32,12 @@ MOST_WAIT = 0.1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("before", type=Path, help="run A: folder or trace")
-    parser.add_argument("after", type=Path, help="run B")
+    parser.add_argument("before", type=path_argument, help="run A: folder or trace")
+    parser.add_argument("after", type=path_argument, help="run B")
     more = "with three runs or more their scatter decides, on a busy host too; record in turns"
-    parser.add_argument("--before", type=Path, action="append", default=[], metavar="RUN",
+    parser.add_argument("--before", type=path_argument, action="append", default=[], metavar="RUN",
                         dest="more_before", help=f"another run of A; {more}")  # fmt: skip
-    parser.add_argument("--after", type=Path, action="append", default=[], metavar="RUN",
+    parser.add_argument("--after", type=path_argument, action="append", default=[], metavar="RUN",
                         dest="more_after", help="another run of B")  # fmt: skip
     parser.add_argument("--least-change", type=float, default=LEAST_CHANGE, metavar="SHARE",
                         help="smallest change that counts; 0.03")  # fmt: skip

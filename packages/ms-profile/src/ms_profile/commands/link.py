@@ -4,7 +4,6 @@ import argparse
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ms_profile.commands.printable import cell
+from ms_profile.entry import file_argument
 from ms_profile.errors import LinkError, number_in_environment
 from ms_profile.links.matrix import LinkMatrix
 from ms_profile.links.measure import measure_links
@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="start N local processes")
     parser.add_argument("--backend", default="gloo", help="gloo, nccl, hccl; default: gloo")
     parser.add_argument("--repeats", type=int, default=10, help="round trips a size; 10")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the matrix as JSON")
+    parser.add_argument(
+        "--out", type=file_argument, metavar="FILE", help="write the matrix as JSON"
+    )
     parser.add_argument("--json", action="store_true", help="print the matrix as JSON")
 
 

@@ -5,12 +5,12 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Final
 
 from msgspec.json import encode
 
 from ms_profile.commands.printable import plain
+from ms_profile.entry import folder_argument, path_argument
 from ms_profile.errors import EventError
 from ms_profile.log.event_log import Event
 from ms_profile.log.event_reader import EventFilter, event_files_so_far, follow_events, read_events
@@ -25,14 +25,18 @@ LONGEST_S: Final = 1e10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a run's folder, or a log's")
+    parser.add_argument(
+        "folder", type=path_argument, metavar="DIR", help="a run's folder, or a log's"
+    )
     parser.add_argument("--kind", metavar="NAMES", help="comma-separated kinds to keep")
     parser.add_argument("--rank", metavar="NUMBERS", help="comma-separated ranks to keep")
     parser.add_argument("--first-step", type=int, metavar="N", help="drop what is before")
     parser.add_argument("--last-step", type=int, metavar="N", help="drop what is after")
     parser.add_argument("--since", type=float, metavar="SECONDS", help="keep the last SECONDS")
     parser.add_argument("--follow", action="store_true", help="go on as the logs grow")
-    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write TensorBoard's files")
+    parser.add_argument(
+        "--tensorboard", type=folder_argument, metavar="DIR", help="write TensorBoard's files"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
 
 

@@ -3,13 +3,13 @@
 import argparse
 import sys
 from collections.abc import Sized
-from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from ms_profile.analysis.whole_run import analyse
 from ms_profile.commands.printable import plain
+from ms_profile.entry import file_argument, path_argument
 from ms_profile.errors import TraceError
 from ms_profile.links.matrix import read_links
 from ms_profile.metrics import METRICS, parse_metrics
@@ -26,17 +26,25 @@ EXAMPLE: Final = "ms-profile report ./profile_results --out report.html"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument(
-        "path", type=Path, help="a run's folder, a folder of traces, a trace, or a recorder's ring"
+        "path",
+        type=path_argument,
+        help="a run's folder, a folder of traces, a trace, or a recorder's ring",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: PATH/report.html")
+    parser.add_argument(
+        "--out", type=file_argument, metavar="FILE", help="default: PATH/report.html"
+    )
     parser.add_argument("--title", default="", help="of the page")
     parser.add_argument("--window", type=int, metavar="N",
                         help="which window of a run's traced steps, from 1; the last")  # fmt: skip
     parser.add_argument("--metrics", metavar="NAMES",
                         help=f"comma-separated parts to show, of {', '.join(METRICS)}; default: "
                         "what the run was asked for")  # fmt: skip
-    parser.add_argument("--links", type=Path, metavar="FILE", help="what `link --out` wrote")
-    parser.add_argument("--perfetto", type=Path, metavar="FILE", help="write a trace of all ranks")
+    parser.add_argument(
+        "--links", type=path_argument, metavar="FILE", help="what `link --out` wrote"
+    )
+    parser.add_argument(
+        "--perfetto", type=file_argument, metavar="FILE", help="write a trace of all ranks"
+    )
     parser.add_argument("--most-events", type=int, default=1_000_000, metavar="N",
                         help="spans in the timeline, the longest ones; 1000000")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the summary, write no page")

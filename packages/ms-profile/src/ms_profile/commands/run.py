@@ -4,12 +4,12 @@ import argparse
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from ms_profile.commands.printable import plain
+from ms_profile.entry import folder_argument, path_argument
 from ms_profile.log.manifest import RankManifest, TraceSchedule
 from ms_profile.metrics import METRICS, parse_metrics
 from ms_profile.recording.launch import LAUNCHED, RunOutcome, launch, run_here
@@ -36,8 +36,8 @@ SAVED_STDOUT: Final[list[int]] = []
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("--train-script", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--train-script", type=path_argument, required=True, metavar="FILE")
+    parser.add_argument("--output-dir", type=folder_argument, required=True, metavar="DIR")
     parser.add_argument(
         "--metrics",
         default="communication_time,compute_time",

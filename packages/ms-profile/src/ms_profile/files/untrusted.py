@@ -13,11 +13,19 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-__all__ = ["decode_json", "decoding", "read_bytes", "read_json", "read_text", "read_toml"]
+__all__ = [
+    "check_path",
+    "decode_json",
+    "decoding",
+    "read_bytes",
+    "read_json",
+    "read_text",
+    "read_toml",
+]
 
 LIMIT_BYTES = 256 * 2**20
 """What a file of settings, names or a vocabulary is never larger than."""
@@ -28,7 +36,46 @@ SHOWN_CHARACTERS = 200
 DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){100}""")
 """A hundred names with dots between them."""
 
+PATH_BYTES = 4095
+NAME_BYTES = 255
+"""What a file system takes; see PATH_MAX and NAME_MAX in limits.h."""
+ASIDE_BYTES = 15
+"""What the name of a file that is written aside adds."""
+
 T = TypeVar("T")
+
+
+def check_path(
+    name: str,
+    value: object,
+    *,
+    error: type[Exception],
+    optional: bool = False,
+    written: Literal["file", "folder"] | None = None,
+) -> None:
+    """Refuse what no system takes for a path, before anything is done for its sake.
+
+    Whether there is something to read is said by whoever reads it.
+
+    Args:
+        name: of the setting or argument, for the message.
+        value: a text or path; UTF-8, since other files and pages are to name it.
+        error: raised over it.
+        optional: None passes.
+        written: what is written there at the end; it must then be able to stand there.
+
+    Raises:
+        error: it is no text, empty, endless, no UTF-8, holds a NUL, or its links run in a circle;
+            or what is written could not stand there.
+    """
+    if optional and value is None:
+        return
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or not text:
+        raise error(f"{name} is {_shown(repr(value))}; give a path")
+    problem = _never_a_path(text) or _not_for(text, written)
+    if problem:
+        raise error(f"{name} is {_shown(repr(text))}, {problem}; give another path")
 
 
 def read_bytes(
@@ -118,6 +165,42 @@ def decoding(where: str | Path, *, error: type[Exception]) -> Iterator[None]:
         raise error(f"{_shown(where)}: cannot be read: {reason}") from raised
     except (ValueError, TypeError, LookupError, ArithmeticError, EOFError) as raised:
         raise error(f"{_shown(where)}: {_words(raised)}") from raised
+
+
+def _never_a_path(text: str) -> str:
+    """Why no system takes a text for a path; empty where one does."""
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        return "which is not UTF-8"
+    if b"\0" in encoded:
+        return "which holds a NUL"
+    if len(encoded) > PATH_BYTES or any(len(one) > NAME_BYTES for one in encoded.split(b"/")):
+        return "which is longer than any that a system takes"
+    try:
+        os.stat(text)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return ""  # whoever needs what is there says so
+    except OSError as raised:
+        return f"which cannot be followed: {raised.strerror}"
+    return ""
+
+
+def _not_for(text: str, written: str | None) -> str:
+    """Why a file or folder cannot be written at a path; empty where it can."""
+    if written is None:
+        return ""
+    path = Path(text)
+    if len(path.name.encode()) > NAME_BYTES - ASIDE_BYTES:
+        return f"whose last part is longer than {NAME_BYTES - ASIDE_BYTES} bytes"
+    if written == "file" and (text.endswith("/") or path.name in ("", "..") or path.is_dir()):
+        return "where a folder stands, and a file is to be written"
+    if written == "folder" and path.exists() and not path.is_dir():
+        return "where a file stands, and a folder is to be written"
+    above = next((one for one in path.parents if os.path.lexists(one)), None)
+    if above is not None and not above.is_dir():
+        return f"and {_shown(above)} is no folder"
+    return ""
 
 
 def _shown(where: str | Path) -> str:

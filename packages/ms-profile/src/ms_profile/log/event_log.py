@@ -24,6 +24,7 @@ from msgspec import Meta, Struct
 
 from ms_profile.clocks.clock_pair import ClockPair, read_clocks
 from ms_profile.errors import EventError, number_in_environment
+from ms_profile.files.untrusted import check_path
 from ms_profile.log.blocks import pack_block
 
 __all__ = ["Event", "EventLog", "Segment", "StepMetrics", "Value"]
@@ -121,6 +122,7 @@ class EventLog:
                 f"segments={segments}, segment_bytes={segment_bytes}, flush_interval_s="
                 f"{flush_interval_s}: all must be positive"
             )
+        check_path("folder", folder, error=EventError, written="folder")
         self.folder = Path(folder)
         self.rank = number_in_environment("RANK", 0) if rank is None else rank
         self.lost = 0

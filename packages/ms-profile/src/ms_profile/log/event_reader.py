@@ -14,7 +14,7 @@ from attrs import field, frozen
 
 from ms_profile.clocks.alignment import ClockFit
 from ms_profile.errors import FormatError
-from ms_profile.files.untrusted import decoding, read_bytes
+from ms_profile.files.untrusted import check_path, decoding, read_bytes
 from ms_profile.log.blocks import Block, Damage, scan_blocks
 from ms_profile.log.event_log import ARRAY, SUFFIX, Event
 
@@ -98,6 +98,7 @@ def event_files(folder: Path | str) -> list[Path]:
     Raises:
         FormatError: there are none.
     """
+    check_path("a log", folder, error=FormatError)
     root = Path(folder)
     name = f"rank-[0-9]*{SUFFIX}"
     with decoding(root, error=FormatError):
@@ -116,6 +117,7 @@ def follow_events(
     until: Callable[[], bool] = lambda: False,
 ) -> Iterator[Event]:
     """Yield events as they are flushed, those already there first; ends once `until()` is true."""
+    check_path("a log", folder, error=FormatError)
     kept = wanted or EventFilter()
     offsets: dict[Path, int] = {}
     while True:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ms_profile.clocks.clock_pair import ClockPair, read_clocks
 from ms_profile.errors import FormatError, RecordError
-from ms_profile.files.untrusted import read_bytes
+from ms_profile.files.untrusted import check_path, read_bytes
 
 __all__ = ["Kind", "Ring", "RingRecording", "is_ring", "read_ring"]
 
@@ -98,6 +98,7 @@ class Ring:
     def __init__(
         self, path: str | os.PathLike[str], *, capacity: int = 1 << 16, rank: int = 0
     ) -> None:
+        check_path("path", path, error=RecordError, written="file")
         self.path = Path(path)
         self.capacity = capacity
         self.step = 0
@@ -215,6 +216,7 @@ def read_ring(path: Path | str) -> RingRecording:
     Raises:
         FormatError: the file is no ring, is cut short, or cannot be read.
     """
+    check_path("a ring", path, error=FormatError)
     data = read_bytes(path, error=FormatError, limit_bytes=LARGEST_BYTES)
     if len(data) < PAGE or data[:8] != MAGIC:
         raise FormatError(f"{path} is no ring file; its first bytes are {data[:8]!r}")

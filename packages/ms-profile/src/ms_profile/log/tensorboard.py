@@ -12,6 +12,8 @@ from math import inf
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from ms_profile.errors import RecordError
+from ms_profile.files.untrusted import check_path
 from ms_profile.log.event_log import Event
 from ms_profile.log.manifest import whole_file
 
@@ -32,8 +34,10 @@ def export_tensorboard(events: Iterable[Event], folder: Path | str) -> int:
         How many scalars were written.
 
     Raises:
+        RecordError: no system takes the path, or something else stands there.
         OSError: the folder cannot be written.
     """
+    check_path("folder", folder, error=RecordError, written="folder")
     files: dict[int, BinaryIO] = {}
     written = 0
     with ExitStack() as open_files:

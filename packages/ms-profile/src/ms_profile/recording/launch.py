@@ -6,9 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from stat import S_ISDIR
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Final
@@ -17,7 +15,6 @@ import msgspec
 from attrs import field, frozen
 
 from ms_profile.errors import CaptureError
-from ms_profile.files.untrusted import decoding
 from ms_profile.log.manifest import RankManifest, rank_path, read_ranks
 from ms_profile.recording.plan import Plan, ProcessRank, clear_run
 from ms_profile.recording.script import Termination, run_script
@@ -137,12 +134,7 @@ def _read_exit_codes(path: Path) -> dict[int, int]:
 
 
 def _check(plan: Plan) -> None:
-    with decoding(plan.output_dir, error=CaptureError), suppress(FileNotFoundError):
-        if not S_ISDIR(os.stat(plan.output_dir).st_mode):
-            raise CaptureError(f"{plan.output_dir} is no folder; choose another --output-dir")
-    with decoding(plan.script, error=CaptureError):
-        is_file = plan.script.is_file()
-    if not is_file:
+    if not plan.script.is_file():
         raise CaptureError(f"there is no script {plan.script}; give the path of a Python file")
     if importlib.util.find_spec("torch") is None:
         raise CaptureError("torch is not installed; pip install 'ms-profile[torch]'")

@@ -6,9 +6,10 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from attrs import field, frozen
+from attrs import Attribute, field, frozen
 
 from ms_profile.errors import CaptureError, number_in_environment
+from ms_profile.files.untrusted import check_path
 from ms_profile.log.manifest import TraceSchedule
 from ms_profile.recording.trace_schedule import check_schedule
 from ms_profile.version import __version__
@@ -43,20 +44,25 @@ class ProcessRank:
         return cls()
 
 
+def _check(instance: object, attribute: "Attribute[Path]", value: Path) -> None:
+    is_output = attribute.name == "output_dir"
+    check_path(attribute.name, value, error=CaptureError, written="folder" if is_output else None)
+
+
 def _absolute(folder: Path) -> Path:
     """The same folder after the script has changed the working directory."""
-    return Path(os.path.abspath(folder))
+    return Path(os.path.abspath(folder)) if str(folder) else folder
 
 
 @frozen(kw_only=True)
 class Plan:
     """What to record, and where to put it."""
 
-    script: Path
+    script: Path = field(validator=_check)
     """The training script."""
     arguments: tuple[str, ...] = ()
     """Its arguments."""
-    output_dir: Path = field(converter=_absolute)
+    output_dir: Path = field(converter=_absolute, validator=_check)
     """A folder that holds no run yet."""
     metrics: tuple[str, ...]
     """Names of `METRICS`."""

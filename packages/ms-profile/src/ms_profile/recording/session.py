@@ -88,7 +88,7 @@ class Session:
         host = self.manifest.host
         self.events("run_start", {"script": str(plan.script), "host": host, "pid": os.getpid()})
         if own.world_size > 1 and Collect.GROUPS in self._collect:
-            # torch reads it when imported: it then keeps the collectives' groups; see `flight_recorder`.
+            # Read when torch is imported; it then keeps collectives' groups: see `flight_recorder`.
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", MOST_COLLECTIVES)
         OPEN.append(self)
         when_imported("torch", self._on_torch)

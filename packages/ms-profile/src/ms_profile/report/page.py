@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 
 from ms_profile.analysis.whole_run import Analysis
+from ms_profile.errors import RecordError
+from ms_profile.files.untrusted import check_path
 from ms_profile.links.matrix import LinkMatrix
 from ms_profile.log.manifest import write_whole
 from ms_profile.report.payload import pack_columns
@@ -46,8 +48,10 @@ def write_report(
         What the page shows beside the timeline: `build_summary`.
 
     Raises:
+        RecordError: no system takes the path, or something else stands there.
         OSError: the file cannot be written.
     """
+    check_path("path", path, error=RecordError, written="file")
     timeline = build_timeline(analysis, most_events=most_events)
     table, packed = pack_columns(timeline.columns)
     summary = build_summary(analysis, title=title, links=links, metrics=metrics)

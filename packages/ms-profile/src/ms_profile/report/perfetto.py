@@ -10,6 +10,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from ms_profile.analysis.whole_run import Analysis, RankAnalysis
+from ms_profile.errors import RecordError
+from ms_profile.files.untrusted import check_path
 from ms_profile.log.manifest import whole_file
 from ms_profile.trace.columns import EXPORT
 
@@ -25,8 +27,10 @@ def export_perfetto(analysis: Analysis, path: str | os.PathLike[str]) -> int:
         How many spans were written.
 
     Raises:
+        RecordError: no system takes the path, or something else stands there.
         OSError: the file cannot be written; what stood there before stays.
     """
+    check_path("path", path, error=RecordError, written="file")
     target = Path(path)
     encode = msgspec.json.Encoder().encode
     written, separator = 0, b""

@@ -10,6 +10,7 @@ from pathlib import Path
 from attrs import evolve
 
 from ms_profile.errors import TraceError
+from ms_profile.files.untrusted import check_path
 from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.columns import Trace
 from ms_profile.trace.json_chunks import TraceText
@@ -28,6 +29,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     Raises:
         TraceError: there is no such file, it is empty, or it is no trace.
     """
+    check_path("a trace", path, error=TraceError)
     source = Path(path)
     if not source.is_file():
         raise TraceError(f"there is no trace {source}; give a file that a profiler wrote")

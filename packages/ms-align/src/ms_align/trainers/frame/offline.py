@@ -15,7 +15,7 @@ from ms_align.run.checkpoint import State
 from ms_align.run.initial_weights import name_of
 from ms_align.run.loop import Result, RunLog
 from ms_align.run.samples import SamplePrompts
-from ms_align.settings import whole
+from ms_align.settings import a_path, whole
 from ms_align.streams.folders import (
     first_batches,
     folders_of,
@@ -46,9 +46,9 @@ class TrainingData:
 class OfflineTrainer(Trainer):
     """What is learnt from, and how long."""
 
-    model: Any
+    model: Any = field(validator=a_path(objects=True))
     """Folder of the model to begin with; in Python also a torch.nn.Module or an Engine."""
-    tokenizer: Any = None
+    tokenizer: Any = field(default=None, validator=a_path(optional=True, objects=True))
     """What is put beside the trained model, a folder or a tokenizer; by default what lies beside
     the data."""
     sequence_length: int | None = field(default=None, validator=whole(least=2, optional=True))
@@ -108,7 +108,7 @@ class OfflineTrainer(Trainer):
         check_fit(engine, data.stream, "training data")
         tokenizer = tokenizer_beside(self.tokenizer, data.stream)
         learner = self.learner(engine, data, TextEnds.of(tokenizer))
-        identity = {"model": name_of(self.model), **learner.identity()}
+        identity = {"model": name_of(self.model), **learner.identity}
         if data.name:
             identity["dataset"] = data.name
         return self.run(
@@ -181,6 +181,8 @@ class OfflineLearner(ABC):
         self.data = data
         self.ends = ends
         self.step = 0
+        self.identity: Mapping[str, str] = {}
+        """What else makes another run."""
 
     @abstractmethod
     def loss(self) -> Loss:
@@ -189,10 +191,6 @@ class OfflineLearner(ABC):
     @abstractmethod
     def held_out_metrics(self, held_out: HeldOut) -> Mapping[str, float]:
         """Metrics of the held-out batches."""
-
-    def identity(self) -> Mapping[str, str]:
-        """What else makes another run."""
-        return {}
 
     def next_batch(self) -> Mapping[str, Any]:
         """A batch with all that the loss reads."""

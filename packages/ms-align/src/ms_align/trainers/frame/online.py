@@ -4,13 +4,14 @@ A rollout draws responses to some prompts, scores them, and is then used for sev
 of it is in a checkpoint, so a run that was killed between any two updates goes on bit for bit.
 """
 
+import os
 from abc import abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import Attribute, evolve, field, frozen
 from attrs.converters import optional
 from torch import Tensor
 
@@ -30,12 +31,18 @@ from ms_align.rollouts.options import RolloutOptions
 from ms_align.rollouts.prompts import Prompt, prompts_checksum, read_prompts
 from ms_align.run.initial_weights import name_of, weights_checksum
 from ms_align.run.loop import Result
-from ms_align.settings import whole
+from ms_align.settings import a_path, whole
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import TokenizerFiles, files_of
 from ms_align.trainers.frame.trainer import Trainer
 
 __all__ = ["OnlineTrainer"]
+
+
+def _prompts(instance: object, attribute: "Attribute[Any]", value: object) -> None:
+    """Check for prompts, or the path of a file of them."""
+    if isinstance(value, str | os.PathLike) or not isinstance(value, Iterable | None):
+        a_path()(instance, attribute, value)
 
 
 @frozen(kw_only=True, slots=False)
@@ -44,15 +51,15 @@ class OnlineTrainer(RolloutOptions, Trainer):
 
     learns_from_groups = False
 
-    policy_model: Any
+    policy_model: Any = field(validator=a_path(objects=True))
     """What learns: the folder of a model, and in Python a torch.nn.Module or an Engine."""
-    reward_model: Any
+    reward_model: Any = field(validator=a_path(several=True, objects=True))
     """Any callable on samples, any torch.nn.Module, the folder of a reward model, several of
     them, or names with weights."""
-    reference_model: Any = None
+    reference_model: Any = field(default=None, validator=a_path(optional=True, objects=True))
     """What the KL holds the policy near: a folder, a module, an Engine, `"adapter_off"` for the
     policy without its adapters, or None for the policy as it begins."""
-    tokenizer: Any = None
+    tokenizer: Any = field(default=None, validator=a_path(optional=True, objects=True))
     """Has `encode` and `decode`; or a name for `load_tokenizer`. By default the one that lies in
     the policy's folder. Needed for texts alone; it is put beside the trained model."""
     stop_tokens: Any = field(default=None, converter=optional(token_numbers))
@@ -64,7 +71,7 @@ class OnlineTrainer(RolloutOptions, Trainer):
     """Responses that are written at once."""
     steps: int = field(default=100, validator=whole())
     """Updates of the whole run."""
-    held_out: Any = None
+    held_out: Any = field(default=None, validator=_prompts)
     """Prompts, as `prompt_dataset`, that are never learned from."""
 
     @property
@@ -103,7 +110,9 @@ class OnlineTrainer(RolloutOptions, Trainer):
         sampling = with_stops(self.sampling, self.stop_tokens, tokenizer, files)
         ready = evolve(self, stop_tokens=sampling.stop_tokens, stop_strings=sampling.stop_strings)
         prompts = read_prompts(prompt_dataset, tokenizer, response_dataset)
-        return ready._optimize(prompts, name_of_prompts(prompt_dataset, prompts), tokenizer, files)
+        given = isinstance(prompt_dataset, str | Path)
+        dataset = str(prompt_dataset) if given else f"{len(prompts)} prompts"
+        return ready._optimize(prompts, dataset, tokenizer, files)
 
     def _optimize(
         self,
@@ -147,14 +156,10 @@ class OnlineTrainer(RolloutOptions, Trainer):
 
     def surrogate(self, kl_coeff: float) -> dict[str, Any]:
         """The settings of `PolicyLoss` that all algorithms take from here."""
-        return {
-            "clip_low": self.clip_low,
-            "clip_high": self.clip_high,
-            "temperature": self.sampling.policy_temperature,
-            "entropy_coeff": self.entropy_coeff,
-            "kl_coeff": kl_coeff,
-            "kl_estimator": self.kl_estimator,
-        }
+        alike = ("clip_low", "clip_high", "entropy_coeff", "kl_estimator")
+        found = {name: getattr(self, name) for name in alike}
+        temperature = self.sampling.policy_temperature
+        return {**found, "temperature": temperature, "kl_coeff": kl_coeff}
 
     def _learner(
         self, policy: Engine, prompts: list[Prompt], tokenizer: Tokenizer | None
@@ -212,11 +217,6 @@ class OnlineTrainer(RolloutOptions, Trainer):
         if given is not None and not (hasattr(given, "encode") and hasattr(given, "decode")):
             raise ConfigError(f"tokenizer is {given!r}; give a folder, a file, or a tokenizer")
         return cast("Tokenizer | None", given)
-
-
-def name_of_prompts(dataset: Any, prompts: list[Prompt]) -> str:
-    """What a run's folder calls a dataset of prompts."""
-    return str(dataset) if isinstance(dataset, str | Path) else f"{len(prompts)} prompts"
 
 
 def _check_tokenizer(tokenizer: Tokenizer | None, policy: Engine) -> None:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ms_compress.errors import LayerError
 from ms_compress.files.durable import sync_folder, write_synced
+from ms_compress.files.safetensors_file import TensorEntry, WeightFile
 from ms_compress.models.decoder_config import check_deployable
 from ms_compress.models.head import HEAD
 from ms_compress.models.shards import WholeTensor
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.quantisation.rounding import Quantised
 from ms_compress.quantisation.scheme import Activations, Scheme
-from ms_compress.targets.ct.safetensors_file import Slot, TensorFile
 from ms_compress.targets.target import Assets
 
 __all__ = ["FILE", "check", "pack", "write"]
@@ -61,14 +61,13 @@ def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) 
         for entry, _ in passes:
             model.read(entry.name)
         return
-    slots = {name: slot for _, places in passes for name, slot in places.items()}
-    with TensorFile(folder / FILE, slots) as file:
-        for entry, places in passes:
+    with WeightFile(folder / FILE, (each for _, stored in passes for each in stored)) as file:
+        for entry, stored in passes:
             value = model.read(entry.name)
             assert value is not None
             tensors = _tensors(entry, value)
-            for name in places:
-                file.write(name, tensors[name])
+            for each in stored:
+                file.write(each.name, tensors[each.name])
     # In a narrower dtype transformers would round the scales, which are float32, to it.
     named = "torch_dtype" if "torch_dtype" in model.config else "dtype"
     quantization = _quantization(model)
@@ -88,32 +87,29 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return torch.from_numpy(words.astype(np.int32))
 
 
-def _passes(tensors: Mapping[str, WholeTensor]) -> Iterator[tuple[WholeTensor, dict[str, Slot]]]:
+def _passes(tensors: Mapping[str, WholeTensor]) -> Iterator[tuple[WholeTensor, list[TensorEntry]]]:
     """Order what is written: wider dtypes first, so that each tensor begins aligned."""
     for size in (8, 4, 2, 1):
         for entry in tensors.values():
-            places = {n: slot for n, slot in _slots(entry).items() if slot.dtype.itemsize == size}
-            if places:
-                yield entry, places
+            stored = [each for each in _stored(entry) if each.dtype.itemsize == size]
+            if stored:
+                yield entry, stored
 
 
-def _slots(entry: WholeTensor) -> dict[str, Slot]:
+def _stored(entry: WholeTensor) -> Iterator[TensorEntry]:
+    """Yield the tensors that the file holds of one of the model's."""
     if entry.scheme is None:
-        return {entry.name: Slot(shape=entry.shape, dtype=entry.dtype)}
+        yield TensorEntry(name=entry.name, shape=entry.shape, dtype=entry.dtype)
+        return
     rows, features = entry.shape
-    groups = features // entry.scheme.group_of(features)
-    scales = Slot(shape=(rows, groups), dtype=entry.scheme.dtype)
-    if not _is_packed(entry):
-        return {
-            f"{entry.module}.weight_scale": scales,
-            entry.name: Slot(shape=entry.shape, dtype=torch.int8),
-        }
-    words = -(-features * entry.scheme.bits // 32)
-    return {
-        f"{entry.module}.weight_shape": Slot(shape=(2,), dtype=torch.int64),
-        f"{entry.module}.weight_packed": Slot(shape=(rows, words), dtype=torch.int32),
-        f"{entry.module}.weight_scale": scales,
-    }
+    if _is_packed(entry):
+        packed = (rows, -(-features * entry.scheme.bits // 32))
+        yield TensorEntry(name=f"{entry.module}.weight_shape", shape=(2,), dtype=torch.int64)
+        yield TensorEntry(name=f"{entry.module}.weight_packed", shape=packed, dtype=torch.int32)
+    else:
+        yield TensorEntry(name=entry.name, shape=entry.shape, dtype=torch.int8)
+    scales = (rows, features // entry.scheme.group_of(features))
+    yield TensorEntry(name=f"{entry.module}.weight_scale", shape=scales, dtype=entry.scheme.dtype)
 
 
 def _tensors(entry: WholeTensor, value: Quantised | Tensor) -> dict[str, Tensor]:
@@ -148,7 +144,7 @@ def _quantization(model: WholeModel) -> dict[str, Any]:
             "group_0": {
                 "targets": ["Linear"],
                 "weights": _arguments(scheme),
-                "input_activations": _input_arguments(first.activations),
+                "input_activations": first.activations and _arguments(first.activations),
                 "output_activations": None,
             }
         },
@@ -161,33 +157,19 @@ def _is_packed(entry: WholeTensor) -> bool:
     return entry.scheme.bits < 8 or entry.activations is None
 
 
-def _arguments(scheme: Scheme) -> dict[str, Any]:
+def _arguments(how: Scheme | Activations) -> dict[str, Any]:
+    """Return the library's `QuantizationArgs` of a weight, or of an input."""
+    dynamic = isinstance(how, Activations)
+    by_row = "token" if dynamic else "channel"
     return {
-        "num_bits": scheme.bits,
+        "num_bits": how.bits,
         "type": "int",
         "symmetric": True,
-        "strategy": "channel" if scheme.group is None else "group",
-        "group_size": scheme.group,
-        "dynamic": False,
+        "strategy": by_row if how.group is None else "group",
+        "group_size": how.group,
+        "dynamic": dynamic,
         "actorder": None,
         "block_structure": None,
-        "observer": "minmax",
-        "observer_kwargs": {},
-    }
-
-
-def _input_arguments(activations: Activations | None) -> dict[str, Any] | None:
-    if activations is None:
-        return None
-    return {
-        "num_bits": activations.bits,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "token",
-        "group_size": None,
-        "dynamic": True,
-        "actorder": None,
-        "block_structure": None,
-        "observer": None,
+        "observer": None if dynamic else "minmax",
         "observer_kwargs": {},
     }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ms_compress.errors import ExportError
+from ms_compress.targets.libraries import import_library
 
 __all__ = ["TorchRuntime"]
 
@@ -18,13 +18,11 @@ class TorchRuntime:
     name = "torch"
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from ms_parallel.models import KeyValueCache
-            from ms_parallel.weights import load_model
-        except ImportError as error:
-            raise ExportError(
-                "running a plain model needs ms-parallel: pip install 'ms-compress[parallel]'"
-            ) from error
+        purpose = "running a plain model needs ms-parallel"
+        import_library("ms_parallel", extra="parallel", purpose=purpose)
+        from ms_parallel.models import KeyValueCache
+        from ms_parallel.weights import load_model
+
         self.cache: Any = KeyValueCache
         self.model: Any = load_model(folder)
         self.model.train(False)

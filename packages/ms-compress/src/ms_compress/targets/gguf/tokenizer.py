@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from ms_compress.errors import ExportError
-from ms_compress.tokenizer_files import TextEnds, TokenizerFiles
+from ms_compress.files.tokenizer_source import TokenizerSource
+from ms_compress.text_ends import TextEnds, check_fits
 
 __all__ = ["add_placeholders", "add_tokenizer", "check_tokenizer"]
 
@@ -32,7 +33,7 @@ ENDS = ("eos", "eot", "eom")
 
 
 def add_tokenizer(
-    writer: Any, gguf: Any, files: TokenizerFiles, ends: TextEnds, vocabulary: int
+    writer: Any, gguf: Any, files: TokenizerSource, ends: TextEnds, vocabulary: int
 ) -> None:
     """Add a tokenizer, where its texts begin and end, and its chat template.
 
@@ -57,7 +58,8 @@ def add_tokenizer(
     first, last = _added_around(files)
     writer.add_add_bos_token(ends.begin is not None and first == ends.begin)
     writer.add_add_eos_token(last is not None and last in ends.ends)
-    if (template := files.chat_template) is not None:
+    template = files.settings.get("chat_template") if files.template is None else files.template
+    if template is not None:
         writer.add_chat_template(template)
 
 
@@ -83,7 +85,7 @@ def add_placeholders(writer: Any, gguf: Any, ends: TextEnds, vocabulary: int) ->
     writer.add_add_eos_token(False)
 
 
-def check_tokenizer(files: TokenizerFiles, ends: TextEnds, vocabulary: int) -> None:
+def check_tokenizer(files: TokenizerSource, ends: TextEnds, vocabulary: int) -> None:
     """Refuse a tokenizer that llama.cpp does not have.
 
     Raises:
@@ -105,7 +107,7 @@ def check_tokenizer(files: TokenizerFiles, ends: TextEnds, vocabulary: int) -> N
             f"{files.path}: it changes text by {normalizer.type!r} before splitting it,"
             " which llama.cpp does not; train a tokenizer without"
         )
-    files.check_fits(vocabulary)
+    check_fits(files, vocabulary)
     _split(files)
     if not 0 < len(ends.ends) <= len(ENDS):
         many = (
@@ -117,13 +119,13 @@ def check_tokenizer(files: TokenizerFiles, ends: TextEnds, vocabulary: int) -> N
         )
 
 
-def _add_tokens(writer: Any, gguf: Any, files: TokenizerFiles, vocabulary: int) -> None:
+def _add_tokens(writer: Any, gguf: Any, files: TokenizerSource, vocabulary: int) -> None:
     types = gguf.TokenType
     tokens, kinds = [], []
     for number in range(vocabulary):
         tokens.append(files.texts.get(number, f"[PAD{number}]"))
         if number in files.added:
-            special = files.added[number].get("special", False)
+            special = files.added[number].special
             kinds.append(types.CONTROL if special else types.USER_DEFINED)
         else:
             kinds.append(types.NORMAL if number in files.texts else types.UNUSED)
@@ -140,7 +142,7 @@ def _add_ends(writer: Any, ends: TextEnds) -> None:
         writer.add_pad_token_id(ends.pad)
 
 
-def _added_around(files: TokenizerFiles) -> tuple[int | None, int | None]:
+def _added_around(files: TokenizerSource) -> tuple[int | None, int | None]:
     """Return the tokens that are put before and after each text, if any."""
     processor = _part(files, "post_processor", _Processor)
     steps = processor.processors or [processor]
@@ -153,7 +155,7 @@ def _added_around(files: TokenizerFiles) -> tuple[int | None, int | None]:
     return first, last
 
 
-def _split(files: TokenizerFiles) -> str:
+def _split(files: TokenizerSource) -> str:
     """Return llama.cpp's name of how text is split before merging."""
     cutter = _part(files, "pre_tokenizer", _Cutter)
     steps = cutter.pretokenizers or [cutter]
@@ -198,7 +200,7 @@ class _Normalizer(msgspec.Struct):
     type: str = "NFC"
 
 
-def _part(files: TokenizerFiles, name: str, kind: type[T]) -> T:
+def _part(files: TokenizerSource, name: str, kind: type[T]) -> T:
     """Read a part of tokenizer.json, as far as it is needed here."""
     try:
         return msgspec.convert(files.document.get(name) or {}, kind)

@@ -156,15 +156,12 @@ def _add_info(
     if entry is None or entry.scheme is None:
         writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * count)
         return
-    kind = _type(gguf, entry.scheme.bits)
+    types = gguf.GGMLQuantizationType
+    kind = types.Q8_0 if entry.scheme.bits == 8 else types.Q4_0
     block, size = gguf.GGML_QUANT_SIZES[kind]
     rows, features = shape
     stored = (rows, features // block * size)
     writer.add_tensor_info(name, stored, np.dtype(np.uint8), rows * stored[1], raw_dtype=kind)
-
-
-def _type(gguf: Any, bits: int) -> Any:
-    return gguf.GGMLQuantizationType.Q8_0 if bits == 8 else gguf.GGMLQuantizationType.Q4_0
 
 
 def _add_metadata(writer: Any, gguf: Any, config: DecoderConfig, model: WholeModel) -> None:

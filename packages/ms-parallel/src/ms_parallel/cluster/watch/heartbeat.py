@@ -2,7 +2,7 @@
 
 Each rank sets its record in the launcher's store once a second; who waits in vain reads all of
 them. Processes of this machine are looked up in /proc, so that a stopped one and a killed one are
-told apart at once; of other machines a record that no longer counts up gives no sign.
+told apart at once. A rank of another machine counts as silent when its record no longer changes.
 
 The thread has a connection of its own: the process group's is held by whoever waits at it.
 """
@@ -19,15 +19,15 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from ms_parallel.cluster.parent import launcher_is_gone
 from ms_parallel.cluster.watch.findings import State, explain
 from ms_parallel.cluster.watch.record import Record, position
 from ms_parallel.entry import FAILED
+from ms_parallel.interruption import launcher_is_gone
 
 __all__ = ["Heartbeat"]
 
 RANKS_A_SECOND = 1000
-"""That the store is to bear."""
+"""Records that the store has to take in a second."""
 STORE_TIMEOUT = timedelta(seconds=5)
 LOST = (dist.DistError, RuntimeError, ValueError)
 
@@ -101,7 +101,7 @@ class Heartbeat:
 
     @property
     def _patience(self) -> timedelta:
-        """In which every rank that lives sends a record."""
+        """Time in which every living rank sends a record."""
         return timedelta(seconds=2 * self.interval_s + 0.5)
 
     def _connect(self) -> Any:
@@ -210,7 +210,7 @@ def _is_absent(state: State | None, record: Record) -> bool:
 
 
 def _state(record: Record) -> State | None:
-    """Of a process of this machine what the kernel says; None for another machine's."""
+    """What the kernel says of a process on this machine; None for another machine's."""
     if record.machine != position.machine:
         return None
     try:

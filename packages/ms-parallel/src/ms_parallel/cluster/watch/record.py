@@ -41,7 +41,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag="position.v1"):
     beat: int
     """Counts up as long as the process lives and is not stopped."""
     step: int
-    """That is being made; 0 before the first."""
+    """Step that is being made; 0 before the first."""
     activity: str
     waits_in: str
     """The collective or message that it waits for; nothing if it does something itself."""
@@ -60,11 +60,11 @@ class Position:
         """Performances of a schedule so far."""
         self.activity = "the start"
         self.action: object | None = None
-        """Of a pipeline schedule; its text says what it is."""
+        """Action of a pipeline schedule that is being performed; its text says which."""
         self.message: tuple[tuple[int, int, str], int] | None = None
-        """That is waited for: (stage, microbatch, direction), and the rank it comes from."""
+        """The message waited for: (stage, microbatch, direction), and the rank that sends it."""
         self.patient = False
-        """Whether a wait that has no end by right is under way, for what rank 0 does alone."""
+        """Whether this rank waits, without a limit, for what rank 0 does alone."""
         self.thread = threading.main_thread().ident
         self.machine = _machine()
         self._beat = 0
@@ -76,7 +76,7 @@ class Position:
         return self.step, self.passes, self.activity, self.action, self.message
 
     def raised(self, trace: TracebackType | None) -> None:
-        """Stand from now on where an error was raised, not where it is told."""
+        """Report from now on where an error was raised, not where it is reported."""
         self._raised = _of_traceback(trace)
 
     def record(self, rank: int) -> Record:
@@ -169,7 +169,7 @@ def _own_line(lines: list[Line]) -> str:
 
 
 def _short(file: str) -> str:
-    """Without the folder that packages are imported from."""
+    """Cut off the folder that packages are imported from."""
     for folder in sorted(sys.path, key=len, reverse=True):
         if folder and Path(file).is_relative_to(folder):
             return str(Path(file).relative_to(folder))

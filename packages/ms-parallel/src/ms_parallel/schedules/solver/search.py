@@ -81,7 +81,7 @@ def search(
     The result depends on the arguments alone, not on the machine or its load. Without
     `exact_search` it is never longer than what the same search finds under a smaller cap that is
     the least that works, or twice, four times, ... as much. Under any other smaller cap the search
-    may by chance find a schedule that is shorter, at most by the `gap` of this one.
+    may happen to find a schedule that is shorter, at most by the `gap` of this one.
 
     Args:
         costs: Of every stage, in the order of the model.

@@ -49,6 +49,15 @@ _MEMORY, _TIME, _THREADS = "allocate memory", "read clocks and sleep", "threads 
 _WAIT, _WHO, _SIGNAL = "wait for its own descriptors (asyncio)", "ask who it is", "own handlers"
 _PAIR = "asyncio wakes its loop through a pair of sockets that lead nowhere else"
 
+# Neither owners nor signals of descriptors, leases, locks, seals or sizes.
+_OWN_FLAGS = (Check(1, (_F_DUPFD, _F_GETFD, _F_SETFD, _F_GETFL, _F_DUPFD_CLOEXEC)),)
+# Whether it is a terminal, how much can be read, and flags of its own.
+_OWN_STATE = (Check(1, (_TCGETS, _TIOCGWINSZ, _FIONREAD, _FIONBIO, _FIONCLEX, _FIOCLEX)),)
+# A stream: a pair of datagram sockets could send to others by their address.
+_STREAM = (Check(0, (_AF_UNIX,)), Check(1, (_SOCK_STREAM,), ALL_BITS ^ _SOCKET_FLAGS))
+# The limits of the process itself, with no new limit.
+_NO_NEW_LIMIT = (Check(0, (0,)), Check(2, (0,), whole=True))
+
 ALLOWED: tuple[Call, ...] = (
     Call("open", 2, None, _FILES, (Check(1, (0,), _READS),)),
     Call("openat", 257, 56, _FILES, (Check(2, (0,), _READS),)),
@@ -75,20 +84,8 @@ ALLOWED: tuple[Call, ...] = (
     Call("dup2", 33, None, _OWN_FILES),
     Call("dup3", 292, 24, _OWN_FILES),
     Call("pipe2", 293, 59, _OWN_FILES),
-    Call(
-        "fcntl",
-        72,
-        25,
-        _OWN_FILES,  # neither owners nor signals of descriptors, leases, locks, seals or sizes
-        (Check(1, (_F_DUPFD, _F_GETFD, _F_SETFD, _F_GETFL, _F_DUPFD_CLOEXEC)),),
-    ),
-    Call(
-        "ioctl",
-        16,
-        29,
-        _OWN_FILES,  # whether it is a terminal, how much can be read, and flags of its own
-        (Check(1, (_TCGETS, _TIOCGWINSZ, _FIONREAD, _FIONBIO, _FIONCLEX, _FIOCLEX)),),
-    ),
+    Call("fcntl", 72, 25, _OWN_FILES, _OWN_FLAGS),
+    Call("ioctl", 16, 29, _OWN_FILES, _OWN_STATE),
     Call("mmap", 9, 222, _MEMORY),  # of files opened for reading only: none can be written
     Call("munmap", 11, 215, _MEMORY),
     Call("mprotect", 10, 226, _MEMORY),
@@ -127,13 +124,7 @@ ALLOWED: tuple[Call, ...] = (
     Call("epoll_ctl", 233, 21, _WAIT),
     Call("epoll_wait", 232, None, _WAIT),
     Call("epoll_pwait", 281, 22, _WAIT),
-    Call(
-        "socketpair",
-        53,
-        199,
-        _PAIR,  # a stream: a pair of datagram sockets could send to others by their address
-        (Check(0, (_AF_UNIX,)), Check(1, (_SOCK_STREAM,), ALL_BITS ^ _SOCKET_FLAGS)),
-    ),
+    Call("socketpair", 53, 199, _PAIR, _STREAM),
     Call("sendto", 44, 206, _PAIR, (Check(4, (0,), whole=True),)),
     Call("recvfrom", 45, 207, _PAIR),
     Call("shutdown", 48, 210, _PAIR),
@@ -147,13 +138,7 @@ ALLOWED: tuple[Call, ...] = (
     Call("geteuid", 107, 175, _WHO),
     Call("getgid", 104, 176, _WHO),
     Call("getegid", 108, 177, _WHO),
-    Call(
-        "prlimit64",
-        302,
-        261,
-        "read its own limits",  # of itself, with no new limit
-        (Check(0, (0,)), Check(2, (0,), whole=True)),
-    ),
+    Call("prlimit64", 302, 261, "read its own limits", _NO_NEW_LIMIT),
     Call("getrlimit", 97, 163, "read its own limits"),
 )
 

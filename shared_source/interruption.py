@@ -1,4 +1,4 @@
-"""Ends a process of torchrun's with torchrun, however that one ended.
+"""What ends a run from outside: a signal, or the end of torchrun.
 
 torchrun stops its ranks by a signal, which it cannot send once it was killed itself: they would
 train on, and hold the run's folder against the same command. So the kernel is asked to kill this
@@ -15,10 +15,13 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
-from ms_parallel.entry import FAILED
+from .entry import FAILED
 
-__all__ = ["end_with_launcher", "launcher_is_gone", "started_by_torchrun"]
+__all__ = ["StopSignal", "end_with_launcher", "launcher_is_gone", "started_by_torchrun"]
 
 PR_SET_PDEATHSIG = 1
 STARTED = (os.getpid(), os.getppid())
@@ -44,3 +47,31 @@ def launcher_is_gone() -> bool:
     """Whether the process that started this one has ended, so that another is the parent now."""
     process, parent = STARTED  # a fork of this process has another parent by right
     return started_by_torchrun() and os.getpid() == process and os.getppid() != parent
+
+
+class StopSignal:
+    """Whether this process was asked to stop: by SIGTERM, or by Ctrl-C once."""
+
+    def __init__(self) -> None:
+        self.signal_name = ""
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the signals instead of dying of them; a second Ctrl-C ends the run at once."""
+        try:
+            before = {
+                number: signal.signal(number, self._take)
+                for number in (signal.SIGTERM, signal.SIGINT)
+            }
+        except ValueError:  # signals can be taken in the main thread alone
+            before = {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_name and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal_name = signal.Signals(number).name

@@ -1,4 +1,5 @@
-"""Writes one safetensors file, a tensor at a time.
+# A copy of shared_source/files/safetensors_file.py, made by `nox -s copies`; change it there.
+"""A safetensors file, written one tensor at a time: the sizes are known before any value is.
 
 The library's own writer wants all tensors of a file in memory at once.
 """
@@ -7,7 +8,6 @@ import os
 from collections.abc import Iterable, Mapping
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -15,7 +15,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from ms_parallel.files.durable import write_all
+from .durable import write_all
 
 __all__ = ["DTYPES", "TensorEntry", "WeightFile", "header_of"]
 
@@ -49,11 +49,11 @@ class TensorEntry:
 
 
 class WeightFile:
-    """A safetensors file in the making; takes its tensors one by one, in the order promised.
+    """A safetensors file that takes its tensors one by one, in a given order.
 
     Args:
-        path: Where to write; there must be no file.
-        entries: What will be written, in order.
+        path: where to write; there must be no file.
+        entries: what will be written, in order; the wider dtypes first, if each is to be aligned.
     """
 
     def __init__(self, path: Path, entries: Iterable[TensorEntry]) -> None:
@@ -68,19 +68,14 @@ class WeightFile:
         return self
 
     def write(self, name: str, values: Tensor) -> None:
-        """Append a tensor's values; they are converted to the dtype promised."""
+        """Append a tensor's values; they are converted to the dtype of its entry."""
         entry = self._awaited.pop()
         assert self._file is not None
         assert (entry.name, entry.shape) == (name, tuple(values.shape))
         plain = values.detach().to("cpu", entry.dtype).contiguous()
         write_all(self._file, plain.reshape(-1).view(torch.uint8).numpy().data)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         assert self._file is not None
         with self._file as file:
             if kind is None:

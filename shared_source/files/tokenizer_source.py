@@ -1,0 +1,151 @@
+"""A tokenizer.json and the files beside it: read, checked, and given to another folder."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from attrs import field, frozen
+
+from .untrusted import decode_json, read_bytes, read_json, read_text
+
+__all__ = [
+    "KNOWN_ENDS",
+    "ROLES",
+    "SETTINGS",
+    "TEMPLATE",
+    "TOKENIZER",
+    "AddedToken",
+    "TokenizerSource",
+    "decode_source",
+    "end_of_documents",
+    "json_text",
+    "read_beside",
+    "read_source",
+    "token_text",
+]
+
+TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+ROLES = ("bos_token", "eos_token", "pad_token")
+KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
+"""Names of the token that ends a text, most telling first, where nothing says which it is."""
+
+Document = dict[str, Any]
+
+
+class AddedToken(msgspec.Struct, frozen=True):
+    """A token that was added to a vocabulary, such as the special ones."""
+
+    id: int
+    content: str
+    special: bool = False
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]]
+    """Unigram's are pairs of a token and its score."""
+
+
+class _Tokenizer(msgspec.Struct):
+    model: _Model
+    added_tokens: list[AddedToken] | None = None
+
+
+@frozen(kw_only=True, eq=False)
+class TokenizerSource:
+    """A tokenizer.json, and what lies beside it."""
+
+    path: Path
+    """The tokenizer.json."""
+    content: bytes
+    """Its bytes."""
+    document: Document
+    """Its JSON."""
+    added: dict[int, AddedToken]
+    """The added tokens by their ids."""
+    texts: dict[int, str]
+    """Each token's text by its id, the added ones included."""
+    settings: Document = field(factory=dict)
+    """The JSON of tokenizer_config.json; empty if there is none."""
+    template: str | None = None
+    """The text of chat_template.jinja."""
+
+    def files(self, roles: Mapping[str, int | None]) -> dict[str, bytes]:
+        """Give the files of a folder with this tokenizer, by name.
+
+        Args:
+            roles: ids of `bos_token` and the like, for settings that do not name them.
+        """
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings}
+        for role, token in roles.items():
+            if settings.get(role) is None and token in self.texts:
+                settings[role] = self.texts[token]
+        found = {TOKENIZER: self.content, SETTINGS: json_text(settings)}
+        return found if self.template is None else {**found, TEMPLATE: self.template.encode()}
+
+
+def read_source(given: str | Path, *, error: type[Exception]) -> TokenizerSource:
+    """Read a tokenizer.json, or that of a folder, with the files beside it.
+
+    Raises:
+        error: there is none, or one of the files is damaged.
+    """
+    path = Path(given, TOKENIZER) if os.path.isdir(given) else Path(given)
+    if not os.path.isfile(path):
+        raise error(f"{str(path)[-200:]}: there is no such tokenizer; give a tokenizer.json")
+    template = path.with_name(TEMPLATE)
+    return decode_source(
+        read_bytes(path, error=error),
+        path,
+        error=error,
+        settings=read_beside(path.parent, SETTINGS, error=error),
+        template=read_text(template, error=error) if os.path.isfile(template) else None,
+    )
+
+
+def decode_source(
+    content: bytes, path: Path, *, error: type[Exception], **beside: Any
+) -> TokenizerSource:
+    """Decode and check a tokenizer.json; `beside` are further fields of the result."""
+    document = decode_json(content, Document, where=path, error=error)
+    model = document.get("model")
+    if not (isinstance(model, dict) and isinstance(model.get("vocab"), dict | list)):
+        raise error(f"{path}: it holds no tokenizer; give a tokenizer.json")
+    try:
+        found = msgspec.convert(document, _Tokenizer)
+    except msgspec.ValidationError as raised:
+        raise error(f"{path}: its vocabulary is damaged ({raised}); fetch it again") from raised
+    vocabulary = found.model.vocab
+    if isinstance(vocabulary, dict):
+        texts = {token: text for text, token in vocabulary.items()}
+    else:
+        texts = dict(enumerate(text for text, _ in vocabulary))
+    added = {each.id: each for each in found.added_tokens or []}
+    texts |= {token: each.content for token, each in added.items()}
+    return TokenizerSource(
+        path=path, content=content, document=document, added=added, texts=texts, **beside
+    )
+
+
+def read_beside(folder: Path, name: str, *, error: type[Exception]) -> Document:
+    """Read the JSON object of a file in `folder`; empty if there is no such file."""
+    path = folder / name
+    return read_json(path, Document, error=error) if os.path.isfile(path) else {}
+
+
+def end_of_documents(folder: Path, *, error: type[Exception]) -> int | None:
+    """Read which token ends each document of a folder of shards, whose index says it."""
+    end = read_beside(folder, "index.json", error=error).get("end_of_text")
+    return end if type(end) is int else None
+
+
+def token_text(said: Any) -> str | None:
+    """Give the text of a token as settings name it: itself, or a table with its `content`."""
+    text = said.get("content") if isinstance(said, dict) else said
+    return text if isinstance(text, str) else None
+
+
+def json_text(document: Mapping[str, Any]) -> bytes:
+    """Write JSON as people read it."""
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
