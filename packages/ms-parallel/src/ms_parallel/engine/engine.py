@@ -16,6 +16,8 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.adamw import AdamW
 from ms_parallel.engine.assembly import EngineArguments, Given, build_stages, describe
+from ms_parallel.engine.balance.balancer import Balancer, ExpertLoad
+from ms_parallel.engine.balance.settings import Balance, balance_of
 from ms_parallel.engine.further import HasFurther, depths_of, divisors, further_shares
 from ms_parallel.engine.generation import Sampling, generate
 from ms_parallel.engine.heads import heads_of, thaw_heads
@@ -29,7 +31,6 @@ from ms_parallel.engine.trainable import Trainable
 from ms_parallel.errors import ConfigError, ModelError, ParallelError
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.models.cache import KeyValueCache
-from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles
 from ms_parallel.operators import Ops
 from ms_parallel.pipeline.choice import Tables
@@ -62,6 +63,8 @@ class Update:
     """The loss's statistics, by name, each divided by the global weight."""
     mtp_losses: tuple[float, ...] = ()
     """Mean loss of each layer that predicts further, over its own targets; 0 where it has none."""
+    experts: ExpertLoad | None = None
+    """How tokens were shared out over experts; None without any, or where nothing had a loss."""
 
 
 class Adapters(Protocol):
@@ -113,6 +116,8 @@ class Engine:
         own = isinstance(model, nn.Module)
         self.runtime = Runtime(self.stages, self.groups, call_own if own else call_stage)
         self.trained = self._trainable(frozen_too=not own)
+        mixture = getattr(self.config, "mixture", None)
+        self.balancer = Balancer(self.stages, mixture, self.groups, balance_of(chosen))
         self.adapters: Adapters | None = None
         """What is trained instead of the model's own weights; see `adapt`."""
 
@@ -140,6 +145,11 @@ class Engine:
     def data_ranks(self) -> int:
         """How many such groups there are."""
         return self.groups.place.count
+
+    @property
+    def sequence_parts(self) -> int:
+        """Into how many parts the tensor axis splits a sequence between blocks."""
+        return self.groups.layout.tensor if self.plan.split_sequence else 1
 
     @property
     def vocabulary_size(self) -> int | None:
@@ -198,7 +208,9 @@ class Engine:
         """Perform an update of rows that have a loss."""
         statistics: list[Tensor] = []
         further: list[Tensor] = []
-        losses = self.backward(rows, loss, weight, statistics, further)
+        with self.balancer.accounting(update.tokens):
+            losses = self.backward(rows, loss, weight, statistics, further)
+        load = self.balancer.collect(update.tokens)
         gradients = self.trained.gradients()
         facts = torch.zeros(2 + len(names) + depths_of(self.config, loss), device=self.device)
         if losses and self.groups.place.tensor == 0:
@@ -212,6 +224,7 @@ class Engine:
         norm = square**0.5
         finite = isfinite(value) and isfinite(norm)
         self.trained.step(gradients if finite else None, norm, update.learning_rate)
+        self.balancer.settle(load if finite else None)
         if not finite and self.options.on_nonfinite == "raise":
             raise ParallelError(
                 f"update {self.step}: loss {value}, gradient norm {norm}: not finite; weights are "
@@ -224,6 +237,7 @@ class Engine:
             skipped=None if finite else "nonfinite",
             statistics=dict(zip(names, means, strict=False)),
             mtp_losses=tuple(means[len(names) :]),
+            experts=load,
         )
 
     def backward(
@@ -375,6 +389,8 @@ class Engine:
         for stage in self.stages.values():
             thaw_heads(stage, self.options.heads)
         self.trained = self._trainable(frozen_too=False)
+        # The routers are frozen with the rest: what they choose is counted alone.
+        self.balancer.balance = Balance(method="none", coefficient=0.0)
 
     def save(
         self, folder: str | Path, *, tokenizer: str | Path | TokenizerFiles | None = None
@@ -392,17 +408,16 @@ class Engine:
         check_path("folder", folder, error=ModelError, written="folder")
         if isinstance(tokenizer, str | Path):
             check_path("tokenizer", tokenizer, error=ModelError)
-        stages = [stage for stage in self.stages.values() if isinstance(stage, StagedModel)]
-        if not stages:
+        if isinstance(self.config, OwnModelConfig):
             raise ModelError(
                 f"a {self.config.model_type} of your own is saved by your own code; take"
                 " engine.state_dict()"
             )
-        save_model(stages, folder, tokenizer=tokenizer)
+        save_model(list(self.stages.values()), folder, tokenizer=tokenizer)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, moments and counters by name, ready for torch.distributed.checkpoint."""
-        return state_of(self.trained, self.step)
+        return state_of(self.trained, self.step, self.balancer.state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave; another layout's goes through the checkpoint first.
@@ -410,7 +425,7 @@ class Engine:
         Raises:
             CheckpointError: names or shapes are not this engine's.
         """
-        self.step = load_state(self.trained, state)
+        self.step = load_state(self.trained, state, self.balancer.state)
 
     def _trainable(self, *, frozen_too: bool) -> Trainable:
         return Trainable(
@@ -423,7 +438,7 @@ class Engine:
         )
 
     def _microbatches(self, batch: Mapping[str, Any]) -> list[Batch]:
-        return cut_batch(batch, self.microbatch_size, self.groups.layout.tensor)
+        return cut_batch(batch, self.microbatch_size, self.sequence_parts)
 
     def _to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":
@@ -435,5 +450,13 @@ class Engine:
             return LogitsOutput(hidden)
         last = self.stages[len(self.placement) - 1]
         heads = heads_of(last, self.options.heads)
-        softcap = self.config.final_softcap
-        return HeadOutput(hidden, last.head_weight, self.ops, self.groups, heads, softcap)
+        return HeadOutput(
+            hidden,
+            last.head_weight,
+            self.ops,
+            self.groups,
+            heads,
+            softcap=getattr(self.config, "final_softcap", None),
+            split=self.sequence_parts > 1,
+            make_logits=None if getattr(last, "plain_head", True) else last.head,
+        )

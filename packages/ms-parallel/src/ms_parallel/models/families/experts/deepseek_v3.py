@@ -97,7 +97,8 @@ class _Positions:
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Base and scaling."""
-        plain, turned = given.get("qk_nope_head_dim"), given.get("qk_rope_head_dim")
+        plain: Any = given.get("qk_nope_head_dim")
+        turned: Any = given.get("qk_rope_head_dim")
         found = given.get("qk_head_dim")
         sizes = isinstance(plain, int) and isinstance(turned, int)
         if found is not None and sizes and found != cast(int, plain) + cast(int, turned):
