@@ -200,7 +200,7 @@ class Block(torch.nn.Module):
     def forward(self, x):
         """Return (B, S, 32) of (B, S, 32)."""
         q = self.project(opaque_operators.rms_norm(x, self.weight, 1e-6)).unflatten(-1, (4, 8))
-        mixed = opaque_operators.attention(q, q, q, None, True, None, None)
+        mixed = opaque_operators.attention(q, q, q, None, None, True, None, None)
         return x + mixed.flatten(-2)
 
 
@@ -238,7 +238,7 @@ def main(rank, port):
             places = compare_opaque(mesh, name, placement, rows)
             # Rows stay where they are; features are gathered first.
             assert set(places) == {placement if placement == Shard(0) else Replicate()}, places
-    heads = {"B": 2, "Sq": 4, "Sk": 6, "Hq": 4, "Hk": 2, "D": 4}
+    heads = {"B": 2, "Sq": 4, "Sk": 6, "Hq": 4, "Hk": 2, "D": 4, "Dv": 4}
     for placement in (Shard(0), Shard(2), Shard(3)):
         places = compare_opaque(mesh, "attention", placement, heads)
         assert placement == Shard(3) or places == [placement], places

@@ -101,13 +101,15 @@ def _attend(
     k: Tensor,
     v: Tensor,
     documents: Tensor | None,
+    sinks: Tensor | None,
     causal: bool,
     window: int | None,
     scale: float | None,
 ) -> Tensor:
     with torch.no_grad():
         wide = [torch.from_numpy(_array(each)) for each in (q, k, v)]
-        result = CONTRACTS["attention"].reference(*wide, documents, causal, window, scale)
+        added = None if sinks is None else torch.from_numpy(_array(sinks))
+        result = CONTRACTS["attention"].reference(*wide, documents, added, causal, window, scale)
     return _new(result.numpy(), q)
 
 
@@ -117,32 +119,42 @@ def _attend_backward(
     k: Tensor,
     v: Tensor,
     documents: Tensor | None,
+    sinks: Tensor | None,
     wanted: int,
     causal: bool,
     window: int | None,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # Below autograd nothing is recorded: the derivative is spelled out.
     groups = k.shape[2]
-    q_, slope = (_array(each).reshape(*q.shape[:2], groups, -1, q.shape[-1]) for each in (q, grad))
+    q_, slope = (
+        _array(each).reshape(*q.shape[:2], groups, -1, each.shape[-1]) for each in (q, grad)
+    )
     k_, v_ = _array(k), _array(v)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     scores = numpy.einsum("bqgrd,bkgd->bgrqk", q_, k_) * factor
     mask = visible(q.shape[1], k.shape[1], q.device, documents, causal, window)
     if mask is not None:
         scores = numpy.where(mask.numpy()[:, None, None], scores, -numpy.inf)
-    shares = numpy.exp(scores - scores.max(-1, keepdims=True))
-    shares /= shares.sum(-1, keepdims=True)
+    sink = numpy.full((groups, scores.shape[2], 1, 1), -numpy.inf, dtype=scores.dtype)
+    if sinks is not None:
+        sink = _array(sinks).reshape(sink.shape)
+    top = numpy.maximum(scores.max(-1, keepdims=True), sink)
+    shares, missing = numpy.exp(scores - top), numpy.exp(sink - top)
+    total = shares.sum(-1, keepdims=True) + missing
+    shares, missing = shares / total, missing / total
     pull = numpy.einsum("bqgrd,bkgd->bgrqk", slope, v_)
-    pull = shares * (pull - (shares * pull).sum(-1, keepdims=True)) * factor
+    mean = (shares * pull).sum(-1, keepdims=True)
+    pull = shares * (pull - mean) * factor
     found = (
         numpy.einsum("bgrqk,bkgd->bqgrd", pull, k_).reshape(q.shape),
         numpy.einsum("bgrqk,bqgrd->bkgd", pull, q_),
         numpy.einsum("bgrqk,bqgrd->bkgd", shares, slope),
+        -(missing * mean).sum((0, 3, 4)).reshape(-1),
     )
     return tuple(
-        _new(each, q) if is_wanted(wanted, place) else unwanted(q)
-        for place, each in enumerate(found)
+        _new(each, q) if is_wanted(wanted, place) else unwanted(like)
+        for place, (each, like) in enumerate(zip(found, (q, k, v, q[0, 0, :, 0]), strict=True))
     )
 
 
@@ -150,9 +162,8 @@ attention = opaque(
     CONTRACTS["attention"],
     "numpy",
     forward=_attend,
-    fake=lambda q, *rest: torch.empty_like(q, memory_format=torch.contiguous_format),
     backward=_attend_backward,
-    saves=("q", "k", "v", "documents"),
+    saves=("q", "k", "v", "documents", "sinks"),
 )
 
 

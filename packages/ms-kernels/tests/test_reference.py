@@ -11,7 +11,7 @@ SMALL = {
     "rms_norm": {"...": 3, "H": 5},
     "rotary": {"B": 2, "C": 2, "S": 3, "Hq": 2, "Hk": 1, "D": 7, "R/2": 2},
     "swiglu": {"...": 3, "I": 5},
-    "attention": {"B": 1, "Sq": 3, "Sk": 5, "Hq": 4, "Hk": 2, "D": 3},
+    "attention": {"B": 1, "Sq": 3, "Sk": 5, "Hq": 4, "Hk": 2, "D": 3, "Dv": 2},
     "cross_entropy": {"...": 5, "V": 7},
     "linear_cross_entropy": {"...": 5, "H": 3, "V": 7},
     "add_rms_norm": {"...": 3, "H": 5},

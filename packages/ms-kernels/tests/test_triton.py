@@ -58,7 +58,7 @@ def test_plain_attention_on_cuda_goes_to_torchs_own_kernels_and_says_so():
     """In half precision without window, documents or cache; everything else is ours."""
     contract = CONTRACTS["attention"]
 
-    def chosen(dims=(), without=("documents",), dtype=torch.bfloat16, **options):
+    def chosen(dims=(), without=("documents", "sinks"), dtype=torch.bfloat16, **options):
         call = contract.call(
             dict(dims), device="cuda", dtype=dtype, without=without, options=options
         )
@@ -70,7 +70,9 @@ def test_plain_attention_on_cuda_goes_to_torchs_own_kernels_and_says_so():
     assert chosen(causal=False).backend == "sdpa"
     for other in (
         chosen(window=8),
-        chosen(without=()),
+        chosen(without=("sinks",)),
+        chosen(without=("documents",)),
+        chosen({"Dv": 8}),
         chosen({"Sq": 1}),
         chosen({"D": 20}),
         chosen(dtype=torch.float32),

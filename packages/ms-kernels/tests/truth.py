@@ -41,8 +41,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return result
 
 
-def attention(q, k, v, documents, causal, window, scale) -> Tensor:
-    result = torch.zeros_like(q)
+def attention(q, k, v, documents, sinks, causal, window, scale) -> Tensor:
+    result = q.new_zeros(*q.shape[:3], v.shape[3])
     share = q.shape[2] // k.shape[2]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     for b, s, h in _places(q.shape[:-1]):
@@ -55,8 +55,9 @@ def attention(q, k, v, documents, causal, window, scale) -> Tensor:
             and not (documents is not None and documents[b, own] != documents[b, other])
         ]
         scores = [math.exp(scale * (q[b, s, h] @ k[b, other, h // share])) for other in seen]
+        total = sum(scores) + (0 if sinks is None else math.exp(sinks[h]))
         for score, other in zip(scores, seen, strict=True):
-            result[b, s, h] += score / sum(scores) * v[b, other, h // share]
+            result[b, s, h] += score / total * v[b, other, h // share]
     return result
 
 

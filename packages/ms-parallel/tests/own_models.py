@@ -106,6 +106,8 @@ PLAN = ModelPlan(
         "head": "vocabulary",
     },
     blocks="layers.*",
+    embedding=("embed",),
+    head=("norm", "head"),
 )
 
 

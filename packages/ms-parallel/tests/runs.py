@@ -13,7 +13,7 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import Batch, NextTokenLoss, Output
 from ms_parallel.engine.optimizer import AdamWConfig
-from ms_parallel.models import DecoderConfig, ModelConfig, TransformerXLConfig
+from ms_parallel.models import ModelConfig, TransformerXLConfig, architecture
 from ms_parallel.weights import save_model
 
 ROWS, LENGTH, VOCABULARY = 4, 16, 48
@@ -29,6 +29,46 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "transformer-xl": {"model_type": "transformer-xl", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "query_key_norm": True, "tie_word_embeddings": True},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "sliding_window": 9},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "mlp_only_layers": [0],
+        "router_aux_loss_coef": 0.05,
+    },
+    "olmoe": {
+        "model_type": "olmoe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.05,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "attention_bias": True,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "sliding_window": 5,
+        "sliding_layers": [0, 2],
+        "num_local_experts": 5,
+    },
 }
 """Everything else that a plan has to split."""
 
@@ -47,7 +87,7 @@ def tiny(**settings: Any) -> ModelConfig:
     }
     if settings.get("model_type") == "transformer-xl":
         return TransformerXLConfig(**{"segment_length": 4, "memory_length": 4, **sizes})
-    return DecoderConfig(**{"num_key_value_heads": 2, **sizes})
+    return architecture(sizes.get("model_type", "llama"), {"num_key_value_heads": 2, **sizes})
 
 
 def global_batch(step: int, rows: int = ROWS, length: int = LENGTH) -> dict[str, Tensor]:

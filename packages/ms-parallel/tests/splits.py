@@ -22,7 +22,8 @@ def whole_gradients(engine: Engine, rows: int) -> dict[str, list[float]]:
     """The gradient of one update on `rows` rows, of each weight that this rank's stages have."""
     found: dict[str, Tensor] = {}
 
-    def keep(gradients: dict[str, Tensor], norm: float, rate: float) -> None:
+    def keep(gradients: dict[str, Tensor] | None, norm: float, rate: float) -> None:
+        assert gradients is not None
         for name, gradient in gradients.items():
             parameter = engine.parameters[name]
             whole = gradient

@@ -68,7 +68,7 @@ def gating(data, generator, dtype):
 
 
 def attending(data, generator, dtype):
-    """A call of attention: grouped queries, a cache, documents, a window, causal or not."""
+    """A call of attention: grouped queries, a cache, masks, values of any width, sinks."""
     rows, keys = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 20))
     queries = data.draw(st.sampled_from([keys, 1, max(keys - 3, 1)]))
     groups, width = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 16))
@@ -76,10 +76,12 @@ def attending(data, generator, dtype):
     tensors = (
         drawn(generator, rows, queries, heads, width, dtype=dtype),
         drawn(generator, rows, keys, groups, width, dtype=dtype),
-        drawn(generator, rows, keys, groups, width, dtype=dtype),
+        drawn(generator, rows, keys, groups, data.draw(st.sampled_from([width, 7])), dtype=dtype),
     )
     starts = torch.rand(rows, keys, generator=generator) < 0.2
+    sinks = drawn(generator, heads, dtype=data.draw(st.sampled_from([dtype, torch.float32])))
     return tensors, {
+        "sinks": sinks if data.draw(st.booleans()) else None,
         "causal": data.draw(st.booleans()),
         "documents": starts.cumsum(-1).int() if data.draw(st.booleans()) else None,
         "window": data.draw(st.sampled_from([None, 1, 2, 5, 19, 20, 100])),
@@ -104,7 +106,39 @@ def with_loss(data, generator, dtype):
     }
 
 
+def sorting(data, generator, dtype):
+    """A call of permute_tokens; some experts are chosen by nobody, a token may choose one twice."""
+    tokens, choices = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 4))
+    count = data.draw(st.integers(1, 9))
+    experts = torch.randint(count, (tokens, choices), generator=generator)
+    return (drawn(generator, tokens, data.draw(st.integers(1, 16)), dtype=dtype), experts), {
+        "count": count
+    }
+
+
+def grouping(data, generator, dtype):
+    """A call of grouped_matmul, of widths that kernels take and of others."""
+    counts = torch.tensor(data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=6)))
+    widths = st.sampled_from([1, 5, 8, 24])
+    inner, outer = data.draw(widths), data.draw(widths)
+    x = drawn(generator, int(counts.sum()), inner, dtype=dtype)
+    return (x, drawn(generator, len(counts), inner, outer, dtype=dtype), counts), {}
+
+
+def leading_back(data, generator, dtype):
+    """A call of unpermute_tokens, with weights of any dtype or none."""
+    tokens, choices = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 4))
+    places = torch.randperm(tokens * choices, generator=generator).view(tokens, choices)
+    rows = drawn(generator, tokens * choices, data.draw(st.integers(1, 16)), dtype=dtype)
+    other = data.draw(st.sampled_from([dtype, torch.float32, None]))
+    weights = None if other is None else drawn(generator, tokens, choices, dtype=other)
+    return (rows, places), {"weights": weights}
+
+
 CALLS = {
+    "permute_tokens": sorting,
+    "grouped_matmul": grouping,
+    "unpermute_tokens": leading_back,
     "rms_norm": normalising,
     "rotary": turning,
     "swiglu": gating,
@@ -113,13 +147,23 @@ CALLS = {
 }
 
 
+def leaf(value):
+    """The same numbers as a leaf of their own; what is no tensor stays."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
 def answers(function, tensors, options):
     """Results, and the gradients of the leaves for pulls that differ from number to number."""
-    leaves = [each.detach().clone().requires_grad_(each.requires_grad) for each in tensors]
-    found = function(*leaves, **options)
+    given = [leaf(each) for each in tensors]
+    named = {name: leaf(each) for name, each in options.items()}
+    found = function(*given, **named)
     results = found if isinstance(found, tuple) else (found,)
-    pulls = [torch.linspace(0.5, 1.5, each.numel()).view_as(each).to(each) for each in results]
-    torch.autograd.backward(results, pulls)
+    pulled = [each for each in results if each.requires_grad]
+    pulls = [torch.linspace(0.5, 1.5, each.numel()).view_as(each).to(each) for each in pulled]
+    torch.autograd.backward(pulled, pulls)
+    leaves = [each for each in (*given, *named.values()) if isinstance(each, torch.Tensor)]
     return [*results, *(each.grad for each in leaves if each.requires_grad)]
 
 

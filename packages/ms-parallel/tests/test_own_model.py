@@ -64,8 +64,17 @@ def test_every_way_to_run_it_gives_the_losses_of_plain_torch(tmp_path: Path) -> 
         {"layout": "data=2", "steps": STEPS, "plan": True, "microbatch_size": 1},
         {"layout": "data=2", "steps": STEPS, "keep": 3, "folder": str(tmp_path / "kept")},
         {"layout": "tensor=2", "steps": STEPS, "plan": True, "microbatch_size": 2},
+        {"layout": "pipeline=2", "steps": STEPS, "plan": True, "microbatch_size": 1},
     ]
-    ran = [*run_processes(1, CHILD, "curve", jobs=one), *run_processes(2, CHILD, "curve", jobs=two)]
+    four: list[dict[str, Any]] = [
+        {"layout": f"{axis}=2,pipeline=2", "steps": STEPS, "plan": True, "microbatch_size": 1}
+        for axis in ("data", "tensor")
+    ]
+    ran = [
+        *run_processes(1, CHILD, "curve", jobs=one),
+        *run_processes(2, CHILD, "curve", jobs=two),
+        *run_processes(4, CHILD, "curve", jobs=four),
+    ]
     for result in ran:
         for job in result:
             # Sums over rows in another order, in float32, for six steps.

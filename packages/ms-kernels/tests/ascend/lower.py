@@ -33,7 +33,7 @@ SIZES = {
     "rotary": {"B": 1, "S": 16, "Hq": 8, "Hk": 2, "D": 128, "R/2": 64},
     "swiglu": {"...": 16, "I": 4096},
     "geglu": {"...": 16, "I": 4096},
-    "attention": {"B": 1, "Sq": 128, "Sk": 128, "Hq": 4, "Hk": 2, "D": 128},
+    "attention": {"B": 1, "Sq": 128, "Sk": 128, "Hq": 4, "Hk": 2, "D": 128, "Dv": 128},
     "decode_attention": {"B": 2, "Hq": 8, "Hk": 2, "D": 128, "P": 9, "page": 16, "N": 4},
     "cross_entropy": {"...": 16, "V": 8192},
     "linear_cross_entropy": {"...": 64, "H": 256, "V": 1024},

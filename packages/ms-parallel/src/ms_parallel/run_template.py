@@ -32,10 +32,17 @@ GROUPS = {
         "sequence_length",
         "seed",
     ),
+    "experts": (
+        "balance",
+        "balance_coefficient",
+        "balance_bias_rate",
+        "router_z_coefficient",
+    ),
     "how it is computed": (
         "mixed_precision",
         "microbatch_size",
         "recompute",
+        "mtp_weight",
         "schedule",
         "schedule_memory_gib",
         "ops",

@@ -26,11 +26,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """By the names that Triton has for them."""
 
 DIVISORS = frozenset({"classes", "choices", "group", "group_size", "groups", "heads", "page"})
-DIVISORS |= {"parts", "positions", "rows_each", "width"}
+DIVISORS |= {"parts", "positions", "rows_each", "value_width", "width"}
 """Sizes that may not be 0."""
 
 _WIDE = re.compile(r"(batch|page|expert)_stride$|^(document|table)_stride$|^count$|^ignore_index$")
-_ALIGNED = re.compile(r"stride$|^(width|out_width|classes|half|group_size|count)$")
+_ALIGNED = re.compile(r"stride$|^(width|value_width|out_width|classes|half|group_size|count)$")
 
 
 @frozen(kw_only=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from attrs import frozen
+from attrs import evolve, field, frozen
 from torch import nn
 
 from ms_parallel import operators
@@ -15,9 +15,12 @@ from ms_parallel.engine.heads import add_heads
 from ms_parallel.engine.options import EngineOptions
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.family import family_of
+from ms_parallel.models.foreign.config import TransformersModel
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.registry import architecture, architectures, model_plan, parameter_shapes
 from ms_parallel.models.staged import StagedModel
+from ms_parallel.settings import a_path
 from ms_parallel.split.own_model import WHOLE, OwnModelConfig, build_own, check_own
 from ms_parallel.split.recompute import Recompute
 from ms_parallel.split.stages import build_stage, cut_layers
@@ -29,7 +32,7 @@ __all__ = ["EngineArguments", "Given", "build_stages", "describe"]
 GIB, STATE_BYTES = 1 << 30, 16
 """A weight, its gradient and its two moments, in float32."""
 
-Given = str | Path | ModelConfig | nn.Module
+Given = str | Path | ModelConfig | TransformersModel | nn.Module
 """An architecture's name, a folder, a configuration, or a module of the user's own."""
 
 
@@ -37,7 +40,7 @@ Given = str | Path | ModelConfig | nn.Module
 class EngineArguments(EngineOptions):
     """The arguments of an `Engine`: what may be given by place, and its options."""
 
-    model: Given
+    model: Given = field(validator=a_path(objects=True))
     layout: Layout | None = None
 
 
@@ -55,12 +58,14 @@ def describe(
         plan = plan or WHOLE
         check_own(model, plan, layout, recompute)
         # It lacks the sizes that only our own models are cut by.
-        return cast(ModelConfig, OwnModelConfig.of(model)), plan
+        config = OwnModelConfig.of(model, plan)
+        plan = evolve(plan, cuts=tuple(range(config.num_hidden_layers)))
+        return cast(ModelConfig, config), plan
     if plan is not None:
         raise ConfigError("plan is for a module of your own; leave it out, as this model has one")
-    config = architecture(model) if isinstance(model, str | Path) else model
-    layout.check_model(config.shape)
-    return config, model_plan(config)
+    known = architecture(model) if isinstance(model, str | Path) else cast(ModelConfig, model)
+    family_of(known).check_layout(known, layout)
+    return known, model_plan(known)
 
 
 def build_stages(
@@ -85,11 +90,13 @@ def build_stages(
     """
     prepare = _preparation(options)
     how: Any = {"mixed_precision": options.mixed_precision, "recompute": options.recompute}
+    layers = cut_layers(config.num_hidden_layers, len(placement), plan.cuts, split)
     if isinstance(model, nn.Module):
-        return {0: cast(StagedModel, build_own(model, plan, groups, prepare=prepare, **how))}
+        here = {n: layers[n] for n, home in enumerate(placement) if home == groups.place.pipeline}
+        own = build_own(model, plan, here, groups, prepare=prepare, **how)
+        return cast(dict[int, StagedModel], own)
     if groups.device.type == "cpu":
         _check_memory(config, groups.layout)
-    layers = cut_layers(config.num_hidden_layers, len(placement), plan.cuts, split)
     ops = options.ops or operators
     stages = {
         stage: build_stage(config, layers[stage], groups, ops=ops, prepare=prepare, **how)
@@ -135,8 +142,10 @@ def _check_memory(config: ModelConfig, layout: Layout) -> None:
         )
 
 
-def _weights_in(model: str | Path | ModelConfig) -> Path | None:
+def _weights_in(model: Given) -> Path | None:
     """The folder to read weights from, if `model` is one that has any."""
+    if isinstance(model, TransformersModel):
+        return model.folder if model.folder and has_weights(model.folder) else None
     if not isinstance(model, str | Path) or str(model) in architectures():
         return None
     return Path(model) if has_weights(model) else None

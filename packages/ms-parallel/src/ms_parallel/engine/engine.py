@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.adamw import AdamW
 from ms_parallel.engine.assembly import EngineArguments, Given, build_stages, describe
+from ms_parallel.engine.balance.balancer import Balancer, ExpertLoad
+from ms_parallel.engine.balance.settings import Balance, balance_of
+from ms_parallel.engine.further import HasFurther, depths_of, divisors, further_shares
 from ms_parallel.engine.generation import Sampling, generate
 from ms_parallel.engine.heads import heads_of, thaw_heads
 from ms_parallel.engine.loss import Batch, Loss, LossWithStatistics, Output
@@ -28,7 +31,6 @@ from ms_parallel.engine.trainable import Trainable
 from ms_parallel.errors import ConfigError, ModelError, ParallelError
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.models.cache import KeyValueCache
-from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles
 from ms_parallel.operators import Ops
 from ms_parallel.pipeline.choice import Tables
@@ -59,6 +61,10 @@ class Update:
     None where the update was performed."""
     statistics: Mapping[str, float] = field(factory=dict)
     """The loss's statistics, by name, each divided by the global weight."""
+    mtp_losses: tuple[float, ...] = ()
+    """Mean loss of each layer that predicts further, over its own targets; 0 where it has none."""
+    experts: ExpertLoad | None = None
+    """How tokens were shared out over experts; None without any, or where nothing had a loss."""
 
 
 class Adapters(Protocol):
@@ -110,6 +116,8 @@ class Engine:
         own = isinstance(model, nn.Module)
         self.runtime = Runtime(self.stages, self.groups, call_own if own else call_stage)
         self.trained = self._trainable(frozen_too=not own)
+        mixture = getattr(self.config, "mixture", None)
+        self.balancer = Balancer(self.stages, mixture, self.groups, balance_of(chosen))
         self.adapters: Adapters | None = None
         """What is trained instead of the model's own weights; see `adapt`."""
 
@@ -137,6 +145,11 @@ class Engine:
     def data_ranks(self) -> int:
         """How many such groups there are."""
         return self.groups.place.count
+
+    @property
+    def sequence_parts(self) -> int:
+        """Into how many parts the tensor axis splits a sequence between blocks."""
+        return self.groups.layout.tensor if self.plan.split_sequence else 1
 
     @property
     def vocabulary_size(self) -> int | None:
@@ -194,18 +207,24 @@ class Engine:
     ) -> Update:
         """Perform an update of rows that have a loss."""
         statistics: list[Tensor] = []
-        losses = self.backward(rows, loss, weight, statistics)
+        further: list[Tensor] = []
+        with self.balancer.accounting(update.tokens):
+            losses = self.backward(rows, loss, weight, statistics, further)
+        load = self.balancer.collect(update.tokens)
         gradients = self.trained.gradients()
-        facts = torch.zeros(2 + len(names), device=self.device)
+        facts = torch.zeros(2 + len(names) + depths_of(self.config, loss), device=self.device)
         if losses and self.groups.place.tensor == 0:
             facts[0] = torch.stack(losses).sum()
             if names:
-                facts[2:] = torch.stack(statistics).sum(0) / weight
+                facts[2 : 2 + len(names)] = torch.stack(statistics).sum(0) / weight
+            if further:
+                facts[2 + len(names) :] = torch.stack(further).sum(0)
         facts[1] = self.trained.squared_norm(gradients)
         value, square, *means = self.groups.all_reduce(facts).tolist()
         norm = square**0.5
         finite = isfinite(value) and isfinite(norm)
         self.trained.step(gradients if finite else None, norm, update.learning_rate)
+        self.balancer.settle(load if finite else None)
         if not finite and self.options.on_nonfinite == "raise":
             raise ParallelError(
                 f"update {self.step}: loss {value}, gradient norm {norm}: not finite; weights are "
@@ -216,7 +235,9 @@ class Engine:
             loss=value,
             grad_norm=norm,
             skipped=None if finite else "nonfinite",
-            statistics=dict(zip(names, means, strict=True)),
+            statistics=dict(zip(names, means, strict=False)),
+            mtp_losses=tuple(means[len(names) :]),
+            experts=load,
         )
 
     def backward(
@@ -225,6 +246,7 @@ class Engine:
         loss: Loss | LossWithStatistics,
         weight: float,
         statistics: list[Tensor] | None = None,
+        further: list[Tensor] | None = None,
     ) -> list[Tensor]:
         """Forwards and backwards of an update; gradients are left in the parameters.
 
@@ -233,10 +255,13 @@ class Engine:
             loss: of each.
             weight: what their sum is divided by.
             statistics: takes those of each microbatch, where the loss has any.
+            further: takes each microbatch's share (depths,) of the mean losses of the layers that
+                predict further, where the loss asks for them; their gradient comes along.
 
         Returns:
             Each microbatch's share of the loss; an empty list away from the last stage.
         """
+        of_depths = divisors(microbatches, depths_of(self.config, loss), self.groups)
 
         def finish(hidden: Tensor, microbatch: Batch) -> Tensor:
             found = loss(self._output(hidden), microbatch)
@@ -244,7 +269,14 @@ class Engine:
                 found, others = found
                 if statistics is not None:
                     statistics.append(others.detach())
-            return found / weight
+            if not of_depths:
+                return found / weight
+            last = self.stages[len(self.placement) - 1]
+            shares = further_shares(last, hidden, microbatch, of_depths, self._output)
+            if further is not None:
+                further.append(shares.detach())
+            mean = cast(HasFurther, loss).mtp_weight * shares.mean()
+            return found / weight + (mean - mean.detach())
 
         on_device = [self._to_device(microbatch) for microbatch in microbatches]
         return self.runtime.run(self.tables.training(len(on_device)), on_device, finish)
@@ -357,6 +389,8 @@ class Engine:
         for stage in self.stages.values():
             thaw_heads(stage, self.options.heads)
         self.trained = self._trainable(frozen_too=False)
+        # The routers are frozen with the rest: what they choose is counted alone.
+        self.balancer.balance = Balance(method="none", coefficient=0.0)
 
     def save(
         self, folder: str | Path, *, tokenizer: str | Path | TokenizerFiles | None = None
@@ -374,17 +408,16 @@ class Engine:
         check_path("folder", folder, error=ModelError, written="folder")
         if isinstance(tokenizer, str | Path):
             check_path("tokenizer", tokenizer, error=ModelError)
-        stages = [stage for stage in self.stages.values() if isinstance(stage, StagedModel)]
-        if not stages:
+        if isinstance(self.config, OwnModelConfig):
             raise ModelError(
                 f"a {self.config.model_type} of your own is saved by your own code; take"
                 " engine.state_dict()"
             )
-        save_model(stages, folder, tokenizer=tokenizer)
+        save_model(list(self.stages.values()), folder, tokenizer=tokenizer)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, moments and counters by name, ready for torch.distributed.checkpoint."""
-        return state_of(self.trained, self.step)
+        return state_of(self.trained, self.step, self.balancer.state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave; another layout's goes through the checkpoint first.
@@ -392,7 +425,7 @@ class Engine:
         Raises:
             CheckpointError: names or shapes are not this engine's.
         """
-        self.step = load_state(self.trained, state)
+        self.step = load_state(self.trained, state, self.balancer.state)
 
     def _trainable(self, *, frozen_too: bool) -> Trainable:
         return Trainable(
@@ -405,7 +438,7 @@ class Engine:
         )
 
     def _microbatches(self, batch: Mapping[str, Any]) -> list[Batch]:
-        return cut_batch(batch, self.microbatch_size, self.groups.layout.tensor)
+        return cut_batch(batch, self.microbatch_size, self.sequence_parts)
 
     def _to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":
@@ -417,5 +450,13 @@ class Engine:
             return LogitsOutput(hidden)
         last = self.stages[len(self.placement) - 1]
         heads = heads_of(last, self.options.heads)
-        softcap = self.config.final_softcap
-        return HeadOutput(hidden, last.head_weight, self.ops, self.groups, heads, softcap)
+        return HeadOutput(
+            hidden,
+            last.head_weight,
+            self.ops,
+            self.groups,
+            heads,
+            softcap=getattr(self.config, "final_softcap", None),
+            split=self.sequence_parts > 1,
+            make_logits=None if getattr(last, "plain_head", True) else last.head,
+        )

@@ -27,6 +27,10 @@ class Forwards(Protocol):
         """The layout's processes."""
 
     @property
+    def sequence_parts(self) -> int:
+        """Into how many parts a sequence is split between blocks."""
+
+    @property
     def stages(self) -> Mapping[int, nn.Module]:
         """This process's, by number."""
 
@@ -77,7 +81,7 @@ def generate(
     Raises:
         ConfigError: a prompt is empty, or there is none.
     """
-    window = _Window(prompts, engine.groups.layout.tensor)
+    window = _Window(prompts, engine.sequence_parts)
     caches = {stage: KeyValueCache() for stage in engine.stages}
     written: list[Tensor] = []
     done = torch.zeros(len(prompts), dtype=torch.bool)

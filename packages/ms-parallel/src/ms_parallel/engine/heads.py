@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ms_parallel.errors import ModelError
+
 __all__ = ["add_heads", "heads_of", "thaw_heads"]
 
 
@@ -16,7 +18,9 @@ def add_heads(stage: Any, widths: Mapping[str, int]) -> None:
     """Add a head of each width to a last stage, in place; other stages stay as they are."""
     if not stage.last:
         return
-    norm = stage.model.norm
+    norm = getattr(stage.model, "norm", None)
+    if norm is None or not hasattr(norm, "weight"):
+        raise ModelError("the model has no final norm called model.norm, beside which heads lie")
     for name, width in widths.items():
         matrix = torch.empty(width, norm.weight.shape[0], device=norm.weight.device)
         norm.register_parameter(f"{name}_matrix", nn.Parameter(matrix))
@@ -33,7 +37,7 @@ def thaw_heads(stage: Any, widths: Mapping[str, int]) -> None:
 
 def heads_of(stage: Any, widths: Mapping[str, int]) -> dict[str, tuple[Tensor, Tensor]]:
     """Weight (width, H) and offset (width,) of each head of a last stage, by name."""
-    norm = stage.model.norm
     return {
-        name: (getattr(norm, f"{name}_matrix"), getattr(norm, f"{name}_offset")) for name in widths
+        name: tuple(getattr(stage.model.norm, f"{name}_{part}") for part in ("matrix", "offset"))
+        for name in widths
     }

@@ -59,7 +59,15 @@ class LossWithStatistics(Protocol):
 
 
 class NextTokenLoss:
-    """Mean of -log p(target) over all target tokens of the global batch, by `weights` if given."""
+    """Mean of -log p(target) over all target tokens of the global batch, by `weights` if given.
+
+    Args:
+        mtp_weight: of the mean loss of the model's layers that predict further, where it has any;
+            0 leaves them as they are.
+    """
+
+    def __init__(self, mtp_weight: float = 0.3) -> None:
+        self.mtp_weight = mtp_weight
 
     def weight(self, batch: Batch) -> float:
         """Number of targets that are not -100, or the sum of their weights."""

@@ -1,6 +1,6 @@
 """What the last stage gives a loss: logits, token losses, entropies and extra heads."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from ms_parallel import operators
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import ModelError
+from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.losses import capped
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.operators.split_vocabulary import VocabularyParallelLoss
@@ -30,6 +31,9 @@ class HeadOutput:
         groups: the layout's processes.
         heads: weight and offset of each extra head, by name.
         softcap: what logits are bent to stay below.
+        split: the tensor axis splits the sequence and the vocabulary; else each rank has all.
+        make_logits: from hidden states (B, S, H), where logits are more than the head's product;
+            they are then held whole.
     """
 
     def __init__(
@@ -39,18 +43,24 @@ class HeadOutput:
         ops: Ops,
         groups: Groups,
         heads: Mapping[str, tuple[Tensor, Tensor]],
+        *,
         softcap: float | None = None,
+        split: bool,
+        make_logits: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.ops = ops
         self.groups = groups
         self.heads = heads
         self.softcap = softcap
-        self.split = groups.layout.tensor > 1
+        self.split = split
+        self.make_logits = make_logits
         self.weight = local_view(weight)
         self.hidden = gather_sequence(hidden, groups) if self.split else hidden
 
     def logits(self, positions: slice = EVERYWHERE) -> Tensor:
         """Logits (B, S, V), gathered over the tensor axis; of some positions, or of all."""
+        if self.make_logits is not None:
+            return self.make_logits(self.hidden[:, positions])
         local = F.linear(self.hidden[:, positions], self.weight)
         local = local if self.softcap is None else capped(local, self.softcap)
         if not self.split:
@@ -58,8 +68,8 @@ class HeadOutput:
         return gather_vocabulary(local, self.groups)
 
     def token_losses(self, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """-log p(target), float32 (B, S), 0 where the target is -100."""
-        if temperature != 1.0:
+        """-log p(target), float32 (float64 for float64) (B, S), 0 where the target is -100."""
+        if temperature != 1.0 or self.make_logits is not None:
             return _token_losses(self.logits(), targets, temperature)
         if self.split:
             group = self.groups.group("tensor")
@@ -89,9 +99,9 @@ class HeadOutput:
                 f"the engine has no head {name!r}; start it with heads={{{name!r}: 1}}, or give a"
                 " model of its own for it"
             )
-        parts = self.groups.layout.tensor
+        parts = self.groups.layout.tensor if self.split else 1
         hidden, weight, offset = (
-            _share_of_gradient(x.float(), parts) for x in (self.hidden, *self.heads[name])
+            _share_of_gradient(widen(x), parts) for x in (self.hidden, *self.heads[name])
         )
         return F.linear(hidden, weight, offset)
 
@@ -129,13 +139,13 @@ class LogitsOutput:
 
 def _token_losses(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """-log p(target), float32 (B, S), from logits (B, S, V)."""
-    scaled = logits if temperature == 1.0 else logits.float() / temperature
+    scaled = logits if temperature == 1.0 else widen(logits) / temperature
     return operators.cross_entropy(scaled, targets, reduction="none")
 
 
 def _entropies(logits: Tensor, counted: Tensor, temperature: float) -> Tensor:
     """Entropies in nats, float32 (B, S), from logits (B, S, V); 0 where not counted."""
-    log_p = (logits.float() / temperature).log_softmax(-1)
+    log_p = (widen(logits) / temperature).log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1) * counted
 
 

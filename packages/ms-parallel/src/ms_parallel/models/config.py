@@ -95,6 +95,11 @@ class ModelConfig:
         return None
 
     @property
+    def prediction_layers(self) -> int:
+        """Layers behind the last one, each of which predicts one token further."""
+        return 0
+
+    @property
     def shape(self) -> ModelShape:
         """The sizes that a layout has to divide."""
         return ModelShape(

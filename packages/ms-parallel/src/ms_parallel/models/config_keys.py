@@ -5,11 +5,13 @@ rather than computed as if the key were not there.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, cast
+
+from attrs import frozen
 
 from ms_parallel.errors import ModelError
 
-__all__ = ["check_keys"]
+__all__ = ["Quantisation", "check_keys", "quantisation_of"]
 
 _USED_BY_ALL = frozenset(
     {
@@ -42,7 +44,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "use_mrope": (False, None),
     "no_rope_layers": (None, []),
     "no_rope_layer_interval": (None,),
-    "quantization_config": (None,),
     "per_layer_config": (None, {}),
     "num_experts": (0, None),
     "num_local_experts": (0, 1, None),
@@ -172,7 +173,8 @@ def check_keys(
     Raises:
         ModelError: names the first key that might change what the model computes.
     """
-    known = _USED_BY_ALL | used | _BOOKKEEPING | _OF_GENERATION
+    quantisation_of(document)
+    known = _USED_BY_ALL | used | _BOOKKEEPING | _OF_GENERATION | {"quantization_config"}
     neutral = {**_NEUTRAL, **neutral}
     for name, value in document.items():
         if name in known:
@@ -186,3 +188,57 @@ def check_keys(
         if value not in neutral[name]:
             only = " or ".join(map(repr, neutral[name]))
             raise ModelError(f"{name}={shown} is not supported; only {only} is")
+
+
+@frozen(kw_only=True)
+class Quantisation:
+    """In what a folder holds its matrices, where not in floats of 16 bits or more."""
+
+    method: Literal["fp8", "mxfp4"]
+    block: tuple[int, int] = (128, 128)
+    """fp8: rows and columns that share a factor."""
+
+
+_OF_METHOD: Mapping[str, frozenset[str]] = {
+    "fp8": frozenset({"weight_block_size", "activation_scheme", "fmt", "scale_fmt"}),
+    "mxfp4": frozenset(),
+}
+"""What `quantization_config` may say besides the method, and what it leaves in floats."""
+
+
+def quantisation_of(document: Mapping[str, Any]) -> Quantisation | None:
+    """What a config.json says of the numbers of its folder; None where they are plain floats.
+
+    Raises:
+        ModelError: they are held in a way that is not known.
+    """
+    found = document.get("quantization_config")
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    settings = _OF_METHOD.get(method) if isinstance(method, str) else None
+    if settings is None:
+        raise ModelError(
+            f"quantization_config={repr(found)[:60]} is not supported; supported:"
+            f" quant_method {' and '.join(_OF_METHOD)}, or none"
+        )
+    passed = settings | {"quant_method", "modules_to_not_convert", "dequantize"}
+    block = found.get("weight_block_size", [128, 128])
+    sizes = isinstance(block, list) and len(block) == 2
+    if not sizes or any(type(size) is not int or not 0 < size <= 1 << 20 for size in block):
+        raise ModelError(
+            f"quantization_config has weight_block_size={repr(block)[:60]}; give rows and columns"
+        )
+    for name, values in (("activation_scheme", ("dynamic", None)), ("fmt", ("e4m3", None))):
+        if found.get(name) not in values:
+            raise ModelError(
+                f"quantization_config has {name}={repr(found[name])[:60]}; only {values[0]!r} is"
+                " supported"
+            )
+    unknown = sorted(key for key in found if key not in passed)
+    if unknown:
+        raise ModelError(
+            f"quantization_config has {unknown[0][:60]!r}, which {method} does not have here;"
+            f" known: {', '.join(sorted(passed))}"
+        )
+    return Quantisation(method=cast(Any, method), block=(block[0], block[1]))

@@ -1,7 +1,7 @@
 """A family of models as one value; each is a file of `families/`, found there by its `FAMILY`."""
 
 import pkgutil
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -11,13 +11,17 @@ from attrs import asdict, field, fields, frozen
 from torch import nn
 
 from ms_parallel import operators
+from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ModelError
 from ms_parallel.models.config import TOKENS, ModelConfig, token_ids
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.weight_names import Rules
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["Family", "families", "family_of"]
+__all__ = ["ANY", "Family", "families", "family_of", "foreign"]
+
+ANY = ""
+"""The name of a family of any `model_type`."""
 
 
 @frozen(kw_only=True)
@@ -43,6 +47,8 @@ class Family:
     """What tells layers with other parameters apart, of (config, layer's number)."""
     small: Mapping[str, object] = field(factory=dict)
     """Settings of a small model, which trains on a laptop."""
+    packs: bool = True
+    """Whether a document has the same logits in a packed row as alone, wherever it stands."""
 
     @property
     def default(self) -> Mapping[str, object]:
@@ -52,6 +58,20 @@ class Family:
     def build(self, config: Any, *, ops: Ops | None, **part: Any) -> nn.Module:
         """The model or one stage of it, with unset weights."""
         return self.model(config, ops=ops or operators, **part)
+
+    def shapes(
+        self, config: Any, named: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]
+    ) -> dict[str, torch.Size] | None:
+        """Names and shapes of what is `named` in the whole model; None to build a block a kind."""
+        return None
+
+    def check_layout(self, config: Any, layout: Layout) -> None:
+        """Check that a layout asks for nothing that the model cannot do.
+
+        Raises:
+            LayoutError: names what does not fit.
+        """
+        layout.check_model(config.shape)
 
     def read(self, document: Mapping[str, Any]) -> ModelConfig:
         """Understand a config.json, decoded.
@@ -83,14 +103,21 @@ def families() -> tuple[Family, ...]:
     return tuple(sorted((module.FAMILY for module in modules), key=lambda family: family.name))
 
 
+@cache
+def foreign() -> Family:
+    """The family of what transformers builds, whatever its `model_type`."""
+    family: Family = import_module("ms_parallel.models.foreign.family").FOREIGN
+    return family
+
+
 def family_of(config: ModelConfig) -> Family:
     """The family of a configuration.
 
     Raises:
         ModelError: no model has this kind of configuration.
     """
-    for family in families():
-        if type(config) is family.config and config.model_type == family.name:
+    for family in (*families(), foreign()):
+        if type(config) is family.config and family.name in (config.model_type, ANY):
             return family
     raise ModelError(
         f"no model is built from a {type(config).__name__}; give a configuration of `architecture`"

@@ -12,19 +12,25 @@ __all__ = ["ModelPlan", "Style"]
 
 Style = Literal[
     "column",
-    "row",
-    "vocabulary",
-    "sequence",
-    "heads",
-    "split_heads",
-    "split_width",
-    "router",
+    "column_to_whole",
     "expert_column",
     "expert_row",
+    "gathering_column",
+    "heads",
+    "replicated",
+    "router",
+    "row",
+    "row_of_whole",
+    "sequence",
+    "split_heads",
+    "split_width",
+    "summed",
+    "vocabulary",
 ]
 """What the tensor axis does to the parameters of one module:
 
 - `column`: the weight's rows (dim 0) and the bias are split; full input, split output.
+- `gathering_column`: likewise, of an input that is split along the sequence and gathered here.
 - `row`: the weight's columns (dim 1) are split, the bias is whole; split input, summed output.
 - `vocabulary`: the rows of an embedding or of the head are split.
 - `sequence`: whole; works on hidden states that are split along the sequence.
@@ -36,6 +42,11 @@ Style = Literal[
   split, and the bias (experts, several, rows) with them.
 - `expert_row`: a matrix for each expert in (experts, rows, columns), whose columns are split; the
   bias is whole.
+- `column_to_whole`: as `column`, and the output is put together on each rank.
+- `row_of_whole`: as `row`, of an input that is whole on each rank.
+- `replicated`: whole; works on whole hidden states, so each rank has the whole gradient.
+- `summed`: of a module whose own parameters are split, each by a pattern of its full name; it takes
+  whole inputs, and its output is summed.
 """
 
 
@@ -55,6 +66,15 @@ class ModelPlan:
     """Layer numbers at which a stage may begin, ascending, 0 first."""
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs (owner, copy) of parameter names that hold one weight."""
+    repeated: tuple[tuple[str, str], ...] = ()
+    """Pairs (parameter, name) of tensors that a folder holds once more; it may leave them out."""
+    embedding: tuple[str, ...] = ()
+    """Patterns of the modules before the blocks, which the first stage has; needed to cut a module
+    of your own into stages."""
+    head: tuple[str, ...] = ()
+    """Patterns of the modules behind the blocks, which the last stage has."""
+    split_sequence: bool = True
+    """Between blocks each tensor rank holds its part of the sequence; else all of it."""
 
     def style(self, parameter: str) -> Style:
         """The style of a parameter by its full name.
@@ -62,18 +82,20 @@ class ModelPlan:
         Raises:
             ModelError: no pattern matches.
         """
-        module = parameter.rpartition(".")[0]
-        for pattern, style in self.tensor.items():
-            if _matches(pattern, module):
-                return style
+        for name in (parameter, parameter.rpartition(".")[0]):
+            for pattern, style in self.tensor.items():
+                if _matches(pattern, name):
+                    return style
         raise ModelError(f"the model's plan does not cover parameter {parameter!r}; add a pattern")
 
     def split_dim(self, parameter: str) -> int | None:
         """The dim of a parameter that the tensor axis splits, None where it is whole."""
         match self.style(parameter):
-            case "column" | "vocabulary" | "split_heads" | "split_width":
+            case "column" | "column_to_whole" | "gathering_column":
                 return 0
-            case "row":
+            case "vocabulary" | "split_heads" | "split_width":
+                return 0
+            case "row" | "row_of_whole":
                 return None if parameter.endswith(".bias") else 1
             case "expert_column":
                 return 2
@@ -85,6 +107,16 @@ class ModelPlan:
     def is_block(self, module: str) -> bool:
         """Whether a module of this full name is one block."""
         return bool(self.blocks) and _matches(self.blocks, module)
+
+    def names(self, patterns: tuple[str, ...], module: str) -> bool:
+        """Whether one of `patterns` names the module of this full name."""
+        return any(_matches(pattern, module) for pattern in patterns if pattern)
+
+    def holds(self, patterns: tuple[str, ...], name: str) -> bool:
+        """Whether a module or parameter is, or is in, one that `patterns` name."""
+        parts = name.split(".")
+        heads = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        return any(_matches(pattern, head) for pattern in patterns if pattern for head in heads)
 
 
 def _matches(pattern: str, name: str) -> bool:

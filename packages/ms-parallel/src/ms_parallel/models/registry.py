@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.untrusted import check_path, read_json
 from ms_parallel.models.config import ModelConfig, TokenId, token_ids
-from ms_parallel.models.family import families, family_of
+from ms_parallel.models.family import families, family_of, foreign
+from ms_parallel.models.foreign.config import knows
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.staged import StagedModel, named_weights
 from ms_parallel.models.tokenizer_files import TokenizerFiles
@@ -85,6 +86,8 @@ def _spelled(name: str) -> str:
 
 
 def _override(config: ModelConfig, overrides: dict[str, Any]) -> ModelConfig:
+    if hasattr(config, "with_settings"):
+        return cast(ModelConfig, config.with_settings(overrides))
     kind: Any = type(config)
     names = [setting.name for setting in fields(kind)]
     for key in overrides:
@@ -153,6 +156,9 @@ def _shapes(
 
     Of each kind of layer one block is built, however many there are said to be.
     """
+    known = family_of(config).shapes(config, named)
+    if known is not None:
+        return known
     kind = family_of(config).layer_kind
     layers = {layer: kind(config, layer) for layer in range(config.num_hidden_layers)}
     shapes: dict[str, torch.Size] = {}
@@ -258,9 +264,11 @@ def from_document(document: Mapping[str, Any]) -> ModelConfig:
     """
     name: object = document.get("model_type")
     found = next((family for family in families() if family.name == name), None)
+    if found is None and knows(name):
+        found = foreign()
     if found is None:
         raise ModelError(
             f"model_type {repr(name)[:60]} is not supported; supported:"
-            f" {', '.join(architectures())}"
+            f" {', '.join(architectures())}, and what transformers builds, where it is installed"
         )
     return found.read(document)

@@ -56,13 +56,13 @@ def attend_in_spans(
         attention: the operator, as `ms_parallel.operators.attention`.
         q: (B, S, Hq, D).
         k: (B, S, Hk, D).
-        v: like `k`.
+        v: (B, S, Hk, Dv).
         lengths: of the documents of all rows; their sum is B·S.
         settings: what else the operator takes.
 
     Returns:
-        (B, S, Hq, D).
+        (B, S, Hq, Dv).
     """
     parts = (torch.split(x.flatten(0, 1)[None], list(lengths), 1) for x in (q, k, v))
     alone = [attention(*part, **settings) for part in zip(*parts, strict=True)]
-    return torch.cat(alone, 1).view(q.shape)
+    return torch.cat(alone, 1).view(*q.shape[:3], v.shape[3])

@@ -66,7 +66,12 @@ class StagedModel(nn.Module, ABC):
             # Drawing its weight on meta, which nobody reads, would import torch's compiler: 0.7 s.
             if not self.model.embed_tokens.weight.is_meta:
                 self.model.embed_tokens.reset_parameters()
-        self.model.layers = nn.ModuleDict({str(i): block(i) for i in layers})
+        further = config.prediction_layers if last else 0
+        behind = range(config.num_hidden_layers, config.num_hidden_layers + further)
+        self.model.layers = nn.ModuleDict({str(i): block(i) for i in (*layers, *behind)})
+        if further and not first:
+            size = config.vocab_size, config.hidden_size
+            self.model.next_embed_tokens = nn.Embedding(*size, _weight=torch.empty(size))
         if last:
             self.model.norm = norm()
             if not (config.tie_word_embeddings and first):
@@ -140,8 +145,9 @@ class StagedModel(nn.Module, ABC):
         if cache is not None:
             documents = cache.all_documents(documents, hidden.shape[0], count)
         context = self.context(positions, documents, cache)
-        for block in self.model.layers.values():  # type: ignore[operator]
-            hidden = block(hidden, context=context)
+        for number, block in self.model.layers.items():  # type: ignore[operator,union-attr]
+            if int(number) < self.config.num_hidden_layers:
+                hidden = block(hidden, context=context)
         if cache is not None:
             cache.advance(count, documents)
         return hidden
@@ -149,6 +155,35 @@ class StagedModel(nn.Module, ABC):
     def finish(self, hidden: Tensor) -> Tensor:
         """The final norm, (B, S, H) to (B, S, H)."""
         return self.model.norm(hidden)  # type: ignore[operator,no-any-return]
+
+    def further(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        documents: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """What each prediction layer makes of the last stage's finished hidden states, in turn.
+
+        Args:
+            hidden: (B, S, H), or this rank's part of S.
+            tokens: (B, S) int64, S whole.
+            positions: (B or 1, S) int64.
+            documents: (B, S) int32.
+
+        Yields:
+            Finished hidden states, like `hidden`. At position i of depth k the token i+k is used:
+            where that is of another document, or beyond the row, they mean nothing.
+        """
+        context = self.context(positions, documents, None)
+        embed: Any = self.embed if self.first else self.model.next_embed_tokens
+        first = self.config.num_hidden_layers
+        for number in range(first, first + self.config.prediction_layers):
+            tokens = torch.cat((tokens[:, 1:], tokens[:, -1:]), 1)
+            layer: Any = self.model.layers[str(number)]  # type: ignore[index]
+            hidden = layer(hidden, embed(tokens), context=context)
+            yield hidden
 
     def head(self, hidden: Tensor) -> Tensor:
         """Finished hidden states (B, S, H) to logits (B, S, V)."""

@@ -1,8 +1,8 @@
-"""Norm and rotation with gradients written out: fewer passes over memory than op by op.
+"""Operators with gradients written out, for eager use on a CPU.
 
-Plain torch keeps each intermediate for the backward pass and walks it again there. These keep their
-inputs alone, and give the same outputs bit for bit. They serve eager float32 on a CPU; a compiler
-fuses the plain ones by itself.
+Plain torch keeps each intermediate of norm and rotation for the backward pass and walks it again
+there. These keep their inputs alone, and give the same outputs bit for bit, in float32; a compiler
+fuses the plain ones by itself. Attention with sinks never holds the scores.
 """
 
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-__all__ = ["RMSNorm", "Rotate", "serves", "widen"]
+__all__ = ["RMSNorm", "Rotate", "attend", "serves", "takes_sinks", "widen"]
 
 
 def widen(x: Tensor) -> Tensor:
@@ -97,3 +98,73 @@ class Rotate(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         back: Tensor = Rotate.apply(grad, cos, -sin)  # type: ignore[no-untyped-call]
         return back, None, None
+
+
+def takes_sinks(*tensors: Tensor) -> bool:
+    """Whether `attend` takes these: plain tensors with elements on a CPU, untraced."""
+    return not torch.compiler.is_compiling() and all(
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.numel() > 0
+        and tensor.stride(-1) == 1
+        for tensor in tensors
+    )
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """Attention with sinks, (B, heads, S, D) to the same; `mask` is True where a query may look."""
+    if mask is not None:
+        mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+    made: Tensor = _WithSinks.apply(q, k, v, sinks, mask, causal, scale)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _WithSinks(torch.autograd.Function):
+    """torch's fused attention and its gradient, sinks put in between.
+
+    The fused kernel keeps L = log Σ e^score of each row. With a sink it is L' = log(e^L + e^sink),
+    and the result the one without times sigmoid(L - sink); the kernel's own gradient, given L' and
+    that result, is the one with sinks, and a sink's is -Σ e^(sink - L') · (gradient · result).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Tensor:
+        """(B, Hq, Sq, D)."""
+        out: Tensor
+        out, kept = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        sinks = sinks.to(kept.dtype)[:, None]
+        out = (out * (kept - sinks).sigmoid().unsqueeze(-1)).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, mask, out, torch.logaddexp(kept, sinks))
+        ctx.causal, ctx.scale = causal, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k, v and the sinks."""
+        q, k, v, sinks, mask, out, kept = ctx.saved_tensors
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, kept, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
+        )
+        slopes = (grad.to(kept.dtype) * out).sum(-1)
+        of_sinks = -((sinks - kept).exp() * slopes).sum((0, 2)) if ctx.needs_input_grad[3] else None
+        return *found, of_sinks, None, None, None

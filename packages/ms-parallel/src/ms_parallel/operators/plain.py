@@ -89,24 +89,27 @@ def attention(
     documents: Tensor | None = None,
     window: int | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of the last Sq of Sk positions.
 
     Args:
         q: (B, Sq, Hq, D).
         k: (B, Sk, Hk, D), Hk divides Hq.
-        v: Like `k`.
+        v: (B, Sk, Hk, Dv), as wide as `k` or not.
         causal: A query sees no later key.
         documents: (B, Sk) int32; a query sees keys of its own document only.
         window: Keys at a distance below `window` are seen, the query's own included: the last
             `window` of them if causal, else as many on both sides (FlashAttention's
             `window_size=(window - 1, window - 1)`).
         scale: Of the scores; 1/√D by default.
+        sinks: (Hq,), one more score of each of a head's queries, whose value is zeros.
 
     Returns:
-        (B, Sq, Hq, D).
+        (B, Sq, Hq, Dv).
     """
-    queries, keys = q.shape[1], k.shape[1]
+    queries, keys, width = q.shape[1], k.shape[1], v.shape[3]
+    scale = q.shape[3] ** -0.5 if scale is None else scale
     window = None if window is None or window >= keys else window
     if documents is not None:
         mask = _masks.of(documents, queries, causal, window)
@@ -114,16 +117,50 @@ def attention(
         mask = None
     else:
         mask = _order_mask(queries, keys, causal, window, q.device)
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=causal and mask is None and queries > 1,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
+    causal = causal and mask is None and queries > 1
+    # Fused kernels want one width: zeros behind the narrower change nothing.
+    q, k, v = (
+        F.pad(each, (0, widest - each.shape[3])) if each.shape[3] < widest else each
+        for widest in [max(q.shape[3], width)]
+        for each in (q, k, v)
     )
-    return out.transpose(1, 2)
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    if sinks is None:
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    else:
+        attend = cpu.attend if cpu.takes_sinks(q, k, v, sinks) else _scored
+        out = attend(q, k, v, sinks, mask, causal, scale)
+    return out.transpose(1, 2)[..., :width]
+
+
+def _scored(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """Attention with sinks that holds the scores, (B, heads, S, D) to the same."""
+    group, queries = q.shape[1] // k.shape[1], q.shape[2]
+    k, v = (each.repeat_interleave(group, 1) for each in (k, v))
+    scores = cpu.widen(q * scale) @ cpu.widen(k).transpose(-1, -2)
+    if causal:
+        mask = _order_mask(queries, k.shape[2], True, None, q.device)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    added = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    shares = torch.cat((scores, added), -1).softmax(-1)[..., :-1]
+    return (shares @ cpu.widen(v)).to(v.dtype)
 
 
 def _order_mask(

@@ -45,6 +45,7 @@ class Ops(Protocol):
         documents: Tensor | None = ...,
         window: int | None = ...,
         scale: float | None = ...,
+        sinks: Tensor | None = ...,
     ) -> Tensor:
         """As `ms_parallel.operators.attention`."""
         ...

@@ -36,7 +36,10 @@ class VocabularyParallelLoss(torch.autograd.Function):
         limit_bytes: int,
         softcap: float | None = None,
     ) -> Tensor:
-        """Losses (T,) float32 of hidden (T, H), weight (V/t, H) and global targets (T,) int64."""
+        """Losses (T,) float32, float64 for float64.
+
+        Of hidden (T, H), weight (V/t, H) and global targets (T,) int64.
+        """
         width = weight.shape[0]
         local = targets - dist.get_rank(group) * width
         here = (local >= 0) & (local < width)

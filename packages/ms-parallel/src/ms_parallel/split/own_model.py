@@ -1,4 +1,4 @@
-"""Runs a module of the user's own as the one stage of an engine, split as its plan allows.
+"""Runs a module of the user's own in an engine, split and cut into stages as its plan allows.
 
 It is called as `module(tokens, positions=..., documents=..., cache=...)`, of which it names what it
 uses, and returns logits. Unlike our own models it is whole before it is split, so it has to fit one
@@ -8,6 +8,7 @@ process.
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError, LayoutError, ModelError
+from ms_parallel.models.foreign.around import Around
+from ms_parallel.models.foreign.cut import block_names, check_cut, cut
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.recompute import Recompute, recompute_blocks
 from ms_parallel.split.sharding import shard_model
@@ -52,21 +55,55 @@ class OwnModelConfig:
     weights: str
     """Digest of the names and shapes of its parameters."""
     num_hidden_layers: int = 1
-    """All of it is one stage."""
+    """Blocks that stages are made of; 1 where none are known."""
     bos_token_id: None = None
     eos_token_id: None = None
     pad_token_id: None = None
 
     @classmethod
-    def of(cls, module: nn.Module) -> "OwnModelConfig":
+    def of(cls, module: nn.Module, plan: ModelPlan) -> "OwnModelConfig":
         """The configuration of a module that is not split yet."""
         shapes = [(name, tuple(value.shape)) for name, value in module.named_parameters()]
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:32]
-        return cls(model_type=type(module).__name__, weights=digest)
+        blocks = max(1, len(block_names(module, plan)))
+        return cls(model_type=type(module).__name__, weights=digest, num_hidden_layers=blocks)
+
+
+class OwnStage(Around):
+    """One stage of a module of the user's own, whose parameters keep their names.
+
+    Args:
+        module: whole; its parts are replaced.
+        plan: how it is split.
+        layers: numbers of the blocks to keep.
+    """
+
+    def __init__(self, module: nn.Module, plan: ModelPlan, layers: range) -> None:
+        super().__init__(module)
+        self.__dict__["first"] = layers.start == 0
+        self.__dict__["gate"] = cut(module, plan, layers)
+
+    def forward(self, x: Tensor, *, positions: Tensor, **context: Any) -> Tensor:
+        """Tokens (or, on later stages, hidden states) to logits (or, on earlier ones, hidden).
+
+        Args:
+            x: (B, S) int64 on the first stage, (B, S, H) on others.
+            positions: (B, S) int64.
+            context: documents and cache.
+        """
+        tokens = x if self.first else positions.new_zeros(positions.shape)
+        made: Tensor = self.gate.run(
+            lambda: call_own(self.inner, tokens, positions=positions, **context),
+            None if self.first else x,
+        )
+        return made
 
 
 def call_own(module: nn.Module, tokens: Tensor, **context: Any) -> Tensor:
     """Call a module with as much of positions, documents and cache as its forward names."""
+    if isinstance(module, OwnStage):
+        stage: Tensor = module(tokens, **context)
+        return stage
     named = inspect.signature(module.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in named.values())
     passed = {name: value for name, value in context.items() if takes_any or name in named}
@@ -109,22 +146,44 @@ def _check_passed(module: nn.Module, context: Mapping[str, Any], passed: Mapping
 def build_own(
     module: nn.Module,
     plan: ModelPlan,
+    layers: Mapping[int, range],
     groups: Groups,
     *,
     mixed_precision: bool,
     recompute: Recompute,
     prepare: Callable[[Any], object] | None = None,
-) -> nn.Module:
-    """Take a module over, in place: every process the first one's weights, then each its part."""
+) -> dict[int, nn.Module]:
+    """Take a module over, in place: every process the first one's weights, then each its part.
+
+    Args:
+        module: whole, on every process.
+        plan: how it may be split.
+        layers: numbers of the blocks of each stage that this process has.
+        groups: the layout's processes.
+        mixed_precision: compute in bfloat16.
+        recompute: keep only each block's input.
+        prepare: what is done to each stage before it is sharded.
+
+    Returns:
+        The stages, by number; where the whole is one stage, the module itself.
+    """
     module.to(groups.device)
     with torch.no_grad():
         _share(module, groups)
-    split_model(module, plan, groups, gather_logits=True)
-    if prepare is not None:
-        prepare(module)
-    recompute_blocks(module, plan, recompute)
-    shard_model(module, plan, groups, mixed_precision=mixed_precision)
-    return module
+    stages: dict[int, nn.Module] = {0: module}
+    if groups.layout.pipeline > 1:
+        copies = [*(deepcopy(module) for _ in range(len(layers) - 1)), module]
+        stages = {
+            number: OwnStage(whole, plan, layers[number])
+            for number, whole in zip(layers, copies, strict=True)
+        }
+    for stage in stages.values():
+        split_model(stage, plan, groups, gather_logits=True)
+        if prepare is not None:
+            prepare(stage)
+        recompute_blocks(stage, plan, recompute)
+        shard_model(stage, plan, groups, mixed_precision=mixed_precision)
+    return stages
 
 
 def check_own(module: nn.Module, plan: ModelPlan, layout: Layout, recompute: Recompute) -> None:
@@ -136,10 +195,7 @@ def check_own(module: nn.Module, plan: ModelPlan, layout: Layout, recompute: Rec
     """
     name = type(module).__name__
     if layout.pipeline > 1:
-        raise LayoutError(
-            f"pipeline={layout.pipeline} cannot cut {name}: only models of ms_parallel.models are"
-            " built in stages; set pipeline=1 and give its processes to data"
-        )
+        check_cut(module, plan, layout.pipeline)
     parameters = dict(module.named_parameters())
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(f"{name} has no parameter that requires a gradient, so none to train")
@@ -158,8 +214,8 @@ def check_own(module: nn.Module, plan: ModelPlan, layout: Layout, recompute: Rec
         dim = plan.split_dim(each)
         if dim is not None and parameter.shape[dim] % layout.tensor:
             raise LayoutError(
-                f"tensor={layout.tensor} does not divide dim {dim} of {each!r} of {name}, which is"
-                f" {parameter.shape[dim]}"
+                f"tensor={layout.tensor} does not divide dim {dim % parameter.ndim} of {each!r} of"
+                f" {name}, which is {parameter.shape[dim]}"
             )
 
 

@@ -27,5 +27,5 @@ def recompute_blocks(model: nn.Module, plan: ModelPlan, recompute: Recompute) ->
     if recompute == "none":
         return
     for name, module in model.named_modules():
-        if plan.is_block(name):
+        if plan.is_block(name) and any(True for _ in module.parameters()):
             checkpoint(module, preserve_rng_state=False, context_fn=keeping)

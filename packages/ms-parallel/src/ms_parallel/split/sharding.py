@@ -25,7 +25,11 @@ def shard_model(
         "mp_policy": precision_policy(mixed_precision),
         "reshard_after_forward": groups.layout.pipeline == 1,
     }
-    blocks = [module for name, module in model.named_modules() if plan.is_block(name)]
+    blocks = [
+        module
+        for name, module in model.named_modules()
+        if plan.is_block(name) and any(True for _ in module.parameters())
+    ]
     for module in [*blocks, model]:
         if module is model:
             settings["reshard_after_forward"] = False  # the loss still needs the head

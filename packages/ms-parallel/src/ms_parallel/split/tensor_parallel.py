@@ -1,5 +1,7 @@
 """Splits a model over the tensor axis as its plan says, with the sequence split in between."""
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -12,6 +14,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ms_parallel.cluster.groups import Groups
+from ms_parallel.errors import ModelError
 from ms_parallel.models.experts.grouped import GroupedLinear
 from ms_parallel.models.experts.router import Router
 from ms_parallel.models.parts.norm import WholeWidthNorm
@@ -43,12 +46,18 @@ def split_model(
     for name, module in model.named_modules():
         if not any(True for _ in module.parameters(recurse=False)):
             continue
+        if not plan.split_sequence:
+            styles |= _of_whole_sequence(plan, name)
+            continue
         match plan.style(f"{name}.weight"):
             case "column":
                 styles[name] = ColwiseParallel()
                 styles[name.rpartition(".")[0]] = PrepareModuleInput(
                     input_layouts=Shard(1), desired_input_layouts=Replicate()
                 )
+            case "gathering_column":
+                styles[name] = ColwiseParallel(input_layouts=Shard(1))
+                styles[name.rpartition(".")[0]] = ShowWhole()
             case "row":
                 styles[name] = RowwiseParallel(output_layouts=Shard(1))
             case "vocabulary" if isinstance(module, nn.Embedding):
@@ -68,8 +77,35 @@ def split_model(
                 styles[name.rpartition(".")[0]] = GatherTokens()
             case "sequence" | "heads":
                 pass
+            case style:
+                raise _misfit(name, style)
     # None: every rank takes its own slice; weights are filled later, so nothing is sent.
     parallelize_module(model, groups.mesh["tensor"], styles, src_data_rank=None)
+
+
+def _of_whole_sequence(plan: ModelPlan, name: str) -> dict[str, ParallelStyle]:
+    """The style of a module where each rank holds all of the sequence between blocks."""
+    match plan.style(f"{name}.weight"):
+        case "column":
+            return {name: ColwiseParallel()}
+        case "column_to_whole":
+            return {name: ColwiseParallel(output_layouts=Replicate())}
+        case "row":
+            return {name: RowwiseParallel()}
+        case "row_of_whole":
+            return {name: RowwiseParallel(input_layouts=Replicate())}
+        case "summed":
+            return {name: SumOfParts(plan, name)}
+        case "heads" | "replicated":
+            return {}
+        case style:
+            raise _misfit(name, style)
+
+
+def _misfit(name: str, style: str) -> ModelError:
+    return ModelError(
+        f"the plan gives {name!r} the style {style!r}, which is for another value of split_sequence"
+    )
 
 
 def is_whole(name: str, plan: ModelPlan) -> bool:
@@ -107,6 +143,53 @@ class SplitRows(ParallelStyle):
             module.register_parameter(
                 name, nn.Parameter(split, requires_grad=parameter.requires_grad)
             )
+        return module
+
+
+class SumOfParts(ParallelStyle):
+    """Splits a module's own parameters as the plan says of each, and sums the module's output.
+
+    Who uses them asks for their local part. Each rank has a share of the inputs' gradient.
+    """
+
+    def __init__(self, plan: ModelPlan, name: str) -> None:
+        super().__init__()
+        self.plan, self.name = plan, name
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            dim = self.plan.split_dim(f"{self.name}.{own}")
+            assert dim is not None
+            split: DTensor = distribute_tensor(
+                parameter, device_mesh, [Shard(dim % parameter.ndim)], src_data_rank=None
+            )
+            module._parameters[own] = nn.Parameter(split, requires_grad=parameter.requires_grad)
+
+        def shared(value: Any) -> Any:
+            if not (isinstance(value, Tensor) and value.is_floating_point()):
+                return value
+            whole = DTensor.from_local(value, device_mesh, [Replicate()], run_check=False)
+            return whole.to_local(grad_placements=[Partial()])
+
+        def share(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            return tuple(map(shared, args)), {key: shared(value) for key, value in named.items()}
+
+        def total(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+            part = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
+            return part.redistribute(placements=[Replicate()]).to_local()
+
+        module.register_forward_pre_hook(share, with_kwargs=True)
+        module.register_forward_hook(total)
+        return module
+
+
+class ShowWhole(ParallelStyle):
+    """Shows a module that works on its part of the sequence all of what it asks for."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        shown: Any = module
+        assert callable(shown.whole)
+        shown.whole = lambda part: _gathered(part, device_mesh)
         return module
 
 

@@ -7,10 +7,12 @@ from ms_parallel import checkpoint
 from ms_parallel.cluster import process
 from ms_parallel.cluster.agreement import first_does
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.balance.settings import balance_of
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.errors import ConfigError
-from ms_parallel.models.registry import architecture
+from ms_parallel.models.family import family_of
+from ms_parallel.models.registry import architecture, model_plan
 from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.planner.found_schedule import FoundSchedule
@@ -59,19 +61,20 @@ def fit_model(options: Options, layout: Layout, shards: Path | None) -> Any:
             f" {tokens}, or build the shards with the model's tokenizer"
         )
     _check_sizes(options, layout, config)
-    layout.check_model(config.shape)
+    balance_of(options).of(config.mixture)
+    family_of(config).check_layout(config, layout)
     return config if shards is None else with_ends(config, shards, options.model_folder)
 
 
 def _check_sizes(options: Options, layout: Layout, config: Any) -> None:
     length = options.sequence_length
     most = getattr(config, "max_position_embeddings", length)  # Transformer-XL has no end
-    if length > most:
+    if most is not None and length > most:
         raise ConfigError(
             f"sequence_length={length} is longer than the model's {most} positions; lower it, or"
             " raise max_position_embeddings of model_config"
         )
-    if length % layout.tensor:
+    if length % layout.tensor and model_plan(config).split_sequence:
         raise ConfigError(
             f"sequence_length={length} does not divide over tensor={layout.tensor}; choose a"
             f" multiple of {layout.tensor}"
@@ -113,6 +116,10 @@ def build_engine(
         microbatch_size=microbatch(options, layout),
         mixed_precision=options.mixed_precision,
         recompute=options.recompute,
+        balance=options.balance,
+        balance_coefficient=options.balance_coefficient,
+        balance_bias_rate=options.balance_bias_rate,
+        router_z_coefficient=options.router_z_coefficient,
         seed=options.seed,
         weights=_weights(options),
         device=options.device,

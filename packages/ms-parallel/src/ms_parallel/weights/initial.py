@@ -7,17 +7,26 @@ generator each, so that a rank draws only the chunks that its part touches.
 import hashlib
 import math
 from collections.abc import Collection
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from ms_parallel.models.registry import parameter_shapes
+from ms_parallel.models.registry import model_plan, parameter_shapes
 from ms_parallel.models.staged import named_weights
 from ms_parallel.split.part import part_of
 
 __all__ = ["initialise", "is_added"]
 
 _CHUNK_ELEMENTS = 1 << 20
+
+
+@runtime_checkable
+class DrawsItself(Protocol):
+    """A model that knows how its parameters begin."""
+
+    def draw(self, name: str, seed: int) -> Tensor:
+        """The whole fresh value of a parameter, the same wherever it is drawn."""
 
 
 @torch.no_grad()
@@ -32,12 +41,17 @@ def initialise(model: nn.Module, seed: int) -> None:
         model: Any stage under any layout, with a `config`; parameters must not be on `meta`.
         seed: Of the run.
     """
-    std: float = model.config.initializer_range  # type: ignore[union-attr,assignment]
-    tied = bool(model.config.tie_word_embeddings)  # type: ignore[union-attr]
+    std: float = getattr(model.config, "initializer_range", 0.0)
+    owners = {copy: owner for owner, copy in model_plan(model.config).tied}  # type: ignore[arg-type]
     own = parameter_shapes(model.config)  # type: ignore[arg-type]
     for name, parameter in named_weights(model):
-        drawn_as = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
-        if name.endswith("bias") or is_added(drawn_as, own):
+        drawn_as = owners.get(name, name)
+        if is_added(drawn_as, own):
+            parameter.zero_()
+        elif isinstance(model, DrawsItself):
+            part = part_of(parameter)
+            part.local.copy_(model.draw(name, seed)[part.box])
+        elif name.endswith("bias"):
             parameter.zero_()
         elif parameter.ndim == 1:
             norm = model.get_submodule(name.rpartition(".")[0])

@@ -18,6 +18,8 @@ from ms_parallel.split.part import Part, drop_gathered, part_of
 from ms_parallel.weights.finite import is_finite
 from ms_parallel.weights.folder import INDEX, WeightFolder
 from ms_parallel.weights.initial import is_added
+from ms_parallel.weights.quantised import open_weights
+from ms_parallel.weights.text_part import TextPart
 
 __all__ = ["has_weights", "load_model", "load_weights"]
 
@@ -54,7 +56,7 @@ def load_model(
     check_path("folder", folder, error=ModelError)
     folder = Path(folder)
     config = read_config(folder)
-    weights = WeightFolder(folder)
+    weights = open_weights(folder)
     # Before a config.json that claims a billion layers makes us build them.
     last_layer = f"model.layers.{config.num_hidden_layers - 1}."
     if not any(name.startswith(last_layer) for name in weights.names):
@@ -104,7 +106,9 @@ def load_weights(model: StagedModel, folder: str | Path) -> None:
         ModelError: a tensor is missing, unknown, of another shape or not finite, or a tied weight
             is there twice and differs.
     """
-    weights = WeightFolder(Path(folder))
+    weights = open_weights(Path(folder))
+    if getattr(model.config, "is_text_part", False):
+        weights = TextPart(weights)
     drop_gathered(model)
     _fill(model, weights, _check(model, weights))
 
@@ -117,14 +121,20 @@ def _check(model: StagedModel, weights: WeightFolder) -> dict[str, list[Piece]]:
     """
     whole = weight_pieces(model.config)
     tensors = {piece.tensor for pieces in whole.values() for piece in pieces}
-    copies = {copy: owner for owner, copy in model_plan(model.config).tied}
+    plan = model_plan(model.config)
+    copies = {copy: owner for owner, copy in plan.tied}
     missing = sorted(tensors - weights.names)
     if missing:
+        behind = f"model.layers.{model.config.num_hidden_layers}."
+        dropped = not any(name.startswith(behind) for name in weights.names)
+        remedy = "is it complete, and of this architecture?"
+        if model.config.prediction_layers and dropped:
+            remedy = "set num_nextn_predict_layers to 0 where its layers were dropped"
         raise ModelError(
             f"{weights.folder} lacks {len(missing)} of {len(tensors)} tensors, first"
-            f" {missing[0]!r}; is it complete, and of this architecture?"
+            f" {missing[0]!r}; {remedy}"
         )
-    known = tensors | copies.keys()
+    known = tensors | copies.keys() | {name for _, name in plan.repeated}
     unknown = sorted(n for n in weights.names - known if not n.endswith(_BUFFERS_OF_OLD))
     if unknown:
         raise ModelError(
@@ -165,7 +175,8 @@ def _what_fits(name: str, known: Iterable[str]) -> str | None:
 
 @torch.no_grad()
 def _fill(model: StagedModel, weights: WeightFolder, pieces: Mapping[str, Iterable[Piece]]) -> None:
-    tied = model_plan(model.config).tied
+    plan = model_plan(model.config)
+    twice = (*plan.tied, *plan.repeated)
     for name, weight in named_weights(model):
         part = part_of(weight)
         if not pieces[name]:
@@ -180,7 +191,7 @@ def _fill(model: StagedModel, weights: WeightFolder, pieces: Mapping[str, Iterab
                     f"{weights.folder} holds {piece.tensor!r} with a NaN or an infinity; give a"
                     " model that was saved before it went wrong"
                 )
-            for pair in tied:
+            for pair in twice:
                 if name in pair:
                     _check_tied(pair, values, part, weights)
             part.local[inside[1]].copy_(values)
@@ -190,7 +201,10 @@ def _check_tied(pair: tuple[str, str], values: Tensor, part: Part, weights: Weig
     """Refuse a folder whose two files of one weight differ: readers would take one or the other."""
     owner, copy = pair
     if copy in weights.names and not torch.equal(values, weights.read(copy, part.box).to(values)):
+        remedy = "; copy the folder again"
+        if copy == "lm_head.weight":
+            remedy = " (tie_word_embeddings); set it to false to keep both"
         raise ModelError(
             f"{weights.folder} holds a {copy!r} that differs from {owner!r}, but its config.json"
-            " says that they are one (tie_word_embeddings); set it to false to keep both"
+            f" says that they are one{remedy}"
         )

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 
 from ms_parallel.errors import ModelError, NonFiniteError
@@ -125,8 +125,12 @@ def save_model(
 
 def _saved_tensors(stages: Sequence[StagedModel]) -> dict[str, list[_Source]]:
     """What a folder holds of these stages: each tied weight once, and nothing that was added."""
-    copies = {copy for _, copy in model_plan(stages[0].config).tied}
+    plan = model_plan(stages[0].config)
+    copies = {copy for _, copy in plan.tied}
     whole = weight_pieces(stages[0].config)
+    for name, again in plan.repeated:
+        (piece,) = whole[name][:1]
+        whole[name] = [*whole[name], evolve(piece, tensor=again)]
     tensors: dict[str, list[_Source]] = {}
     for stage in stages:
         for name, weight in named_weights(stage):

@@ -60,10 +60,9 @@ def narrow_rows(call: Call) -> str | None:
 
 def narrow_heads(call: Call) -> str | None:
     """Decline heads too wide for a multiprocessor's memory, and strides beyond 32 bits."""
-    width = call.given[0].shape[-1]
-    if width > WIDEST_HEAD:
-        return f"takes heads of up to {WIDEST_HEAD} features, not {width}"
     for each in call.given[:3]:
+        if each.shape[-1] > WIDEST_HEAD:
+            return f"takes heads of up to {WIDEST_HEAD} features, not {each.shape[-1]}"
         if each.strides[1] > LARGEST_STRIDE:
             return f"takes strides of positions up to {LARGEST_STRIDE}, not {each.strides[1]}"
     return None

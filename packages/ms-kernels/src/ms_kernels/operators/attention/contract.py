@@ -1,18 +1,19 @@
-"""Scaled dot-product attention with grouped queries, documents, a window and a cache."""
+"""Scaled dot-product attention: grouped queries, documents, a window, a cache and sinks."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ms_kernels.contracts.arguments import Argument, Ladder, Model, Work
 from ms_kernels.contracts.call import Dims, accumulator
-from ms_kernels.contracts.contract import Contract
+from ms_kernels.contracts.contract import Contract, Variant
 from ms_kernels.contracts.options import flag, scale_option, window_option
 from ms_kernels.contracts.tolerance import ATTENTION
 
-__all__ = ["CONTRACT", "MaskOptions", "attention", "visible"]
+__all__ = ["CONTRACT", "MaskOptions", "as_wide", "attention", "visible"]
 
 
 class MaskOptions(NamedTuple):
@@ -22,17 +23,25 @@ class MaskOptions(NamedTuple):
     window: int | None
     scale: float | None
 
+    def factor(self, width: int) -> float:
+        """Return what scores are multiplied by, for heads of `width` features."""
+        return width**-0.5 if self.scale is None else float(self.scale)
+
 
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     documents: Tensor | None = None,
+    sinks: Tensor | None = None,
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return ``softmax(q kᵀ · scale + mask) v`` a head, scores held whole in float32."""
+    """Return ``softmax(q kᵀ · scale + mask) v`` a head, scores held whole in float32.
+
+    A head's sink is one more score of each of its queries, whose value is zeros.
+    """
     batch, queries, heads, width = q.shape
     groups = k.shape[2]
     wide = accumulator(q.dtype)
@@ -45,8 +54,13 @@ def attention(
     mask = visible(queries, k.shape[1], q.device, documents, causal, window)
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
-    result = scores.softmax(-1) @ values
-    return result.permute(0, 3, 1, 2, 4).reshape(batch, queries, heads, width).to(q.dtype)
+    if sinks is None:
+        shares = scores.softmax(-1)
+    else:
+        added = sinks.to(wide).view(groups, heads // groups, 1, 1).expand(*scores.shape[:-1], 1)
+        shares = torch.cat((scores, added), -1).softmax(-1)[..., :-1]
+    result = shares @ values
+    return result.permute(0, 3, 1, 2, 4).reshape(batch, queries, heads, v.shape[3]).to(q.dtype)
 
 
 def visible(
@@ -76,6 +90,14 @@ def visible(
     return mask
 
 
+def as_wide(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return heads and values of one width, zeros behind the narrower, which change nothing."""
+    width, values = q.shape[-1], v.shape[-1]
+    if width < values:
+        return F.pad(q, (0, values - width)), F.pad(k, (0, values - width)), v
+    return q, k, F.pad(v, (0, width - values)) if values < width else v
+
+
 def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if dims["Hq"] % dims["Hk"]:
         yield "k", f"of a number of heads (third size) that divides q's {dims['Hq']}"
@@ -85,10 +107,10 @@ def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _forward(dims: Dims, itemsize: int) -> Work:
     """Half of the score matrix is counted, as for a causal mask."""
-    heads = 2 * dims["Sq"] * dims["Hq"] + 2 * dims["Sk"] * dims["Hk"]
+    heads, widths = dims["Sq"] * dims["Hq"] + dims["Sk"] * dims["Hk"], dims["D"] + dims["Dv"]
     pairs = dims["Sq"] * (2 * dims["Sk"] - dims["Sq"] + 1) // 2
-    flops = 4 * dims["B"] * dims["Hq"] * pairs * dims["D"]
-    return Work(dims["B"] * heads * dims["D"] * itemsize, flops)
+    flops = 2 * dims["B"] * dims["Hq"] * pairs * widths
+    return Work(dims["B"] * heads * widths * itemsize, flops)
 
 
 def _backward(dims: Dims, itemsize: int) -> Work:
@@ -104,11 +126,11 @@ def _documents(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -
 
 CONTRACT = Contract(
     name="attention",
-    summary="softmax(q kᵀ · scale + mask) v, grouped queries, documents, window, cached keys",
+    summary="softmax(q kᵀ · scale + mask) v, grouped queries, documents, window, cache, sinks",
     arguments=(
         Argument(name="q", dims="B Sq Hq D"),
         Argument(name="k", dims="B Sk Hk D", like="q"),
-        Argument(name="v", dims="B Sk Hk D", like="q"),
+        Argument(name="v", dims="B Sk Hk Dv", like="q"),
         Argument(
             name="documents",
             dims="B Sk",
@@ -117,22 +139,25 @@ CONTRACT = Contract(
             differentiable=False,
             draw=_documents,
         ),
+        Argument(name="sinks", dims="Hq", optional=True),
     ),
     options=(
         flag("causal", default=True),
         window_option,
         scale_option,
     ),
-    returns="(B Sq Hq D), dtype of q",
-    results={"result": "B Sq Hq D"},
+    returns="(B Sq Hq Dv), dtype of q",
+    results={"result": "B Sq Hq Dv"},
     splits=("B", "Hq Hk"),
-    positive="Hq Hk D",
+    positive="Hq Hk D Dv",
     rules=_rules,
     forward=_forward,
     backward=_backward,
     tolerance=ATTENTION,
-    example={"B": 2, "Sq": 48, "Sk": 48, "Hq": 4, "Hk": 2, "D": 16},
+    example={"B": 2, "Sq": 48, "Sk": 48, "Hq": 4, "Hk": 2, "D": 16, "Dv": 16},
+    follows={"Dv": "D"},
     reference=attention,
-    ladders=(Ladder({"B": 1, "Hq": 4, "Hk": 2, "D": 64}, ("Sq", "Sk")),),
-    model=Model(free=("S",), sizes={"Hq": 32, "Hk": 8, "D": 128}),
+    variants=(Variant({}, {"D": 24, "Dv": 8}), Variant({"window": 7}, {"D": 8, "Dv": 24})),
+    ladders=(Ladder({"B": 1, "Hq": 4, "Hk": 2, "D": 64, "Dv": 64}, ("Sq", "Sk")),),
+    model=Model(free=("S",), sizes={"Hq": 32, "Hk": 8, "D": 128, "Dv": 128}),
 )

@@ -7,6 +7,9 @@ Numbered differences from the papers:
    documents may touch its own. Within these, pairs are masked one by one.
 3. No atomic additions: dq has its own kernel, and dk and dv are summed over the heads of a group
    by the one program that owns them, so that gradients do not change from run to run.
+4. A sink, one number a head, is one more score, of a value of zeros: it is taken in after the last
+   key, LSE counts it, and so the backward kernels need not know of it.
+5. Values may have another width than keys.
 
 Scores are kept in base 2: `scale` is multiplied by log2(e), and LSE is a base-2 logarithm.
 """
@@ -137,6 +140,7 @@ def _attend(
     k_stride,
     v_stride,
     width,
+    value_width,
     scale,
     window,
     CAUSAL: tl.constexpr,
@@ -145,6 +149,7 @@ def _attend(
     MASKED: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
+    BV: tl.constexpr,
 ):
     """Take in keys `low` to `high`, a block at a time."""
     for start in range(low, high, BN):
@@ -164,7 +169,7 @@ def _attend(
         shares = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(top - higher)
         norm = norm * shrink + tl.sum(shares, 1)
-        v = _rows(V, start, keys, v_stride, width, BN, BD)
+        v = _rows(V, start, keys, v_stride, value_width, BN, BV)
         total = total * shrink[:, None]
         total = tl.dot(shares.to(v.dtype), v, total, input_precision="ieee")
         top = higher
@@ -179,6 +184,7 @@ def attention_forward(
     V,
     DOCUMENT,
     RANGES,
+    SINKS,
     O,
     LSE,
     queries,
@@ -186,6 +192,7 @@ def attention_forward(
     heads,
     group,
     width,
+    value_width,
     q_batch_stride,
     q_stride,
     q_head_stride,
@@ -201,11 +208,13 @@ def attention_forward(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    SINK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
+    BV: tl.constexpr,
 ):
-    """Make BM rows of one head of O, contiguous (batch, queries, heads, width).
+    """Make BM rows of one head of O, contiguous (batch, queries, heads, value_width).
 
     LSE is (batch, heads, queries). Late queries, which have most to do, come first.
     """
@@ -218,7 +227,7 @@ def attention_forward(
     K += batch * k_batch_stride + head // group * k_head_stride
     V += batch * v_batch_stride + head // group * v_head_stride
     DOCUMENT += batch * document_stride
-    O += (batch * queries * heads + head) * width
+    O += (batch * queries * heads + head) * value_width
     q = _rows(Q, block * BM, queries, q_stride, width, BM, BD)
     own = (block * BM + keys - queries + tl.arange(0, BM))[:, None]
     own_document = own
@@ -227,7 +236,7 @@ def attention_forward(
     low, high = _key_range(
         block, batch, queries, keys, window, RANGES, CAUSAL, WINDOW, DOCUMENTS, BM, BN
     )
-    total = tl.zeros([BM, BD], tl.float32)
+    total = tl.zeros([BM, BV], tl.float32)
     norm = tl.zeros([BM], tl.float32)
     top = tl.full([BM], _LOWEST, tl.float32)
     if not WINDOW and not DOCUMENTS:
@@ -236,16 +245,25 @@ def attention_forward(
         whole = whole // BN * BN
         total, norm, top = _attend(
             total, norm, top, q, K, V, low, whole, own, keys, own_document, DOCUMENT,
-            k_stride, v_stride, width, scale, window,
-            CAUSAL, WINDOW, DOCUMENTS, False, BN, BD,
+            k_stride, v_stride, width, value_width, scale, window,
+            CAUSAL, WINDOW, DOCUMENTS, False, BN, BD, BV,
         )  # fmt: skip
         low = whole
     total, norm, top = _attend(
         total, norm, top, q, K, V, low, high, own, keys, own_document, DOCUMENT,
-        k_stride, v_stride, width, scale, window,
-        CAUSAL, WINDOW, DOCUMENTS, True, BN, BD,
+        k_stride, v_stride, width, value_width, scale, window,
+        CAUSAL, WINDOW, DOCUMENTS, True, BN, BD, BV,
     )  # fmt: skip
-    _put_rows(O, total / norm[:, None], block * BM, queries, heads * width, width, BM, BD)
+    if SINK:
+        sink = tl.load(SINKS + head).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(top, sink)
+        kept = tl.exp2(top - higher)
+        norm = norm * kept + tl.exp2(sink - higher)
+        top = higher
+        total = total * (kept / norm)[:, None]
+    else:
+        total = total / norm[:, None]
+    _put_rows(O, total, block * BM, queries, heads * value_width, value_width, BM, BV)
     place = block * BM + tl.arange(0, BM)
     LSE += (batch * heads + head) * queries
     tl.store(LSE + place, top + tl.log2(norm), mask=place < queries)
@@ -259,12 +277,12 @@ def attention_delta(
     DELTA,
     queries,
     heads,
-    width,
+    value_width,
     do_batch_stride,
     do_stride,
     do_head_stride,
     BM: tl.constexpr,
-    BD: tl.constexpr,
+    BV: tl.constexpr,
 ):
     """Write DELTA (batch, heads, queries), the products of the rows of O and DO."""
     tile = first + tl.program_id(0)
@@ -272,10 +290,10 @@ def attention_delta(
     block = tile % blocks
     batch = (tile // blocks // heads).to(tl.int64)
     head = (tile // blocks % heads).to(tl.int64)
-    O += (batch * queries * heads + head) * width
+    O += (batch * queries * heads + head) * value_width
     DO += batch * do_batch_stride + head * do_head_stride
-    o = _rows(O, block * BM, queries, heads * width, width, BM, BD).to(tl.float32)
-    do = _rows(DO, block * BM, queries, do_stride, width, BM, BD).to(tl.float32)
+    o = _rows(O, block * BM, queries, heads * value_width, value_width, BM, BV).to(tl.float32)
+    do = _rows(DO, block * BM, queries, do_stride, value_width, BM, BV).to(tl.float32)
     place = block * BM + tl.arange(0, BM)
     DELTA += (batch * heads + head) * queries
     tl.store(DELTA + place, tl.sum(o * do, 1), mask=place < queries)
@@ -298,6 +316,7 @@ def attention_backward_queries(
     heads,
     group,
     width,
+    value_width,
     q_batch_stride,
     q_stride,
     q_head_stride,
@@ -319,8 +338,9 @@ def attention_backward_queries(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
+    BV: tl.constexpr,
 ):
-    """Make BM rows of one head of DQ, contiguous like O."""
+    """Make BM rows of one head of DQ, contiguous (batch, queries, heads, width)."""
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(queries, BM)
     block = blocks - 1 - tile % blocks
@@ -333,7 +353,7 @@ def attention_backward_queries(
     DOCUMENT += batch * document_stride
     DQ += (batch * queries * heads + head) * width
     q = _rows(Q, block * BM, queries, q_stride, width, BM, BD)
-    do = _rows(DO, block * BM, queries, do_stride, width, BM, BD)
+    do = _rows(DO, block * BM, queries, do_stride, value_width, BM, BV)
     row = block * BM + tl.arange(0, BM)
     of_head = (batch * heads + head) * queries
     lse = tl.load(LSE + of_head + row, mask=row < queries, other=float("inf"))
@@ -348,7 +368,7 @@ def attention_backward_queries(
     dq = tl.zeros([BM, BD], tl.float32)
     for start in range(low, high, BN):
         k = _rows(K, start, keys, k_stride, width, BN, BD)
-        v = _rows(V, start, keys, v_stride, width, BN, BD)
+        v = _rows(V, start, keys, v_stride, value_width, BN, BV)
         other = start + tl.arange(0, BN)
         other_document = own_document
         if DOCUMENTS:
@@ -383,6 +403,7 @@ def attention_backward_keys(
     heads,
     group,
     width,
+    value_width,
     q_batch_stride,
     q_stride,
     q_head_stride,
@@ -404,8 +425,9 @@ def attention_backward_keys(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
+    BV: tl.constexpr,
 ):
-    """Make BN rows of one key head of DK and DV, contiguous (batch, keys, heads/group, width)."""
+    """Make BN rows of one key head of DK and DV, contiguous (batch, keys, heads/group, widths)."""
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(keys, BN)
     block = tile % blocks
@@ -416,7 +438,7 @@ def attention_backward_keys(
     V += batch * v_batch_stride + key_head * v_head_stride
     DOCUMENT += batch * document_stride
     k = _rows(K, block * BN, keys, k_stride, width, BN, BD)
-    v = _rows(V, block * BN, keys, v_stride, width, BN, BD)
+    v = _rows(V, block * BN, keys, v_stride, value_width, BN, BV)
     other = (block * BN + tl.arange(0, BN))[:, None]
     other_document = other
     if DOCUMENTS:
@@ -425,7 +447,7 @@ def attention_backward_keys(
         block, batch, queries, keys, window, RANGES, CAUSAL, WINDOW, DOCUMENTS, BM, BN
     )
     dk = tl.zeros([BN, BD], tl.float32)
-    dv = tl.zeros([BN, BD], tl.float32)
+    dv = tl.zeros([BN, BV], tl.float32)
     for member in range(group):
         head = key_head * group + member
         q_base = Q + batch * q_batch_stride + head * q_head_stride
@@ -446,12 +468,40 @@ def attention_backward_keys(
             # (BN, BM): the transposed scores, so that no product needs a transposed result.
             scores = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * 1.4426950408889634)
             shares = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
-            do = _rows(do_base, start, queries, do_stride, width, BM, BD)
+            do = _rows(do_base, start, queries, do_stride, value_width, BM, BV)
             dv = tl.dot(shares.to(do.dtype), do, dv, input_precision="ieee")
             delta = tl.load(DELTA + of_head + row, mask=row < queries, other=0.0)
             slopes = tl.dot(v, tl.trans(do), input_precision="ieee")
             slopes = shares * (slopes - delta[None, :])
             dk = tl.dot(slopes.to(q.dtype), q, dk, input_precision="ieee")
-    out = (batch * keys * groups + key_head) * width
-    _put_rows(DK + out, dk * scale, block * BN, keys, groups * width, width, BN, BD)
-    _put_rows(DV + out, dv, block * BN, keys, groups * width, width, BN, BD)
+    out = batch * keys * groups + key_head
+    DK += out * width
+    DV += out * value_width
+    _put_rows(DK, dk * scale, block * BN, keys, groups * width, width, BN, BD)
+    _put_rows(DV, dv, block * BN, keys, groups * value_width, value_width, BN, BV)
+
+
+@triton.jit(do_not_specialize=["first"])
+def attention_backward_sinks(
+    first,
+    SINKS,
+    LSE,
+    DELTA,
+    DSINKS,
+    batch,
+    queries,
+    heads,
+    BM: tl.constexpr,
+):
+    """Make the gradient of one head's sink: -Σ share · DELTA, a block of queries at a time."""
+    head = (first + tl.program_id(0)).to(tl.int64)
+    sink = tl.load(SINKS + head).to(tl.float32) * 1.4426950408889634
+    total = tl.zeros([BM], tl.float32)
+    for row in range(batch):
+        of_head = (tl.cast(row, tl.int64) * heads + head) * queries
+        for start in range(0, queries, BM):
+            place = start + tl.arange(0, BM)
+            lse = tl.load(LSE + of_head + place, mask=place < queries, other=float("inf"))
+            delta = tl.load(DELTA + of_head + place, mask=place < queries, other=0.0)
+            total -= tl.exp2(sink - lse) * delta
+    tl.store(DSINKS + head, tl.sum(total, 0).to(DSINKS.dtype.element_ty))

@@ -17,6 +17,7 @@ def attention(
     documents: Tensor | None = None,
     window: int | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend by scaled dot products, with grouped queries.
 
@@ -26,14 +27,16 @@ def attention(
     Args:
         q: (B, Sq, Hq, D), Sq ≤ Sk.
         k: (B, Sk, Hk, D), dtype of q; Hk divides Hq.
-        v: (B, Sk, Hk, D), dtype of q.
+        v: (B, Sk, Hk, Dv), dtype of q; as wide as k or not, as in DeepSeek's latent attention.
         causal: whether a query sees no later position.
         documents: (B, Sk) int32 or int64; a query sees only positions of its own document.
         window: positions seen, counting the query's own: distances below `window`, to both sides
             if not causal.
         scale: factor of the scores, ``D ** -0.5`` if None.
+        sinks: (Hq,), a score that each query of a head has beside those of its keys, and which
+            takes its share of the softmax for nothing, as in gpt-oss.
 
     Returns:
-        (B, Sq, Hq, D), dtype of q.
+        (B, Sq, Hq, Dv), dtype of q.
     """
-    return perform(CONTRACT, (q, k, v, documents), (causal, window, scale))
+    return perform(CONTRACT, (q, k, v, documents, sinks), (causal, window, scale))

@@ -1,8 +1,8 @@
 """Plain attention on CUDA by torch's own kernels: cuDNN's, else FlashAttention-2.
 
-They are faster there than a Triton kernel, and what they do not take, which is windows, documents
-and caches, stays with ours. One that torch lacks is an error and is never replaced by torch's
-plain path, which holds all scores.
+They are faster there than a Triton kernel, and what they do not take, which is windows, documents,
+caches, sinks and values of another width, stays with ours. One that torch lacks is an error and is
+never replaced by torch's plain path, which holds all scores.
 """
 
 from typing import Any
@@ -22,7 +22,14 @@ ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 """Best first."""
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *options: Any) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    sinks: Tensor | None,
+    *options: Any,
+) -> Tensor:
     """Return ``softmax(q kᵀ · scale + mask) v`` with no mask but a causal one."""
     causal, _, scale = MaskOptions(*options)
     with sdpa_kernel(ORDER, set_priority=True):
@@ -39,10 +46,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *option
 
 def _refuses(call: Call) -> str | None:
     """Decline what these kernels do not take, or would take another way."""
-    q, k, v, *documents = call.given
+    q, k, v, *others = call.given
     causal, window, _ = MaskOptions(*call.options)
-    if documents or window is not None:
-        return "torch's own kernels take neither documents nor a window"
+    if others or window is not None:
+        return "torch's own kernels take neither documents nor a window nor sinks"
+    if v.shape[-1] != q.shape[-1]:
+        return f"torch's own kernels take values as wide as keys, not {v.shape[-1]}"
     if causal and q.shape[1] != k.shape[1]:
         return "torch's own causal mask sets the first query beside the first key"
     if q.shape[-1] % 8 or q.shape[-1] > 256:

@@ -1,4 +1,4 @@
-"""Attention that never holds the scores: causal, window, documents, grouped queries, a cache."""
+"""Attention that never holds the scores: masks, grouped queries, a cache, sinks, wide values."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +12,7 @@ from ms_kernels.backends.triton.launching import blocks, launch, power_of_two
 from ms_kernels.backends.triton.rows import empty, wanted_of, with_unit_stride
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, Defaults, TableKey, TunedKernel, key_of
+from ms_kernels.core.torch_operator import is_wanted
 from ms_kernels.operators.attention.contract import CONTRACT, MaskOptions
 
 __all__ = ["IMPLEMENTATION", "LOG2_E", "document_ranges"]
@@ -34,7 +35,8 @@ def _tuned(name: str, half: Defaults, single: Defaults) -> tuple[TunedKernel, ..
         name,
         sizes="D",
         tried_at=tuple(
-            {"B": 2, "Sq": 4096, "Sk": 4096, "Hq": 16, "Hk": 4, "D": width} for width in (64, 128)
+            {"B": 2, "Sq": 4096, "Sk": 4096, "Hq": 16, "Hk": 4, "D": width, "Dv": width}
+            for width in (64, 128)
         ),
         candidates=grid(BM=(64, 128), BN=(32, 64, 128), num_warps=(4, 8), num_stages=(2, 3)),
         defaults=half,
@@ -56,25 +58,36 @@ TUNED = (
 )
 FORWARD, BACKWARD_QUERIES, BACKWARD_KEYS = TUNED
 KERNELS = f"{__package__}.kernels"
+SINKS = {"BM": 1024, "num_warps": 4}
+"""Constants of the kernel that sums up the gradient of each head's sink."""
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    sinks: Tensor | None,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result (B, Sq, Hq, D) and the base-2 log Σ exp2 of the scores (B, Hq, Sq)."""
+    """Return the result (B, Sq, Hq, Dv) and the base-2 log Σ exp2 of the scores (B, Hq, Sq)."""
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     batch, queries, heads, width = q.shape
     settings = MaskOptions(*options)
-    result, lse = empty(q), q.new_empty((batch, heads, queries), dtype=torch.float32)
-    constants = _constants(FORWARD, key_of(q), width)
-    factor = _factor(settings, width) * LOG2_E
+    result = q.new_empty((*q.shape[:3], v.shape[3]))
+    lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
+    constants = _constants(FORWARD, key_of(q), width, v.shape[3])
+    factor = settings.factor(width) * LOG2_E
+    # Any tensor will do where there are no sinks.
+    added = q if sinks is None else sinks.contiguous()
     launch(
         f"{KERNELS}.attention_forward",
         batch * heads * blocks(queries, constants["BM"]),
         q,
-        *(q, k, v, *_tables(documents, q, constants, of_keys=False), result, lse),
+        *(q, k, v, *_tables(documents, q, constants, of_keys=False), added, result, lse),
         *(*_sizes(q, k, v), k.shape[1], factor, _reach(settings, k)),
         **_masks(settings, documents),
+        SINK=sinks is not None,
         **constants,
     )
     return result, lse
@@ -86,25 +99,26 @@ def _backward(
     k: Tensor,
     v: Tensor,
     documents: Tensor | None,
+    sinks: Tensor | None,
     result: Tensor,
     lse: Tensor,
     wanted: int,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     settings = MaskOptions(*options)
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     batch, queries, heads, width = q.shape
-    by_queries = _constants(BACKWARD_QUERIES, key_of(q), width)
-    by_keys = _constants(BACKWARD_KEYS, key_of(q), width)
+    by_queries = _constants(BACKWARD_QUERIES, key_of(q), width, v.shape[3])
+    by_keys = _constants(BACKWARD_KEYS, key_of(q), width, v.shape[3])
     tiles = batch * heads * blocks(queries, by_queries["BM"])
     key_tiles = batch * k.shape[2] * blocks(k.shape[1], by_keys["BN"])
     delta, strides = torch.empty_like(lse), grad.stride()[:3]
-    shape = queries, heads, width
-    only = {name: by_queries[name] for name in ("BM", "BD")}
+    shape = queries, heads, v.shape[3]
+    only = {name: by_queries[name] for name in ("BM", "BV")}
     kernel = f"{KERNELS}.attention_delta"
     launch(kernel, tiles, q, result, grad, delta, *shape, *strides, **only)
     grads = empty(q), empty(k), empty(v)
-    factor = _factor(settings, width)
+    factor = settings.factor(width)
     sizes = (*_sizes(q, k, v), *strides, k.shape[1], factor, _reach(settings, k))
     for kernel, count, constants, out in (
         ("attention_backward_queries", tiles, by_queries, grads[:1]),
@@ -119,11 +133,12 @@ def _backward(
             **_masks(settings, documents),
             **constants,
         )
-    return wanted_of(wanted, grads)
-
-
-def _factor(options: MaskOptions, width: int) -> float:
-    return width**-0.5 if options.scale is None else options.scale
+    of_sinks = q.new_empty(0) if sinks is None else empty(sinks)
+    if sinks is not None and is_wanted(wanted, 3):
+        kernel = f"{KERNELS}.attention_backward_sinks"
+        rows = batch, queries, heads
+        launch(kernel, heads, q, sinks.contiguous(), lse, delta, of_sinks, *rows, **SINKS)
+    return wanted_of(wanted, (*grads, of_sinks))
 
 
 def _reach(options: MaskOptions, keys: Tensor) -> int:
@@ -131,13 +146,15 @@ def _reach(options: MaskOptions, keys: Tensor) -> int:
     return min(options.window or 0, keys.shape[1])
 
 
-def _constants(kernel: TunedKernel, key: TableKey, width: int) -> dict[str, int]:
-    return {**kernel.values(key, width), "BD": max(power_of_two(width), 16)}
+def _constants(kernel: TunedKernel, key: TableKey, width: int, values: int) -> dict[str, int]:
+    """Return the constants of a launch for heads of `width` features, and `values` of a value."""
+    features, own = (max(power_of_two(each), 16) for each in (width, values))
+    return {**kernel.values(key, width), "BD": features, "BV": own}
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
-    """Return queries, keys, heads, heads in a group, width, and three strides of each tensor."""
-    shape = (q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[3])
+    """Return queries, keys, heads, heads in a group, both widths, three strides of each tensor."""
+    shape = (q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[3], v.shape[3])
     return (*shape, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
 
 
@@ -201,21 +218,32 @@ def _span(touching: Tensor) -> Tensor:
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds: heads of 64 and 128 features, plain and with all masks."""
+    """Yield what a library holds: heads of 64 and 128 features, plain and with all masks.
+
+    And those with sinks, of 64 features, and those of MLA: 192 features, and 128 of a value.
+    """
     key, queries = TableKey(chip, DTYPES[dtype]), "batch * heads * cdiv(queries, BM)"
     tiles = queries, queries, "batch * (heads / group) * cdiv(keys, BN)"
-    for width in (64, 128):
+    for width, values, name in ((64, 64, "64"), (128, 128, "128"), (192, 128, "192_128")):
         for detail, hidden in (("causal", False), ("masked", True)):
             masks = {"CAUSAL": True, "WINDOW": hidden, "DOCUMENTS": hidden}
             for kernel, count in zip(TUNED, tiles, strict=True):
-                constants = {**_constants(kernel, key, width), **masks}
-                yield _entry(kernel.name, dtype, f"{width}_{detail}", constants, count)
-        block = _constants(BACKWARD_QUERIES, key, width)
-        constants = {name: block[name] for name in ("BM", "BD")}
-        yield _entry("attention_delta", dtype, f"{width}", constants, queries)
+                constants = {**_constants(kernel, key, width, values), **masks}
+                sink = {"SINK": False} if kernel is FORWARD else {}
+                yield _entry(kernel.name, dtype, f"{name}_{detail}", {**constants, **sink}, count)
+                if kernel is FORWARD and width == 64:
+                    sink = {"SINK": True}
+                    detail_ = f"{name}_{detail}_sinks"
+                    yield _entry(kernel.name, dtype, detail_, {**constants, **sink}, count)
+        if values == width:
+            block = _constants(BACKWARD_QUERIES, key, width, values)
+            constants = {name: block[name] for name in ("BM", "BV")}
+            yield _entry("attention_delta", dtype, f"{width}", constants, queries)
+    yield _entry("attention_backward_sinks", dtype, "", SINKS, "heads")
 
 
 def _entry(kernel: str, dtype: str, detail: str, constants: dict[str, int], tiles: str) -> Entry:
+    widths = {"width": "BD", "value_width": "BV"}
     return entry(
         "attention",
         f"{KERNELS}.{kernel}",
@@ -225,8 +253,8 @@ def _entry(kernel: str, dtype: str, detail: str, constants: dict[str, int], tile
         tiles,
         fp32="LSE DELTA scale",
         i32="DOCUMENT RANGES",
-        limits={"width": "BD"},
-        extra=("batch",),
+        limits={name: most for name, most in widths.items() if most in constants},
+        extra=() if kernel == "attention_backward_sinks" else ("batch",),
     )
 
 
@@ -239,5 +267,5 @@ IMPLEMENTATION = on_gpu(
     forward=_forward,
     kept={"lse": "B Hq Sq"},
     backward=_backward,
-    saves=("q", "k", "v", "documents", "result", "lse"),
+    saves=("q", "k", "v", "documents", "sinks", "result", "lse"),
 )

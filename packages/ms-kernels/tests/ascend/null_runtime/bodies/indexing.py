@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..signatures import Scalar
@@ -131,6 +132,11 @@ def topk_v2(
     topk(given, count, dim, largest, ordered, values, indices)
 
 
+def pad(x: Tensor, widths: list[int], value: Scalar, out: Tensor) -> None:
+    """Widen the last dims by `widths` (before and behind, last dim first) with a number."""
+    out.copy_(F.pad(x, widths, value=value))
+
+
 def triu(given: Tensor, diagonal: int, out: Tensor) -> None:
     """What stands on or above a diagonal."""
     out.copy_(torch.triu(given, diagonal))
@@ -139,6 +145,7 @@ def triu(given: Tensor, diagonal: int, out: Tensor) -> None:
 BODIES: dict[str, Callable[..., None]] = {
     "aclnnArange": arange,
     "aclnnArgsort": argsort,
+    "aclnnConstantPadNd": pad,
     "aclnnCat": cat,
     "aclnnEmbedding": embedding,
     "aclnnEmbeddingDenseBackward": embedding_backward,

@@ -28,6 +28,7 @@ from ms_parallel.models.config import ModelConfig, above_zero, check_heads, size
 from ms_parallel.models.family import Family
 from ms_parallel.models.plan import ModelPlan, Style
 from ms_parallel.models.staged import Context, StagedModel
+from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.protocol import Ops
 
 __all__ = ["FAMILY", "TransformerXL", "TransformerXLConfig"]
@@ -132,7 +133,7 @@ class RelativeAttention(nn.Module):
         """Q (B, N, heads, D), k and v (B, M, heads, D) to (B, N, heads, D)."""
         content = torch.einsum("bnhd,bmhd->bhnm", self.content_bias(q), k)
         distance = torch.einsum("bnhd,mhd->bhnm", self.position_bias(q), r[-k.shape[1] :])
-        scores = (content + _by_key(distance)).float() / math.sqrt(self.head_dim)
+        scores = widen(content + _by_key(distance)) / math.sqrt(self.head_dim)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype)
         return torch.einsum("bhnm,bmhd->bnhd", weights, v)
 
@@ -282,6 +283,7 @@ FAMILY = Family(
     config=TransformerXLConfig,
     model=TransformerXL,
     plan=_plan,
+    packs=False,  # segments begin where the row's do, not the document's
     small={
         "vocab_size": 8192,
         "hidden_size": 256,

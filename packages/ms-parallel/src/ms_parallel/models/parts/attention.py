@@ -18,7 +18,7 @@ from ms_parallel.models.staged import Context
 from ms_parallel.operators.capped import capped_attention
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["Attention", "RotaryContext"]
+__all__ = ["Attention", "RotaryContext", "Sinks", "attend"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,6 +39,7 @@ class Attention(nn.Module):
         layer: Global number of the layer, which says its window and its rotary positions.
         ops: Operators.
         norm: Builds the norms of queries and keys, of (width, eps, ops).
+        sinks: Whether each head has a score beside those of its keys, as in gpt-oss.
         softcap: What scores are bent to stay below, before the softmax.
     """
 
@@ -49,6 +50,7 @@ class Attention(nn.Module):
         ops: Ops,
         *,
         norm: Callable[[int, float, Ops], nn.Module] = RMSNorm,
+        sinks: bool = False,
         softcap: float | None = None,
     ) -> None:
         super().__init__()
@@ -61,6 +63,7 @@ class Attention(nn.Module):
         if config.query_key_norm:
             self.q_norm = norm(width, config.rms_norm_eps, ops)
             self.k_norm = norm(width, config.rms_norm_eps, ops)
+        self.sinks = Sinks(config.num_attention_heads) if sinks else None
         self.query_key_norm = config.query_key_norm
         self.head_dim = width
         self.window = config.window(layer)
@@ -79,7 +82,11 @@ class Attention(nn.Module):
             q, k = self.ops.rotary(q, k, cos, sin, interleaved=self.interleaved)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
-        return self.o_proj(self.attend(q, k, v, context).flatten(-2))  # type: ignore[no-any-return]
+        settings: dict[str, Any] = {"window": self.window, "scale": self.scale}
+        if self.sinks is not None:
+            settings["sinks"] = self.sinks(q)
+        out = attend(self.ops, q, k, v, context, softcap=self.softcap, **settings)
+        return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (B, S, heads, D) before they are turned."""
@@ -91,13 +98,47 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: RotaryContext) -> Tensor:
-        """Queries (B, S, heads, D) over keys and values of held and new positions."""
-        settings: dict[str, Any] = {"window": self.window, "scale": self.scale}
-        operator: Callable[..., Tensor] = self.ops.attention
-        if self.softcap is not None:  # which fused kernels do not have
-            operator, settings["softcap"] = capped_attention, self.softcap
-        # A block compiled alone would be compiled anew for each batch's lengths.
-        if not torch.compiler.is_compiling() and context.lengths is not None:
-            return attend_in_spans(operator, q, k, v, context.lengths, **settings)
-        return operator(q, k, v, documents=context.documents, **settings)
+
+class Sinks(nn.Module):
+    """A score of each head that all its queries have beside those of keys.
+
+    As a bias begins it, at 0.
+    """
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, q: Tensor) -> Tensor:
+        """(heads,), for queries (B, S, heads, D)."""
+        return self.bias
+
+
+def attend(
+    ops: Ops,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: RotaryContext,
+    *,
+    softcap: float | None = None,
+    **settings: Any,
+) -> Tensor:
+    """Queries (B, S, heads, D) over keys and values of held and new positions.
+
+    Args:
+        ops: Operators.
+        q: New queries.
+        k: Keys of held and new positions.
+        v: Values, likewise.
+        context: Its documents keep apart what is packed.
+        softcap: What scores are bent to stay below, before the softmax.
+        settings: What else the operator takes.
+    """
+    operator: Callable[..., Tensor] = ops.attention
+    if softcap is not None:  # which fused kernels do not have
+        operator, settings["softcap"] = capped_attention, softcap
+    # A block compiled alone would be compiled anew for each batch's lengths.
+    if not torch.compiler.is_compiling() and context.lengths is not None:
+        return attend_in_spans(operator, q, k, v, context.lengths, **settings)
+    return operator(q, k, v, documents=context.documents, **settings)

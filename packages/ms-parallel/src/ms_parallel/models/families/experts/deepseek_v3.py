@@ -1,0 +1,148 @@
+"""DeepSeek-V3 (DeepSeek-AI, 2024, arXiv:2412.19437): latent attention and mixtures of experts."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from attrs import field, frozen
+from torch import nn
+
+from ms_parallel.errors import ConfigError, ModelError
+from ms_parallel.models.config import above_zero, size
+from ms_parallel.models.decoder import plan_with
+from ms_parallel.models.dense import DenseFamily
+from ms_parallel.models.experts.corrected import (
+    ALSO_CALLED,
+    MODULES,
+    NEUTRAL,
+    CorrectedConfig,
+    block,
+)
+from ms_parallel.models.experts.mixture import weight_rules
+from ms_parallel.models.parts.latent_attention import LatentAttention, styles
+from ms_parallel.models.parts.prediction import with_prediction
+from ms_parallel.models.plan import ModelPlan
+from ms_parallel.models.positions.document import ONE_ROPE
+from ms_parallel.operators.protocol import Ops
+from ms_parallel.settings import flag, whole
+
+__all__ = ["FAMILY", "DeepseekV3Config"]
+
+
+@frozen(kw_only=True)
+class DeepseekV3Config(CorrectedConfig):
+    """A DeepSeek-V3; `head_dim` follows from `qk_rope_head_dim`, the dims of a head that turn.
+
+    Raises:
+        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+    """
+
+    q_lora_rank: int | None = field(default=1536, validator=whole(most=1 << 20, optional=True))
+    """Features that queries are made from; None for the hidden state itself."""
+    kv_lora_rank: int = field(default=512, validator=size)
+    """Features that keys and values are made from."""
+    qk_nope_head_dim: int = field(default=128, validator=size)
+    """Dims of a head's queries and keys that do not turn."""
+    qk_rope_head_dim: int = field(default=64, validator=size)
+    """Dims that turn; their keys are the same for all heads."""
+    v_head_dim: int = field(default=128, validator=size)
+    """Dims of a head's values."""
+    rope_interleave: bool = field(default=True, validator=flag)
+    """Neighbouring dims turn together, instead of halves."""
+    n_group: int = field(default=8, validator=size)
+    topk_group: int = field(default=4, validator=size)
+    routed_scaling_factor: float = field(default=2.5, validator=above_zero)
+    first_k_dense_replace: int = field(default=3, validator=whole(least=0))
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "head_dim", self.qk_rope_head_dim)
+        super().__attrs_post_init__()
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ConfigError(
+                f"num_key_value_heads={self.num_key_value_heads} differs from num_attention_heads="
+                f"{self.num_attention_heads}, but latent attention makes keys for each head; give"
+                " as many"
+            )
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by: more where YaRN stretches positions."""
+        scaling = self.rope_scaling
+        scale = 1 / math.sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
+        if scaling is None or not scaling.mscale_all_dim:
+            return scale
+        original = scaling.original_max_position_embeddings
+        factor = scaling.factor or self.max_position_embeddings / original
+        return scale * (0.1 * scaling.mscale_all_dim * math.log(max(factor, 1.0)) + 1.0) ** 2
+
+    @property
+    def rotary_interleaved(self) -> bool:
+        """Whether neighbouring dims turn together, instead of halves."""
+        return self.rope_interleave
+
+
+def _block(config: DeepseekV3Config, layer: int, ops: Ops) -> nn.Module:
+    attention = LatentAttention(config, layer, ops)
+    return block(config, layer, ops, attention=attention)
+
+
+def _plan(config: DeepseekV3Config) -> ModelPlan:
+    return with_prediction(plan_with(config, modules={**styles(config), **MODULES}), config)
+
+
+class _Positions:
+    """As Llama's, and the width of a head, which newer files write down although it follows."""
+
+    keys = frozenset({"qk_head_dim"})
+
+    def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Base and scaling."""
+        plain: Any = given.get("qk_nope_head_dim")
+        turned: Any = given.get("qk_rope_head_dim")
+        found = given.get("qk_head_dim")
+        sizes = isinstance(plain, int) and isinstance(turned, int)
+        if found is not None and sizes and found != cast(int, plain) + cast(int, turned):
+            raise ModelError(
+                f"qk_head_dim={repr(found)[:60]} is not the sum of qk_nope_head_dim={plain} and"
+                f" qk_rope_head_dim={turned}; leave it out"
+            )
+        return ONE_ROPE.read(given)
+
+    def write(self, config: DeepseekV3Config) -> dict[str, object]:
+        """The old spelling, which all versions of readers know."""
+        return ONE_ROPE.write(config)
+
+
+FAMILY = DenseFamily(
+    name="deepseek_v3",
+    config=DeepseekV3Config,
+    block=_block,
+    plan=_plan,
+    weights=lambda _: weight_rules(),
+    layer_kind=DeepseekV3Config.has_experts,
+    transformers_class="DeepseekV3ForCausalLM",
+    fixed={
+        "mlp_bias": False,
+        "query_key_norm": False,
+        "sliding_window": None,
+        "sliding_layers": None,
+    },
+    also_called=ALSO_CALLED,
+    silent={"max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1},
+    neutral=NEUTRAL,
+    positions=_Positions(),
+    small={
+        "num_key_value_heads": 8,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 176,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+    },
+)

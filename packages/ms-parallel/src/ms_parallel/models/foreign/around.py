@@ -1,0 +1,32 @@
+"""A module around another whose parameters keep their names."""
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Around"]
+
+
+class Around(nn.Module):
+    """Shares the tables of parts of the module that it stands around.
+
+    So every parameter bears the name that it has there, and is the same object whoever replaces it:
+    a split over tensor ranks, FSDP, or `to_empty`.
+
+    Args:
+        inner: what is called in the end; it is not a part, as its parts are.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[table] = inner.__dict__[table]
+        self.__dict__["inner"] = inner
+        self.training = inner.training
+
+    def __getattr__(self, name: str) -> Any:
+        """Parts, and what else the inner module has."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["inner"], name)

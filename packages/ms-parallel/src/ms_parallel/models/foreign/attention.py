@@ -1,0 +1,68 @@
+"""Our attention in models of transformers, so that packed documents stay apart in all of them."""
+
+from collections.abc import Hashable
+from functools import cache
+from typing import Any, cast
+
+from torch import Tensor
+
+from ms_parallel.errors import ModelError
+from ms_parallel.models.foreign.config import transformers
+from ms_parallel.operators.capped import capped_attention
+from ms_parallel.operators.protocol import Ops
+
+__all__ = ["calls", "registered"]
+
+_NAME = "ms_parallel"
+_calls = 0
+
+
+def calls() -> int:
+    """How often attention was asked for so far."""
+    return _calls
+
+
+@cache
+def registered(ops: Hashable) -> str:
+    """The name under which transformers finds attention by these operators.
+
+    Blocks are given the documents of their rows (B, keys) int32 as `attention_mask`, or None.
+    """
+    attention = cast(Ops, ops).attention
+
+    def attend(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        is_causal: bool | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """Queries (B, heads, S, D) and the like to (B, S, heads, D)."""
+        global _calls
+        _calls += 1
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if not causal:
+            raise ModelError("attention of this model is not causal; it has no next token to learn")
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        how: dict[str, Any] = {
+            "documents": attention_mask,
+            "window": sliding_window,
+            "scale": scaling,
+        }
+        if softcap is None:
+            sinks: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
+            return attention(q, k, v, **how, **sinks), None
+        if s_aux is not None:
+            raise ModelError("attention with capped scores and sinks is not known here")
+        return capped_attention(q, k, v, softcap=softcap, **how), None
+
+    name = f"{_NAME}.{getattr(ops, '__name__', type(ops).__name__)}"
+    transformers().AttentionInterface.register(name, attend)
+    return name

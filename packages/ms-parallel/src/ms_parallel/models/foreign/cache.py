@@ -1,0 +1,31 @@
+"""Our key-value cache in the form in which blocks of transformers ask for theirs."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ms_parallel.models.cache import KeyValueCache
+
+__all__ = ["BlockCache"]
+
+
+class BlockCache:
+    """What a block asks of its cache.
+
+    Args:
+        held: keeps keys and values.
+    """
+
+    def __init__(self, held: KeyValueCache) -> None:
+        self.held = held
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write new keys and values (B, heads, S, D) and return all of them."""
+        k, v = self.held.append(layer_idx, key.transpose(1, 2), value.transpose(1, 2))
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions held."""
+        return self.held.length

@@ -1,0 +1,235 @@
+"""The configuration of a model that transformers builds."""
+
+import json
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from attrs import field, frozen
+
+from ms_parallel.cluster.layout import ModelShape
+from ms_parallel.errors import ConfigError, ModelError
+from ms_parallel.files.untrusted import read_json
+from ms_parallel.models.config import MOST, TOKENS, TokenId, token_ids
+
+__all__ = ["TransformersModel", "knows", "settings_of", "transformers"]
+
+
+MOST_LAYERS = 1000
+"""All of them are built, without storage, before the first is known to have weights."""
+ATTENTIONS = ("full_attention", "sliding_attention", "linear_attention")
+"""Kinds of attention that layers may have."""
+
+
+def transformers() -> Any:
+    """The package.
+
+    Raises:
+        ModelError: it is not installed.
+    """
+    try:
+        import transformers as package
+    except ImportError as error:
+        raise ModelError(
+            "transformers is not installed, which builds models of this kind; install"
+            " ms-parallel[hf]"
+        ) from error
+    return package
+
+
+def knows(model_type: object) -> bool:
+    """Whether transformers is installed and builds causal language models of this type."""
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError:
+        return False
+    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def _document(source: Any) -> dict[str, Any]:
+    """A config.json, decoded, from its folder, itself, or a configuration of transformers."""
+    if isinstance(source, str | os.PathLike):
+        return read_json(Path(source) / "config.json", dict[str, Any], error=ModelError)
+    if isinstance(source, Mapping):
+        return dict(source)
+    if hasattr(source, "to_dict"):
+        return cast(dict[str, Any], json.loads(source.to_json_string(use_diff=False)))
+    raise ConfigError(
+        f"a model of transformers is a {type(source).__name__}; give a folder, or a configuration"
+    )
+
+
+@frozen(init=False, eq=False)
+class TransformersModel:
+    """A causal language model that transformers builds, and our runtime trains under any layout.
+
+    Args:
+        source: a folder with a config.json, a configuration of transformers, or a config.json's
+            content.
+
+    Raises:
+        ModelError: transformers is not installed or does not know the model, or the folder's
+            config.json cannot be read.
+        ConfigError: a setting is out of range.
+    """
+
+    document: Mapping[str, Any]
+    """The content of config.json."""
+    folder: Path | None
+    """Where its weights are, if it was made from a folder."""
+    bos_token_id: TokenId = field(kw_only=True)
+    """What begins a text, if anything does."""
+    eos_token_id: TokenId = field(kw_only=True)
+    """What ends a generated text: one token, or any of several."""
+    pad_token_id: TokenId = field(kw_only=True)
+    """What fills a batch's shorter rows, if anything does."""
+
+    def __init__(
+        self, document: Any = None, folder: Path | str | None = None, **ids: TokenId
+    ) -> None:
+        is_folder = isinstance(document, str | os.PathLike)
+        folder = Path(document) if is_folder and folder is None else folder
+        found = _document(document)
+        for name in TOKENS:
+            ids.setdefault(name, token_ids(name, found.get(name)))
+        unknown = ids.keys() - set(TOKENS)
+        if unknown:
+            raise ConfigError(
+                f"a model of transformers has no {min(unknown)!r} beside its document"
+            )
+        self.__attrs_init__(document=found, folder=None if folder is None else Path(folder), **ids)
+        _check(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TransformersModel) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> str:
+        ids = [getattr(self, name) for name in TOKENS]
+        return json.dumps([self.document, ids], sort_keys=True, default=str)
+
+    @property
+    def settings(self) -> Any:
+        """Transformers' configuration of the text model; not to be changed."""
+        return settings_of(json.dumps(self.document, sort_keys=True, default=str))
+
+    def with_settings(self, overrides: Mapping[str, Any]) -> "TransformersModel":
+        """The same with some of config.json's settings changed.
+
+        Raises:
+            ConfigError: a setting is unknown.
+        """
+        from ms_parallel.settings import nearest
+
+        known = self.settings.to_dict()
+        for name in overrides:
+            if name not in known:
+                raise ConfigError(f"unknown model setting {name!r}; {nearest(name, list(known))}")
+        ids = {name: overrides.get(name, getattr(self, name)) for name in TOKENS}
+        return TransformersModel({**self.document, **overrides}, self.folder, **ids)
+
+    @property
+    def model_type(self) -> str:
+        """The `model_type` in config.json."""
+        return str(self.document.get("model_type"))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
+        return int(self.settings.vocab_size)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return int(self.settings.hidden_size)
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Blocks."""
+        return int(self.settings.num_hidden_layers)
+
+    @property
+    def max_position_embeddings(self) -> int | None:
+        """Positions of the longest row; None where there is no limit."""
+        return getattr(self.settings, "max_position_embeddings", None)
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        """Whether the head's weight is the embedding's."""
+        return bool(self.settings.tie_word_embeddings)
+
+    @property
+    def is_text_part(self) -> bool:
+        """Whether it is the text model of one that takes pictures or sound too."""
+        return "text_config" in self.document
+
+    @property
+    def prediction_layers(self) -> int:
+        """Layers that predict further tokens, which transformers does not train."""
+        return 0
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes that a layout may have to divide."""
+        settings = self.settings
+        heads = int(settings.num_attention_heads)
+        return ModelShape(
+            layers=self.num_hidden_layers,
+            attention_heads=heads,
+            key_value_heads=int(getattr(settings, "num_key_value_heads", None) or heads),
+            hidden_size=self.hidden_size,
+            intermediate_size=int(getattr(settings, "intermediate_size", None) or 1),
+            vocab_size=self.vocab_size,
+        )
+
+
+@lru_cache(maxsize=16)
+def settings_of(document: str) -> Any:
+    """Transformers' configuration of a config.json, as text."""
+    package, content = transformers(), json.loads(document, object_hook=_number)
+    kind = content.pop("model_type", None)
+    if not knows(kind):
+        raise ModelError(
+            f"model_type {repr(kind)[:60]} is not supported: neither ms-parallel nor transformers"
+            f" {package.__version__} builds a causal language model of it"
+        )
+    try:
+        made = package.AutoConfig.for_model(kind, **content)
+    except Exception as error:  # whatever its checks raise at a damaged file
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"transformers does not take this config.json ({reason})") from error
+    return made.get_text_config()
+
+
+def _number(found: dict[str, Any]) -> Any:
+    """Transformers writes infinities as {"__float__": "Infinity"}."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
+
+
+def _check(model: TransformersModel) -> None:
+    settings = model.settings
+    sizes = {name: MOST[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")}
+    for name, most in {"num_hidden_layers": MOST_LAYERS, **sizes}.items():
+        value = getattr(settings, name, None)
+        if type(value) is not int or not 1 <= value <= most:
+            raise ConfigError(
+                f"{name} of this {model.model_type} is {repr(value)[:60]}; give a whole number from"
+                f" 1 to {most}"
+            )
+    for kind in getattr(settings, "layer_types", None) or ():
+        if "attention" in str(kind) and kind not in ATTENTIONS:
+            raise ConfigError(
+                f"layer_types of this {model.model_type} has {kind!r}, which is not known here;"
+                f" known: {', '.join(ATTENTIONS)}, and layers without attention"
+            )
+    if getattr(settings, "output_router_logits", False):
+        raise ConfigError(
+            "output_router_logits=true asks for transformers' balance loss, a product of means over"
+            " each microbatch, which changes with the layout; set it to false: experts that"
+            " transformers builds are trained without a balance loss"
+        )

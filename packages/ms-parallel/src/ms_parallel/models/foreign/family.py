@@ -1,0 +1,131 @@
+"""The family of all models that transformers builds and we have no family for."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.errors import LayoutError
+from ms_parallel.models.config import TOKENS
+from ms_parallel.models.family import ANY, Family
+from ms_parallel.models.foreign.config import TransformersModel
+from ms_parallel.models.foreign.plans import (
+    STYLES,
+    Named,
+    Shapes,
+    built,
+    described,
+    plan_of,
+    shapes_of,
+)
+from ms_parallel.models.foreign.stage import TransformersStage
+from ms_parallel.models.foreign.weights import rules_of
+from ms_parallel.models.plan import ModelPlan
+from ms_parallel.operators.protocol import Ops
+
+__all__ = ["FOREIGN"]
+
+
+def _build(
+    config: TransformersModel,
+    *,
+    ops: Ops | None,
+    layers: range | None = None,
+    first: bool = True,
+    last: bool = True,
+) -> TransformersStage:
+    whole = range(config.num_hidden_layers)
+    return TransformersStage(built(config, ops), config, plan_of(config), layers or whole)
+
+
+class _Foreign(Family):
+    """Reads and writes a config.json as it is."""
+
+    def build(self, config: Any, *, ops: Ops | None, **part: Any) -> TransformersStage:
+        """The model or one stage of it, with unset weights."""
+        return _build(config, ops=ops, **part)
+
+    def shapes(self, config: Any, named: Named) -> Shapes:
+        """Names and shapes of what is `named` in the whole model."""
+        return shapes_of(config, named)
+
+    def read(self, document: Mapping[str, Any]) -> Any:
+        """Understand a config.json, decoded."""
+        return TransformersModel(document)
+
+    def write(self, config: TransformersModel, dtype: torch.dtype) -> dict[str, object]:
+        """The config.json of a configuration, with weights of `dtype`."""
+        document = {key: value for key, value in config.document.items() if key != "torch_dtype"}
+        if config.is_text_part:
+            kind = type(described(config)).__name__
+            document = json.loads(config.settings.to_json_string(use_diff=False))
+            document |= {"architectures": [kind], "model_type": config.settings.model_type}
+        ids = {name: getattr(config, name) for name in TOKENS}
+        named = {name: value for name, value in ids.items() if value is not None}
+        return {**document, **named, "dtype": str(dtype).removeprefix("torch.")}
+
+    def check_layout(self, config: TransformersModel, layout: Layout) -> None:
+        """Check that a layout asks for nothing that the published plans do not say."""
+        _check_layout(config, layout)
+
+
+def _check_layout(config: TransformersModel, layout: Layout) -> None:
+    plan, kind = plan_of(config), config.model_type
+    if layout.pipeline > 1 and not plan.embedding:
+        raise LayoutError(
+            f"pipeline={layout.pipeline} cannot cut {kind}: transformers publishes no pipeline plan"
+            " for it; set pipeline=1 and give its processes to data"
+        )
+    if layout.pipeline > config.num_hidden_layers:
+        raise LayoutError(
+            f"pipeline={layout.pipeline} has more stages than the {config.num_hidden_layers} layers"
+            f" of {kind}; values that fit: 1 to {config.num_hidden_layers}"
+        )
+    if layout.tensor > 1:
+        _check_tensor(config, plan, layout.tensor)
+
+
+def _check_tensor(config: TransformersModel, plan: ModelPlan, tensor: int) -> None:
+    kind = config.model_type
+    if not plan.tensor:
+        raise LayoutError(
+            f"tensor={tensor} cannot split {kind}: transformers publishes no tensor plan for it;"
+            " set tensor=1 and give its processes to data"
+        )
+    known = {*STYLES.values(), "replicated", "expert_row"}
+    for pattern, style in plan.tensor.items():
+        if style not in known:
+            raise LayoutError(
+                f"tensor={tensor} cannot split {kind}: transformers splits {pattern} by"
+                f" {style!r}, which is not known here; set tensor=1"
+            )
+    for name, shape in shapes_of(config).items():
+        if plan.style(name) == "summed":
+            raise LayoutError(
+                f"tensor={tensor} cannot split {kind}: its tensor plan does not say how {name!r} is"
+                " split; set tensor=1"
+            )
+        dim = plan.split_dim(name)
+        if dim is not None and shape[dim] % tensor:
+            raise LayoutError(
+                f"tensor={tensor} does not divide dim {dim % len(shape)} of {name!r} of {kind},"
+                f" which is {shape[dim]}"
+            )
+    heads = config.shape
+    for what, count in (
+        ("attention heads", heads.attention_heads),
+        ("key-value heads", heads.key_value_heads),
+    ):
+        by_heads = any(
+            style == "column" and pattern.endswith((".q_proj", ".k_proj", ".v_proj"))
+            for pattern, style in plan.tensor.items()
+        )
+        if by_heads and count % tensor:
+            raise LayoutError(f"tensor={tensor} does not divide the {count} {what} of {kind}")
+
+
+FOREIGN = _Foreign(
+    name=ANY, config=TransformersModel, model=TransformersStage, plan=plan_of, weights=rules_of
+)

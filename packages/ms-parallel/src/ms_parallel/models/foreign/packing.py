@@ -1,0 +1,114 @@
+"""Keeps the documents of packed rows apart in every block of a model of transformers.
+
+Attention is ours, and is given the documents in place of a mask. What else mixes positions, a
+convolution or a recurrent state, is run on each document alone.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ms_parallel.errors import ModelError
+from ms_parallel.models.foreign import attention
+from ms_parallel.models.foreign.around import Around
+
+__all__ = ["Now", "keep_apart"]
+
+MASK, HIDDEN = "attention_mask", "hidden_states"
+
+
+class Now:
+    """The documents of the forward that runs, which its blocks are given."""
+
+    def __init__(self) -> None:
+        self.running = False
+        self.documents: Tensor | None = None
+        """(B, positions held and new) int32."""
+
+
+class Apart(Around):
+    """Runs what mixes positions otherwise than by attention on each document alone."""
+
+    documents: Tensor | None = None
+    """(B, S) int32 of the forward of the block that runs."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """As the inner module, whose first argument is (B, S, H)."""
+        hidden, documents = args[0] if args else named[HIDDEN], self.documents
+        named = {key: None if key == MASK else value for key, value in named.items()}
+        if documents is None or bool((documents == documents[:, :1]).all()):
+            return self.inner(*args, **named)
+        pieces = [
+            piece[None]
+            for row, numbers in zip(hidden, documents, strict=True)
+            for piece in torch.split(row, _lengths(numbers))
+        ]
+        made: list[Any] = [None] * len(pieces)
+        for length in {piece.shape[1] for piece in pieces}:
+            places = [at for at, piece in enumerate(pieces) if piece.shape[1] == length]
+            together = torch.cat([pieces[at] for at in places])
+            given = ((together, *args[1:]), named) if args else ((), {**named, HIDDEN: together})
+            found = self.inner(*given[0], **given[1])
+            for at, each in zip(places, torch.split(_first(found), 1), strict=True):
+                made[at] = each
+        whole = torch.cat(made, 1).view(*hidden.shape[:2], -1)
+        return whole if isinstance(found, Tensor) else (whole, *[None] * (len(found) - 1))
+
+
+def _lengths(numbers: Tensor) -> list[int]:
+    lengths: list[int] = torch.unique_consecutive(numbers, return_counts=True)[1].tolist()
+    return lengths
+
+
+def _first(found: Any) -> Tensor:
+    first: Tensor = found if isinstance(found, Tensor) else found[0]
+    return first
+
+
+def keep_apart(block: nn.Module, now: Now) -> bool:
+    """Give a block its rows' documents, also when it is computed again, in place.
+
+    What a block is given is kept for recomputation, which runs when no forward does.
+
+    Returns:
+        Whether something in it has a state beside keys and values.
+    """
+    mixers = []
+    for name, part in list(block.named_children()):
+        if any(isinstance(each, nn.Conv1d) for each in part.modules()):
+            mixers.append(Apart(part))
+            block._modules[name] = mixers[-1]
+    names = list(inspect.signature(block.forward).parameters)
+    place = names.index(MASK) if MASK in names else None
+    before = 0
+
+    def give(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        nonlocal before
+        at = place if place is not None and place < len(args) else None
+        documents = (
+            now.documents if now.running else args[at] if at is not None else named.get(MASK)
+        )
+        if place is None and documents is not None:
+            raise ModelError(
+                f"{type(block).__name__} takes no attention_mask, so that attention would cross"
+                " documents in packed rows; leave documents out of the batch"
+            )
+        before = attention.calls()
+        for mixer in mixers:
+            mixer.documents = documents
+        if at is not None:
+            return (*args[:at], documents, *args[at + 1 :]), named
+        return args, named if place is None else {**named, MASK: documents}
+
+    def check(*_: Any) -> None:
+        if not mixers and attention.calls() == before:
+            raise ModelError(
+                f"{type(block).__name__} mixes positions by an attention of its own, of which"
+                " neither documents nor the order of tokens are known; write its family"
+            )
+
+    block.register_forward_pre_hook(give, with_kwargs=True)
+    block.register_forward_hook(check)
+    return bool(mixers)

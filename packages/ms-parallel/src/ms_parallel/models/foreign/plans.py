@@ -1,0 +1,141 @@
+"""From the plans that transformers publishes for a model to ours."""
+
+import re
+from collections.abc import Callable, Hashable, Iterable
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ms_parallel import operators
+from ms_parallel.errors import ModelError
+from ms_parallel.models.foreign.attention import registered
+from ms_parallel.models.foreign.config import TransformersModel, transformers
+from ms_parallel.models.foreign.experts import unpack
+from ms_parallel.models.plan import ModelPlan, Style
+from ms_parallel.operators.protocol import Ops
+
+Named = Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
+Shapes = dict[str, torch.Size]
+
+__all__ = ["STYLES", "built", "described", "plan_of", "shapes_of"]
+
+STYLES: dict[str, Style] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "column_to_whole",
+    "rowwise_split_input": "row_of_whole",
+    "packed_colwise": "expert_column",
+    "replicated_with_grad_allreduce": "heads",
+    "moe_tp_experts": "summed",
+}
+"""Our style of each of transformers'."""
+EXPERTS_DIMS = 3
+"""Of a matrix for each expert."""
+
+
+def built(config: TransformersModel, ops: Ops | None = None) -> Any:
+    """A whole model without storage, whose attention is by these operators.
+
+    Raises:
+        ModelError: transformers does not build it, or not with our attention.
+    """
+    name = registered(cast(Hashable, ops or operators))
+    settings = type(config.settings).from_dict(config.settings.to_dict())
+    try:
+        with torch.device("meta"):
+            model = transformers().AutoModelForCausalLM.from_config(
+                settings, attn_implementation=name, dtype=torch.get_default_dtype()
+            )
+    except (ValueError, TypeError, AttributeError, ImportError, LookupError) as error:
+        if isinstance(error, KeyError) and error.args == (name,):
+            raise ModelError(
+                f"{config.model_type} of transformers has an attention of its own, which ours"
+                " cannot stand for; write its family"
+            ) from error
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"transformers does not build this {config.model_type} ({reason})"
+        ) from error
+    unpack(model, getattr(model.base_model.config, "base_model_tp_plan", None))
+    return model.eval()
+
+
+@lru_cache(maxsize=4)
+def described(config: TransformersModel) -> Any:
+    """A whole model without storage, to be looked at alone."""
+    return built(config)
+
+
+@lru_cache(maxsize=16)
+def shapes_of(config: TransformersModel, named: Named = nn.Module.named_parameters) -> Shapes:
+    """Names and shapes of what is `named` in the whole model; tied ones once."""
+    return {name: tensor.shape for name, tensor in named(described(config))}
+
+
+@lru_cache(maxsize=16)
+def plan_of(config: TransformersModel) -> ModelPlan:
+    """How the model may be split: by what transformers publishes of it."""
+    model = described(config)
+    prefix = model.base_model_prefix
+    before, blocks, behind = _line(model, prefix)
+    tied = model.get_expanded_tied_weights_keys() if config.tie_word_embeddings else {}
+    return ModelPlan(
+        tensor=_tensor(model, prefix),
+        blocks=f"{blocks}.*",
+        cuts=tuple(range(config.num_hidden_layers)) if before else (0,),
+        tied=tuple((owner, copy) for copy, owner in sorted(tied.items())),
+        embedding=before,
+        head=behind,
+        split_sequence=False,
+    )
+
+
+def _line(model: Any, prefix: str) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+    """What stands before the blocks, their list, and what stands behind; only the list if unsaid.
+
+    Raises:
+        ModelError: no list of blocks is as long as the model has layers.
+    """
+    count = model.config.num_hidden_layers
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == count
+        and not re.search(r"\.\d+\.", name)
+    ]
+    if len(lists) != 1:
+        raise ModelError(
+            f"{type(model).__name__} has {len(lists)} lists of {count} blocks, so its stages are"
+            " not known; write its family"
+        )
+    published = list(getattr(model.base_model.config, "base_model_pp_plan", None) or {})
+    own = lists[0].removeprefix(f"{prefix}.")
+    if own not in published:
+        return (), lists[0], ()
+    at = published.index(own)
+    before = tuple(f"{prefix}.{name}" for name in published[:at])
+    behind = tuple(f"{prefix}.{name}" for name in published[at + 1 :])
+    heads = [name for name, _ in model.named_children() if name != prefix]
+    return before, lists[0], (*behind, *heads)
+
+
+def _tensor(model: Any, prefix: str) -> dict[str, Style]:
+    """Style of each module, or parameter, by pattern; empty where no plan is published."""
+    published = getattr(model.base_model.config, "base_model_tp_plan", None)
+    if not published:
+        return {}
+    styles: dict[str, Style] = {}
+    for name, value in model.named_parameters():
+        parameter = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        module = parameter.rpartition(".")[0]
+        for pattern in (parameter, module):
+            style = published.get(pattern.removeprefix(f"{prefix}."))
+            if style is not None:
+                stacked = style == "rowwise" and value.ndim == EXPERTS_DIMS
+                styles[pattern] = "expert_row" if stacked else STYLES.get(style, style)
+        if parameter not in styles and module not in styles:
+            styles[module] = "replicated"
+    return styles

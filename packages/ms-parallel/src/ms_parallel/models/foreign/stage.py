@@ -1,0 +1,219 @@
+"""A model of transformers, or one pipeline stage of it, behind the face of our own models.
+
+Shapes: B rows, S positions, H hidden, V vocabulary.
+"""
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ms_parallel.errors import ModelError
+from ms_parallel.models.cache import KeyValueCache
+from ms_parallel.models.foreign.around import Around
+from ms_parallel.models.foreign.cache import BlockCache
+from ms_parallel.models.foreign.config import TransformersModel
+from ms_parallel.models.foreign.cut import block_names, cut
+from ms_parallel.models.foreign.fresh import Fresh
+from ms_parallel.models.foreign.packing import Now, keep_apart
+from ms_parallel.models.foreign.plans import shapes_of
+from ms_parallel.models.plan import ModelPlan
+
+__all__ = ["TransformersStage"]
+
+
+class TransformersStage(Around):
+    """One stage; its parameters bear transformers' names.
+
+    Args:
+        model: built whole, without storage; its parts are replaced.
+        config: of the model.
+        plan: how it is split.
+        layers: numbers of the blocks to keep.
+    """
+
+    config: Any
+    first: bool
+    last: bool
+
+    def __init__(
+        self, model: Any, config: TransformersModel, plan: ModelPlan, layers: range
+    ) -> None:
+        super().__init__(model)
+        count = len(block_names(model, plan))
+        self.first, self.last = layers.start == 0, layers.stop == count
+        self.config = config
+        own = self.__dict__
+        own["base"], own["plan"] = model.base_model, plan
+        own["drawn"] = Fresh(model, plan)
+        own["gate"], own["now"] = cut(model, plan, layers), Now()
+        if self.last:
+            head = own["head_name"] = _head_name(model)
+            own["tail"], own["plain_head"] = _tail(model), _is_plain(model, head)
+            if config.tie_word_embeddings and self.first:
+                embedding = model.get_input_embeddings()
+                own["tail"]._modules[head] = model._modules[head] = _Tied(embedding)
+        blocks = [model.get_submodule(name) for name in block_names(model, plan)]
+        kept = [block for block in blocks if any(True for _ in block.parameters())]
+        stateful = [keep_apart(block, own["now"]) for block in kept]
+        own["replays"] = any(stateful)
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> "TransformersStage":
+        """Allocate, and compute the buffers that no folder holds, such as rotary frequencies."""
+        super().to_empty(device=device, recurse=recurse)
+        self.drawn.buffers(self)
+        return self
+
+    def draw(self, name: str, seed: int) -> Tensor:
+        """The whole fresh value of a parameter, by the model's own rule; see `Fresh`."""
+        shape = shapes_of(self.config)
+        if name not in shape and name not in self.drawn.owners:
+            return self.get_buffer(name)
+        value: Tensor = self.drawn.parameter(name, seed)
+        return value.view(shape.get(name, value.shape))
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(V, H); the embedding's where tied and on the same stage.
+
+        Raises:
+            ModelError: this stage is not the last.
+        """
+        if not self.last:
+            raise ModelError("only the last stage has a head; ask that one")
+        head: Any = self._modules[self.head_name]
+        weight: Tensor = head.weight
+        return weight
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        logits: bool = True,
+    ) -> Tensor:
+        """Tokens (or, on later stages, hidden states) to logits (or, on earlier ones, hidden).
+
+        Args:
+            x: (B, S) int64 on the first stage, (B, S, H) on others.
+            positions: (B or 1, S) int64.
+            documents: (B, S) int32.
+            cache: keys and values of earlier tokens; or, where blocks have another state, what
+                entered the stage for them, which is run again.
+            logits: on the last stage, apply the head; else return finished hidden states.
+
+        Returns:
+            (B, S, V) on the last stage, (B, S, H) on others.
+        """
+        rows, count = x.shape[:2]
+        held = cache.length if cache is not None else 0
+        if positions is None:
+            positions = torch.arange(held, held + count, device=x.device)[None]
+        if cache is not None:
+            documents = cache.all_documents(documents, rows, count)
+        positions = positions.expand(rows, count)
+        if cache is not None and self.replays:
+            x, positions = (
+                each[:, :, 0] for each in cache.append(0, x[:, :, None], positions[:, :, None])
+            )
+        hidden = self._run(x, positions, documents, None if self.replays else cache)[:, -count:]
+        if cache is not None:
+            cache.advance(count, documents)
+        return self.head(hidden) if self.last and logits else hidden
+
+    def _run(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        documents: Tensor | None,
+        cache: KeyValueCache | None,
+    ) -> Tensor:
+        tokens = x if self.first else x.new_zeros(x.shape[:2], dtype=torch.int64)
+        now: Now = self.now
+        now.running, now.documents = True, documents
+        try:
+            made = self.gate.run(
+                lambda: self.base(
+                    input_ids=tokens,
+                    position_ids=positions,
+                    past_key_values=None if cache is None else BlockCache(cache),
+                    use_cache=cache is not None,
+                ),
+                None if self.first else x,
+            )
+        finally:
+            now.running, now.documents = False, None
+        hidden: Tensor = made if isinstance(made, Tensor) else made.last_hidden_state
+        return hidden
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Finished hidden states (B, S, H) to logits (B, S, V), by the model's own last lines."""
+        made: Tensor = self.tail(inputs_embeds=hidden, use_cache=False).logits
+        return made
+
+
+class _Tied(nn.Module):
+    """A head whose weight is the embedding's."""
+
+    def __init__(self, embedding: Any) -> None:
+        super().__init__()
+        self.__dict__["embedding"] = embedding
+
+    @property
+    def weight(self) -> Tensor:
+        """(V, H)."""
+        weight: Tensor = self.__dict__["embedding"].weight
+        return weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B, S, H) to (B, S, V)."""
+        return F.linear(hidden, self.weight)
+
+
+class _Outcome:
+    """What a base model returns: its last hidden state, and nothing of all else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, place: int) -> Tensor:
+        return (self.last_hidden_state,)[place]
+
+
+def _tail(model: Any) -> Any:
+    """The model without its base: the same forward, which then only makes logits."""
+    tail, base = copy.copy(model), copy.copy(model.base_model)
+    base.__dict__["forward"] = lambda *_, inputs_embeds, **__: _Outcome(inputs_embeds)
+    tail.__dict__["_modules"] = {**model._modules, model.base_model_prefix: base}
+    return tail
+
+
+def _head_name(model: Any) -> str:
+    head = model.get_output_embeddings()
+    for name, child in model.named_children():
+        if child is head and isinstance(child, nn.Linear):
+            return str(name)
+    raise ModelError(f"{type(model).__name__} has no linear head over its vocabulary of its own")
+
+
+def _is_plain(model: Any, head_name: str) -> bool:
+    """Whether logits are no more than the head's product; seen from a head of a few tokens."""
+    tail, own = _tail(model), model._modules[head_name]
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        head = nn.Linear(own.in_features, 5, bias=own.bias is not None)
+        hidden = torch.randn(1, 2, own.in_features)
+    tail._modules[head_name] = head
+    try:
+        with torch.no_grad():
+            made = tail(inputs_embeds=hidden, use_cache=False).logits
+    except Exception as error:  # whatever a forward does that knows more of its base
+        kind = type(model).__name__
+        raise ModelError(f"the head of {kind} cannot be applied alone; write its family") from error
+    return torch.equal(made, F.linear(hidden, head.weight))

@@ -1,0 +1,1 @@
+"""Proves a model under drawn layouts against one process: every gradient, and nothing leaks."""

@@ -1,0 +1,76 @@
+"""Batches to prove with: packed rows whose documents are of drawn lengths, from one token on."""
+
+from collections.abc import Mapping
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from ms_parallel.cluster.groups import Groups
+
+__all__ = ["LENGTH", "ROWS", "Span", "draw_batch", "my_rows", "spans_of"]
+
+ROWS, LENGTH = 4, 16
+IGNORED = -100
+
+
+@frozen(kw_only=True)
+class Span:
+    """One document of a batch."""
+
+    row: int
+    start: int
+    end: int
+
+    @property
+    def slices(self) -> tuple[int, slice]:
+        """Its index into tensors (B, S, ...)."""
+        return self.row, slice(self.start, self.end)
+
+
+def draw_batch(vocabulary: int, seed: int) -> dict[str, Tensor]:
+    """A global batch as in the Batch seam, every row packed, later rows with fewer targets.
+
+    Args:
+        vocabulary: tokens that the model knows.
+        seed: of the draw.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(0, vocabulary, (ROWS, LENGTH + 1), generator=generator)
+    starts = torch.zeros(ROWS, LENGTH, dtype=torch.bool)
+    starts[:, 0] = True
+    for row in range(ROWS):
+        cut = int(torch.randint(2, LENGTH - 3, (), generator=generator))
+        starts[row, [cut, cut + 1]] = True  # a document of one token between two others
+    documents = starts.cumsum(1).int() - 1
+    at = torch.arange(LENGTH).expand(ROWS, LENGTH)
+    first = torch.where(starts, at, 0).cummax(1).values
+    targets = text[:, 1:].clone()
+    targets[:, :-1][starts[:, 1:]] = IGNORED
+    targets[at < torch.arange(ROWS)[:, None]] = IGNORED
+    return {
+        "tokens": text[:, :-1].contiguous(),
+        "targets": targets,
+        "positions": at - first,
+        "documents": documents,
+        "weights": torch.rand(ROWS, LENGTH, generator=generator) + 0.5,
+    }
+
+
+def spans_of(batch: dict[str, Tensor]) -> list[Span]:
+    """The documents of a batch, row by row."""
+    spans = []
+    for row, documents in enumerate(batch["documents"]):
+        counts = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
+        start = 0
+        for count in counts:
+            spans.append(Span(row=row, start=start, end=start + count))
+            start += count
+    return spans
+
+
+def my_rows(batch: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
+    """The rows of a global batch that this process reads."""
+    count = len(batch["tokens"]) // groups.place.count
+    start = groups.place.rank * count
+    return {name: value[start : start + count] for name, value in batch.items()}

@@ -1,0 +1,55 @@
+"""Draws a proof as a page of HTML: what was run, what held, and the smallest counterexample."""
+
+from html import escape
+
+from ms_parallel.proof.records import Outcome, Proof
+
+__all__ = ["draw_page"]
+
+_STYLE = """<style>
+body { font-family: sans-serif; color: #202124; background: #fff; margin: 16px; max-width: 960px }
+td, th { text-align: left; padding: 4px 12px 4px 0; vertical-align: top; overflow-wrap: anywhere }
+.holds { color: #137333 } .fails { color: #c5221f } .refused { color: #5f6368 }
+@media (prefers-color-scheme: dark) {
+  body { color: #e8eaed; background: #202124 }
+  .holds { color: #81c995 } .fails { color: #f28b82 } .refused { color: #9aa0a6 }
+}
+</style>"""
+
+
+def draw_page(proof: Proof) -> str:
+    """A page without scripts or links."""
+    title = f"{proof.model}: {'holds' if proof.holds else 'does not hold'}"
+    rows = "".join(map(_row, proof.outcomes))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title>\n{_STYLE}</head>\n<body>\n<h1>{escape(title)}</h1>\n"
+        f"<p>{escape(proof.shrunk)}; seed {proof.seed}; float64, tolerance {proof.tolerance:g}; "
+        f"{proof.seconds:.0f} s</p>\n{_smallest(proof)}"
+        "<table><tr><th>Case</th><th>Result</th><th>Largest difference</th></tr>\n"
+        f"{rows}</table>\n</body></html>\n"
+    )
+
+
+def _smallest(proof: Proof) -> str:
+    if proof.smallest is None:
+        return ""
+    case, found = proof.smallest
+    return (
+        f'<p class="fails">Smallest counterexample: {escape(case.text)}: {escape(found.what)}</p>\n'
+    )
+
+
+def _row(outcome: Outcome) -> str:
+    if outcome.refused:
+        kind, text = "refused", f"refused: {outcome.refused}"
+    elif outcome.found:
+        kind, text = "fails", "; ".join(found.what for found in outcome.found)
+    else:
+        kind, text = "holds", f"holds: {', '.join(outcome.checks)}"
+    apart = f"{outcome.apart:.1e}" if outcome.compared else ""
+    return (
+        f"<tr><td>{escape(outcome.case.text)}</td>"
+        f'<td class="{kind}">{escape(text)}</td><td>{apart}</td></tr>\n'
+    )

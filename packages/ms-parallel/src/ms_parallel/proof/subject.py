@@ -1,0 +1,141 @@
+"""Finds what is to be proved, and makes it small enough to be run many times."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from attrs import evolve, field, fields, frozen
+from torch import nn
+
+from ms_parallel.errors import ConfigError, ModelError
+from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.family import families, family_of
+from ms_parallel.models.plan import ModelPlan
+from ms_parallel.models.registry import architecture, architectures
+from ms_parallel.settings import nearest
+
+__all__ = ["Subject", "open_subject"]
+
+_SMALL: dict[str, int] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "sliding_window": 5,
+    "segment_length": 4,
+    "memory_length": 4,
+}
+"""The most that each setting is left at; a model has those of them that its configuration has."""
+_LAYERS = 4
+_SPREAD = 0.1
+"""Standard deviation of weights: large enough that every path through a small model counts."""
+
+
+@frozen(kw_only=True)
+class Subject:
+    """A model to be proved."""
+
+    name: str
+    """As the user named it."""
+    shrunk: str
+    """What is run, in a line."""
+    given: ModelConfig | nn.Module
+    """What an `Engine` takes; a module is taken over by the first engine that gets it."""
+    plan: ModelPlan | None = None
+    vocabulary: int = field(default=_SMALL["vocab_size"])
+    packs: bool = True
+    """Whether documents in packed rows are held against the documents alone."""
+
+
+def open_subject(name: str) -> Subject:
+    """Find a model by the name of its family, its folder, its transformers class or its function.
+
+    Args:
+        name: A family, a folder with a config.json, the name of a transformers class that a family
+            writes, or `module:function`, which returns a configuration, a module, or a module and
+            its `ModelPlan`, and is called anew in each process for each case.
+
+    Raises:
+        ConfigError: there is no such model, or the function returns something else.
+        ModelError: the folder's model is not supported.
+    """
+    if ":" in name and not Path(name).exists():
+        return _of_function(name)
+    classes = {getattr(each, "transformers_class", None): each.name for each in families()}
+    name_of_family = classes.get(name, name)
+    try:
+        config = architecture(name_of_family)
+    except ConfigError as error:
+        known = [*architectures(), *(each for each in classes if each)]
+        raise ConfigError(
+            f"unknown model {name[:200]!r}; {nearest(name, known)}, or give a folder with a"
+            " config.json, or module:function"
+        ) from error
+    return _of_config(name, config)
+
+
+def _of_config(name: str, config: ModelConfig) -> Subject:
+    small = _shrink(config)
+    text = (
+        f"{small.model_type}, {small.num_hidden_layers} layers of {small.hidden_size},"
+        f" {small.num_attention_heads} heads, {small.vocab_size} tokens"
+    )
+    packs = family_of(small).packs
+    return Subject(name=name, shrunk=text, given=small, vocabulary=small.vocab_size, packs=packs)
+
+
+def _shrink(config: ModelConfig) -> ModelConfig:
+    """The same kind of model with small sizes; grouped heads stay grouped."""
+    names = {setting.name for setting in fields(type(config))}
+    changed: dict[str, Any] = {"initializer_range": _SPREAD}
+    changed |= {"num_hidden_layers": min(config.num_hidden_layers, _LAYERS)}
+    for name, most in _SMALL.items():
+        value = getattr(config, name, None)
+        if name in names and isinstance(value, int):
+            changed[name] = min(value, most)
+    if "num_key_value_heads" in names:
+        grouped = config.key_value_heads < config.num_attention_heads
+        changed["num_key_value_heads"] = changed["num_attention_heads"] // (2 if grouped else 1)
+    layers = getattr(config, "sliding_layers", None)
+    if layers is not None:
+        changed["sliding_layers"] = tuple(each for each in layers if each < _LAYERS)
+    return cast(ModelConfig, evolve(cast(Any, config), **changed))
+
+
+def _of_function(name: str) -> Subject:
+    module_name, _, function = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        made = getattr(importlib.import_module(module_name), function)()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{name!r} cannot be called: {error}; give module:function") from error
+    if isinstance(made, ModelConfig):
+        return _of_config(name, made)
+    module, plan = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module) or not isinstance(plan, ModelPlan | None):
+        raise ConfigError(
+            f"{name!r} returns {type(made).__name__}; return a configuration, a module, or a"
+            " module and its ModelPlan"
+        )
+    return Subject(
+        name=name,
+        shrunk=f"{type(module).__name__} as given, {sum(1 for _ in module.parameters())} weights",
+        given=module,
+        plan=plan,
+        vocabulary=_vocabulary(module),
+    )
+
+
+def _vocabulary(module: nn.Module) -> int:
+    """Tokens that a module knows: the rows of its first embedding."""
+    for each in module.modules():
+        if isinstance(each, nn.Embedding):
+            return each.num_embeddings
+    raise ModelError(
+        f"{type(module).__name__} has no nn.Embedding, so that its vocabulary is not known; give"
+        " the module one"
+    )

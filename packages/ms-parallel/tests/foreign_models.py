@@ -1,0 +1,154 @@
+"""Tiny models that transformers builds, and runs of them; see `test_foreign.py`."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from runs import VOCABULARY, global_batch, my_rows
+from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ms_parallel import AdamWConfig, Engine, Layout, NextTokenLoss, ParallelError
+from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.engine.optimizer import learning_rate
+from ms_parallel.models import TransformersModel
+from ms_parallel.split.part import whole_of
+
+transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
+
+# A delta rule over normalised keys amplifies roundings at greater rates, in plain torch too.
+OPTIMIZER = AdamWConfig(learning_rate=1e-3, warmup_steps=2, decay_steps=20)
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_hidden_layers": 4,
+}
+WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "qwen3_5_text": DELTA,
+    "qwen3_moe": {"num_experts": 4, **EXPERTS},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": {"num_hidden_layers": 4, "query_pre_attn_scalar": 8, **WINDOWS},
+    "gemma3_text": {"num_hidden_layers": 4, "query_pre_attn_scalar": 8, **WINDOWS},
+    "glm4": {},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_hidden_layers": 4,
+        "num_experts_per_tok": 2,
+        **WINDOWS,
+    },
+    "phi3": {},
+    "olmo2": {},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "qwen3_next": {"num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS, **DELTA},
+}
+
+
+def theirs(family: str, seed: int = 0) -> Any:
+    """A model of transformers with random weights."""
+    torch.manual_seed(seed)
+    settings = CONFIG_MAPPING[family](**{**SIZES, **FAMILIES.get(family, {})})
+    return transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
+
+
+def alone(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Logits (B, S, V) of each document of a batch run by itself."""
+    rows = []
+    for tokens, documents in zip(batch["tokens"], batch["documents"], strict=True):
+        lengths = documents.unique_consecutive(return_counts=True)[1].tolist()
+        parts = [model(part[None], use_cache=False).logits[0] for part in tokens.split(lengths)]
+        rows.append(torch.cat(parts))
+    return torch.stack(rows)
+
+
+def by_hand(family: str, folder: Path, steps: int) -> list[float]:
+    """Losses of plain torch, one process, each document alone; the begin is saved in `folder`."""
+    model = theirs(family)
+    model.save_pretrained(folder)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, betas=OPTIMIZER.betas, eps=OPTIMIZER.epsilon)
+    losses = []
+    for step in range(steps):
+        batch = global_batch(step)
+        logits, targets = alone(model, batch).flatten(0, 1), batch["targets"].flatten()
+        each = nn.functional.cross_entropy(logits, targets, reduction="none")
+        weights = (batch["weights"] * (batch["targets"] >= 0)).flatten()
+        loss = (each * weights).sum() / weights.sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm or 1e9)
+        for group in adam.param_groups:
+            group["lr"] = learning_rate(step, OPTIMIZER)
+        adam.step()
+        adam.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def curves(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Losses of each job: `folder` of the model, `layout`, `steps`, `options`, where it is saved.
+
+    A job whose layout is refused says so in `refused`.
+    """
+    torch.set_num_threads(1)
+    known: dict[str, Groups] = {}
+    found: list[dict[str, Any]] = []
+    for job in jobs:
+        layout = job["layout"]
+        if layout not in known:
+            known[layout] = connect(Layout.parse(layout), device="cpu", timeout_s=120)
+        groups = known[layout]
+        options = {"optimizer": OPTIMIZER, **job.get("options", {})}
+        try:
+            engine = Engine(TransformersModel(job["folder"]), groups=groups, **options)
+        except ParallelError as error:
+            found.append({"refused": str(error)})
+            continue
+        losses = [
+            engine.update(my_rows(global_batch(step), groups), NextTokenLoss()).loss
+            for step in range(job["steps"])
+        ]
+        if "save" in job:
+            engine.save(job["save"])
+        found.append({"losses": losses})
+    return found
+
+
+def fresh(jobs: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
+    """Mean and standard deviation of each parameter that this rank's stages begin with."""
+    torch.set_num_threads(1)
+    found = []
+    for job in jobs:
+        groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
+        engine = Engine(TransformersModel(job["document"]), groups=groups, seed=3)
+        whole = {name: whole_of(value.detach()) for name, value in engine.parameters.items()}
+        found.append({name: _spread(value.double()) for name, value in whole.items()})
+    return found
+
+
+def _spread(value: Tensor) -> list[float]:
+    return [float(value.mean()), float(value.std())]

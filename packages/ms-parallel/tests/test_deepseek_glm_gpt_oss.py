@@ -1,0 +1,498 @@
+"""Latent attention, DeepSeek's mixtures and gpt-oss beside transformers, and beside plain loops.
+
+The folders are those of tiny random models of transformers; the loops below are written from the
+papers, in float64, from the tensors of a folder by their names there.
+"""
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import run_processes
+from runs import FAMILIES
+
+from ms_parallel.errors import ParallelError
+from ms_parallel.models.cache import KeyValueCache
+from ms_parallel.models.registry import from_document
+from ms_parallel.models.staged import StagedModel
+from ms_parallel.weights import load_model, save_model
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+SPLITS = Path(__file__).parent / "splits.py"
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 128,
+}
+EXPERTS = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+}
+PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+CASES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        **LATENT,
+        **EXPERTS,
+        "q_lora_rank": 12,
+        "v_head_dim": 8,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "deepseek_v3-yarn": {
+        **LATENT,
+        **EXPERTS,
+        "q_lora_rank": None,
+        "v_head_dim": 14,
+        "n_group": 2,
+        "topk_group": 1,
+        "rms_norm_eps": 1e-3,
+        "attention_bias": True,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+    },
+    "deepseek_v3-halves": {
+        **LATENT,
+        **EXPERTS,
+        "q_lora_rank": 12,
+        "v_head_dim": 10,
+        "rope_interleave": False,
+        "norm_topk_prob": False,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "glm4_moe": {
+        **EXPERTS,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "routed_scaling_factor": 1.5,
+        "n_shared_experts": 2,
+    },
+    "glm4_moe-plain": {**EXPERTS, "num_key_value_heads": 4, "head_dim": 8},
+    "gpt_oss": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 5,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 0.5,
+        **PLAIN,
+    },
+    "gpt_oss-yarn": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 3,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 4,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "rope_parameters": {**YARN, "truncate": False},
+    },
+}
+ONE_EACH = ("deepseek_v3", "glm4_moe", "gpt_oss")
+TOLERANCE = 1e-4
+"""Of logits up to about 6, in float32; both differ from float64 by some 1e-6."""
+
+
+@cache
+def theirs(case: str) -> Any:
+    """A model of transformers with random weights, biases, sinks and corrections."""
+    settings = {**SIZES, **CASES[case]}
+    config = transformers.AutoConfig.for_model(case.split("-")[0], **settings)
+    config._experts_implementation = "eager"
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn(buffer.shape))
+    return model.eval()
+
+
+def tokens(rows: int = 2, length: int = 24) -> Tensor:
+    """Random ones, always the same."""
+    return torch.randint(96, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers_both_ways(case: str, tmp_path: Path) -> None:
+    """We read its folder, it reads ours, and ours holds the same tensors byte for byte."""
+    model, x = theirs(case), tokens()
+    model.save_pretrained(tmp_path)
+    ours, wanted = load_model(tmp_path), model(x).logits
+    assert wanted.abs().max() > 1
+    torch.testing.assert_close(ours(x), wanted, rtol=0, atol=TOLERANCE)
+    save_model(ours, tmp_path / "again")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "again", attn_implementation="eager"
+    )
+    torch.testing.assert_close(again(x).logits, wanted, rtol=0, atol=TOLERANCE)
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "again")
+    )
+    assert before.keys() == after.keys()
+    for name, values in before.items():
+        assert values.dtype == after[name].dtype, name
+        assert torch.equal(values, after[name]), name
+    save_model(load_model(tmp_path / "again"), tmp_path / "third")
+    for name in ("model.safetensors", "config.json"):
+        first, second = (tmp_path / folder / name for folder in ("again", "third"))
+        assert first.read_bytes() == second.read_bytes()
+
+
+class Slow:
+    """A decoder from the tensors of its folder, a head, a token and an expert at a time."""
+
+    def __init__(self, model: StagedModel, tensors: dict[str, Tensor]) -> None:
+        self.model, self.config, self.w = model, model.config, tensors
+
+    def norm(self, x: Tensor, name: str, eps: float) -> Tensor:
+        """A root-mean-square norm."""
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * self.w[name]
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """A linear map, with a bias where there is one."""
+        made = x @ self.w[f"{name}.weight"].T
+        return made + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else made
+
+    def turned(self, x: Tensor) -> Tensor:
+        """(S, D), its first dims turned by the positions."""
+        config: Any = self.config
+        context: Any = self.model.context(torch.arange(len(x))[None], None, None)
+        cos, sin = (table[0].double() for table in context.tables[0])
+        width = 2 * cos.shape[1]
+        if config.rotary_interleaved:
+            a, b = x[:, :width:2], x[:, 1:width:2]
+            made = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(1)
+        else:
+            a, b = x[:, : width // 2], x[:, width // 2 : width]
+            made = torch.cat((a * cos - b * sin, b * cos + a * sin), 1)
+        return torch.cat((made, x[:, width:]), 1)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, head: int, scale: float
+    ) -> Tensor:
+        """One head's (S, D): causal, in a window, with a sink."""
+        scores = q @ k.T * scale
+        ahead = torch.arange(len(q)) - torch.arange(len(q))[:, None]
+        window = self.config.window(layer)  # type: ignore[attr-defined]
+        hidden = ahead > 0 if window is None else (ahead > 0) | (-ahead >= window)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        sinks = self.w.get(f"model.layers.{layer}.self_attn.sinks")
+        if sinks is None:
+            return scores.softmax(1) @ v
+        scores = torch.cat((scores, sinks[head].expand(len(q), 1)), 1)
+        return scores.softmax(1)[:, :-1] @ v
+
+    def attention(self, x: Tensor, layer: int) -> Tensor:
+        """(S, H) to the same."""
+        config: Any = self.config
+        at, heads = f"model.layers.{layer}.self_attn", config.num_attention_heads
+        if hasattr(config, "kv_lora_rank"):
+            return self.latent(x, layer)
+        share = heads // config.num_key_value_heads
+        q, k, v = (
+            self.linear(x, f"{at}.{name}_proj").unflatten(-1, (-1, config.head_dim))
+            for name in "qkv"
+        )
+        if config.query_key_norm:
+            q = self.norm(q, f"{at}.q_norm.weight", config.rms_norm_eps)
+            k = self.norm(k, f"{at}.k_norm.weight", config.rms_norm_eps)
+        out = [
+            self.attend(
+                self.turned(q[:, head]),
+                self.turned(k[:, head // share]),
+                v[:, head // share],
+                layer,
+                head,
+                config.head_dim**-0.5,
+            )
+            for head in range(heads)
+        ]
+        return self.linear(torch.cat(out, 1), f"{at}.o_proj")
+
+    def latent(self, x: Tensor, layer: int) -> Tensor:
+        """(S, H) to the same."""
+        config: Any = self.config
+        at, plain = f"model.layers.{layer}.self_attn", config.qk_nope_head_dim
+        q = self.norm(self.linear(x, f"{at}.q_a_proj"), f"{at}.q_a_layernorm.weight", 1e-6)
+        q = self.linear(q, f"{at}.q_b_proj").unflatten(1, (config.num_attention_heads, -1))
+        both = self.linear(x, f"{at}.kv_a_proj_with_mqa")
+        narrow, shared = both[:, : config.kv_lora_rank], self.turned(both[:, config.kv_lora_rank :])
+        made = self.linear(
+            self.norm(narrow, f"{at}.kv_a_layernorm.weight", 1e-6), f"{at}.kv_b_proj"
+        )
+        made = made.unflatten(1, (config.num_attention_heads, -1))
+        out = [
+            self.attend(
+                torch.cat((q[:, head, :plain], self.turned(q[:, head, plain:])), 1),
+                torch.cat((made[:, head, :plain], shared), 1),
+                made[:, head, plain:],
+                layer,
+                head,
+                (plain + config.qk_rope_head_dim) ** -0.5,
+            )
+            for head in range(config.num_attention_heads)
+        ]
+        return self.linear(torch.cat(out, 1), f"{at}.o_proj")
+
+    def feed_forward(self, x: Tensor, name: str) -> Tensor:
+        """SwiGLU."""
+        gate, up = self.linear(x, f"{name}.gate_proj"), self.linear(x, f"{name}.up_proj")
+        return self.linear(F.silu(gate) * up, f"{name}.down_proj")
+
+    def mlp(self, x: Tensor, layer: int) -> Tensor:
+        """(S, H) to the same: plain, or a mixture."""
+        at = f"model.layers.{layer}.mlp"
+        if f"{at}.gate_proj.weight" in self.w:
+            return self.feed_forward(x, at)
+        mixed = self.of_gpt_oss if f"{at}.router.weight" in self.w else self.of_deepseek
+        return torch.stack([mixed(token, at) for token in x])
+
+    def of_deepseek(self, x: Tensor, at: str) -> Tensor:
+        """One token (H,): sigmoids, groups, and a shared expert."""
+        config: Any = self.config
+        scores = (self.w[f"{at}.gate.weight"] @ x).sigmoid()
+        ranked = (scores + self.w[f"{at}.gate.e_score_correction_bias"]).tolist()
+        size = config.n_routed_experts // config.n_group
+        best = [sum(sorted(ranked[g * size :][:size])[-2:]) for g in range(config.n_group)]
+        groups = sorted(range(config.n_group), key=lambda g: -best[g])[: config.topk_group]
+        open_ = [e for e in range(config.n_routed_experts) if e // size in groups]
+        chosen = sorted(open_, key=lambda e: -ranked[e])[: config.num_experts_per_tok]
+        total = self.feed_forward(x, f"{at}.shared_experts")
+        for e in chosen:
+            weight = scores[e] / (scores[chosen].sum() + 1e-20) * config.routed_scaling_factor
+            total = total + weight * self.feed_forward(x, f"{at}.experts.{e}")
+        return total
+
+    def of_gpt_oss(self, x: Tensor, at: str) -> Tensor:
+        """One token (H,): the softmax of the chosen, clamped gates, biases."""
+        config: Any = self.config
+        logits = self.linear(x, f"{at}.router")
+        chosen = sorted(range(len(logits)), key=lambda e: -float(logits[e]))
+        chosen = chosen[: config.num_experts_per_tok]
+        shares, total = logits[chosen].softmax(0), torch.zeros_like(x)
+        for e, share in zip(chosen, shares, strict=True):
+            both = x @ self.w[f"{at}.experts.gate_up_proj"][e]
+            both = both + self.w[f"{at}.experts.gate_up_proj_bias"][e]
+            gate = both[::2].clamp(max=config.swiglu_limit)
+            up = both[1::2].clamp(-config.swiglu_limit, config.swiglu_limit)
+            inner = (up + 1) * gate * (1.702 * gate).sigmoid()
+            out = inner @ self.w[f"{at}.experts.down_proj"][e]
+            total = total + share * (out + self.w[f"{at}.experts.down_proj_bias"][e])
+        return total
+
+    def __call__(self, row: Tensor) -> Tensor:
+        """Tokens (S,) to logits (S, V)."""
+        x, eps = self.w["model.embed_tokens.weight"][row], self.config.rms_norm_eps  # type: ignore[attr-defined]
+        for layer in range(self.config.num_hidden_layers):
+            at = f"model.layers.{layer}"
+            x = x + self.attention(self.norm(x, f"{at}.input_layernorm.weight", eps), layer)
+            x = x + self.mlp(self.norm(x, f"{at}.post_attention_layernorm.weight", eps), layer)
+        return self.norm(x, "model.norm.weight", eps) @ self.w["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("case", ONE_EACH)
+def test_gradients_equal_a_loop_in_float64(case: str, tmp_path: Path) -> None:
+    """Logits and every tensor's gradient, under the names of the folder, within 1e-12."""
+    theirs(case).save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype=torch.float64)
+    save_model(model, tmp_path / "wide")
+    held = load_file(tmp_path / "wide/model.safetensors")
+    wide = {name: values.double().requires_grad_() for name, values in held.items()}
+    row = tokens(1, 9)
+    logits, truth = model(row)[0], Slow(model, wide)(row[0])
+    torch.testing.assert_close(
+        logits, truth, rtol=0, atol=1e-12 * float(truth.detach().abs().max())
+    )
+    scale = torch.arange(logits.numel(), dtype=torch.float64).view_as(logits).cos()
+    (truth * scale).sum().backward()
+    (logits * scale).sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            parameter.copy_(torch.zeros_like(parameter) if gradient is None else gradient)
+    save_model(model, tmp_path / "gradients")
+    for name, found in load_file(tmp_path / "gradients/model.safetensors").items():
+        if name.endswith("e_score_correction_bias"):
+            assert wide[name].grad is None
+            continue
+        expected = wide[name].grad
+        expected = torch.zeros_like(found) if expected is None else expected
+        assert float((found - expected).abs().max()) <= 1e-12 * float(expected.abs().max()), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("length", [24, 160])
+def test_packed_documents_are_as_each_alone(case: str, length: int, tmp_path: Path) -> None:
+    """Also where attention goes document by document, as it does for long ones."""
+    theirs(case).save_pretrained(tmp_path)
+    model, x = load_model(tmp_path), tokens(1, length)
+    cut = length // 2 - 3
+    documents = (torch.arange(length) >= cut).int()[None]
+    positions = torch.cat((torch.arange(cut), torch.arange(length - cut)))[None]
+    packed = model(x, positions=positions, documents=documents)
+    for own in (slice(0, cut), slice(cut, length)):
+        torch.testing.assert_close(packed[:, own], model(x[:, own]), rtol=0, atol=TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_a_cache_gives_the_logits_of_the_whole_text(case: str, tmp_path: Path) -> None:
+    """A prefix, then token by token, windows and sinks included."""
+    theirs(case).save_pretrained(tmp_path)
+    model, x, cache = load_model(tmp_path), tokens(), KeyValueCache()
+    parts = [model(part, cache=cache) for part in x.split([9, 1, 1, 2, *[1] * 11], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(x), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2"])
+def test_split_gradients_equal_one_process_in_float64(layout: str) -> None:
+    """Within 1e-12 of each tensor's largest; one has queries straight from the hidden state."""
+    straight = {**FAMILIES["deepseek_v3"], "q_lora_rank": None}
+    every = [straight, *(FAMILIES[name] for name in ONE_EACH)]
+    jobs = [{"layout": layout, "settings": settings, "rows": 2} for settings in every]
+    many = run_processes(2, SPLITS, "gradients", jobs=jobs, digits="float64")
+    alone = [{**job, "layout": "data=1"} for job in jobs]
+    (one,) = run_processes(1, SPLITS, "gradients", jobs=alone, digits="float64")
+    for place, truth in enumerate(one):
+        assert set().union(*(ranks[place] for ranks in many)) == truth.keys()
+        for ranks in many:
+            for name, gradient in ranks[place].items():
+                apart = max(abs(a - b) for a, b in zip(gradient, truth[name], strict=True))
+                assert apart <= 1e-12 * max(map(abs, truth[name])), name
+
+
+def packed_fours(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Experts' matrices (E, columns, rows) as MXFP4 holds them: blocks and scales, rows first."""
+    grouped = values.transpose(1, 2).unflatten(-1, (-1, 32))
+    power = grouped.abs().amax(-1).clamp(min=1e-20).log2().floor() - 2
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    scaled = grouped / power.exp2()[..., None]
+    code = (scaled.abs()[..., None] - table).abs().argmin(-1) + 8 * (scaled < 0)
+    pairs = code.unflatten(-1, (-1, 2)).to(torch.uint8)
+    return pairs[..., 0] | (pairs[..., 1] << 4), (power + 127).to(torch.uint8)
+
+
+@torch.no_grad()
+def test_a_gpt_oss_folder_in_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    """Every weight bit for bit, and the logits; saved again it is a plain folder."""
+    settings = {**SIZES, **CASES["gpt_oss"], "hidden_size": 64, "intermediate_size": 32}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model("gpt_oss", **settings)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in held if name.endswith(("gate_up_proj", "down_proj"))]:
+        held[f"{name}_blocks"], held[f"{name}_scales"] = packed_fours(held.pop(name))
+    save_file(held, tmp_path / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "config.json"
+    quantised = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | quantised))
+    ours = load_model(tmp_path)
+    save_model(ours, tmp_path / "plain")
+    from_theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        attn_implementation="eager",
+        dtype=torch.float32,
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+    )
+    plain = load_file(tmp_path / "plain/model.safetensors")
+    for name, values in from_theirs.state_dict().items():
+        assert torch.equal(plain[name], values.float()), name
+    torch.testing.assert_close(ours(tokens()), from_theirs(tokens()).logits, rtol=0, atol=TOLERANCE)
+
+
+REFUSED: list[tuple[str, dict[str, object], str]] = [
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 differs"),
+    ("deepseek_v3", {"qk_head_dim": 11}, "qk_head_dim=11 is not the sum"),
+    ("deepseek_v3", {"n_group": 3}, "8 experts in 3 groups"),
+    ("deepseek_v3", {"qk_rope_head_dim": 3, "qk_head_dim": 9}, "3 is odd|3 dims of a head turn"),
+    ("deepseek_v3", {"index_topk": 2048}, "index_topk=2048 is not supported"),
+    ("deepseek_v3", {"n_routed_experts": 10**9}, "n_routed_experts is 1000000000"),
+    ("glm4_moe", {"topk_group": 2}, "8 experts in 1 groups, 2 of them"),
+    ("glm4_moe", {"num_local_experts": 9}, "n_routed_experts=8 and num_local_experts=9 differ"),
+    ("gpt_oss", {"sliding_window": None}, "there is no sliding_window"),
+    ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types="),
+    ("gpt_oss", {"experts_per_token": 3}, "num_experts_per_tok=2 and experts_per_token=3 differ"),
+]
+
+
+@pytest.mark.parametrize(("case", "change", "message"), REFUSED)
+def test_what_is_not_built_is_refused_by_name(
+    case: str, change: dict[str, object], message: str
+) -> None:
+    """One line that says which setting, before a weight is read."""
+    document = {**theirs(case).config.to_dict(), **change}
+    with pytest.raises(ParallelError, match=message) as caught:
+        from_document(document)
+    assert "\n" not in str(caught.value)
+
+
+FAULTS: list[tuple[str, str, str]] = [
+    (
+        "deepseek_v3",
+        "model.layers.1.mlp.experts.7.up_proj.weight",
+        "lacks 1 of .*experts.7.up_proj",
+    ),
+    ("deepseek_v3", "model.layers.1.mlp.gate.e_score_correction_bias", "e_score_correction_bias"),
+    ("gpt_oss", "model.layers.0.self_attn.sinks", "lacks 1 of .*self_attn.sinks"),
+]
+
+
+@pytest.mark.parametrize(("case", "name", "message"), FAULTS)
+def test_a_lost_tensor_is_named(case: str, name: str, message: str, tmp_path: Path) -> None:
+    """An expert, a correction or a sink that is not there is not made up."""
+    theirs(case).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ParallelError, match=message):
+        load_model(tmp_path)
+
+
+def test_transposed_experts_are_named(tmp_path: Path) -> None:
+    """As another writer may leave them."""
+    theirs("gpt_oss").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ParallelError, match=r"gate_up_proj' with shape \(6, 88, 32\)"):
+        load_model(tmp_path)

@@ -1,0 +1,200 @@
+"""Models that transformers builds train under any layout as they would alone in plain torch."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from foreign_models import FAMILIES, SIZES, alone, by_hand, theirs
+from processes import run_processes
+from runs import VOCABULARY, global_batch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ms_parallel import ConfigError, Engine, LayoutError, ModelError, NextTokenLoss
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.models import TransformersModel
+from ms_parallel.models.family import family_of
+
+CHILD = Path(__file__).with_name("foreign_models.py")
+STEPS = 10
+# Sums over rows and ranks in another order, in float32, for ten steps.
+TOLERANCE = 1e-5
+LAYOUTS = {"data=2": 2, "tensor=2": 2, "pipeline=2": 2, "data=2,pipeline=2": 4}
+FEW = [
+    ("llama", "data=2"),
+    ("qwen3_moe", "tensor=2"),
+    ("qwen3_5_text", "pipeline=2"),
+    ("gemma2", "data=2,pipeline=2"),
+]
+"""Tied weights; experts; a recurrent state; scaled embeddings, windows and capped logits."""
+UNPLANNED = {("gpt_oss", "tensor=2")}
+"""What transformers publishes no plan of."""
+ALL = [
+    pytest.param(family, layout, marks=pytest.mark.slow)
+    for family in FAMILIES
+    for layout in LAYOUTS
+    if (family, layout) not in {*FEW, *UNPLANNED}
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), [*FEW, *ALL])
+def test_ten_steps_under_a_layout_equal_plain_torch(
+    tmp_path: Path, family: str, layout: str
+) -> None:
+    """On packed rows, where plain torch runs each document alone; the folder opens again."""
+    expected = by_hand(family, tmp_path / "begin", STEPS)
+    job = {"layout": layout, "steps": STEPS, "folder": str(tmp_path / "begin")}
+    options = {"microbatch_size": 1} if "pipeline" in layout else {}
+    jobs = [{**job, "options": options, "save": str(tmp_path / "saved")}]
+    for (result,) in run_processes(LAYOUTS[layout], CHILD, "curves", jobs=jobs):
+        assert result["losses"] == pytest.approx(expected, abs=TOLERANCE)
+    batch = global_batch(0)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    ours = Engine(TransformersModel(tmp_path / "saved"), device="cpu")
+    made = ours.evaluate(batch, lambda output, _: output.logits())
+    with torch.no_grad():
+        assert torch.allclose(made, alone(opened, batch), atol=1e-5)
+        assert not torch.allclose(made, alone(theirs(family), batch), atol=1e-2)
+
+
+SHOWN = ["qwen3_5_text", "gpt_oss", "gemma3_text"]
+"""A recurrent state and a convolution; sinks; windows."""
+
+
+def engine_of(family: str, folder: Path, **options: Any) -> tuple[Any, Engine]:
+    """A model of transformers, and an engine of the folder that it was saved to."""
+    model = theirs(family).eval()
+    model.save_pretrained(folder)
+    return model, Engine(TransformersModel(folder), device="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(each, marks=() if each in SHOWN else (pytest.mark.slow,)) for each in FAMILIES],
+)
+def test_no_document_hears_of_another(tmp_path: Path, family: str) -> None:
+    """A change of one token moves no bit of another document, and packed equals alone."""
+    model, engine = engine_of(family, tmp_path)
+    batch = global_batch(0)
+
+    def logits(changed: int | None = None) -> torch.Tensor:
+        tokens = batch["tokens"].clone()
+        if changed is not None:
+            tokens[:, changed] = (tokens[:, changed] + 7) % VOCABULARY
+        return engine.evaluate({**batch, "tokens": tokens}, lambda output, _: output.logits())
+
+    whole, second = logits(), batch["documents"] == 1
+    with torch.no_grad():
+        assert torch.allclose(whole, alone(model, batch), atol=1e-5)
+    for changed, others in ((1, second), (-1, ~second)):
+        moved = logits(changed)
+        assert torch.equal(moved[others], whole[others])
+        assert not torch.equal(moved[~others], whole[~others])
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "gemma2"])
+def test_generation_equals_running_the_whole_text_again(tmp_path: Path, family: str) -> None:
+    """With a key-value cache, and where blocks have a recurrent state beside it."""
+    model, engine = engine_of(family, tmp_path)
+    prompts, expected = [[3, 4, 5, 6, 9, 11, 12], [7, 8]], []
+    for prompt in prompts:
+        text = list(prompt)
+        for _ in range(6):
+            with torch.no_grad():
+                text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+        expected.append(text[len(prompt) :])
+    assert engine.generate(prompts, max_new_tokens=6, temperature=0, stop_token=None) == expected
+
+
+def test_recomputed_blocks_give_the_same_gradients(tmp_path: Path) -> None:
+    """A block that is run again in the backward is given its rows' documents again."""
+    theirs("qwen3_5_text").save_pretrained(tmp_path)
+    found = []
+    for recompute in ("none", "full"):
+        engine = Engine(TransformersModel(tmp_path), device="cpu", recompute=recompute)
+        engine.backward([global_batch(0)], NextTokenLoss(), 1.0)
+        found.append({name: each.grad for name, each in engine.parameters.items()})
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_is_written_as_transformers_writes_it(tmp_path: Path, family: str) -> None:
+    """The same names, shapes and values: experts apart, tied weights once, buffers that count."""
+    _, engine = engine_of(family, tmp_path / "theirs")
+    engine.save(tmp_path / "ours")
+    theirs_, ours = (
+        load_file(tmp_path / each / "model.safetensors") for each in ("theirs", "ours")
+    )
+    assert theirs_.keys() == ours.keys()
+    assert all(torch.equal(theirs_[name], ours[name]) for name in ours)
+
+
+def test_fresh_weights_are_alike_under_every_layout_and_by_transformers_rules() -> None:
+    """Norms that add one begin at zero; a seed gives the same numbers wherever they are drawn."""
+    document = {**SIZES, "query_pre_attn_scalar": 8, "model_type": "gemma2"}
+    jobs = [{"layout": layout, "document": document} for layout in ("data=2", "pipeline=2")]
+    ran = run_processes(2, CHILD, "fresh", jobs=[*jobs, {**jobs[0], "layout": "tensor=2"}])
+    one = run_processes(1, CHILD, "fresh", jobs=[{"layout": "", "document": document}])[0][0]
+    assert one["model.norm.weight"] == [0.0, 0.0]
+    assert one["model.embed_tokens.weight"][1] == pytest.approx(0.1, rel=0.1)
+    for layouts in zip(*ran, strict=True):
+        together = {name: value for rank in layouts for name, value in rank.items()}
+        assert {name: together.get(name) for name in one} == one
+
+
+def test_what_cannot_be_split_says_why() -> None:
+    """No published plan, heads that do not divide, more stages than layers."""
+
+    def refusal(family: str, layout: str, **settings: Any) -> str:
+        config = TransformersModel(
+            CONFIG_MAPPING[family](**{**SIZES, **FAMILIES.get(family, {}), **settings})
+        )
+        with pytest.raises(LayoutError) as error:
+            family_of(config).check_layout(config, Layout.parse(layout))
+        return str(error.value)
+
+    assert "publishes no tensor plan" in refusal("gpt_oss", "tensor=2")
+    assert "does not divide dim 0 of" in refusal("llama", "tensor=3")
+    odd = refusal("llama", "tensor=2", num_key_value_heads=1)
+    assert odd == "tensor=2 does not divide the 1 key-value heads of llama"
+    assert "more stages than the 3 layers" in refusal("llama", "pipeline=4")
+    assert "publishes no pipeline plan" in refusal("gpt2", "pipeline=2", head_dim=None)
+
+
+def test_models_that_would_compute_something_else_are_refused(tmp_path: Path) -> None:
+    """Balance losses of microbatches, unknown attention, unknown types, unknown settings."""
+    with pytest.raises(ConfigError, match="output_router_logits=true asks for transformers'"):
+        TransformersModel({"model_type": "qwen3_moe", **SIZES, "output_router_logits": True})
+    with pytest.raises(ConfigError, match="layer_types of this llama4_text has 'chunked"):
+        TransformersModel({"model_type": "llama4_text", **SIZES})
+    with pytest.raises(ModelError, match="model_type 'no such' is not supported: neither"):
+        TransformersModel({"model_type": "no such"})
+    with pytest.raises(ConfigError, match="num_hidden_layers of this llama is 0"):
+        TransformersModel({"model_type": "llama", **SIZES, "num_hidden_layers": 0})
+    with pytest.raises(ConfigError, match=r"unknown model setting 'hiden_size'.*'hidden_size'"):
+        TransformersModel({"model_type": "llama"}).with_settings({"hiden_size": 4})
+    engine = Engine(TransformersModel({"model_type": "minimax", **SIZES}), device="cpu")
+    with pytest.raises(ModelError, match="mixes positions by an attention of its own"):
+        engine.update(global_batch(0), NextTokenLoss())
+
+
+def test_a_folder_of_a_family_that_we_lack_is_built_by_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Engine(FOLDER)` takes it as it takes ours; without transformers it says what is needed."""
+    theirs("stablelm").save_pretrained(tmp_path)
+    engine = Engine(tmp_path, device="cpu")
+    assert isinstance(engine.config, TransformersModel)
+    assert engine.update(global_batch(0), NextTokenLoss()).loss > 0
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers.models.auto.modeling_auto", None)
+    with pytest.raises(ModelError, match="and what transformers builds, where it is installed"):
+        Engine(tmp_path, device="cpu")
+    with pytest.raises(ModelError, match=r"transformers is not installed.*ms-parallel\[hf\]"):
+        TransformersModel({"model_type": "stablelm"})

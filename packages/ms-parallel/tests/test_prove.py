@@ -1,0 +1,103 @@
+"""`ms-parallel prove` finds faults that are planted, and none where there are none."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from planted import FAULTS
+from processes import run_processes
+
+from ms_parallel.errors import ConfigError
+from ms_parallel.proof.draw import draw_cases
+from ms_parallel.proof.page import draw_page
+from ms_parallel.proof.prove import prove
+
+PLANTED = Path(__file__).parent / "planted.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the references of all subjects stand; nothing is found without a fault."""
+    made = tmp_path_factory.mktemp("references")
+    subjects = sorted({fault.subject for fault in FAULTS.values()})
+    (found,) = run_processes(1, PLANTED, "reference", subjects=subjects, folder=str(made))
+    assert found == [[] for _ in subjects]
+    return made
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_planted_fault_is_found(folder: Path, processes: int) -> None:
+    """Missing sums, shares, shifted positions, leaks and losses: 40 of 40, each as what it is."""
+    assert len(FAULTS) >= 40
+    names = [name for name, fault in FAULTS.items() if fault.case.processes == processes]
+    of_ranks = run_processes(processes, PLANTED, "find", names=names, folder=str(folder))
+    for name, *found in zip(names, *of_ranks, strict=True):
+        fault = FAULTS[name]
+        lines = [line.split("|") for of_rank in found for line in of_rank]
+        assert any(
+            check == fault.check
+            and ratio == (fault.ratio or ratio)
+            and fault.parameter in parameter
+            for check, parameter, ratio, _ in lines
+        ), (name, lines)
+
+
+def test_a_sound_model_holds_and_the_page_says_so() -> None:
+    """Two processes, the simplest cases: all hold, and gradients of every weight were compared."""
+    proof = prove("qwen3", processes=2, cases=4)
+    assert proof.holds
+    assert [outcome.refused for outcome in proof.outcomes] == [""] * 5
+    assert {outcome.compared for outcome in proof.outcomes[1:]} == {2 + 4 * 11 + 1 - 1}
+    assert all(0 < outcome.apart < 1e-12 for outcome in proof.outcomes[3:])
+    page = draw_page(proof)
+    assert "qwen3: holds" in page
+    assert page.count("<tr>") == 1 + len(proof.outcomes)
+
+
+def test_the_command_names_the_smallest_counterexample(tmp_path: Path) -> None:
+    """A module of one's own that ignores its documents: exit code 1, and the leak in one line."""
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "class Leaky(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)\n"
+        "    def forward(self, tokens, *, documents=None):\n"
+        "        return self.head(self.embed(tokens).cumsum(1))\n"
+    )
+    command = [sys.executable, "-m", "ms_parallel", "prove", "mine:Leaky", "--json"]
+    ended = subprocess.run(
+        [*command, "--processes", "1", "--cases", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stderr
+    proof = json.loads(ended.stdout)
+    assert proof["outcomes"][0]["found"][0]["check"] == "leak"
+    assert "moves when another document's token is changed" in ended.stdout
+
+
+def test_an_unknown_model_is_refused_with_the_nearest() -> None:
+    """No process is started for a name that nothing has."""
+    with pytest.raises(ConfigError, match="did you mean 'llama'"):
+        prove("lama")
+    with pytest.raises(ConfigError, match="cannot be called"):
+        prove("nowhere:nothing")
+
+
+def test_cases_begin_with_the_simplest_and_are_those_of_their_seed() -> None:
+    """The same seed draws the same; each axis stands alone before it stands with another."""
+    cases = draw_cases(4, 30, 7)
+    assert cases == draw_cases(4, 30, 7)
+    assert cases != draw_cases(4, 30, 8)
+    layouts = [case.layout for case in cases]
+    for axis in ("data", "tensor", "pipeline"):
+        alone = layouts.index(f"{axis}=2")
+        assert all(f"{axis}=2" not in layout for layout in layouts[:alone])
+    assert len(set(map(repr, cases))) == 30
