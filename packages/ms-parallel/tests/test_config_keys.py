@@ -18,7 +18,7 @@ from torch import Tensor
 from ms_parallel import Engine
 from ms_parallel.errors import ConfigError, ModelError, ParallelError
 from ms_parallel.models import architecture, build_model
-from ms_parallel.models.registry import read_config
+from ms_parallel.models.registry import from_document, read_config
 from ms_parallel.models.tokenizer_files import read_tokenizer
 from ms_parallel.weights import load_model, save_model
 
@@ -183,7 +183,14 @@ def test_every_key_at_every_kind_of_value_computes_alike_or_is_refused(family: s
         check(family, key, value)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "glm4"])
+def test_no_number_of_key_heads_is_refused_where_transformers_refuses_it(family: str) -> None:
+    """Null is no number there."""
+    with pytest.raises(ParallelError, match="num_key_value_heads is None"):
+        from_document(base(family) | {"num_key_value_heads": None})
+
+
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each[:3] not in ("gem", "glm")])
 def test_as_many_key_heads_as_heads_is_what_null_means(family: str, tmp_path: Path) -> None:
     """`num_key_value_heads: null` is no default of eight or thirty-two."""
     document = base(family) | {"num_key_value_heads": None}

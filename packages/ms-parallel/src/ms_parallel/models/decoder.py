@@ -120,8 +120,7 @@ def plan_with(
     }
     if config.query_key_norm:
         inside |= {"self_attn.q_norm": "heads", "self_attn.k_norm": "heads"}
-    mixture = config.mixture
-    if mixture is not None and len(mixture.layers) == config.num_hidden_layers:
+    if config.mixture is not None and len(config.mixture.layers) == config.num_hidden_layers:
         inside |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
     inside |= {**dict.fromkeys(norms.names, "sequence"), **(modules or {})}
     tensor: dict[str, Style] = {
