@@ -61,7 +61,7 @@ def fit_model(options: Options, layout: Layout, shards: Path | None) -> Any:
             f" {tokens}, or build the shards with the model's tokenizer"
         )
     _check_sizes(options, layout, config)
-    balance_of(options).of(config.mixture)
+    balance_of(options).of(getattr(config, "mixture", None))
     family_of(config).check_layout(config, layout)
     return config if shards is None else with_ends(config, shards, options.model_folder)
 
