@@ -12,7 +12,7 @@ from planted import FAULTS
 from processes import run_processes
 
 from ms_parallel.errors import ConfigError
-from ms_parallel.models import architectures
+from ms_parallel.models.registry import architectures
 from ms_parallel.proof.draw import draw_cases
 from ms_parallel.proof.page import draw_page
 from ms_parallel.proof.prove import prove
