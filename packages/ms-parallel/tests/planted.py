@@ -75,6 +75,20 @@ def lost(part: str) -> Callable[[], Any]:
     return scaled(part, 0.0)
 
 
+def lost_expert() -> Any:
+    """No gradient comes to one expert of each layer."""
+    right = Trainable.gradients
+
+    def wrong(self: Trainable) -> dict[str, Tensor]:
+        found = right(self)
+        for name, gradient in found.items():
+            if "experts" in name:
+                gradient[1] = 0.0
+        return found
+
+    return patch.object(Trainable, "gradients", wrong)
+
+
 def moved(change: Callable[[Tensor], Tensor], *, where: str = "everywhere") -> Callable[[], Any]:
     """Positions are changed: everywhere, or on later stages alone, or on rank 1 alone."""
     right = Decoder.context
@@ -281,6 +295,21 @@ FAULTS: dict[str, Fault] = {
     ),
     "a lost bias of a norm": Fault(
         case=DATA, plant=lost("layers.0.input_layernorm"), check="gradients", ratio="0"
+    ),
+    "a lost expert": Fault(
+        case=TENSOR,
+        plant=lost_expert,
+        check="gradients",
+        subject="qwen3_moe",
+        parameter="experts",
+    ),
+    "an expert saved as another": Fault(
+        case=PIPELINE,
+        plant=saved(
+            lambda w: {n: v.detach().flip(0) if "1.mlp.experts" in n else v for n, v in w.items()}
+        ),
+        check="folder",
+        subject="qwen3_moe",
     ),
     "not saved": Fault(
         case=TENSOR,

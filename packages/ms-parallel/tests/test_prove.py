@@ -12,6 +12,7 @@ from planted import FAULTS
 from processes import run_processes
 
 from ms_parallel.errors import ConfigError
+from ms_parallel.models.registry import architectures
 from ms_parallel.proof.draw import draw_cases
 from ms_parallel.proof.page import draw_page
 from ms_parallel.proof.prove import prove
@@ -56,6 +57,19 @@ def test_a_sound_model_holds_and_the_page_says_so() -> None:
     page = draw_page(proof)
     assert "qwen3: holds" in page
     assert page.count("<tr>") == 1 + len(proof.outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model", [*architectures(), "Qwen3_5ForCausalLM", "GraniteMoeForCausalLM", "Phi3ForCausalLM"]
+)
+def test_every_shipped_family_holds(model: str) -> None:
+    """Up to four processes: nothing is found in any family, nor in what transformers builds."""
+    proof = prove(model, processes=4, cases=14)
+    assert proof.holds, proof.smallest
+    held = [outcome for outcome in proof.outcomes if not outcome.refused]
+    assert len(held) >= 8, [outcome.refused for outcome in proof.outcomes]
+    assert all(outcome.compared for outcome in held[1:])
 
 
 def test_the_command_names_the_smallest_counterexample(tmp_path: Path) -> None:

@@ -27,8 +27,10 @@ def whole_gradients(engine: Engine, batch: Mapping[str, Tensor]) -> tuple[float,
     rows = cut_batch(
         my_rows(batch, engine.groups), engine.microbatch_size, engine.groups.layout.tensor
     )
-    weight, _ = measure(rows, loss, engine.groups)
-    losses = engine.backward(rows, loss, weight)
+    weight, tokens = measure(rows, loss, engine.groups)
+    with engine.balancer.accounting(tokens):
+        losses = engine.backward(rows, loss, weight)
+    engine.balancer.collect(tokens)
     total = torch.zeros((), device=engine.device)
     if losses and engine.groups.place.tensor == 0:
         total += torch.stack(losses).sum()

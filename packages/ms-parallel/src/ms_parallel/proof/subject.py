@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from torch import nn
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.family import families, family_of
+from ms_parallel.models.foreign.config import TransformersModel, transformers
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.registry import architecture, architectures
 from ms_parallel.settings import nearest
@@ -27,6 +29,23 @@ _SMALL: dict[str, int] = {
     "sliding_window": 5,
     "segment_length": 4,
     "memory_length": 4,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }
 """The most that each setting is left at; a model has those of them that its configuration has."""
 _LAYERS = 4
@@ -42,7 +61,7 @@ class Subject:
     """As the user named it."""
     shrunk: str
     """What is run, in a line."""
-    given: ModelConfig | nn.Module
+    given: ModelConfig | TransformersModel | nn.Module
     """What an `Engine` takes; a module is taken over by the first engine that gets it."""
     plan: ModelPlan | None = None
     vocabulary: int = field(default=_SMALL["vocab_size"])
@@ -54,9 +73,9 @@ def open_subject(name: str) -> Subject:
     """Find a model by the name of its family, its folder, its transformers class or its function.
 
     Args:
-        name: A family, a folder with a config.json, the name of a transformers class that a family
-            writes, or `module:function`, which returns a configuration, a module, or a module and
-            its `ModelPlan`, and is called anew in each process for each case.
+        name: A family, a folder with a config.json, the name of a transformers class for causal
+            language models, or `module:function`, which returns a configuration, a module, or a
+            module and its `ModelPlan`, and is called anew in each process for each case.
 
     Raises:
         ConfigError: there is no such model, or the function returns something else.
@@ -64,17 +83,57 @@ def open_subject(name: str) -> Subject:
     """
     if ":" in name and not Path(name).exists():
         return _of_function(name)
-    classes = {getattr(each, "transformers_class", None): each.name for each in families()}
-    name_of_family = classes.get(name, name)
+    if name.endswith("ForCausalLM"):
+        return _of_transformers(name)
     try:
-        config = architecture(name_of_family)
+        config: Any = architecture(name)
     except ConfigError as error:
-        known = [*architectures(), *(each for each in classes if each)]
         raise ConfigError(
-            f"unknown model {name[:200]!r}; {nearest(name, known)}, or give a folder with a"
-            " config.json, or module:function"
+            f"unknown model {name[:200]!r}; {nearest(name, architectures())} (or give a folder with"
+            " a config.json, a class of transformers, or module:function)"
         ) from error
+    if isinstance(config, TransformersModel):
+        return _of_foreign(name, config)
     return _of_config(name, config)
+
+
+def _of_transformers(name: str) -> Subject:
+    """A model of ours where a family writes this class; else transformers' own, by our adapter."""
+    for family in families():
+        if getattr(family, "transformers_class", None) == name:
+            return _of_config(name, architecture(family.name))
+    kind = getattr(transformers(), name, None)
+    if kind is None:
+        raise ConfigError(
+            f"transformers has no {name[:200]!r}; give a class of its for causal text"
+        )
+    return _of_foreign(name, TransformersModel(kind.config_class().get_text_config()))
+
+
+def _of_foreign(name: str, config: TransformersModel) -> Subject:
+    given = config.settings.to_dict()
+    changed: dict[str, Any] = {"initializer_range": _SPREAD}
+    changed |= {"num_hidden_layers": min(given["num_hidden_layers"], _LAYERS)}
+    for key, most in _SMALL.items():
+        if isinstance(given.get(key), int):
+            changed[key] = min(given[key], most)
+    if given.get("num_key_value_heads") is not None:
+        grouped = given["num_key_value_heads"] < given["num_attention_heads"]
+        changed["num_key_value_heads"] = changed["num_attention_heads"] // (2 if grouped else 1)
+    if given.get("layer_types"):
+        changed["layer_types"] = _some_of_each(given["layer_types"], changed["num_hidden_layers"])
+    known = {key: value for key, value in changed.items() if key in given}
+    small = config.with_settings(known)
+    text = f"transformers' {small.model_type}, {changed['num_hidden_layers']} layers"
+    vocabulary = int(changed.get("vocab_size", given["vocab_size"]))
+    return Subject(name=name, shrunk=text, given=small, vocabulary=vocabulary)
+
+
+def _some_of_each(kinds: Sequence[str], count: int) -> list[str]:
+    """So many kinds of layers, in their order, of which none is left out that has room."""
+    first = list(kinds[:count])
+    missing = [kind for kind in dict.fromkeys(kinds) if kind not in first]
+    return [*first[: max(0, count - len(missing))], *missing][:count]
 
 
 def _of_config(name: str, config: ModelConfig) -> Subject:
