@@ -21,7 +21,7 @@ LIMITS = [
     ("rms_norm", {"...": 0}, {}, "takes no empty tensor"),
     ("rotary", {"D": 896, "R/2": 448}, {}, "turns at most 894 features, and here are 896"),
     ("rotary", {"Hq": 1000}, {}, "at most 999 rows and heads"),
-    ("rotary", {"C": 2}, {"interleaved": True}, "shared by the batch"),
+    ("rotary", {"Hq": 1000}, {"interleaved": True}, "at most 999 rows and heads"),
     ("attention", {"D": 769}, {}, "heads of at most 768, not 769"),
     ("attention", {"Hq": 258}, {}, "at most 256 heads, not 258"),
     ("attention", {"Sk": 2**20 + 1}, {}, "at most 1048576 positions"),
@@ -92,12 +92,23 @@ def test_what_cann_documents_as_a_limit_is_refused_beforehand(operator, dims, op
     assert told in verdict.reason
 
 
+def choice_with_weights(operator, dtype):
+    """Choose for a call in bfloat16 whose last tensor has another dtype."""
+    call = npu_call(operator)
+    tensors = (*call.tensors[:-1], call.tensors[-1]._replace(dtype=dtype))
+    return choose(call._replace(tensors=tensors), IMPLEMENTATIONS).backend
+
+
 def test_weights_of_a_third_dtype_are_refused():
     """RMSNorm takes weights of x's dtype or float32; the sum with a residual x's alone."""
     for operator, other in (("rms_norm", torch.float16), ("add_rms_norm", torch.float32)):
-        call = npu_call(operator)
-        tensors = (*call.tensors[:-1], call.tensors[-1]._replace(dtype=other))
-        assert choose(call._replace(tensors=tensors), IMPLEMENTATIONS).backend != "ascend"
+        assert choice_with_weights(operator, other) != "ascend"
+
+
+def test_a_router_may_weigh_in_float32():
+    """Rows in bfloat16 are summed with weights in any dtype but float64, which CANN lacks."""
+    assert choice_with_weights("unpermute_tokens", torch.float32) == "ascend"
+    assert choice_with_weights("unpermute_tokens", torch.float64) != "ascend"
 
 
 class Called(Exception):  # noqa: N818 - it is no error
