@@ -1,4 +1,4 @@
-"""One Llama block and one mixture block, written with the operators of ms_kernels."""
+"""A Llama block, a mixture and a latent attention, written with the operators of ms_kernels."""
 
 import torch
 import torch.nn.functional as F
@@ -7,6 +7,8 @@ from torch import nn
 import ms_kernels
 
 WIDTH, HEADS, INNER, LENGTH, EXPERTS, CHOICES = 64, 4, 96, 16, 4, 2
+NARROW, KEPT, TURNED, VALUE = 32, 16, 8, 16
+"""Features of latent attention: what keys are made from, theirs that do not turn and that do."""
 
 
 class Norm(nn.Module):
@@ -18,6 +20,18 @@ class Norm(nn.Module):
 
     def forward(self, x):
         """(..., WIDTH) to the same."""
+        return ms_kernels.rms_norm(x, self.weight)
+
+
+class NarrowNorm(nn.Module):
+    """RMSNorm of few features."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(NARROW))
+
+    def forward(self, x):
+        """(..., NARROW) to the same."""
         return ms_kernels.rms_norm(x, self.weight)
 
 
@@ -62,12 +76,37 @@ class MixtureBlock(nn.Module):
         return x + ms_kernels.unpermute_tokens(rows, places, shares).view_as(x)
 
 
+class LatentBlock(nn.Module):
+    """Keys and values from few features, values of their own width, a sink of each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList([Norm(), NarrowNorm(), NarrowNorm()])
+        self.narrow = nn.Linear(WIDTH, 2 * NARROW + TURNED, bias=False)
+        self.queries = nn.Linear(NARROW, HEADS * (KEPT + TURNED), bias=False)
+        self.keys_values = nn.Linear(NARROW, HEADS * (KEPT + VALUE), bias=False)
+        self.out = nn.Linear(HEADS * VALUE, WIDTH, bias=False)
+        self.sinks = nn.Parameter(torch.linspace(-1, 1, HEADS))
+
+    def forward(self, x, cos, sin):
+        """(B, S, WIDTH) to the same."""
+        of_q, of_kv, shared = self.narrow(self.norms[0](x)).split((NARROW, NARROW, TURNED), -1)
+        q = self.queries(self.norms[1](of_q)).unflatten(-1, (HEADS, -1))
+        made = self.keys_values(self.norms[2](of_kv)).unflatten(-1, (HEADS, -1))
+        (kept, turned), (keys, values) = q.split((KEPT, TURNED), -1), made.split((KEPT, VALUE), -1)
+        turned, shared = ms_kernels.rotary(turned, shared.unsqueeze(-2), cos, sin)
+        q = torch.cat((kept, turned), -1)
+        k = torch.cat((keys, shared.expand(-1, -1, HEADS, -1)), -1)
+        mixed = ms_kernels.attention(q, k, values, scale=0.2, sinks=self.sinks)
+        return x + self.out(mixed.flatten(-2))
+
+
 def inputs_of(block, dtype):
     """Make what a block takes, on the CPU."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, LENGTH, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
     if block is MixtureBlock:
         return (x,)
-    half = WIDTH // HEADS // 2
+    half = (TURNED if block is LatentBlock else WIDTH // HEADS) // 2
     angles = torch.outer(torch.arange(LENGTH), 10000.0 ** (-torch.arange(half) / half))
     return x, angles.cos()[None], angles.sin()[None]

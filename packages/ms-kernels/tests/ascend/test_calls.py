@@ -6,10 +6,10 @@ import torch
 from ms_kernels import use_backend
 
 from . import null_runtime
-from .blocks import LlamaBlock, MixtureBlock, inputs_of
+from .blocks import LatentBlock, LlamaBlock, MixtureBlock, inputs_of
 from .null_runtime.cli import written
 
-BLOCKS = {"llama": LlamaBlock, "mixture": MixtureBlock}
+BLOCKS = {"llama": LlamaBlock, "mixture": MixtureBlock, "latent": LatentBlock}
 
 
 def run(block, device, dtype, backends):

@@ -5,7 +5,7 @@ rather than computed as if the key were not there.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from attrs import frozen
 
@@ -241,4 +241,4 @@ def quantisation_of(document: Mapping[str, Any]) -> Quantisation | None:
             f"quantization_config has {unknown[0][:60]!r}, which {method} does not have here;"
             f" known: {', '.join(sorted(passed))}"
         )
-    return Quantisation(method=method, block=(block[0], block[1]))
+    return Quantisation(method=cast(Any, method), block=(block[0], block[1]))
