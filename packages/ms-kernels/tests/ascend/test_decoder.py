@@ -6,9 +6,10 @@ import torch
 import ms_kernels
 from ms_kernels import use_backend
 from ms_parallel.models import DecoderConfig
+from ms_parallel.models.experts.account import Account, Documents
 
 from . import null_runtime
-from .blocks import DEEPSEEK, drawn
+from .blocks import DEEPSEEK, DeepseekExperts, drawn, inputs_of
 
 LLAMA = DecoderConfig(
     vocab_size=80,
@@ -57,3 +58,24 @@ def test_a_training_step_on_the_npu_equals_the_cpus(backends, documents, config)
         torch.testing.assert_close(got[sure], truth[sure], rtol=1e-5, atol=1e-5)
     fused = [name for name in there[3] if "FlashAttention" in name or "RmsNorm" in name]
     assert bool(fused) == (backends == ("ascend",))
+
+
+def account_on(device):
+    """Return counts of an update's tokens, sums of its balance, and the router's gradient."""
+    torch.manual_seed(0)
+    mixture = DeepseekExperts().mixture.to(device)
+    router = mixture.gate
+    experts = router.choice.num_experts
+    account = Account(experts, Documents(), rate=0.5, z_rate=0.1, device=device)
+    router.account = account
+    (x,) = inputs_of(DeepseekExperts, torch.float32)
+    mixture(x.to(device)).sum().backward()
+    return account.counts.cpu(), account.sums.cpu(), router.weight.grad.cpu()
+
+
+def test_a_router_counts_and_balances_on_the_npu_as_on_the_cpu():
+    """Counts are equal; sums, and what balance adds to the gradient, agree within 1e-5."""
+    (counts, *here), (found, *there) = account_on("cpu"), account_on("npu")
+    assert torch.equal(found, counts)
+    assert counts.sum() == 2 * 16 * DEEPSEEK.num_experts_per_tok
+    torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-5)
