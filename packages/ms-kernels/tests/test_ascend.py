@@ -44,6 +44,21 @@ LIMITS = [
     ("quantized_linear", {"N": 44}, {}, "a multiple of 8 results at 4 bits, not 44"),
 ]
 
+DEEPSEEK_V3 = [
+    ("rms_norm", {"...": 32_768, "H": 7168}, {}),
+    (
+        "rotary",
+        {"B": 8, "C": 8, "S": 4096, "Hq": 128, "Hk": 1, "D": 64, "R/2": 32},
+        {"interleaved": True},
+    ),
+    ("attention", {"Sq": 4096, "Sk": 4096, "Hq": 128, "Hk": 128, "D": 192, "Dv": 128}, {}),
+    ("permute_tokens", {"T": 32_768, "C": 8, "H": 7168}, {"count": 256}),
+    ("grouped_matmul", {"T": 262_144, "E": 256, "K": 7168, "N": 4096}, {}),
+    ("unpermute_tokens", {"R": 262_144, "T": 32_768, "C": 8, "H": 7168}, {}),
+    ("linear_cross_entropy", {"...": 32_768, "H": 7168, "V": 129_280}, {}),
+]
+"""A batch of 8 rows of 4,096 tokens at the sizes of its config.json."""
+
 
 class Npu(NamedTuple):
     """A device that torch cannot name before torch_npu is imported."""
@@ -90,6 +105,12 @@ def test_what_cann_documents_as_a_limit_is_refused_beforehand(operator, dims, op
     assert choice.backend != "ascend"
     (verdict,) = [each for each in choice.verdicts if each.backend == "ascend"]
     assert told in verdict.reason
+
+
+@pytest.mark.parametrize(("operator", "dims", "options"), DEEPSEEK_V3)
+def test_deepseek_v3_is_taken_at_its_own_sizes(operator, dims, options):
+    """No limit sends one of its operators to plain torch, interleaved positions among them."""
+    assert choose(npu_call(operator, dims, **options), IMPLEMENTATIONS).backend == "ascend"
 
 
 def choice_with_weights(operator, dtype):
