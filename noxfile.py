@@ -131,11 +131,11 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """Tests of one package, two at a time; arguments after `--` go to pytest.
 
-    Tests that share what takes long to make are a group, which one of the two runs.
+    A file's tests share what takes long to make, so one of the two runs them all.
     """
     arguments = session.posargs or ["-m", "not slow and not gpu"]
     tests_folder = f"packages/{package}/tests"
-    two = ("-n", "2", "--dist", "loadgroup")
+    two = ("-n", "2", "--dist", "loadfile")
     run_shared(session, "pytest", *two, tests_folder, *arguments, env=ONE_THREAD)
 
 

@@ -29,6 +29,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "transformer-xl": {"model_type": "transformer-xl", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "query_key_norm": True, "tie_word_embeddings": True},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "sliding_window": 9},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "mlp_only_layers": [0],
+        "router_aux_loss_coef": 0.05,
+    },
+    "olmoe": {
+        "model_type": "olmoe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.05,
+    },
     "deepseek_v3": {
         "model_type": "deepseek_v3",
         "num_key_value_heads": 4,

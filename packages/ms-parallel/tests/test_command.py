@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -219,11 +218,16 @@ def test_ctrl_c_saves_and_ends_with_one_line(processes: int, corpus: Path, tmp_p
 def test_ctrl_c_before_the_first_step_is_one_line(corpus: Path, tmp_path: Path) -> None:
     """While torch is imported, or the text is tokenized."""
     run = write_run(tmp_path / "run.toml", corpus, steps=1)
-    for wait_s in (0.6, 2.5):
+
+    def torch_is_there() -> bool:
+        maps = Path(f"/proc/{started.pid}/maps")
+        return maps.exists() and "libtorch" in maps.read_text()
+
+    for condition in (torch_is_there, run.with_suffix("").exists):
         started = subprocess.Popen(
             command(run, 1), env=environment(), stderr=subprocess.PIPE, text=True
         )
-        time.sleep(wait_s)
+        wait_for(condition, started)
         started.send_signal(signal.SIGINT)
         _, said = started.communicate(timeout=60)
         if started.returncode == 0:

@@ -16,7 +16,6 @@ from launching import IMPORTS, environment, words, write_corpus, write_run
 from processes import run_processes
 from runs import FAMILIES, VARIANTS
 
-pytestmark = pytest.mark.xdist_group("device")
 HERE = Path(__file__).parent
 RUNS, DEVICE_RUNS = HERE / "runs.py", HERE / "device_runs.py"
 LAYOUTS = {1: ["data=1"], 2: ["data=2", "tensor=2", "pipeline=2"]}

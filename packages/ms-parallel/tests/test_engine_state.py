@@ -10,7 +10,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 from runs import VARIANTS
 
-pytestmark = pytest.mark.xdist_group("engine state")
 RUNS = Path(__file__).parent / "runs.py"
 SETTINGS = VARIANTS["tied grouped"]
 SAVED = {

@@ -29,7 +29,6 @@ from processes import run_processes
 
 transformers.utils.logging.disable_progress_bar()
 
-pytestmark = pytest.mark.xdist_group("huggingface")
 CHILD = Path(__file__).with_name("model_folders.py")
 SIZES = {
     "vocab_size": 96,
@@ -154,7 +153,7 @@ LAYOUTS = [
     pytest.param("tensor=2,pipeline=2", marks=pytest.mark.slow),
 ]
 COPIED = ["llama-3", "llama-biases", "qwen3"]  # the first is tied
-FRESH = ["llama", "qwen3", "transformer-xl"]
+FRESH = ["llama", "qwen3", "qwen3_moe", "transformer-xl"]
 SEED = 11
 
 

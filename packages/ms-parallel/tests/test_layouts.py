@@ -14,7 +14,6 @@ from runs import FAMILIES, VARIANTS
 
 from ms_parallel.cluster.layout import Layout
 
-pytestmark = pytest.mark.xdist_group("layouts")
 RUNS = Path(__file__).parent / "runs.py"
 LAYOUTS = (
     "data=2",

@@ -106,7 +106,39 @@ def with_loss(data, generator, dtype):
     }
 
 
+def sorting(data, generator, dtype):
+    """A call of permute_tokens; some experts are chosen by nobody, a token may choose one twice."""
+    tokens, choices = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 4))
+    count = data.draw(st.integers(1, 9))
+    experts = torch.randint(count, (tokens, choices), generator=generator)
+    return (drawn(generator, tokens, data.draw(st.integers(1, 16)), dtype=dtype), experts), {
+        "count": count
+    }
+
+
+def grouping(data, generator, dtype):
+    """A call of grouped_matmul, of widths that kernels take and of others."""
+    counts = torch.tensor(data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=6)))
+    widths = st.sampled_from([1, 5, 8, 24])
+    inner, outer = data.draw(widths), data.draw(widths)
+    x = drawn(generator, int(counts.sum()), inner, dtype=dtype)
+    return (x, drawn(generator, len(counts), inner, outer, dtype=dtype), counts), {}
+
+
+def leading_back(data, generator, dtype):
+    """A call of unpermute_tokens, with weights of any dtype or none."""
+    tokens, choices = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 4))
+    places = torch.randperm(tokens * choices, generator=generator).view(tokens, choices)
+    rows = drawn(generator, tokens * choices, data.draw(st.integers(1, 16)), dtype=dtype)
+    other = data.draw(st.sampled_from([dtype, torch.float32, None]))
+    weights = None if other is None else drawn(generator, tokens, choices, dtype=other)
+    return (rows, places), {"weights": weights}
+
+
 CALLS = {
+    "permute_tokens": sorting,
+    "grouped_matmul": grouping,
+    "unpermute_tokens": leading_back,
     "rms_norm": normalising,
     "rotary": turning,
     "swiglu": gating,
@@ -128,8 +160,9 @@ def answers(function, tensors, options):
     named = {name: leaf(each) for name, each in options.items()}
     found = function(*given, **named)
     results = found if isinstance(found, tuple) else (found,)
-    pulls = [torch.linspace(0.5, 1.5, each.numel()).view_as(each).to(each) for each in results]
-    torch.autograd.backward(results, pulls)
+    pulled = [each for each in results if each.requires_grad]
+    pulls = [torch.linspace(0.5, 1.5, each.numel()).view_as(each).to(each) for each in pulled]
+    torch.autograd.backward(pulled, pulls)
     leaves = [each for each in (*given, *named.values()) if isinstance(each, torch.Tensor)]
     return [*results, *(each.grad for each in leaves if each.requires_grad)]
 

@@ -115,7 +115,6 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict
     )
 
 
-@pytest.mark.xdist_group("recording")
 def test_a_recorded_step_is_the_same_step(recording: tuple[Path, list[dict[str, Any]]]) -> None:
     """Its loss has the same bits; all ranks know all times, and causes come before effects."""
     path, of_ranks = recording
@@ -131,7 +130,6 @@ def test_a_recorded_step_is_the_same_step(recording: tuple[Path, list[dict[str, 
                 assert line.spans[rank][index].end <= span.start
 
 
-@pytest.mark.xdist_group("recording")
 def test_a_clock_of_another_machine_is_read_right(
     recording: tuple[Path, list[dict[str, Any]]],
 ) -> None:
@@ -141,7 +139,6 @@ def test_a_clock_of_another_machine_is_read_right(
     assert abs(second - 5_000_000_000) < 20_000_000, "a round trip on a busy machine"
 
 
-@pytest.mark.xdist_group("recording")
 def test_a_recorded_step_is_drawn_beside_the_simulated_one(
     recording: tuple[Path, list[dict[str, Any]]],
     tmp_path: Path,

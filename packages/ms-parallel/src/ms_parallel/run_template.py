@@ -32,6 +32,12 @@ GROUPS = {
         "sequence_length",
         "seed",
     ),
+    "experts": (
+        "balance",
+        "balance_coefficient",
+        "balance_bias_rate",
+        "router_z_coefficient",
+    ),
     "how it is computed": (
         "mixed_precision",
         "microbatch_size",

@@ -77,6 +77,8 @@ class Contract:
     """How far results and gradients may lie from the truth."""
     example: Dims
     """Sizes of an ordinary small call, for which no backend is too large."""
+    follows: Mapping[str, str] = field(factory=dict)
+    """Symbols whose size is another's where it alone is given."""
     reference: Callable[..., Any]
     """The slow truth, in plain torch."""
     variants: tuple[Variant, ...] = ()
@@ -188,6 +190,11 @@ class Contract:
                 return f"of shape {describe(meta.shape)}"
         return "None"
 
+    def _sizes(self, dims: Dims) -> dict[str, int]:
+        """Return all sizes of a call: those given, what follows from them, the example's."""
+        followed = {name: dims[other] for name, other in self.follows.items() if other in dims}
+        return {**self.example, **followed, **dims}
+
     def call(
         self,
         dims: Dims,
@@ -208,7 +215,7 @@ class Contract:
             without: names of optional arguments to leave out.
             chip: name of the chip, for tuning tables.
         """
-        sizes = {**self.example, **dims}
+        sizes = self._sizes(dims)
         tensors: list[TensorMeta | None] = []
         for argument in self.arguments:
             shape = tuple(sizes[name] for name in argument.dims)
@@ -237,7 +244,7 @@ class Contract:
             seed: seed of the numbers.
         """
         generator = torch.Generator().manual_seed(seed)
-        sizes = {**self.example, **dims}
+        sizes = self._sizes(dims)
         drawn = {}
         for argument in self.arguments:
             shape = tuple(sizes[name] for name in argument.dims)

@@ -16,6 +16,8 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.adamw import AdamW
 from ms_parallel.engine.assembly import EngineArguments, Given, build_stages, describe
+from ms_parallel.engine.balance.balancer import Balancer, ExpertLoad
+from ms_parallel.engine.balance.settings import Balance, balance_of
 from ms_parallel.engine.further import HasFurther, depths_of, divisors, further_shares
 from ms_parallel.engine.generation import Sampling, generate
 from ms_parallel.engine.heads import heads_of, thaw_heads
@@ -61,6 +63,8 @@ class Update:
     """The loss's statistics, by name, each divided by the global weight."""
     mtp_losses: tuple[float, ...] = ()
     """Mean loss of each layer that predicts further, over its own targets; 0 where it has none."""
+    experts: ExpertLoad | None = None
+    """How tokens were shared out over experts; None without any, or where nothing had a loss."""
 
 
 class Adapters(Protocol):
@@ -112,6 +116,8 @@ class Engine:
         own = isinstance(model, nn.Module)
         self.runtime = Runtime(self.stages, self.groups, call_own if own else call_stage)
         self.trained = self._trainable(frozen_too=not own)
+        mixture = getattr(self.config, "mixture", None)
+        self.balancer = Balancer(self.stages, mixture, self.groups, balance_of(chosen))
         self.adapters: Adapters | None = None
         """What is trained instead of the model's own weights; see `adapt`."""
 
@@ -202,7 +208,9 @@ class Engine:
         """Perform an update of rows that have a loss."""
         statistics: list[Tensor] = []
         further: list[Tensor] = []
-        losses = self.backward(rows, loss, weight, statistics, further)
+        with self.balancer.accounting(update.tokens):
+            losses = self.backward(rows, loss, weight, statistics, further)
+        load = self.balancer.collect(update.tokens)
         gradients = self.trained.gradients()
         facts = torch.zeros(2 + len(names) + depths_of(self.config, loss), device=self.device)
         if losses and self.groups.place.tensor == 0:
@@ -216,6 +224,7 @@ class Engine:
         norm = square**0.5
         finite = isfinite(value) and isfinite(norm)
         self.trained.step(gradients if finite else None, norm, update.learning_rate)
+        self.balancer.settle(load if finite else None)
         if not finite and self.options.on_nonfinite == "raise":
             raise ParallelError(
                 f"update {self.step}: loss {value}, gradient norm {norm}: not finite; weights are "
@@ -228,6 +237,7 @@ class Engine:
             skipped=None if finite else "nonfinite",
             statistics=dict(zip(names, means, strict=False)),
             mtp_losses=tuple(means[len(names) :]),
+            experts=load,
         )
 
     def backward(
@@ -379,6 +389,8 @@ class Engine:
         for stage in self.stages.values():
             thaw_heads(stage, self.options.heads)
         self.trained = self._trainable(frozen_too=False)
+        # The routers are frozen with the rest: what they choose is counted alone.
+        self.balancer.balance = Balance(method="none", coefficient=0.0)
 
     def save(
         self, folder: str | Path, *, tokenizer: str | Path | TokenizerFiles | None = None
@@ -405,7 +417,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, moments and counters by name, ready for torch.distributed.checkpoint."""
-        return state_of(self.trained, self.step)
+        return state_of(self.trained, self.step, self.balancer.state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave; another layout's goes through the checkpoint first.
@@ -413,7 +425,7 @@ class Engine:
         Raises:
             CheckpointError: names or shapes are not this engine's.
         """
-        self.step = load_state(self.trained, state)
+        self.step = load_state(self.trained, state, self.balancer.state)
 
     def _trainable(self, *, frozen_too: bool) -> Trainable:
         return Trainable(

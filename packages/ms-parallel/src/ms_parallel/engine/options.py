@@ -8,11 +8,12 @@ import torch
 from attrs import field, frozen
 
 from ms_parallel.cluster.groups import Groups
+from ms_parallel.engine.balance.settings import method
 from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.pipeline.layer_split import Choice
-from ms_parallel.settings import a_path, one_of, whole
+from ms_parallel.settings import a_path, number, one_of, whole
 from ms_parallel.split.recompute import Recompute
 
 __all__ = ["EngineOptions"]
@@ -48,6 +49,15 @@ class EngineOptions:
     """`"cpu"` or an accelerator; None for the machine's best."""
     ops: Ops | None = None
     """Operators of the model; None for plain torch."""
+    balance: str | None = field(default=None, validator=method)
+    """How the load of experts is balanced: `step`, `sequence`, `bias` or `none`; None for the
+    model's own way. See `ms_parallel.engine.balance.settings.Balance`."""
+    balance_coefficient: float | None = field(default=None, validator=number(optional=True))
+    """Of the balance loss; None for the router_aux_loss_coef of the model's config.json."""
+    balance_bias_rate: float = field(default=1e-3, validator=number())
+    """How far `bias` moves an expert's bias in one update."""
+    router_z_coefficient: float = field(default=0.0, validator=number())
+    """Of the mean square of the routers' logsumexp."""
     heads: Mapping[str, int] = field(factory=dict)
     """Width of each extra linear head on the final hidden states, by name."""
     on_nonfinite: Literal["skip", "raise"] = field(

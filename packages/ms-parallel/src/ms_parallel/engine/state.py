@@ -15,14 +15,16 @@ MOMENTS = ("optimizer.exp_avg.", "optimizer.exp_avg_sq.")
 TAKEN, STEP = "optimizer.taken", "engine.step"
 
 
-def state_of(trained: Trainable, step: int) -> dict[str, Tensor]:
+def state_of(trained: Trainable, step: int, beside: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights under their own names, moments under `optimizer.exp_avg.NAME` and the like.
+
+    What is given `beside` them, such as the load of experts, comes under its own names.
 
     Tensors share the engine's storage. A tied copy goes under its owner's name, on each stage
     that holds one: the planner keeps one of equal parts.
     """
     owners = {copy: owner for owner, copy in trained.plan.tied}
-    state: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = dict(beside)
     for own_name, parameter in trained.parameters.items():
         name = owners.get(own_name, own_name)
         if name in state:
@@ -36,7 +38,9 @@ def state_of(trained: Trainable, step: int) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_state(trained: Trainable, state: Mapping[str, Tensor]) -> int:
+def load_state(
+    trained: Trainable, state: Mapping[str, Tensor], beside: Mapping[str, Tensor]
+) -> int:
     """Take over a dict of the form of `state_of` under the same layout.
 
     Returns:
@@ -45,7 +49,7 @@ def load_state(trained: Trainable, state: Mapping[str, Tensor]) -> int:
     Raises:
         CheckpointError: names or shapes are not this engine's.
     """
-    own = state_of(trained, 0)
+    own = state_of(trained, 0, beside)
     missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if missing or unknown:
         problem = f"lacks {missing[0]!r}" if missing else f"has unknown {unknown[0]!r}"

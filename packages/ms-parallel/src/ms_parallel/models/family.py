@@ -4,7 +4,7 @@ import pkgutil
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import torch
 from attrs import asdict, field, fields, frozen
@@ -18,7 +18,10 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.weight_names import Rules
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["Family", "families", "family_of"]
+__all__ = ["ANY", "Family", "families", "family_of", "foreign"]
+
+ANY = ""
+"""The name of a family of any `model_type`."""
 
 
 @frozen(kw_only=True)
@@ -59,7 +62,7 @@ class Family:
     def shapes(
         self, config: Any, named: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]
     ) -> dict[str, torch.Size] | None:
-        """Names and shapes of what is `named` in the whole model; None to build it a kind at a time."""
+        """Names and shapes of what is `named` in the whole model; None to build a block a kind."""
         return None
 
     def check_layout(self, config: Any, layout: Layout) -> None:
@@ -100,17 +103,21 @@ def families() -> tuple[Family, ...]:
     return tuple(sorted((module.FAMILY for module in modules), key=lambda family: family.name))
 
 
+@cache
+def foreign() -> Family:
+    """The family of what transformers builds, whatever its `model_type`."""
+    family: Family = import_module("ms_parallel.models.foreign.family").FOREIGN
+    return family
+
+
 def family_of(config: ModelConfig) -> Family:
     """The family of a configuration.
 
     Raises:
         ModelError: no model has this kind of configuration.
     """
-    own = getattr(config, "own_family", None)
-    if own is not None:
-        return cast(Family, own)
-    for family in families():
-        if type(config) is family.config and config.model_type == family.name:
+    for family in (*families(), foreign()):
+        if type(config) is family.config and family.name in (config.model_type, ANY):
             return family
     raise ModelError(
         f"no model is built from a {type(config).__name__}; give a configuration of `architecture`"

@@ -113,7 +113,7 @@ class ModelPlan:
         return any(_matches(pattern, module) for pattern in patterns if pattern)
 
     def holds(self, patterns: tuple[str, ...], name: str) -> bool:
-        """Whether a module or parameter of this full name is, or is in, one that `patterns` name."""
+        """Whether a module or parameter is, or is in, one that `patterns` name."""
         parts = name.split(".")
         heads = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
         return any(_matches(pattern, head) for pattern in patterns if pattern for head in heads)

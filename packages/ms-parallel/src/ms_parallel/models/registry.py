@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.untrusted import check_path, read_json
 from ms_parallel.models.config import ModelConfig, TokenId, token_ids
-from ms_parallel.models.family import families, family_of
+from ms_parallel.models.family import families, family_of, foreign
 from ms_parallel.models.foreign.config import knows
-from ms_parallel.models.foreign.family import FOREIGN
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.staged import StagedModel, named_weights
 from ms_parallel.models.tokenizer_files import TokenizerFiles
@@ -266,7 +265,7 @@ def from_document(document: Mapping[str, Any]) -> ModelConfig:
     name: object = document.get("model_type")
     found = next((family for family in families() if family.name == name), None)
     if found is None and knows(name):
-        found = FOREIGN
+        found = foreign()
     if found is None:
         raise ModelError(
             f"model_type {repr(name)[:60]} is not supported; supported:"

@@ -145,7 +145,7 @@ class StagedModel(nn.Module, ABC):
         if cache is not None:
             documents = cache.all_documents(documents, hidden.shape[0], count)
         context = self.context(positions, documents, cache)
-        for number, block in self.model.layers.items():  # type: ignore[operator]
+        for number, block in self.model.layers.items():  # type: ignore[operator,union-attr]
             if int(number) < self.config.num_hidden_layers:
                 hidden = block(hidden, context=context)
         if cache is not None:
@@ -181,7 +181,8 @@ class StagedModel(nn.Module, ABC):
         first = self.config.num_hidden_layers
         for number in range(first, first + self.config.prediction_layers):
             tokens = torch.cat((tokens[:, 1:], tokens[:, -1:]), 1)
-            hidden = self.model.layers[str(number)](hidden, embed(tokens), context=context)  # type: ignore[index]
+            layer: Any = self.model.layers[str(number)]  # type: ignore[index]
+            hidden = layer(hidden, embed(tokens), context=context)
             yield hidden
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -147,6 +147,7 @@ class _WithSinks(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         """(B, Hq, Sq, D)."""
+        out: Tensor
         out, kept = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )

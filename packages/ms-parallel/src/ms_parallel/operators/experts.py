@@ -112,15 +112,17 @@ class _Unpermute(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         """Of the rows, each of which has one token; and of the weights."""
         rows, places, weights = ctx.saved_tensors
-        wide = widen(gradient)
-        of_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        of_weights = torch.empty_like(weights) if ctx.needs_input_grad[2] else None
-        for choice, place in enumerate(places.unbind(1)):
-            if of_rows is not None:
-                of_rows[place] = (wide * weights[:, choice, None]).to(rows.dtype)
-            if of_weights is not None:
-                chosen = rows.index_select(0, place)
-                of_weights[:, choice] = torch.einsum("th,th->t", wide, chosen.to(wide.dtype))
+        flat, of_rows, of_weights = places.flatten(), None, None
+        tokens = torch.arange(len(places), device=rows.device)[:, None].expand(places.shape)
+        token = torch.empty_like(flat).scatter_(0, flat, tokens.flatten())  # of each row
+        each = widen(gradient).index_select(0, token)
+        if ctx.needs_input_grad[2]:
+            products = torch.linalg.vecdot(each, rows.to(each.dtype))
+            of_weights = products.index_select(0, flat).view(weights.shape).to(weights.dtype)
+        if ctx.needs_input_grad[0]:
+            weight = torch.empty_like(flat, dtype=each.dtype)
+            weight.scatter_(0, flat, weights.flatten().to(each.dtype))
+            of_rows = each.mul_(weight[:, None]).to(rows.dtype)
         return of_rows, None, of_weights
 
 

@@ -187,7 +187,9 @@ class ShowWhole(ParallelStyle):
     """Shows a module that works on its part of the sequence all of what it asks for."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.whole = lambda part: _gathered(part, device_mesh)
+        shown: Any = module
+        assert callable(shown.whole)
+        shown.whole = lambda part: _gathered(part, device_mesh)
         return module
 
 

@@ -7,6 +7,7 @@ from ms_parallel import checkpoint
 from ms_parallel.cluster import process
 from ms_parallel.cluster.agreement import first_does
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.balance.settings import balance_of
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.errors import ConfigError
@@ -60,6 +61,7 @@ def fit_model(options: Options, layout: Layout, shards: Path | None) -> Any:
             f" {tokens}, or build the shards with the model's tokenizer"
         )
     _check_sizes(options, layout, config)
+    balance_of(options).of(config.mixture)
     family_of(config).check_layout(config, layout)
     return config if shards is None else with_ends(config, shards, options.model_folder)
 
@@ -114,6 +116,10 @@ def build_engine(
         microbatch_size=microbatch(options, layout),
         mixed_precision=options.mixed_precision,
         recompute=options.recompute,
+        balance=options.balance,
+        balance_coefficient=options.balance_coefficient,
+        balance_bias_rate=options.balance_bias_rate,
+        router_z_coefficient=options.router_z_coefficient,
         seed=options.seed,
         weights=_weights(options),
         device=options.device,

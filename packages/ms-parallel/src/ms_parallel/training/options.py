@@ -9,6 +9,7 @@ from typing import Any, Literal
 from attrs import field, frozen
 
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.balance.settings import method
 from ms_parallel.engine.optimizer import betas, decay
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import OnEvent
@@ -20,7 +21,7 @@ from ms_parallel.settings import a_path, as_path, flag, nearest, number, one_of,
 __all__ = ["Length", "Options"]
 
 MOST_EPOCHS = 10**6
-DEVICE = re.compile(r"[a-z]+(:[0-9]{1,3})?")
+DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,3})?")
 
 
 def _model_config(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,6 +127,15 @@ class Options(Essentials):
     mtp_weight: float = field(default=0.3, validator=number())
     """Of the mean loss of the layers that predict further than the next token, where the model has
     any; 0 leaves them as they are."""
+    balance: str | None = field(default=None, validator=method)
+    """How the load of experts is balanced: `step`, a loss by the loads of the update before;
+    `sequence`, by those of each document; `bias`, or `none`. None for the model's own way."""
+    balance_coefficient: float | None = field(default=None, validator=number(optional=True))
+    """Of the balance loss, E · sum of f · P; None for config.json's router_aux_loss_coef."""
+    balance_bias_rate: float = field(default=1e-3, validator=number())
+    """How far `bias` moves the bias of an expert in one update."""
+    router_z_coefficient: float = field(default=0.0, validator=number())
+    """Of the mean square of the routers' logsumexp, which keeps their logits small."""
     ops: str = field(default="torch", validator=one_of("torch", "ms_kernels"))
     """Whose operators the model uses; `ms_kernels` needs the extra `kernels`."""
     device: str | None = field(default=None, validator=_device)

@@ -15,6 +15,7 @@ from ms_parallel import checkpoint
 from ms_parallel.checkpoint.manifest import MANIFEST
 from ms_parallel.cluster.agreement import StopRequest, first_does
 from ms_parallel.cluster.watch import position
+from ms_parallel.engine.balance.balancer import ExpertLoad
 from ms_parallel.engine.engine import Engine, Update
 from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.errors import CheckpointError, DamageError, ParallelError
@@ -223,7 +224,26 @@ class Run:
                 **{f"mtp_loss.{depth}": each for depth, each in enumerate(update.mtp_losses, 1)},
             },
         )
+        self._emit_load(update.experts)
         return update
+
+    def _emit_load(self, load: ExpertLoad | None) -> None:
+        """Tell how tokens were shared out over experts, with every line of progress."""
+        step = self.engine.step
+        if load is None or not (_due(step, self.options.log_every) or step == self.total):
+            return
+        self.emit(
+            "experts",
+            {
+                "step": step,
+                "balance_loss": load.balance_loss,
+                "z_loss": load.z_loss,
+                "entropy": sum(load.entropy) / len(load.entropy),
+                "highest_load": load.highest_load,
+                "dropped_share": load.dropped_share,
+                **load.by_layer,
+            },
+        )
 
     def _update(self, batch: Mapping[str, Any]) -> Update:
         """One update, recorded if it is due."""

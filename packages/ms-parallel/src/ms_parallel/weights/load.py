@@ -19,6 +19,7 @@ from ms_parallel.weights.finite import is_finite
 from ms_parallel.weights.folder import INDEX, WeightFolder
 from ms_parallel.weights.initial import is_added
 from ms_parallel.weights.quantised import open_weights
+from ms_parallel.weights.text_part import TextPart
 
 __all__ = ["has_weights", "load_model", "load_weights"]
 
@@ -106,6 +107,8 @@ def load_weights(model: StagedModel, folder: str | Path) -> None:
             is there twice and differs.
     """
     weights = open_weights(Path(folder))
+    if getattr(model.config, "is_text_part", False):
+        weights = TextPart(weights)
     drop_gathered(model)
     _fill(model, weights, _check(model, weights))
 

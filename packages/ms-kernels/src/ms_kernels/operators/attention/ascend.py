@@ -55,7 +55,7 @@ def attention(
         before, after = window - 1, 0 if causal else window - 1
     elif causal:
         mask, mode = _triangle(q.device), LOWER_RIGHT
-    options = {
+    masks = {
         "atten_mask": mask,
         "pre_tockens": before,
         "next_tockens": after,
@@ -63,18 +63,18 @@ def attention(
     }
     result: Tensor
     if sinks is None:
-        result = _fused(q, k, v, scale, options)[0]
+        result = _fused(q, k, v, scale, masks)[0]
     else:
-        result = _WithSinks.apply(q, k, v, sinks, scale, options)  # type: ignore[no-untyped-call]
+        result = _WithSinks.apply(q, k, v, sinks, scale, masks)  # type: ignore[no-untyped-call]
     return result[..., :values]
 
 
 def _fused(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, options: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, scale: float, masks: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     """Return the result, and of each row the largest score and the sum (B, Hq, Sq, 8 alike)."""
     made: tuple[Tensor, ...] = torch.ops.npu.npu_fusion_attention(
-        q, k, v, q.shape[2], "BSND", scale=scale, **options
+        q, k, v, q.shape[2], "BSND", scale=scale, **masks
     )
     return made[:3]
 
@@ -90,10 +90,10 @@ class _WithSinks(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor,
         scale: float,
-        options: dict[str, Any],
+        masks: dict[str, Any],
     ) -> Tensor:
         """Return (B, Sq, Hq, D)."""
-        result, top, total = _fused(q, k, v, scale, options)
+        result, top, total = _fused(q, k, v, scale, masks)
         sinks = sinks.float().view(-1, 1, 1)
         higher = torch.maximum(top, sinks)
         kept = total * (top - higher).exp()
@@ -101,7 +101,7 @@ class _WithSinks(torch.autograd.Function):
         share = (kept / total)[..., 0].transpose(1, 2)  # (B, Sq, Hq)
         result = (result * share.unsqueeze(-1)).to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, result, higher, total)
-        ctx.scale, ctx.options = scale, options
+        ctx.scale, ctx.masks = scale, masks
         return result
 
     @staticmethod
@@ -121,7 +121,7 @@ class _WithSinks(torch.autograd.Function):
             softmax_sum=total,
             attention_in=result,
             scale_value=ctx.scale,
-            **ctx.options,
+            **ctx.masks,
         )[:3]
         of_sinks = None
         if ctx.needs_input_grad[3]:

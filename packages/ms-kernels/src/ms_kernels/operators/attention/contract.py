@@ -155,6 +155,7 @@ CONTRACT = Contract(
     backward=_backward,
     tolerance=ATTENTION,
     example={"B": 2, "Sq": 48, "Sk": 48, "Hq": 4, "Hk": 2, "D": 16, "Dv": 16},
+    follows={"Dv": "D"},
     reference=attention,
     variants=(Variant({}, {"D": 24, "Dv": 8}), Variant({"window": 7}, {"D": 8, "Dv": 24})),
     ladders=(Ladder({"B": 1, "Hq": 4, "Hk": 2, "D": 64, "Dv": 64}, ("Sq", "Sk")),),

@@ -66,6 +66,7 @@ class _WithSinks(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         """Return (B, Hq, Sq, D)."""
+        result: Tensor
         result, kept = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )

@@ -28,7 +28,6 @@ def registered(ops: Hashable) -> str:
 
     Blocks are given the documents of their rows (B, keys) int32 as `attention_mask`, or None.
     """
-
     attention = cast(Ops, ops).attention
 
     def attend(
@@ -58,7 +57,7 @@ def registered(ops: Hashable) -> str:
             "scale": scaling,
         }
         if softcap is None:
-            sinks = {} if s_aux is None else {"sinks": s_aux}
+            sinks: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
             return attention(q, k, v, **how, **sinks), None
         if s_aux is not None:
             raise ModelError("attention with capped scores and sinks is not known here")

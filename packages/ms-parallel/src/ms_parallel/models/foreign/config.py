@@ -17,6 +17,8 @@ from ms_parallel.models.config import MOST, TOKENS, TokenId, token_ids
 __all__ = ["TransformersModel", "knows", "settings_of", "transformers"]
 
 
+MOST_LAYERS = 1000
+"""All of them are built, without storage, before the first is known to have weights."""
 ATTENTIONS = ("full_attention", "sliding_attention", "linear_attention")
 """Kinds of attention that layers may have."""
 
@@ -47,7 +49,7 @@ def knows(model_type: object) -> bool:
 
 
 def _document(source: Any) -> dict[str, Any]:
-    """A config.json, decoded, from its folder, from itself, or from a transformers configuration."""
+    """A config.json, decoded, from its folder, itself, or a configuration of transformers."""
     if isinstance(source, str | os.PathLike):
         return read_json(Path(source) / "config.json", dict[str, Any], error=ModelError)
     if isinstance(source, Mapping):
@@ -132,13 +134,6 @@ class TransformersModel:
         return TransformersModel({**self.document, **overrides}, self.folder, **ids)
 
     @property
-    def own_family(self) -> Any:
-        """What builds, splits and writes it, whatever other family bears its name."""
-        from ms_parallel.models.foreign.family import FOREIGN
-
-        return FOREIGN
-
-    @property
     def model_type(self) -> str:
         """The `model_type` in config.json."""
         return str(self.document.get("model_type"))
@@ -167,6 +162,16 @@ class TransformersModel:
     def tie_word_embeddings(self) -> bool:
         """Whether the head's weight is the embedding's."""
         return bool(self.settings.tie_word_embeddings)
+
+    @property
+    def is_text_part(self) -> bool:
+        """Whether it is the text model of one that takes pictures or sound too."""
+        return "text_config" in self.document
+
+    @property
+    def prediction_layers(self) -> int:
+        """Layers that predict further tokens, which transformers does not train."""
+        return 0
 
     @property
     def shape(self) -> ModelShape:
@@ -208,8 +213,9 @@ def _number(found: dict[str, Any]) -> Any:
 
 def _check(model: TransformersModel) -> None:
     settings = model.settings
-    for name in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads"):
-        value, most = getattr(settings, name, None), MOST[name]
+    sizes = {name: MOST[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")}
+    for name, most in {"num_hidden_layers": MOST_LAYERS, **sizes}.items():
+        value = getattr(settings, name, None)
         if type(value) is not int or not 1 <= value <= most:
             raise ConfigError(
                 f"{name} of this {model.model_type} is {repr(value)[:60]}; give a whole number from"

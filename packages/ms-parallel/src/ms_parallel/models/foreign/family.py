@@ -1,5 +1,6 @@
 """The family of all models that transformers builds and we have no family for."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,9 +9,17 @@ import torch
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import LayoutError
 from ms_parallel.models.config import TOKENS
-from ms_parallel.models.family import Family
+from ms_parallel.models.family import ANY, Family
 from ms_parallel.models.foreign.config import TransformersModel
-from ms_parallel.models.foreign.plans import STYLES, Named, Shapes, built, plan_of, shapes_of
+from ms_parallel.models.foreign.plans import (
+    STYLES,
+    Named,
+    Shapes,
+    built,
+    described,
+    plan_of,
+    shapes_of,
+)
 from ms_parallel.models.foreign.stage import TransformersStage
 from ms_parallel.models.foreign.weights import rules_of
 from ms_parallel.models.plan import ModelPlan
@@ -49,6 +58,10 @@ class _Foreign(Family):
     def write(self, config: TransformersModel, dtype: torch.dtype) -> dict[str, object]:
         """The config.json of a configuration, with weights of `dtype`."""
         document = {key: value for key, value in config.document.items() if key != "torch_dtype"}
+        if config.is_text_part:
+            kind = type(described(config)).__name__
+            document = json.loads(config.settings.to_json_string(use_diff=False))
+            document |= {"architectures": [kind], "model_type": config.settings.model_type}
         ids = {name: getattr(config, name) for name in TOKENS}
         named = {name: value for name, value in ids.items() if value is not None}
         return {**document, **named, "dtype": str(dtype).removeprefix("torch.")}
@@ -78,10 +91,10 @@ def _check_tensor(config: TransformersModel, plan: ModelPlan, tensor: int) -> No
     kind = config.model_type
     if not plan.tensor:
         raise LayoutError(
-            f"tensor={tensor} cannot split {kind}: transformers publishes no tensor plan for it; set"
-            " tensor=1 and give its processes to data"
+            f"tensor={tensor} cannot split {kind}: transformers publishes no tensor plan for it;"
+            " set tensor=1 and give its processes to data"
         )
-    known = {*STYLES.values(), "replicated"}
+    known = {*STYLES.values(), "replicated", "expert_row"}
     for pattern, style in plan.tensor.items():
         if style not in known:
             raise LayoutError(
@@ -114,5 +127,5 @@ def _check_tensor(config: TransformersModel, plan: ModelPlan, tensor: int) -> No
 
 
 FOREIGN = _Foreign(
-    name="", config=TransformersModel, model=TransformersStage, plan=plan_of, weights=rules_of
+    name=ANY, config=TransformersModel, model=TransformersStage, plan=plan_of, weights=rules_of
 )

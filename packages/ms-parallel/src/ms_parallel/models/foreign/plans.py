@@ -1,9 +1,9 @@
 """From the plans that transformers publishes for a model to ours."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from ms_parallel.operators.protocol import Ops
 Named = Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
 Shapes = dict[str, torch.Size]
 
-__all__ = ["STYLES", "built", "plan_of", "shapes_of"]
+__all__ = ["STYLES", "built", "described", "plan_of", "shapes_of"]
 
 STYLES: dict[str, Style] = {
     "colwise": "column",
@@ -29,9 +29,10 @@ STYLES: dict[str, Style] = {
     "packed_colwise": "expert_column",
     "replicated_with_grad_allreduce": "heads",
     "moe_tp_experts": "summed",
-    "expert_row": "expert_row",
 }
 """Our style of each of transformers'."""
+EXPERTS_DIMS = 3
+"""Of a matrix for each expert."""
 
 
 def built(config: TransformersModel, ops: Ops | None = None) -> Any:
@@ -40,19 +41,19 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
     Raises:
         ModelError: transformers does not build it, or not with our attention.
     """
-    name = registered(ops or operators)
+    name = registered(cast(Hashable, ops or operators))
     settings = type(config.settings).from_dict(config.settings.to_dict())
     try:
         with torch.device("meta"):
             model = transformers().AutoModelForCausalLM.from_config(
                 settings, attn_implementation=name, dtype=torch.get_default_dtype()
             )
-    except KeyError as error:
-        raise ModelError(
-            f"{config.model_type} of transformers has an attention of its own, not one that ours can"
-            " stand for; write its family"
-        ) from error
-    except (ValueError, TypeError, AttributeError, ImportError) as error:
+    except (ValueError, TypeError, AttributeError, ImportError, LookupError) as error:
+        if isinstance(error, KeyError) and error.args == (name,):
+            raise ModelError(
+                f"{config.model_type} of transformers has an attention of its own, which ours"
+                " cannot stand for; write its family"
+            ) from error
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
             f"transformers does not build this {config.model_type} ({reason})"
@@ -61,16 +62,22 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
     return model.eval()
 
 
+@lru_cache(maxsize=4)
+def described(config: TransformersModel) -> Any:
+    """A whole model without storage, to be looked at alone."""
+    return built(config)
+
+
 @lru_cache(maxsize=16)
 def shapes_of(config: TransformersModel, named: Named = nn.Module.named_parameters) -> Shapes:
     """Names and shapes of what is `named` in the whole model; tied ones once."""
-    return {name: tensor.shape for name, tensor in named(built(config))}
+    return {name: tensor.shape for name, tensor in named(described(config))}
 
 
 @lru_cache(maxsize=16)
 def plan_of(config: TransformersModel) -> ModelPlan:
     """How the model may be split: by what transformers publishes of it."""
-    model = built(config)
+    model = described(config)
     prefix = model.base_model_prefix
     before, blocks, behind = _line(model, prefix)
     tied = model.get_expanded_tied_weights_keys() if config.tie_word_embeddings else {}
@@ -101,8 +108,8 @@ def _line(model: Any, prefix: str) -> tuple[tuple[str, ...], str, tuple[str, ...
     ]
     if len(lists) != 1:
         raise ModelError(
-            f"{type(model).__name__} has {len(lists)} lists of {count} blocks, so its stages are not"
-            " known; write its family"
+            f"{type(model).__name__} has {len(lists)} lists of {count} blocks, so its stages are"
+            " not known; write its family"
         )
     published = list(getattr(model.base_model.config, "base_model_pp_plan", None) or {})
     own = lists[0].removeprefix(f"{prefix}.")
@@ -127,8 +134,8 @@ def _tensor(model: Any, prefix: str) -> dict[str, Style]:
         for pattern in (parameter, module):
             style = published.get(pattern.removeprefix(f"{prefix}."))
             if style is not None:
-                style = "expert_row" if (style, value.ndim) == ("rowwise", 3) else style
-                styles[pattern] = STYLES.get(style, style)
+                stacked = style == "rowwise" and value.ndim == EXPERTS_DIMS
+                styles[pattern] = "expert_row" if stacked else STYLES.get(style, style)
         if parameter not in styles and module not in styles:
             styles[module] = "replicated"
     return styles

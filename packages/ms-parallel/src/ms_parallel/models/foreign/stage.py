@@ -17,8 +17,8 @@ from ms_parallel.models.foreign.cache import BlockCache
 from ms_parallel.models.foreign.config import TransformersModel
 from ms_parallel.models.foreign.cut import block_names, cut
 from ms_parallel.models.foreign.fresh import Fresh
-from ms_parallel.models.foreign.plans import shapes_of
 from ms_parallel.models.foreign.packing import Now, keep_apart
+from ms_parallel.models.foreign.plans import shapes_of
 from ms_parallel.models.plan import ModelPlan
 
 __all__ = ["TransformersStage"]
@@ -57,7 +57,8 @@ class TransformersStage(Around):
                 own["tail"]._modules[head] = model._modules[head] = _Tied(embedding)
         blocks = [model.get_submodule(name) for name in block_names(model, plan)]
         kept = [block for block in blocks if any(True for _ in block.parameters())]
-        own["replays"] = any([keep_apart(block, own["now"]) for block in kept])
+        stateful = [keep_apart(block, own["now"]) for block in kept]
+        own["replays"] = any(stateful)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "TransformersStage":
         """Allocate, and compute the buffers that no folder holds, such as rotary frequencies."""

@@ -8,7 +8,7 @@ from typing import Any
 from ms_parallel.errors import ModelError
 from ms_parallel.models.foreign.config import TransformersModel
 from ms_parallel.models.foreign.experts import Experts
-from ms_parallel.models.foreign.plans import built, shapes_of
+from ms_parallel.models.foreign.plans import described, shapes_of
 from ms_parallel.models.weight_names import Piece, Rule, Rules, renamed
 
 __all__ = ["rules_of"]
@@ -19,7 +19,7 @@ MERGED, JOINED = "MergeModulelist", "Concatenate"
 @lru_cache(maxsize=16)
 def rules_of(config: TransformersModel) -> Rules:
     """A rule for each pattern of parameter names."""
-    names = _Names(built(config))
+    names = _Names(described(config))
     patterns = {re.sub(r"\.\d+(?=\.|$)", ".*", name): None for name in shapes_of(config)}
     return {pattern: _rule(pattern, names) for pattern in patterns}
 

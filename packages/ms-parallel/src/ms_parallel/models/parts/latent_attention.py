@@ -28,18 +28,37 @@ NORM_EPS = 1e-6
 class LatentConfig(Protocol):
     """What is asked of a configuration."""
 
-    hidden_size: int
-    num_attention_heads: int
-    attention_bias: bool
-    q_lora_rank: int | None
-    """Features that queries are made from; None for the hidden state itself."""
-    kv_lora_rank: int
-    """Features that keys and values are made from."""
-    qk_nope_head_dim: int
-    """Features of a key of each head, which no position turns."""
-    qk_rope_head_dim: int
-    """Features of the key that all heads share."""
-    v_head_dim: int
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Heads."""
+
+    @property
+    def attention_bias(self) -> bool:
+        """Whether what makes narrow features has a bias, and the output."""
+
+    @property
+    def q_lora_rank(self) -> int | None:
+        """Features that queries are made from; None for the hidden state itself."""
+
+    @property
+    def kv_lora_rank(self) -> int:
+        """Features that keys and values are made from."""
+
+    @property
+    def qk_nope_head_dim(self) -> int:
+        """Dims of a head's queries and keys that do not turn."""
+
+    @property
+    def qk_rope_head_dim(self) -> int:
+        """Dims that turn; their keys are the same for all heads."""
+
+    @property
+    def v_head_dim(self) -> int:
+        """Dims of a head's values."""
 
     @property
     def attention_scale(self) -> float | None:

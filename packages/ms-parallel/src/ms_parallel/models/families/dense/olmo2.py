@@ -31,7 +31,7 @@ class Olmo2Config(DecoderConfig):
 class WideNormAttention(Attention):
     """Attention with norms over all heads of queries together, and of keys."""
 
-    def __init__(self, config: Olmo2Config, layer: int, ops: Ops) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, ops: Ops) -> None:
         super().__init__(config, layer, ops)
         heads = config.num_attention_heads, config.num_key_value_heads
         widths = (count * config.head_dim for count in heads)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from attrs import field, frozen
 from torch import nn
@@ -67,7 +67,8 @@ class DeepseekV3Config(CorrectedConfig):
     @property
     def attention_scale(self) -> float:
         """What scores are multiplied by: more where YaRN stretches positions."""
-        scale, scaling = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5, self.rope_scaling
+        scaling = self.rope_scaling
+        scale = 1 / math.sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
         if scaling is None or not scaling.mscale_all_dim:
             return scale
         original = scaling.original_max_position_embeddings
@@ -96,12 +97,14 @@ class _Positions:
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Base and scaling."""
-        parts = [given.get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
+        plain: Any = given.get("qk_nope_head_dim")
+        turned: Any = given.get("qk_rope_head_dim")
         found = given.get("qk_head_dim")
-        if found is not None and all(type(part) is int for part in parts) and found != sum(parts):
+        sizes = isinstance(plain, int) and isinstance(turned, int)
+        if found is not None and sizes and found != cast(int, plain) + cast(int, turned):
             raise ModelError(
-                f"qk_head_dim={repr(found)[:60]} is not the sum of qk_nope_head_dim={parts[0]} and"
-                f" qk_rope_head_dim={parts[1]}; leave it out"
+                f"qk_head_dim={repr(found)[:60]} is not the sum of qk_nope_head_dim={plain} and"
+                f" qk_rope_head_dim={turned}; leave it out"
             )
         return ONE_ROPE.read(given)
 

@@ -119,9 +119,8 @@ class _Windows:
 
     def read(self, given: Mapping[str, Any]) -> Sliding:
         """The window and its layers."""
-        window, kinds, count = (
-            given.get(name) for name in ("sliding_window", "layer_types", "num_hidden_layers")
-        )
+        window, kinds = given.get("sliding_window"), given.get("layer_types")
+        count = given["num_hidden_layers"]
         layers = tuple(range(0, count, 2)) if kinds is None else sliding_layers(kinds, count)
         if layers and window is None:
             raise ModelError(

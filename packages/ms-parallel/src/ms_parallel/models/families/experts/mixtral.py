@@ -33,6 +33,10 @@ class MixtralConfig(DecoderConfig):
     router_aux_loss_coef: float = field(default=0.001, validator=number())
     """Of the balance loss, unless the run says otherwise."""
 
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        _ = self.mixture  # which refuses what does not fit
+
     @property
     def mixture(self) -> Mixture:
         """Experts in every layer."""

@@ -56,6 +56,10 @@ class Qwen3MoeConfig(DecoderConfig):
     router_aux_loss_coef: float = field(default=0.001, validator=number())
     """Of the balance loss, unless the run says otherwise."""
 
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        _ = self.mixture  # which refuses what does not fit
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0

@@ -1,0 +1,121 @@
+"""Our mixture of experts beside transformers' with `grouped_mm`: router, experts, and back.
+
+    python packages/ms-parallel/benchmarks/experts.py --steps 30
+
+Both are the block of a Qwen3-MoE with the same weights on the same hidden states, forwards and
+backwards, in float32 on one thread. Results and gradients must agree before anything is timed.
+Turns alternate; the figure is the median ratio of neighbours, of the thread's processor time.
+"""
+
+import argparse
+import json
+import platform
+from statistics import median
+from time import process_time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from ms_parallel import operators
+from ms_parallel.models.experts.choice import Choice
+from ms_parallel.models.experts.mixture import MixtureOfExperts
+
+LIMIT = 1.0
+"""Most that the median ratio may be..."""
+NOISE = 0.03
+"""...and by how much runs of one program on a shared machine differ."""
+SIZES = {
+    "many small": (1024, 256, 128, 32, 4),
+    "few wide": (1024, 256, 704, 8, 2),
+    "fine": (512, 128, 64, 64, 8),
+}
+"""Tokens, hidden size, width of an expert, experts, choices of a token."""
+
+
+def blocks(hidden: int, inner: int, experts: int, chosen: int) -> tuple[nn.Module, nn.Module]:
+    """Theirs and ours, with the same weights."""
+    config = Qwen3MoeConfig(
+        hidden_size=hidden,
+        moe_intermediate_size=inner,
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        norm_topk_prob=True,
+        experts_implementation="grouped_mm",
+    )
+    theirs: Any = Qwen3MoeSparseMoeBlock(config)
+    choice = Choice(num_experts=experts, num_experts_per_tok=chosen)
+    ours = MixtureOfExperts(choice, hidden, inner, operators)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(0.0, 0.05)
+        ours.gate.weight.copy_(theirs.gate.weight)
+        up = theirs.experts.gate_up_proj.view(experts, 2, inner, hidden)
+        ours.experts.gate_up_proj.weight.copy_(up)
+        ours.experts.down_proj.weight.copy_(theirs.experts.down_proj)
+    return theirs, ours
+
+
+def step(block: nn.Module, x: Tensor, gradient: Tensor) -> list[Tensor]:
+    """Result and gradients of one forward and backward."""
+    leaves = [x, *block.parameters()]
+    for leaf in leaves:
+        leaf.grad = None
+    result = block(x)
+    result.backward(gradient)
+    return [result.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def check(theirs: list[Tensor], ours: list[Tensor]) -> None:
+    """Results, and the gradient of hidden states, agree; so do all others, whose order differs."""
+    for a, b in zip(theirs[:2], ours[:2], strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
+    norms = [sorted(float(g.norm()) for g in each[2:]) for each in (theirs, ours)]
+    torch.testing.assert_close(torch.tensor(norms[0]), torch.tensor(norms[1]), rtol=1e-4, atol=0)
+
+
+def timed(block: nn.Module, x: Tensor, gradient: Tensor) -> float:
+    """Milliseconds of a step."""
+    began = process_time()
+    step(block, x, gradient)
+    return 1e3 * (process_time() - began)
+
+
+def compare(name: str, steps: int) -> dict[str, Any]:
+    """Times and ratio of one size."""
+    tokens, hidden, *rest = SIZES[name]
+    torch.manual_seed(0)
+    theirs, ours = blocks(hidden, *rest)
+    x = torch.randn(1, tokens, hidden, requires_grad=True)
+    gradient = torch.randn(1, tokens, hidden)
+    check(step(theirs, x, gradient), step(ours, x, gradient))
+    pairs = []
+    for turn in range(steps):
+        order = (theirs, ours) if turn % 2 else (ours, theirs)
+        taken = {id(block): timed(block, x, gradient) for block in order}
+        pairs.append((taken[id(ours)], taken[id(theirs)]))
+    return {
+        "size": name,
+        "ours_ms": round(median(a for a, _ in pairs), 2),
+        "transformers_ms": round(median(b for _, b in pairs), 2),
+        "ratio": round(median(a / b for a, b in pairs), 3),
+    }
+
+
+def main() -> int:
+    """Print each size's line, and 1 where ours is slower."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=30)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results = [compare(name, arguments.steps) for name in SIZES]
+    print(json.dumps({"machine": platform.machine(), "torch": torch.__version__}))
+    for result in results:
+        print(json.dumps(result))
+    return int(any(result["ratio"] > LIMIT + NOISE for result in results))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

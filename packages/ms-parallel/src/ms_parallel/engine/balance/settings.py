@@ -1,0 +1,83 @@
+"""How the load of experts is balanced, as settings that an engine and a run file share."""
+
+from typing import Any
+
+from attrs import Attribute, evolve, field, frozen
+
+from ms_parallel.errors import ConfigError
+from ms_parallel.models.experts.choice import Mixture
+from ms_parallel.settings import nearest, number, shown
+
+__all__ = ["Balance", "balance_of", "method"]
+
+METHODS = ("none", "sequence", "step", "bias")
+CUT_DEPENDENT = ("batch", "microbatch", "micro_batch", "aux_loss", "global_batch")
+
+
+def method(instance: object, attribute: "Attribute[Any]", value: object) -> None:
+    """Check for a way of balancing; None leaves it to the model.
+
+    Raises:
+        ConfigError: it is unknown, or depends on how the batch is cut.
+    """
+    if value in CUT_DEPENDENT:
+        raise ConfigError(
+            f"{attribute.name}={value!r} counts the tokens of what passes at once, so that the"
+            " gradient would depend on microbatch_size and the layout; choose 'step' (the whole"
+            " update before), 'sequence' (a token's own document) or 'bias'"
+        )
+    if value is not None and value not in METHODS:
+        raise ConfigError(f"{attribute.name} is {shown(value)}; {nearest(str(value), METHODS)}")
+
+
+@frozen(kw_only=True)
+class Balance:
+    """How the load of experts is balanced.
+
+    Raises:
+        ConfigError: a value is of the wrong kind or out of range.
+    """
+
+    method: str | None = field(default=None, validator=method)
+    """`step`: a loss by the loads of the whole update before. `sequence`: a loss by those of each
+    token's document. `bias`: scores are corrected after each update, as DeepSeek-V3 does, with the
+    sequence's loss besides where `coefficient` is given. `none`. None: `bias` where the model has
+    one to correct, else `step` where its config.json has a router_aux_loss_coef."""
+    coefficient: float | None = field(default=None, validator=number(optional=True))
+    """Of the loss E · Σ f · P, the mean over layers, which is the choices of a token where load is
+    even; None for the router_aux_loss_coef of config.json, which means the same."""
+    bias_rate: float = field(default=1e-3, validator=number())
+    """How far an expert's bias moves in one update."""
+    z_coefficient: float = field(default=0.0, validator=number())
+    """Of the mean over tokens and layers of the square of the logits' logsumexp."""
+
+    def of(self, mixture: Mixture | None) -> "Balance":
+        """The same with nothing left open, for a model.
+
+        Raises:
+            ConfigError: it asks for what the model does not have.
+        """
+        if mixture is None:
+            if self.method not in (None, "none") or self.coefficient or self.z_coefficient:
+                raise ConfigError("the model has no experts to balance; leave balance out")
+            return Balance(method="none", coefficient=0.0)
+        corrected, known = mixture.choice.corrected, mixture.coefficient
+        if self.method == "bias" and not corrected:
+            raise ConfigError(
+                "balance='bias' corrects scores by a bias that this model's routers do not have;"
+                " choose 'step' or 'sequence'"
+            )
+        chosen = self.method or ("bias" if corrected else "step" if known else "none")
+        default = {"bias": 0.0, "none": 0.0}.get(chosen, known)
+        coefficient = default if self.coefficient is None else self.coefficient
+        return evolve(self, method=chosen, coefficient=coefficient)
+
+
+def balance_of(options: Any) -> Balance:
+    """The settings of an engine's or a run's options that are about balance."""
+    return Balance(
+        method=options.balance,
+        coefficient=options.balance_coefficient,
+        bias_rate=options.balance_bias_rate,
+        z_coefficient=options.router_z_coefficient,
+    )

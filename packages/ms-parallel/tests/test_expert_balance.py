@@ -1,0 +1,197 @@
+"""The load of experts: counted and balanced alike under every layout."""
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import run_processes
+from runs import tiny
+
+from ms_parallel import Engine
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.errors import ConfigError
+from ms_parallel.models.registry import build_model
+from ms_parallel.weights import initialise, save_model
+
+RUNS = Path(__file__).parent / "expert_runs.py"
+QWEN = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.05,
+}
+SLOW = pytest.mark.slow
+CUTS: dict[str, dict[str, Any]] = {
+    "data=1": {},
+    "data=1 rows": {"microbatch_size": 1, "recompute": "full"},
+    "data=1 whole": {"microbatch_size": None},
+    "data=1 again": {"recompute": "full"},
+    "data=2": {},
+    "data=2 again": {"recompute": "full", "microbatch_size": 4},
+    "pipeline=2": {"recompute": "full"},
+    "pipeline=2 whole": {"microbatch_size": 4},
+    "pipeline=2 split": {"schedule": "zb-h1", "microbatch_size": 1},
+    "data=2,pipeline=2": {"microbatch_size": 1},
+}
+"""Layouts, and options of the engine, under which nothing may change by a bit."""
+OTHERS = [
+    "data=1 rows",
+    "data=2",
+    "pipeline=2",
+    *(
+        pytest.param(cut, marks=SLOW)
+        for cut in CUTS
+        if cut not in ("data=1", "data=1 rows", "data=2", "pipeline=2")
+    ),
+]
+GLM = {
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 3,
+    "attention_bias": True,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+}
+METHODS = {
+    "step": (QWEN, {"balance": "step"}),
+    "sequence": (QWEN, {"balance": "sequence", "router_z_coefficient": 0.01}),
+    "bias": (GLM, {"balance_coefficient": 0.01, "balance_bias_rate": 0.02}),
+}
+STEPS = {"bias": 20}
+"""Updates; 4 where the gradient is the balance."""
+
+
+def jobs_of(cut: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What is run under a cut: trainings, and gradients of two models."""
+    same = {"layout": cut.split()[0]}
+    cases = [
+        {
+            **same,
+            "settings": settings,
+            "options": {**CUTS[cut], **options},
+            "steps": STEPS.get(method, 4),
+        }
+        for method, (settings, options) in METHODS.items()
+    ]
+    return {
+        "loads": cases,
+        "drawn": cases,
+        "exact": [{**case, "folder": str(folder)} for case in cases[:2]],
+    }
+
+
+@cache
+def ran(cut: str, folder: Path) -> dict[str, list[tuple[dict[str, Any], ...]]]:
+    """What was found under a cut: for each method a result of each rank."""
+    world, found = Layout.parse(cut.split()[0]).world_size, {}
+    for name, jobs in jobs_of(cut, folder).items():
+        function = "loads" if name == "loads" else "balance_gradients"
+        ranks = run_processes(world, RUNS, function, jobs=jobs)
+        found[name] = list(zip(*ranks, strict=True))
+    return found
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose logits have no rounding that depends on how many rows pass at once.
+
+    A matrix product of other sizes rounds otherwise. Here attention and experts add zeros, and a
+    logit is one feature of the normed embedding, times a power of two.
+    """
+    folder = tmp_path_factory.mktemp("exact")
+    model = build_model(tiny(**QWEN))
+    initialise(model, 5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+            if name.endswith("mlp.gate.weight"):
+                parameter.copy_(torch.eye(*parameter.shape) * 4)
+    save_model(model, folder)
+    return folder
+
+
+@pytest.mark.parametrize("cut", OTHERS)
+def test_counts_and_bias_are_the_same_however_a_batch_is_cut(cut: str, exact: Path) -> None:
+    """As whole numbers, where a bias moves over twenty updates; the bias bit for bit."""
+    for number, (settings, _) in enumerate(METHODS.values()):
+        one = ran("data=1", exact)["loads"][number][0]
+        biases: dict[str, Any] = {}
+        for many in ran(cut, exact)["loads"][number]:
+            assert many["counts"] == one["counts"]
+            assert many["losses"] == pytest.approx(one["losses"], rel=1e-5)
+            assert many["balance"] == pytest.approx(one["balance"], rel=1e-5)
+            biases |= many["bias"]
+        assert biases == one["bias"]
+        assert ("n_routed_experts" in settings) == any(map(any, biases.values()))
+        total = 4 * 16 * settings["num_experts_per_tok"]
+        assert {sum(layer) for step in one["counts"] for layer in step} == {total}, "none is lost"
+        assert one["counts"][0] != one["counts"][-1], "the weights must really move"
+
+
+@pytest.mark.parametrize("cut", OTHERS)
+def test_the_gradient_of_the_balance_loss_is_the_same_to_the_bit(cut: str, exact: Path) -> None:
+    """For the logits of every token and layer, where the logits themselves are.
+
+    They are in the exact model, and in a drawn one whose microbatches are of the same size.
+    """
+    same_size = CUTS[cut].get("microbatch_size", 2) == 2
+    for model in ("exact", "drawn") if same_size else ("exact",):
+        for number, ranks in enumerate(ran(cut, exact)[model]):
+            one = ran("data=1", exact)[model][number][0]
+            many: dict[str, Any] = {}
+            for rank in ranks:
+                many |= rank
+            assert len(one) == 4 * 2
+            assert many == one
+            assert any(value for row in one.values() for token in row for value in token)
+
+
+def test_a_checkpoint_holds_what_balance_depends_on(tmp_path: Path) -> None:
+    """Who loads it goes on bit for bit; under another layout counts are the same too."""
+    jobs = [
+        {"layout": "data=2", "other": "pipeline=2", "settings": settings, "options": options}
+        for settings, options in METHODS.values()
+    ]
+    ranks = run_processes(2, RUNS, "interrupted", jobs=jobs, folder=str(tmp_path))
+    for job in zip(*ranks, strict=True):
+        for rank in job:
+            assert rank["again"] == rank["on"]
+            assert rank["other"]["counts"] == rank["on"]["counts"]
+            assert rank["other"]["loss"] == pytest.approx(rank["on"]["loss"], rel=1e-5)
+            assert rank["on"]["balance"] > 0
+    biases = {name: bias for rank in ranks for name, bias in rank[2]["on"]["bias"].items()}
+    assert len(biases) == 2
+    held = {n: b.tolist() for n, b in load_file(tmp_path / "2 model/model.safetensors").items()}
+    for name, bias in biases.items():
+        moved = [abs(new - old) for new, old in zip(bias, held[name], strict=True)]
+        assert max(moved) == pytest.approx(0.02, rel=1e-5), "the folder has that of the step before"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "says"),
+    [
+        ("qwen3_moe", {"balance": "microbatch"}, "microbatch_size and the layout; choose 'step'"),
+        ("qwen3_moe", {"balance": "aux_loss"}, "microbatch_size and the layout; choose 'step'"),
+        ("qwen3_moe", {"balance": "stp"}, "did you mean 'step'"),
+        ("qwen3_moe", {"balance": "bias"}, "a bias that this model's routers do not have"),
+        ("llama", {"balance": "step"}, "the model has no experts to balance"),
+        ("llama", {"router_z_coefficient": 0.1}, "the model has no experts to balance"),
+        ("qwen3_moe", {"balance_coefficient": -1.0}, "balance_coefficient"),
+    ],
+)
+def test_a_balance_that_cannot_be_is_refused(
+    model: str, options: dict[str, Any], says: str
+) -> None:
+    """The loss of the peers, whose size changes with the cut of the batch, by its name."""
+    with pytest.raises(ConfigError, match=says):
+        Engine(model, **options)
