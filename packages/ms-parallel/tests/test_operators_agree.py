@@ -67,6 +67,12 @@ def gating(data, generator, dtype):
     return tuple(drawn(generator, *shape, dtype=dtype) for _ in range(2)), {}
 
 
+def gating_by_gelu(data, generator, dtype):
+    """A call of geglu, exact or by tanh."""
+    tensors, _ = gating(data, generator, dtype)
+    return tensors, {"approximate": data.draw(st.sampled_from(["none", "tanh"]))}
+
+
 def attending(data, generator, dtype):
     """A call of attention: grouped queries, a cache, masks, values of any width, sinks."""
     rows, keys = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 20))
@@ -141,6 +147,7 @@ CALLS = {
     "unpermute_tokens": leading_back,
     "rms_norm": normalising,
     "rotary": turning,
+    "geglu": gating_by_gelu,
     "swiglu": gating,
     "attention": attending,
     "linear_cross_entropy": with_loss,
