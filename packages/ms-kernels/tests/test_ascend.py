@@ -21,7 +21,7 @@ LIMITS = [
     ("rms_norm", {"...": 0}, {}, "takes no empty tensor"),
     ("rotary", {"D": 896, "R/2": 448}, {}, "turns at most 894 features, and here are 896"),
     ("rotary", {"Hq": 1000}, {}, "at most 999 rows and heads"),
-    ("rotary", {"C": 2}, {"interleaved": True}, "shared by the batch"),
+    ("rotary", {"Hq": 1000}, {"interleaved": True}, "at most 999 rows and heads"),
     ("attention", {"D": 769}, {}, "heads of at most 768, not 769"),
     ("attention", {"Hq": 258}, {}, "at most 256 heads, not 258"),
     ("attention", {"Sk": 2**20 + 1}, {}, "at most 1048576 positions"),
@@ -43,6 +43,21 @@ LIMITS = [
     ("quantized_linear", {"G": 4}, {"group_size": 16}, "groups of a multiple of 32"),
     ("quantized_linear", {"N": 44}, {}, "a multiple of 8 results at 4 bits, not 44"),
 ]
+
+DEEPSEEK_V3 = [
+    ("rms_norm", {"...": 32_768, "H": 7168}, {}),
+    (
+        "rotary",
+        {"B": 8, "C": 8, "S": 4096, "Hq": 128, "Hk": 1, "D": 64, "R/2": 32},
+        {"interleaved": True},
+    ),
+    ("attention", {"Sq": 4096, "Sk": 4096, "Hq": 128, "Hk": 128, "D": 192, "Dv": 128}, {}),
+    ("permute_tokens", {"T": 32_768, "C": 8, "H": 7168}, {"count": 256}),
+    ("grouped_matmul", {"T": 262_144, "E": 256, "K": 7168, "N": 4096}, {}),
+    ("unpermute_tokens", {"R": 262_144, "T": 32_768, "C": 8, "H": 7168}, {}),
+    ("linear_cross_entropy", {"...": 32_768, "H": 7168, "V": 129_280}, {}),
+]
+"""A batch of 8 rows of 4,096 tokens at the sizes of its config.json."""
 
 
 class Npu(NamedTuple):
@@ -92,12 +107,29 @@ def test_what_cann_documents_as_a_limit_is_refused_beforehand(operator, dims, op
     assert told in verdict.reason
 
 
+@pytest.mark.parametrize(("operator", "dims", "options"), DEEPSEEK_V3)
+def test_deepseek_v3_is_taken_at_its_own_sizes(operator, dims, options):
+    """No limit sends one of its operators to plain torch, interleaved positions among them."""
+    assert choose(npu_call(operator, dims, **options), IMPLEMENTATIONS).backend == "ascend"
+
+
+def choice_with_weights(operator, dtype):
+    """Choose for a call in bfloat16 whose last tensor has another dtype."""
+    call = npu_call(operator)
+    tensors = (*call.tensors[:-1], call.tensors[-1]._replace(dtype=dtype))
+    return choose(call._replace(tensors=tensors), IMPLEMENTATIONS).backend
+
+
 def test_weights_of_a_third_dtype_are_refused():
     """RMSNorm takes weights of x's dtype or float32; the sum with a residual x's alone."""
     for operator, other in (("rms_norm", torch.float16), ("add_rms_norm", torch.float32)):
-        call = npu_call(operator)
-        tensors = (*call.tensors[:-1], call.tensors[-1]._replace(dtype=other))
-        assert choose(call._replace(tensors=tensors), IMPLEMENTATIONS).backend != "ascend"
+        assert choice_with_weights(operator, other) != "ascend"
+
+
+def test_a_router_may_weigh_in_float32():
+    """Rows in bfloat16 are summed with weights in any dtype but float64, which CANN lacks."""
+    assert choice_with_weights("unpermute_tokens", torch.float32) == "ascend"
+    assert choice_with_weights("unpermute_tokens", torch.float64) != "ascend"
 
 
 class Called(Exception):  # noqa: N818 - it is no error

@@ -1,10 +1,15 @@
-"""A Llama block, a mixture and a latent attention, written with the operators of ms_kernels."""
+"""Blocks of decoders on the operators of ms_kernels: of our own, and DeepSeek-V3's of ms_parallel.
+
+Ours are a Llama block, a mixture, and latent attention with sinks.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import ms_kernels
+from ms_parallel.models.parts.attention import RotaryContext
+from ms_parallel.models.registry import architecture, build_model
 
 WIDTH, HEADS, INNER, LENGTH, EXPERTS, CHOICES = 64, 4, 96, 16, 4, 2
 NARROW, KEPT, TURNED, VALUE = 32, 16, 8, 16
@@ -101,12 +106,76 @@ class LatentBlock(nn.Module):
         return x + self.out(mixed.flatten(-2))
 
 
+DEEPSEEK = architecture(
+    "deepseek_v3",
+    {
+        "vocab_size": 80,
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "q_lora_rank": NARROW,
+        "kv_lora_rank": NARROW,
+        "qk_nope_head_dim": KEPT,
+        "qk_rope_head_dim": TURNED,
+        "v_head_dim": VALUE,
+        "n_routed_experts": 2 * EXPERTS,
+        "num_experts_per_tok": CHOICES,
+        "moe_intermediate_size": INNER // 2,
+        "n_group": EXPERTS,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+    },
+)
+"""Latent attention in both layers, experts in the second; interleaved positions."""
+
+
+def drawn(config):
+    """Build a model of ms_parallel with weights of order one, and routers whose choice is bent."""
+    model = build_model(config, ops=ms_kernels)
+    for parameter in model.parameters():
+        scale = 0.1 if parameter.ndim > 1 else 0.0
+        nn.init.normal_(parameter, mean=0.0 if scale else 1.0, std=scale)
+    for name, bias in model.named_buffers():
+        assert name.endswith("e_score_correction_bias")
+        bias.copy_(torch.linspace(-0.2, 0.2, len(bias)))
+    return model
+
+
+class DeepseekLatentBlock(nn.Module):
+    """The first layer of a DeepSeek-V3: latent attention and a plain feed-forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = drawn(DEEPSEEK).model.layers["0"]
+
+    def forward(self, x, cos, sin):
+        """(B, S, WIDTH) to the same."""
+        context = RotaryContext(tables=((cos, sin),), documents=None, cache=None, lengths=None)
+        return self.layer(x, context=context)
+
+
+class DeepseekExperts(nn.Module):
+    """The feed-forward of its second layer: a router of sigmoids and groups, shared experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixture = drawn(DEEPSEEK).model.layers["1"].mlp
+
+    def forward(self, x):
+        """(B, S, WIDTH) to the same."""
+        return self.mixture(x)
+
+
 def inputs_of(block, dtype):
     """Make what a block takes, on the CPU."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, LENGTH, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
-    if block is MixtureBlock:
+    if block in (MixtureBlock, DeepseekExperts):
         return (x,)
-    half = (TURNED if block is LatentBlock else WIDTH // HEADS) // 2
+    half = (WIDTH // HEADS if block is LlamaBlock else TURNED) // 2
     angles = torch.outer(torch.arange(LENGTH), 10000.0 ** (-torch.arange(half) / half))
-    return x, angles.cos()[None], angles.sin()[None]
+    # An engine's batches have positions of their own in every row.
+    rows = len(x) if block is DeepseekLatentBlock else 1
+    return x, *(table.repeat(rows, 1, 1) for table in (angles.cos(), angles.sin()))

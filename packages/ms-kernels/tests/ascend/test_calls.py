@@ -6,10 +6,23 @@ import torch
 from ms_kernels import use_backend
 
 from . import null_runtime
-from .blocks import LatentBlock, LlamaBlock, MixtureBlock, inputs_of
+from .blocks import (
+    DeepseekExperts,
+    DeepseekLatentBlock,
+    LatentBlock,
+    LlamaBlock,
+    MixtureBlock,
+    inputs_of,
+)
 from .null_runtime.cli import written
 
-BLOCKS = {"llama": LlamaBlock, "mixture": MixtureBlock, "latent": LatentBlock}
+BLOCKS = {
+    "llama": LlamaBlock,
+    "mixture": MixtureBlock,
+    "latent": LatentBlock,
+    "deepseek_latent": DeepseekLatentBlock,
+    "deepseek_experts": DeepseekExperts,
+}
 
 
 def run(block, device, dtype, backends):

@@ -67,3 +67,23 @@ def test_every_adapter_equals_the_reference_in_float64(implementation, data):
         return
     for part, share in compare(contract, on_the_npu(implementation), tensors, options):
         assert share <= 1, f"{part} is off by {share:.3g} times the tolerance"
+
+
+def test_rows_in_half_precision_are_weighed_in_float32():
+    """A router's weights need no rounding to the rows' dtype; nor does their gradient."""
+    contract = CONTRACTS["unpermute_tokens"]
+    (adapter,) = [each for each in ADAPTERS if each.operator == contract.name]
+    rows, places, weights = contract.draw({}, dtype=torch.bfloat16).values()
+    for part, share in compare(contract, on_the_npu(adapter), (rows, places, weights.float()), ()):
+        assert share <= 1, f"{part} is off by {share:.3g} times the tolerance"
+
+
+def test_interleaved_features_of_many_rows_and_heads_are_turned():
+    """CANN takes fewer than 1,000 rows times heads; 8 rows of 128 heads are DeepSeek-V3's."""
+    contract = CONTRACTS["rotary"]
+    (adapter,) = [each for each in ADAPTERS if each.operator == contract.name]
+    for tables in (1, 8):
+        sizes = {"B": 8, "C": tables, "S": 3, "Hq": 128, "Hk": 1, "D": 4, "R/2": 2}
+        drawn = tuple(contract.draw(sizes, dtype=torch.float32).values())
+        for part, share in compare(contract, on_the_npu(adapter), drawn, (True,)):
+            assert share <= 1, f"{part} is off by {share:.3g} times the tolerance"

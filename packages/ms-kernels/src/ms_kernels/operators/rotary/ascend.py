@@ -8,6 +8,8 @@ Differences from the contract, bridged here:
    the contract's tolerance where two products cancel, so half-precision features are turned in
    float32 and rounded once.
 3. It turns the whole width of a head; what is to pass through is cut off and joined again.
+4. Interleaved, it wants tables that all rows share, and fewer than 1,000 rows times heads. Other
+   calls are made as one long row, of which each position has its own angles.
 """
 
 import torch
@@ -23,7 +25,7 @@ __all__ = ["IMPLEMENTATION"]
 WIDEST = 894
 """Widest even head below CANN's limit of 896."""
 MOST = 999
-"""Most rows of a batch, and most heads."""
+"""Most rows of a batch, and most heads; interleaved, most of their product."""
 
 _widened: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """By table: its version, whether it is interleaved, and the widened one."""
@@ -40,10 +42,17 @@ def rotary(
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     width = cos.shape[-1]
     turned = x if width == x.shape[-1] else x[..., :width]
+    if interleaved and (cos.shape[0] > 1 or x.shape[0] * x.shape[2] > MOST):
+        turned, cos, sin = (_as_one_row(each, x.shape[0]) for each in (turned, cos, sin))
     mode = "interleave" if interleaved else "half"
     result: Tensor = torch.ops.npu.npu_rotary_mul(turned.to(cos.dtype), cos, sin, mode)
-    result = result.to(x.dtype)
+    result = result.to(x.dtype).view(*x.shape[:-1], width)
     return result if width == x.shape[-1] else torch.cat((result, x[..., width:]), -1)
+
+
+def _as_one_row(x: Tensor, rows: int) -> Tensor:
+    """(B or 1, S, N, R) to (1, B·S, N, R)."""
+    return x.expand(rows, -1, -1, -1).flatten(0, 1).unsqueeze(0)
 
 
 def _widen(table: Tensor, interleaved: bool) -> Tensor:
@@ -65,16 +74,15 @@ def _double(table: Tensor, interleaved: bool) -> Tensor:
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline sizes beyond the fused operator's, and interleaved tables for each row."""
+    """Decline sizes beyond the fused operator's."""
     q, k, cos, sin = call.given
     if cos.dtype != torch.float32 or sin.dtype != torch.float32:
         return "takes tables in float32"
     if 2 * cos.shape[-1] > WIDEST:
         return f"turns at most {WIDEST} features, and here are {2 * cos.shape[-1]}"
-    if max(q.shape[0], q.shape[2], k.shape[2]) > MOST:
+    rows = 1 if call.options[0] else q.shape[0]
+    if max(rows, q.shape[2], k.shape[2]) > MOST:
         return f"takes at most {MOST} rows and heads"
-    if call.options[0] and cos.shape[0] != 1:
-        return "takes interleaved features with tables shared by the batch alone"
     return empty(call)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ms_kernels.backends.ascend import on_npu
+from ms_kernels.backends.ascend import REALS, on_npu
 from ms_kernels.contracts.call import Call, describe
 from ms_kernels.operators.permute_tokens.ascend import few_choices
 from ms_kernels.operators.unpermute_tokens.contract import CONTRACT
@@ -21,12 +21,11 @@ def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline weights of another dtype: the fused sum's rounding of them is not documented."""
-    rows, _, *weighing = call.given
-    for weights in weighing:
-        if weights.dtype != rows.dtype:
-            fits = f"takes weights of {describe(rows.dtype)}, as rows are"
-            return f"{fits}, not {describe(weights.dtype)}"
+    """Decline weights in float64; other dtypes than the rows' are widened as the rows are."""
+    for weights in call.given[2:]:
+        if weights.dtype not in REALS:
+            fits = ", ".join(describe(dtype) for dtype in REALS)
+            return f"takes weights of {fits}, not {describe(weights.dtype)}"
     return few_choices(call)
 
 

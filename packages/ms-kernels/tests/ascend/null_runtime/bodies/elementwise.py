@@ -46,6 +46,7 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "Mul": torch.mul,
     "NeTensor": torch.ne,
     "RightShift": torch.bitwise_right_shift,
+    "XLogYTensor": torch.xlogy,
 }
 WITH_SCALAR: dict[str, Callable[[Tensor, float], Tensor]] = {
     "BitwiseAndScalar": torch.bitwise_and,

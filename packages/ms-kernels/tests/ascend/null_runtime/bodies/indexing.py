@@ -63,6 +63,11 @@ def scatter_value(
     out.copy_(torch.scatter(given, dim, index.long(), value))
 
 
+def scatter_value_(given: Tensor, dim: int, index: Tensor, value: Scalar, reduce: int) -> None:
+    """One value put at places along `dim`, in place."""
+    scatter_value(given, dim, index, value, reduce, given)
+
+
 def scatter_(given: Tensor, dim: int, index: Tensor, source: Tensor, reduce: int) -> None:
     """Elements of `source` put at places along `dim`, in place."""
     if reduce:
@@ -154,6 +159,7 @@ BODIES: dict[str, Callable[..., None]] = {
     "aclnnIndexAdd": index_add,
     "aclnnIndexSelect": index_select,
     "aclnnInplaceScatter": scatter_,
+    "aclnnInplaceScatterValue": scatter_value_,
     "aclnnScatterAdd": scatter_add,
     "aclnnScatterValue": scatter_value,
     "aclnnSort": sort,

@@ -26,6 +26,16 @@ def amax(given: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
     out.copy_(torch.amax(given, dims, keepdim=bool(keep)))
 
 
+def maximum(given: Tensor, out: Tensor) -> None:
+    """Largest of all."""
+    out.copy_(given.max())
+
+
+def minimum(given: Tensor, out: Tensor) -> None:
+    """Smallest of all."""
+    out.copy_(given.min())
+
+
 def amin(given: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
     """Smallest over `dims`."""
     out.copy_(torch.amin(given, dims, keepdim=bool(keep)))
@@ -87,7 +97,9 @@ BODIES: dict[str, Callable[..., None]] = {
     "aclnnCumsum": cumsum,
     "aclnnLinalgVectorNorm": vector_norm,
     "aclnnLogSumExp": log_sum_exp,
+    "aclnnMax": maximum,
     "aclnnMean": mean,
+    "aclnnMin": minimum,
     "aclnnReduceSum": reduce_sum,
     "aclnnSoftmax": softmax,
     "aclnnSoftmaxBackward": softmax_backward,

@@ -61,6 +61,11 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, mode: int) -> None:
         raise ValueError(f"mode {mode}; 0 (half) and 1 (interleave) fit")
     if mode == INTERLEAVE and x.ndim == 4 and cos.shape[0] != 1:
         raise ValueError("interleaved features take tables shared by the batch")
+    if x.ndim == 4:  # (B, S, N, D), the layout of these bodies
+        rows, heads = x.shape[0], x.shape[2]
+        most = rows * heads if mode == INTERLEAVE else max(rows, heads)
+        if most >= 1000:
+            raise ValueError(f"{rows} rows and {heads} heads are beyond the limit of 1,000")
 
 
 BODIES: dict[str, Callable[..., None]] = {
