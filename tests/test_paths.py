@@ -31,7 +31,7 @@ REMEDIES = ("give a path", "give another path")
 WORDS = {
     "ms-data": {"text_key", "end_of_text", "today"},
     "ms-kernels": {"operator", "details", "chip", "backend", "device", "dtype", "only", "target"},
-    "ms-parallel": {"set", "costs"},
+    "ms-parallel": {"set", "costs", "model"},
     "ms-profile": {"metrics", "arguments", "kind", "rank", "title", "backend"},
     "ms-align": {"set"},
     "ms-compress": {"set"},
@@ -43,14 +43,14 @@ TEXTS = {
     *("given", "base", "generator", "task_weights", "tasks", "weighting", "long", "exceptions"),
     *("start", "method", "title", "name", "target", "scale_dtype", "text_key", "decay", "device"),
     *("heads", "model_type", "optimizer", "model_config", "learning_rate_decay", "recompute"),
-    *("ops", "sample_prompt", "arguments", "metrics"),
+    *("ops", "sample_prompt", "arguments", "metrics", "balance"),
 }
 """Settings whose text is no path."""
 
 MADE_HERE = {
     *("RunOutput.folder", "Footprint.folder", "TokenizerFiles.path", "Corpus.files"),
     *("Corpus.root", "HeldOut.shards", "Result.model_folder", "FoundTraces.files"),
-    *("TokenizerSource.path", "Loop.folder", "Loop.result"),
+    *("TokenizerSource.path", "Loop.folder", "Loop.result", "TransformersModel.folder"),
     *("SFTTrainer.weights", "ChatTemplate.with_tokens_of"),
 }
 """Values that a package makes of paths that were checked, and no user does; and what is a table of

@@ -18,6 +18,7 @@ from ms_parallel.engine import output
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.models import ModelConfig, architecture
 from ms_parallel.models.decoder import Decoder
+from ms_parallel.models.parts import attention as parts
 from ms_parallel.models.parts.attention import Attention, RotaryContext
 from ms_parallel.operators import split_vocabulary
 from ms_parallel.proof.records import Case, Job
@@ -109,14 +110,14 @@ def leaking(
     change: Callable[[Tensor], Tensor | None], layers: tuple[int, ...] = (0, 1, 2, 3)
 ) -> Callable[[], Any]:
     """Attention of some layers is given other documents than there are."""
-    right = Attention.attend
+    right = Attention.forward
 
-    def wrong(self: Attention, q: Tensor, k: Tensor, v: Tensor, context: RotaryContext) -> Tensor:
+    def wrong(self: Attention, hidden: Tensor, *, context: RotaryContext) -> Tensor:
         if self.layer in layers and context.documents is not None:
             context = replace(context, documents=change(context.documents), lengths=None)
-        return right(self, q, k, v, context)
+        return right(self, hidden, context=context)
 
-    return lambda: patch.object(Attention, "attend", wrong)
+    return lambda: patch.object(Attention, "forward", wrong)
 
 
 def one_late(documents: Tensor) -> Tensor:
@@ -126,14 +127,23 @@ def one_late(documents: Tensor) -> Tensor:
 
 def looking_ahead(layer: int) -> Callable[[], Any]:
     """A layer sees what comes after."""
-    right = Attention.attend
+    right = Attention.forward
 
-    def wrong(self: Attention, q: Tensor, k: Tensor, v: Tensor, context: RotaryContext) -> Tensor:
+    def wrong(self: Attention, hidden: Tensor, *, context: RotaryContext) -> Tensor:
         if self.layer != layer:
-            return right(self, q, k, v, context)
-        return self.ops.attention(q, k, v, causal=False, documents=context.documents)
+            return right(self, hidden, context=context)
+        with patch.object(parts, "attend", everything):
+            return right(self, hidden, context=context)
 
-    return lambda: patch.object(Attention, "attend", wrong)
+    return lambda: patch.object(Attention, "forward", wrong)
+
+
+def everything(
+    ops: Any, q: Tensor, k: Tensor, v: Tensor, context: RotaryContext, **_: Any
+) -> Tensor:
+    """Attention to all of a document, what comes after included."""
+    out: Tensor = ops.attention(q, k, v, causal=False, documents=context.documents)
+    return out
 
 
 def unreduced_rows() -> Any:

@@ -2,10 +2,10 @@
 
 import sys
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ms_parallel.command_line import add_json, print_json
+from ms_parallel.entry import file_argument
 
 if TYPE_CHECKING:
     from ms_parallel.proof.records import Outcome, Proof
@@ -24,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=4, help="most of a layout (default 4)")
     parser.add_argument("--cases", type=int, default=16, help="ways of running it (default 16)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batch and draw")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page")
+    parser.add_argument("--html", type=file_argument, metavar="FILE", help="write a page")
     add_json(parser)
 
 

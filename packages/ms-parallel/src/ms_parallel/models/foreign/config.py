@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError, ModelError
-from ms_parallel.files.untrusted import read_json
+from ms_parallel.files.untrusted import check_path, read_json
 from ms_parallel.models.config import MOST, TOKENS, TokenId, token_ids
 
 __all__ = ["TransformersModel", "knows", "settings_of", "transformers"]
@@ -51,6 +51,7 @@ def knows(model_type: object) -> bool:
 def _document(source: Any) -> dict[str, Any]:
     """A config.json, decoded, from its folder, itself, or a configuration of transformers."""
     if isinstance(source, str | os.PathLike):
+        check_path("a model of transformers", source, error=ModelError)
         return read_json(Path(source) / "config.json", dict[str, Any], error=ModelError)
     if isinstance(source, Mapping):
         return dict(source)

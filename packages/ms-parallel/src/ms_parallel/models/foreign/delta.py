@@ -33,7 +33,9 @@ def delta_forward(module: Any, hidden: Tensor, documents: Tensor) -> Tensor:
     mixed, z, b, a = _projected(module, hidden)
     weight = module.conv1d.weight.squeeze(1)
     mixed = F.silu(causal_conv1d(mixed, weight, module.conv1d.bias, documents=documents))
-    q, k, v = torch.split(mixed, (module.key_dim, module.key_dim, module.value_dim), -1)
+    widths = [module.key_dim, module.key_dim, module.value_dim]
+    split: Any = torch.split(mixed, widths, -1)
+    q, k, v = split
     q, k = (_unit(widen(x.unflatten(-1, (-1, module.head_k_dim)))) for x in (q, k))
     v = v.unflatten(-1, (-1, module.head_v_dim))
     g = -widen(module.A_log).exp() * F.softplus(widen(a) + module.dt_bias)
