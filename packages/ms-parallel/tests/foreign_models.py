@@ -67,10 +67,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def theirs(family: str, seed: int = 0) -> Any:
+def theirs(family: str, seed: int = 0, **changes: Any) -> Any:
     """A model of transformers with random weights."""
     torch.manual_seed(seed)
-    settings = CONFIG_MAPPING[family](**{**SIZES, **FAMILIES.get(family, {})})
+    settings = CONFIG_MAPPING[family](**{**SIZES, **FAMILIES.get(family, {}), **changes})
     return transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
 
 

@@ -14,14 +14,22 @@ from processes import run_processes
 from runs import VOCABULARY, global_batch
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ms_parallel import ConfigError, Engine, LayoutError, ModelError, NextTokenLoss
+from ms_parallel import (
+    ConfigError,
+    DistributedTrainer,
+    Engine,
+    LayoutError,
+    ModelError,
+    NextTokenLoss,
+)
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.models import TransformersModel
+from ms_parallel.models import ModelConfig, TransformersModel, architecture
 from ms_parallel.models.family import family_of
 
 CHILD = Path(__file__).with_name("foreign_models.py")
@@ -171,6 +179,15 @@ def test_what_cannot_be_split_says_why() -> None:
     assert "publishes no pipeline plan" in refusal("gpt2", "pipeline=2", head_dim=None)
 
 
+def test_a_configuration_says_all_that_ours_say_to_whoever_runs_it() -> None:
+    """But for the sizes that only our own blocks are built from."""
+    built_from = {"head_dim", "intermediate_size", "key_value_heads", "num_attention_heads"}
+    names = {name for name in dir(architecture("llama")) if not name.startswith("_")}
+    ours = {name for name in names if hasattr(ModelConfig, name)} - built_from
+    config = TransformersModel({"model_type": "llama", **SIZES})
+    assert [name for name in sorted(ours) if not hasattr(config, name)] == []
+
+
 def test_models_that_would_compute_something_else_are_refused(tmp_path: Path) -> None:
     """Balance losses of microbatches, unknown attention, unknown types, unknown settings."""
     with pytest.raises(ConfigError, match="output_router_logits=true asks for transformers'"):
@@ -226,3 +243,29 @@ def test_the_text_model_of_a_folder_with_pictures_is_trained_alone(
         for folder in ("whole", "text"):
             opened = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
             assert torch.allclose(made, alone(opened, batch), atol=1e-4)
+
+
+def test_the_trainer_takes_a_folder_that_transformers_builds(tmp_path: Path) -> None:
+    """It trains from its weights on raw text, writes a folder with a tokenizer, and goes on."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("\n\n".join(f"the cat {n} sat on the mat" for n in range(300)))
+    theirs("stablelm", vocab_size=320).save_pretrained(tmp_path / "begin")
+    settings: dict[str, Any] = {
+        "sequence_length": 32,
+        "batch_size": 4,
+        "vocab_size": 300,
+        "device": "cpu",
+        "progress": False,
+    }
+    first = DistributedTrainer(tmp_path / "begin", output_dir=tmp_path / "run", **settings)
+    result = first.train(dataset_path=corpus, steps=3)
+    assert result.model_folder is not None
+    opened = AutoModelForCausalLM.from_pretrained(result.model_folder)
+    assert type(opened).__name__ == "StableLmForCausalLM"
+    assert len(AutoTokenizer.from_pretrained(result.model_folder)("the cat")["input_ids"]) > 1
+    second = DistributedTrainer(result.model_folder, output_dir=tmp_path / "more", **settings)
+    again = second.train(dataset_path=tmp_path / "run" / "shards", steps=2)
+    assert again.loss is not None
+    assert result.loss is not None
+    assert abs(again.loss - result.loss) < 0.5

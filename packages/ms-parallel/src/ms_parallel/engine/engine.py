@@ -456,7 +456,7 @@ class Engine:
             self.ops,
             self.groups,
             heads,
-            softcap=getattr(self.config, "final_softcap", None),
+            softcap=self.config.final_softcap,
             split=self.sequence_parts > 1,
             make_logits=None if getattr(last, "plain_head", True) else last.head,
         )

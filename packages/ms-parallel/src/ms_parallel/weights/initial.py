@@ -41,7 +41,7 @@ def initialise(model: nn.Module, seed: int) -> None:
         model: Any stage under any layout, with a `config`; parameters must not be on `meta`.
         seed: Of the run.
     """
-    std: float = getattr(model.config, "initializer_range", 0.0)
+    std: float = model.config.initializer_range  # type: ignore[union-attr,assignment]
     owners = {copy: owner for owner, copy in model_plan(model.config).tied}  # type: ignore[arg-type]
     own = parameter_shapes(model.config)  # type: ignore[arg-type]
     for name, parameter in named_weights(model):

@@ -175,6 +175,21 @@ class TransformersModel:
         return 0
 
     @property
+    def mixture(self) -> None:
+        """Experts that our runtime balances; those of transformers are trained as they are."""
+        return None
+
+    @property
+    def final_softcap(self) -> None:
+        """What logits are bent to stay below by our head; here the model's own bends them."""
+        return None
+
+    @property
+    def initializer_range(self) -> float:
+        """Standard deviation of fresh weights, by the model's own rule for most of them."""
+        return float(getattr(self.settings, "initializer_range", None) or 0.02)
+
+    @property
     def shape(self) -> ModelShape:
         """The sizes that a layout may have to divide."""
         settings = self.settings
