@@ -323,7 +323,7 @@ def test_a_window_of_null_is_none_in_every_family(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, object], str]] = [
-    ({"model_type": "jamba"}, "'jamba' is not supported; supported: llama"),
+    ({"model_type": "jamba"}, "'jamba' is not supported; supported: deepseek_v3"),
     ({"model_type": None}, "model_type None is not supported"),
     ({"num_local_experts": 8}, "num_local_experts=8 is not supported"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),

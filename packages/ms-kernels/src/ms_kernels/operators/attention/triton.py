@@ -221,8 +221,8 @@ def _span(touching: Tensor) -> Tensor:
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
     """Yield what a library holds: heads of 64 and 128 features, plain and with all masks.
 
-    And those with sinks, of 64 features, and those of MLA: 192 features, and 128 of a value, in half
-    precision.
+    And those with sinks, of 64 features, and in half precision those of MLA: 192 features, and 128
+    of a value.
     """
     key, queries = TableKey(chip, DTYPES[dtype]), "batch * heads * cdiv(queries, BM)"
     tiles = queries, queries, "batch * (heads / group) * cdiv(keys, BN)"
