@@ -208,6 +208,7 @@ def attention_forward(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    SAME: tl.constexpr,
     SINK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -218,6 +219,8 @@ def attention_forward(
 
     LSE is (batch, heads, queries). Late queries, which have most to do, come first.
     """
+    if SAME:  # one mask of columns for both then
+        value_width = width
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(queries, BM)
     block = blocks - 1 - tile % blocks
@@ -335,12 +338,15 @@ def attention_backward_queries(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    SAME: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
     BV: tl.constexpr,
 ):
     """Make BM rows of one head of DQ, contiguous (batch, queries, heads, width)."""
+    if SAME:  # one mask of columns for both then
+        value_width = width
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(queries, BM)
     block = blocks - 1 - tile % blocks
@@ -422,12 +428,15 @@ def attention_backward_keys(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    SAME: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
     BV: tl.constexpr,
 ):
     """Make BN rows of one key head of DK and DV, contiguous (batch, keys, heads/group, widths)."""
+    if SAME:  # one mask of columns for both then
+        value_width = width
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(keys, BN)
     block = tile % blocks

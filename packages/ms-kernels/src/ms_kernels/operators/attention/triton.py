@@ -149,7 +149,8 @@ def _reach(options: MaskOptions, keys: Tensor) -> int:
 def _constants(kernel: TunedKernel, key: TableKey, width: int, values: int) -> dict[str, int]:
     """Return the constants of a launch for heads of `width` features, and `values` of a value."""
     features, own = (max(power_of_two(each), 16) for each in (width, values))
-    return {**kernel.values(key, width), "BD": features, "BV": own}
+    same = {"SAME": width == values}
+    return {**kernel.values(key, width), **same, "BD": features, "BV": own}
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
@@ -220,11 +221,13 @@ def _span(touching: Tensor) -> Tensor:
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
     """Yield what a library holds: heads of 64 and 128 features, plain and with all masks.
 
-    And those with sinks, of 64 features, and those of MLA: 192 features, and 128 of a value.
+    And those with sinks, of 64 features, and in half precision those of MLA: 192 features, and 128
+    of a value.
     """
     key, queries = TableKey(chip, DTYPES[dtype]), "batch * heads * cdiv(queries, BM)"
     tiles = queries, queries, "batch * (heads / group) * cdiv(keys, BN)"
-    for width, values, name in ((64, 64, "64"), (128, 128, "128"), (192, 128, "192_128")):
+    latent = ((192, 128, "192_128"),) if dtype != "fp32" else ()
+    for width, values, name in ((64, 64, "64"), (128, 128, "128"), *latent):
         for detail, hidden in (("causal", False), ("masked", True)):
             masks = {"CAUSAL": True, "WINDOW": hidden, "DOCUMENTS": hidden}
             for kernel, count in zip(TUNED, tiles, strict=True):
