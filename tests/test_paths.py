@@ -50,6 +50,7 @@ TEXTS = {
 MADE_HERE = {
     *("RunOutput.folder", "Footprint.folder", "TokenizerFiles.path", "Corpus.files"),
     *("Corpus.root", "HeldOut.shards", "Result.model_folder", "FoundTraces.files"),
+    *("TokenizerSource.path", "Loop.folder", "Loop.result"),
     *("SFTTrainer.weights", "ChatTemplate.with_tokens_of"),
 }
 """Values that a package makes of paths that were checked, and no user does; and what is a table of
@@ -212,8 +213,11 @@ def paths_of(function: Callable[..., Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_function_refuses_a_path_before_anything_else(package: str) -> None:
+def test_every_public_function_refuses_a_path_before_anything_else(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its other parameters are not looked at: here they are nothing that would do."""
+    monkeypatch.chdir(tmp_path)
     missing = []
     for name, function in public_functions(package):
         own = [] if name in MADE_HERE else paths_of(function)
@@ -223,6 +227,7 @@ def test_every_public_function_refuses_a_path_before_anything_else(package: str)
                 if not any(remedy in said for remedy in REMEDIES):
                     missing.append(f"{name}({parameter}=) takes {what}: {said}")
     assert missing == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def said_of(function: Callable[..., Any], given: dict[str, Any]) -> str:

@@ -15,7 +15,8 @@ from small_models import biased, decoder, gpt2, llama
 from ms_align import DataError, LocalEngine, LocalGenerator, ModelError, Sampling
 from ms_align.engines.generator import EngineGenerator
 from ms_align.errors import ConfigError
-from ms_align.generation.fused import FusedReader
+from ms_align.generation.fused import FusedReader, fused_reader
+from ms_align.models.language_model import language_model
 from ms_align.rollouts.rows import logprobs_of, sequences
 from ms_align.tokenizer import ByteTokenizer
 
@@ -24,11 +25,13 @@ SAMPLING = Sampling(max_new_tokens=10, stop_tokens=tuple(range(0, 258, 9)))
 FLOAT32 = {"rtol": 0.0, "atol": 1e-5}
 """Log-probabilities of a few nats: some hundred roundings of 6e-8 relative in two layers."""
 
+FAMILIES = ("gemma2", "gemma3_text", "glm4", "granite", "olmo2", "phi3", "smollm3")
 MODELS = {
     "llama": decoder,
     "qwen2": lambda: decoder("qwen2"),
     "qwen3": lambda: decoder("qwen3"),
     "mistral": lambda: decoder("mistral"),
+    "gemma2": lambda: decoder("gemma2"),
     "transformers-llama": llama,
     "transformers-gpt2": gpt2,
     "transformers-bloom": lambda: biased("bloom"),
@@ -401,3 +404,13 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
         generator([[1] * 100], Sampling(max_new_tokens=64))
     with pytest.raises(DataError, match="token 300 and the model's vocabulary is 258"):
         generator([[300]], Sampling())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_every_family_of_ms_parallel_computes_as_it_is(name: str) -> None:
+    """Soft caps and divisors too: no fused form lacks them, no product leaves them out."""
+    model = language_model(decoder(name))
+    tokens = torch.arange(24).view(2, 12)
+    assert torch.equal(model.project(model.hidden(tokens, None, None)), model.module(tokens))
+    assert fused_reader(model) is None

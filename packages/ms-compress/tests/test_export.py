@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -27,7 +28,7 @@ from ms_compress.targets.ct.write import pack
 from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import open_runtime
 from ms_parallel import AdamWConfig, Engine, NextTokenLoss, load_model, save_model
-from ms_parallel.models import TransformerXL, TransformerXLConfig
+from ms_parallel.models import TransformerXL, TransformerXLConfig, architecture, build_model
 from ms_parallel.weights import initialise
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -125,6 +126,50 @@ def test_a_cache_of_keys_gives_the_same_tokens(tmp_path: Path) -> None:
     prefill_s, decode_s = runtime.decode(text[0].tolist(), 4)
     assert prefill_s > 0
     assert decode_s > 0
+
+
+def family(name: str, **settings: Any) -> nn.Module:
+    """A small model of a family of ms-parallel's."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 192}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    model = build_model(architecture(name, {**sizes, **heads, **settings}))
+    initialise(model, 0)
+    return model
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "granite", "olmo2", "smollm3"])
+def test_families_whose_folders_name_each_weight_are_exported_for_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    """Logits of about 1 that pass other orders of summing: at most 1e-4 apart."""
+    prepared = qat(family(name), "ct.int4_g32")
+    folder = export(prepared, tmp_path / "out")
+    found = compare(model_logits(prepared, tokens()), open_runtime(folder, "ct").logits(tokens()))
+    assert found.largest <= 1e-4
+    assert found.argmax == 1.0
+
+
+@pytest.mark.parametrize("name", ["glm4", "phi3"])
+def test_families_whose_folders_fuse_weights_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    """Rather than written under names that no reader knows; save and load them first."""
+    prepared = qat(family(name), "ct.int4_g32")
+    with pytest.raises(ExportError, match=rf"a '{name}' of ms_parallel keeps .* as a part of") as e:
+        export(prepared, tmp_path / "out")
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("target", ["gguf.q4_0", "ort.matmulnbits"])
+def test_runtimes_refuse_families_and_scalings_that_they_do_not_know(
+    target: str, tmp_path: Path
+) -> None:
+    """By name, in one line."""
+    gemma = qat(family("gemma2"), target)
+    with pytest.raises(ExportError, match=r"takes decoders of the families llama, .* is 'gemma2'"):
+        export(gemma, tmp_path / "out")
+    how = {"kind": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    llama = qat(family("llama", rope_scaling=how), target)
+    with pytest.raises(ExportError, match="rotary scaling 'yarn' is not known"):
+        export(llama, tmp_path / "out")
 
 
 def test_an_export_refuses_what_it_cannot_hold(tmp_path: Path) -> None:

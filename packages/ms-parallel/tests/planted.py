@@ -20,8 +20,8 @@ from ms_parallel.models import ModelConfig, architecture
 from ms_parallel.models.decoder import Decoder
 from ms_parallel.models.parts.attention import Attention, RotaryContext
 from ms_parallel.operators import split_vocabulary
-from ms_parallel.proof.records import Case
-from ms_parallel.proof.worker import Job, run_case
+from ms_parallel.proof.records import Case, Job
+from ms_parallel.proof.worker import run_case
 from ms_parallel.weights import save
 
 SEED, TOLERANCE = 0, 1e-12

@@ -15,6 +15,9 @@ from processes import Command, run_command
 
 from ms_parallel import checkpoint
 from ms_parallel.cli import main
+from ms_parallel.cluster.device import pick_device
+from ms_parallel.errors import ConfigError, LaunchError
+from ms_parallel.training.options import Options
 
 
 @pytest.fixture(scope="module")
@@ -259,3 +262,17 @@ def test_an_error_that_a_script_handles_stays_an_error(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(handled)
     done = python(tmp_path, "train.py")
     assert (done.returncode, done.stdout, done.stderr) == (0, "LaunchError\n", "")
+
+
+@pytest.mark.parametrize("name", ["cuda:300", "cuda:200", "cpu:200"])
+def test_a_device_number_that_torch_would_cut_is_refused(name: str) -> None:
+    """Torch keeps eight bits of it: cuda:300 would be cuda:44."""
+    with pytest.raises(LaunchError, match="no machine has so many"):
+        pick_device(name)
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "cuda:", "cuda:-1", "x" * 5000, 3])
+def test_what_names_no_device_is_refused_when_the_options_are_built(name: Any) -> None:
+    """Before processes are joined."""
+    with pytest.raises(ConfigError, match="give 'cpu', or an accelerator"):
+        Options(model_arch="llama", device=name)

@@ -27,7 +27,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+FAMILIES = [
+    *("gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral"),
+    *("olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
+]
+NO_WINDOW = ("glm4", "granite", "llama", "olmo2")
 SIZES = {
     "vocab_size": 48,
     "hidden_size": 16,
@@ -39,6 +43,9 @@ SIZES = {
     "initializer_range": 0.3,
     "max_position_embeddings": 64,
     "sliding_window": 5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
 }
 FOREIGN = [
     "attention_bias",
@@ -101,9 +108,11 @@ TOLERANCE = 1e-5
 
 def base(family: str) -> dict[str, Any]:
     """A whole config.json of a family, as transformers writes it, small."""
-    sizes = {k: v for k, v in SIZES.items() if k != "sliding_window" or family != "llama"}
+    sizes = {k: v for k, v in SIZES.items() if k != "sliding_window" or family not in NO_WINDOW}
     if family.startswith("qwen"):
         sizes |= {"use_sliding_window": True, "max_window_layers": 1}
+    if family == "smollm3":
+        sizes |= {"use_sliding_window": True}
     return dict(transformers.AutoConfig.for_model(family, **sizes).to_dict())
 
 
@@ -153,7 +162,9 @@ def check(family: str, key: str, value: object) -> None:
             ours = load_model(folder)(tokens())
         except ParallelError:
             return
-    torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
+    # Some keys make logits greater, and their roundings with them.
+    atol = TOLERANCE * max(1.0, expected.abs().max().item() / 10)
+    torch.testing.assert_close(ours, expected, atol=atol, rtol=0)
 
 
 @given(st.data())

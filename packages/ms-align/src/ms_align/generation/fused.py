@@ -29,6 +29,10 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 COMPLEX = ({torch.float32}, {torch.float64})
 """Dtypes of all weights in which a rotary pair is a complex number."""
 KINDS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
+"""What a decoder of ms-parallel's says that it is, where its blocks are the ones fused here."""
+BY_LENGTH = {"dynamic", "longrope"}
+"""Rope scalings whose angles depend on more than a position."""
 
 
 @frozen(eq=False)
@@ -76,9 +80,16 @@ def _fits(model: LanguageModel) -> bool:
         windows = getattr(module.config, "sliding_window", None)
         if windows and getattr(module.config, "use_sliding_window", True):
             return False
-    elif not (isinstance(model, SeamModel) and type(module).__name__ == "Decoder"):
+    elif not (isinstance(model, SeamModel) and _is_known(module)):
         return False
     return all(_is_plain(layer) for layer in _layers(module))
+
+
+def _is_known(module: Any) -> bool:
+    """Whether it is a decoder of ms-parallel's of the families whose blocks are fused here."""
+    if type(module).__name__ != "Decoder" or module.config.model_type not in FAMILIES:
+        return False
+    return getattr(module.config.rope_scaling, "kind", None) not in BY_LENGTH
 
 
 def _layers(module: Any) -> list[Any]:
@@ -258,7 +269,7 @@ def _rotations(model: LanguageModel, count: int, device: torch.device) -> Tensor
         cos, sin = cos.chunk(2, -1)[0], sin.chunk(2, -1)[0]
     else:
         context = cast(Any, model.module).context(positions, None, None)
-        cos, sin = context.cos, context.sin
+        ((cos, sin),) = context.tables
     return torch.complex(cos[0].float(), sin[0].float())
 
 

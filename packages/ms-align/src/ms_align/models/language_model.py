@@ -103,8 +103,10 @@ class SeamModel:
         self.context: int | None = getattr(config, "max_position_embeddings", None)
 
     @property
-    def head_weight(self) -> Tensor:
-        """(V, H)."""
+    def head_weight(self) -> Tensor | None:
+        """(V, H); None where logits are more than a product with it."""
+        if getattr(cast(Any, self.module).config, "final_softcap", None) is not None:
+            return None
         return cast(Tensor, self.module.head_weight)
 
     def hidden(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
@@ -114,7 +116,10 @@ class SeamModel:
 
     def project(self, hidden: Tensor) -> Tensor:
         """Hidden states (..., H) to logits (..., V)."""
-        return F.linear(hidden, self.head_weight)
+        weight = self.head_weight
+        if weight is None:
+            return cast(Tensor, cast(Any, self.module).head(hidden))
+        return F.linear(hidden, weight)
 
 
 class HuggingFaceModel:

@@ -155,11 +155,29 @@ def _config(model: nn.Module) -> dict[str, Any]:
     if type(config).__module__.startswith("ms_parallel"):
         from ms_parallel.models.registry import config_document
 
+        _check_own_names(config)
         return dict(config_document(config, next(model.parameters()).dtype))
     raise ExportError(
         f"{type(model).__name__} has no configuration that says how it is built; export a model of"
         " transformers or of ms_parallel"
     )
+
+
+def _check_own_names(config: Any) -> None:
+    """Refuse a model whose folder holds its weights under other names, or in other tensors.
+
+    Raises:
+        ExportError: names the first of them.
+    """
+    from ms_parallel.models.registry import weight_pieces
+
+    for name, pieces in weight_pieces(config).items():
+        if [piece.tensor for piece in pieces] != [name]:
+            raise ExportError(
+                f"a {config.model_type!r} of ms_parallel keeps {name!r} as a part of"
+                f" {pieces[0].tensor!r} in its folder, which no export here writes; save it, and"
+                " export what transformers loads of that folder"
+            )
 
 
 def _exchange(held: dict[str, WholeTensor]) -> list[dict[str, WholeTensor]]:

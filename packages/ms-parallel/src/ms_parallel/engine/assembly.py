@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from torch import nn
 
 from ms_parallel import operators
@@ -20,6 +20,7 @@ from ms_parallel.models.foreign.config import TransformersModel
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.registry import architecture, architectures, model_plan, parameter_shapes
 from ms_parallel.models.staged import StagedModel
+from ms_parallel.settings import a_path
 from ms_parallel.split.own_model import WHOLE, OwnModelConfig, build_own, check_own
 from ms_parallel.split.recompute import Recompute
 from ms_parallel.split.stages import build_stage, cut_layers
@@ -39,7 +40,7 @@ Given = str | Path | ModelConfig | TransformersModel | nn.Module
 class EngineArguments(EngineOptions):
     """The arguments of an `Engine`: what may be given by place, and its options."""
 
-    model: Given
+    model: Given = field(validator=a_path(objects=True))
     layout: Layout | None = None
 
 

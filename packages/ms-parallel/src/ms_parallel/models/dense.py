@@ -79,6 +79,8 @@ class DenseFamily(Family):
     """How its config.json says how positions turn."""
     windows: Windows = NO_WINDOWS
     """How its config.json says which layers slide."""
+    null_key_heads: bool = True
+    """Whether a `num_key_value_heads` of null is as many as heads."""
     null_head_dim: bool = False
     """Whether a `head_dim` of null is a head's share of the hidden size."""
     output_bias: bool = True
@@ -141,14 +143,16 @@ class DenseFamily(Family):
         # Where a key is null, its default does not count: null is a value of its own, or refused.
         given = {**self.silent, **document}
         window, layers = self.windows.read(given)
-        heads = given.get("num_key_value_heads")
+        heads: Any = given.get("num_key_value_heads")
+        if heads is None and self.null_key_heads:
+            heads = given["num_attention_heads"]
         chosen: dict[str, object] = {name: given.get(name, False) for name in free}
         chosen |= {name: given[name] for name in (*_COPIED, *self.own) if name in given}
         chosen |= {"sliding_window": window, "sliding_layers": layers}
         chosen |= self.positions.read(given)
         return self.config(
             model_type=self.name,
-            num_key_value_heads=given["num_attention_heads"] if heads is None else heads,
+            num_key_value_heads=heads,
             head_dim=self._head_dim(given),
             **cast(Any, {**chosen, **self.fixed}),
             **{name: token_ids(name, given.get(name)) for name in TOKENS},

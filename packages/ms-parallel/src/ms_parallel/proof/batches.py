@@ -1,10 +1,14 @@
 """Batches to prove with: packed rows whose documents are of drawn lengths, from one token on."""
 
+from collections.abc import Mapping
+
 import torch
 from attrs import frozen
 from torch import Tensor
 
-__all__ = ["LENGTH", "ROWS", "Span", "draw_batch", "spans_of"]
+from ms_parallel.cluster.groups import Groups
+
+__all__ = ["LENGTH", "ROWS", "Span", "draw_batch", "my_rows", "spans_of"]
 
 ROWS, LENGTH = 4, 16
 IGNORED = -100
@@ -63,3 +67,10 @@ def spans_of(batch: dict[str, Tensor]) -> list[Span]:
             spans.append(Span(row=row, start=start, end=start + count))
             start += count
     return spans
+
+
+def my_rows(batch: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
+    """The rows of a global batch that this process reads."""
+    count = len(batch["tokens"]) // groups.place.count
+    start = groups.place.rank * count
+    return {name: value[start : start + count] for name, value in batch.items()}

@@ -7,22 +7,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.engine.microbatches import cut_batch, measure
+from ms_parallel.proof.batches import my_rows
 from ms_parallel.proof.records import Counterexample
 from ms_parallel.split.part import laid_out_like
 
-__all__ = ["compare", "my_rows", "whole_gradients"]
-
-
-def my_rows(batch: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
-    """The rows of a global batch that this process reads."""
-    count = len(batch["tokens"]) // groups.place.count
-    start = groups.place.rank * count
-    return {name: value[start : start + count] for name, value in batch.items()}
+__all__ = ["compare", "whole_gradients"]
 
 
 def whole_gradients(engine: Engine, batch: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:

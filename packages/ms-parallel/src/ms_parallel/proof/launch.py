@@ -12,8 +12,7 @@ from time import monotonic, sleep
 import msgspec
 import torch.distributed as dist
 
-from ms_parallel.proof.records import Case, Counterexample, Outcome
-from ms_parallel.proof.worker import Job
+from ms_parallel.proof.records import Case, Counterexample, Job, Outcome
 
 __all__ = ["run_cases"]
 

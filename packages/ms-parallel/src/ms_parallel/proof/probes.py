@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ms_parallel.engine.engine import Engine
 from ms_parallel.errors import ModelError
-from ms_parallel.proof.batches import Span, spans_of
-from ms_parallel.proof.gradients import my_rows
+from ms_parallel.proof.batches import Span, my_rows, spans_of
 from ms_parallel.proof.records import Check, Counterexample
 
 __all__ = ["probe_changes", "probe_generation", "probe_packing", "whole_logits"]

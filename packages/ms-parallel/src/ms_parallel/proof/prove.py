@@ -7,9 +7,8 @@ from time import monotonic
 
 from ms_parallel.proof.draw import draw_cases
 from ms_parallel.proof.launch import run_cases
-from ms_parallel.proof.records import Case, Outcome, Proof
+from ms_parallel.proof.records import Case, Job, Outcome, Proof
 from ms_parallel.proof.subject import open_subject
-from ms_parallel.proof.worker import Job
 
 __all__ = ["prove"]
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["Case", "Counterexample", "Outcome", "Proof"]
+__all__ = ["Case", "Counterexample", "Job", "Outcome", "Proof"]
 
 Check = Literal[
     "gradients", "loss", "logits", "leak", "causality", "packing", "generation", "folder", "run"
@@ -34,6 +34,16 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         if self.recompute != "none":
             parts.append(f"recompute={self.recompute}")
         return ", ".join(parts)
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What the processes of one start do."""
+
+    subject: str
+    seed: int
+    tolerance: float
+    cases: dict[int, Case]
+    """By number; number 0 is the reference, against which all others are held."""
 
 
 class Counterexample(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,26 +23,16 @@ from ms_parallel.models.staged import StagedModel
 from ms_parallel.proof.batches import draw_batch
 from ms_parallel.proof.gradients import compare, whole_gradients
 from ms_parallel.proof.probes import probe_changes, probe_generation, probe_packing, whole_logits
-from ms_parallel.proof.records import Case, Check, Counterexample, Outcome
+from ms_parallel.proof.records import Case, Check, Counterexample, Job, Outcome
 from ms_parallel.proof.subject import Subject, open_subject
 
-__all__ = ["Job", "main", "run_case"]
+__all__ = ["main", "run_case"]
 
 REFERENCE, SAVED = "reference.safetensors", "saved"
 LOSS, LOGITS = "the loss", "the logits"
 REFUSALS = (LayoutError, ConfigError, ScheduleError, ModelError)
 TIMEOUT_S = 60.0
 MOST_OF_A_CHECK = 4
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What the processes of one start do."""
-
-    subject: str
-    seed: int
-    tolerance: float
-    cases: dict[int, Case]
-    """By number; number 0 is the reference, against which all others are held."""
 
 
 def main() -> int:

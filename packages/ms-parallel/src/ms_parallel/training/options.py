@@ -21,7 +21,7 @@ from ms_parallel.settings import a_path, as_path, flag, nearest, number, one_of,
 __all__ = ["Length", "Options"]
 
 MOST_EPOCHS = 10**6
-DEVICE = re.compile(r"[a-z]+(:[0-9]{1,3})?")
+DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,3})?")
 
 
 def _model_config(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -259,9 +259,10 @@ def attention_forward(
         higher = tl.maximum(top, sink)
         kept = tl.exp2(top - higher)
         norm = norm * kept + tl.exp2(sink - higher)
-        total = total * kept[:, None]
         top = higher
-    total = total / norm[:, None]
+        total = total * (kept / norm)[:, None]
+    else:
+        total = total / norm[:, None]
     _put_rows(O, total, block * BM, queries, heads * value_width, value_width, BM, BV)
     place = block * BM + tl.arange(0, BM)
     LSE += (batch * heads + head) * queries
@@ -497,7 +498,7 @@ def attention_backward_sinks(
     sink = tl.load(SINKS + head).to(tl.float32) * 1.4426950408889634
     total = tl.zeros([BM], tl.float32)
     for row in range(batch):
-        of_head = (row * heads + head) * queries
+        of_head = (tl.cast(row, tl.int64) * heads + head) * queries
         for start in range(0, queries, BM):
             place = start + tl.arange(0, BM)
             lse = tl.load(LSE + of_head + place, mask=place < queries, other=float("inf"))

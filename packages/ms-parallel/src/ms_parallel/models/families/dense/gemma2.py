@@ -112,6 +112,7 @@ FAMILY = DenseFamily(
     plan=gemma_plan,
     transformers_class="Gemma2ForCausalLM",
     fixed={"mlp_bias": False, "query_key_norm": False},
+    null_key_heads=False,
     silent={
         "max_position_embeddings": 8192,
         "num_key_value_heads": 4,

@@ -106,6 +106,7 @@ FAMILY = DenseFamily(
     plan=gemma_plan,
     transformers_class="Gemma3ForCausalLM",
     fixed={"mlp_bias": False, "query_key_norm": True},
+    null_key_heads=False,
     silent={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 4,

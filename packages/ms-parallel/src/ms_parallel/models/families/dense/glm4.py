@@ -71,6 +71,7 @@ FAMILY = DenseFamily(
     weights=gate_and_up,
     transformers_class="Glm4ForCausalLM",
     fixed={"mlp_bias": False, "query_key_norm": False},
+    null_key_heads=False,
     silent={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 2,

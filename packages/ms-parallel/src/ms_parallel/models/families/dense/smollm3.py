@@ -6,7 +6,7 @@ from typing import Any
 from attrs import field, frozen
 
 from ms_parallel.errors import ConfigError, ModelError
-from ms_parallel.models.config import size
+from ms_parallel.models.config import above_zero, size
 from ms_parallel.models.decoder_config import DecoderConfig
 from ms_parallel.models.dense import DenseFamily
 from ms_parallel.models.positions.windows import layer_types, sliding_layers
@@ -27,7 +27,7 @@ class SmolLM3Config(DecoderConfig):
     """
 
     model_type: str = "smollm3"
-    rope_theta: float = 2_000_000.0
+    rope_theta: float = field(default=2_000_000.0, validator=above_zero)
     no_rope_layers: tuple[int, ...] | None = field(default=None, converter=_as_tuple)
     """1 for each layer with rotary positions, 0 for one without; None for a pattern."""
     no_rope_layer_interval: int = field(default=4, validator=size)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from attrs import field, frozen
 from torch import nn
@@ -97,10 +97,11 @@ class _Positions:
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Base and scaling."""
-        plain, turned = given.get("qk_nope_head_dim"), given.get("qk_rope_head_dim")
+        plain: Any = given.get("qk_nope_head_dim")
+        turned: Any = given.get("qk_rope_head_dim")
         found = given.get("qk_head_dim")
-        known = found is not None and isinstance(plain, int) and isinstance(turned, int)
-        if known and found != plain + turned:
+        sizes = isinstance(plain, int) and isinstance(turned, int)
+        if found is not None and sizes and found != cast(int, plain) + cast(int, turned):
             raise ModelError(
                 f"qk_head_dim={repr(found)[:60]} is not the sum of qk_nope_head_dim={plain} and"
                 f" qk_rope_head_dim={turned}; leave it out"
