@@ -33,13 +33,13 @@ def delta_forward(module: Any, hidden: Tensor, documents: Tensor) -> Tensor:
     mixed, z, b, a = _projected(module, hidden)
     weight = module.conv1d.weight.squeeze(1)
     mixed = F.silu(causal_conv1d(mixed, weight, module.conv1d.bias, documents=documents))
-    widths = [module.key_dim, module.key_dim, module.value_dim]
-    split: Any = torch.split(mixed, widths, -1)
-    q, k, v = split
-    q, k = (_unit(widen(x.unflatten(-1, (-1, module.head_k_dim)))) for x in (q, k))
-    v = v.unflatten(-1, (-1, module.head_v_dim))
+    q, k, v = torch.split(mixed, [module.key_dim, module.key_dim, module.value_dim], -1)
+    q, k, v = (
+        x.reshape(*hidden.shape[:2], -1, width)
+        for x, width in ((q, module.head_k_dim), (k, module.head_k_dim), (v, module.head_v_dim))
+    )
     g = -widen(module.A_log).exp() * F.softplus(widen(a) + module.dt_bias)
-    out = gated_delta_rule(q, k, v, g, b.sigmoid(), documents=documents)
+    out = gated_delta_rule(_unit(widen(q)), _unit(widen(k)), v, g, b.sigmoid(), documents=documents)
     made = module.norm(out.flatten(0, 2), z.reshape(-1, module.head_v_dim))
     outward: nn.Module = module.out_proj
     result: Tensor = outward(made.view(*hidden.shape[:2], -1))
