@@ -51,7 +51,7 @@ class _Convolution(torch.autograd.Function):
         x, weight, bias, documents, state = ctx.saved_tensors
         pull = grad.to(accumulator(x.dtype))
         if ctx.silu:
-            # d silu(t) = σ(t) · (1 + t · (1 - σ(t)))
+            # d silu(t) = gate · (1 + t · (1 - gate)), where gate = 1 / (1 + exp(-t))
             total = _convolve(x, weight, bias, documents, state)
             gate = total.sigmoid()
             pull = total.mul_(1 - gate).add_(1).mul_(gate).mul_(pull)

@@ -107,7 +107,7 @@ def conv_pull(
 ):
     """Write the gradient of the sums, float32: that of the result through SiLU.
 
-    d silu(t) = σ(t) · (1 + t · (1 - σ(t)))
+    d silu(t) = gate · (1 + t · (1 - gate)), where gate = 1 / (1 + exp(-t))
     """
     tile = first + tl.program_id(0)
     columns, rows = tl.cdiv(width, BC), tl.cdiv(positions, BS)
@@ -163,9 +163,8 @@ def conv_backward(
     seen = place < positions
     for distance in tl.static_range(K):
         at = place + distance
-        if CUT:
-            if distance > 0:
-                seen = seen & _joined(DOCUMENTS, batch, at, positions)
+        if CUT and distance > 0:
+            seen = seen & _joined(DOCUMENTS, batch, at, positions)
         inside = seen & (at >= 0) & (at < positions) & (column < width)
         pull = tl.load(PULL + (batch * positions + at) * width + column, mask=inside, other=0.0)
         w = tl.load(W + column * K + K - 1 - distance, mask=column < width, other=0.0)

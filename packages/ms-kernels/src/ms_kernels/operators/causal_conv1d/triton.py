@@ -81,7 +81,7 @@ def _backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, to_x, taps = with_unit_stride(x), empty(x), weight.shape[1]
-    tables = weights, biases, numbers, held = _tables(x, weight, bias, documents, state)
+    tables = weights, _, numbers, held = _tables(x, weight, bias, documents, state)
     pull = grad
     if options[0] or grad.dtype != torch.float32:
         pull = empty(x, torch.float32)

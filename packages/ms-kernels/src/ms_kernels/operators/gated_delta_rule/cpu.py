@@ -62,11 +62,11 @@ def gated_delta_rule(
     queries, keys = (
         _chunked(normalised(each.to(wide), settings.normalise), cut).unsqueeze(2) for each in (q, k)
     )  # (N, Hk, 1, C, D)
-    values = _chunked(v.to(wide), cut).unflatten(1, split)  # (N, Hk, Hv / Hk, C, Dv)
-    decays, shares = (_chunked(each.to(wide), cut).unflatten(1, split) for each in (g, beta))
+    values = torch.unflatten(_chunked(v.to(wide), cut), 1, split)  # (N, Hk, Hv / Hk, C, Dv)
+    decays, shares = (torch.unflatten(_chunked(each.to(wide), cut), 1, split) for each in (g, beta))
     held = queries.new_zeros((cut.counts[0], *split, width, out_width))
     if state is not None:
-        held = held.index_copy(0, cut.firsts, state.to(wide).unflatten(1, split))
+        held = held.index_copy(0, cut.firsts, torch.unflatten(state.to(wide), 1, split))
     read, final = _walk(queries, keys, values, decays, shares, held, cut.counts)
     rows = read.flatten(1, 2).transpose(1, 2).reshape(-1, heads * out_width)  # (N · C, Hv · Dv)
     back = torch.empty(batch * positions + 1, dtype=torch.int64)
@@ -115,7 +115,8 @@ def _chunked(x: Tensor, cut: Chunks) -> Tensor:
     """Return x (B, S, H, ...) as (N, H, C, ...), 0 where a chunk has no position."""
     flat = x.flatten(0, 1)
     padded = torch.cat((flat, flat.new_zeros((1, *flat.shape[1:]))))
-    return padded.index_select(0, cut.places.flatten()).unflatten(0, cut.places.shape).movedim(2, 1)
+    chosen = padded.index_select(0, cut.places.flatten())
+    return chosen.view(*cut.places.shape, *x.shape[2:]).movedim(2, 1)
 
 
 def _walk(
@@ -124,7 +125,7 @@ def _walk(
     """Return what is read (N, Hk, Hv / Hk, C, Dv) and each run's last state.
 
     ``changes = fresh - keyed · S`` for the state S that a chunk begins with: both at once, from a
-    triangular system ``(1 + β · tril(k kᵀ · Γ)) [fresh keyed] = β · [v γ·k]``.
+    triangular system ``(1 + β · tril(k kᵀ · decays)) [fresh keyed] = β · [v decayed·k]``.
     """
     between, so_far, still = _decays(g)
     mixing = torch.tril(k @ k.transpose(-1, -2), -1) * between * beta.unsqueeze(-1)

@@ -76,7 +76,7 @@ def delta_forward(
     With SAVE it writes instead the state before each `rows_each` positions, SAVED (batch, heads,
     parts, width, out_width).
     """
-    block, column, head, batch = _tile(first, heads, out_width, BV)
+    _, column, head, batch = _tile(first, heads, out_width, BV)
     feature = tl.arange(0, BD)[:, None]
     inside = (feature < width) & (column < out_width)
     cell = feature * out_width + column
@@ -88,7 +88,7 @@ def delta_forward(
     key_head = head // group
     for step in range(positions):
         place = step + tl.zeros([1, 1], tl.int64)
-        if SAVE:
+        if SAVE:  # noqa: SIM102 - known when compiled, and the other is not
             if step % rows_each == 0:
                 at = (batch * heads + head) * parts + step // rows_each
                 tl.store(SAVED + at * width * out_width + cell, state, mask=inside)
@@ -172,11 +172,11 @@ def delta_backward(
     parts = tl.cdiv(positions, rows_each)
     key_head = head // group
     for back in range(parts):
-        part = parts - 1 - back
+        part = (parts - 1 - back).to(tl.int64)
         start = part * rows_each
-        count = tl.minimum(rows_each, positions - start)
-        at = ((batch * heads + head) * parts + part) * width * out_width
-        state = tl.load(SAVED + at + cell, mask=inside, other=0.0)
+        count = tl.minimum(rows_each, positions - start).to(tl.int32)
+        kept = ((batch * heads + head) * parts + part) * width * out_width
+        state = tl.load(SAVED + kept + cell, mask=inside, other=0.0)
         for step in range(count):
             place = start + step + tl.zeros([1, 1], tl.int64)
             at = K + batch * k_batch_stride + place * k_stride + key_head * k_head_stride
@@ -193,7 +193,7 @@ def delta_backward(
             state += k * ((v - tl.sum(state * k, 0)[None, :]) * share)
         tl.debug_barrier()  # other threads of the program may read what this one wrote
         for step in range(count):
-            at = count - 1 - step + tl.zeros([1, 1], tl.int64)
+            at = tl.zeros([1, 1], tl.int64) + count - 1 - step
             place = start + at
             faded = tl.load(room + at * BD * BV + spot)
             at = K + batch * k_batch_stride + place * k_stride + key_head * k_head_stride

@@ -57,8 +57,12 @@ def _forward(
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    final = q.new_empty((len(q), v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32)
-    return q.new_empty(v.shape), final
+    return q.new_empty(v.shape), _sums(q, len(q), v.shape[2], q.shape[3], v.shape[3])
+
+
+def _sums(near: Tensor, *sizes: int) -> Tensor:
+    """Return room for numbers in float32, on the device of `near`."""
+    return near.new_empty(sizes, dtype=torch.float32)
 
 
 def _walk(
@@ -101,16 +105,15 @@ def _backward(
     settings, share = RuleOptions(*options), _share(q.shape[1])
     batch, positions, heads, out_width = v.shape
     width, groups = q.shape[3], q.shape[2]
-    wide = {"dtype": torch.float32}
-    to_state = q.new_empty((batch, heads, width, out_width), **wide)
+    to_state = _sums(q, batch, heads, width, out_width)
     parts = blocks(positions, share)
-    saved = q.new_empty((batch, heads, parts, width, out_width), **wide)
+    saved = _sums(q, batch, heads, parts, width, out_width)
     _walk((q, k, v, g, beta, documents, state), options, grad, to_state, saved)
     constants = _constants(BACKWARD, key_of(q), width)
     tiles, columns = _tiles(v, constants), blocks(out_width, constants["BV"])
-    room = q.new_empty((tiles, share, constants["BD"], constants["BV"]), **wide)
-    to_q, to_k = q.new_empty((2, columns, batch, positions, heads, width), **wide)
-    to_g, to_beta = q.new_empty((2, columns, batch, positions, heads), **wide)
+    room = _sums(q, tiles, share, constants["BD"], constants["BV"])
+    to_q, to_k = _sums(q, 2, columns, batch, positions, heads, width)
+    to_g, to_beta = _sums(q, 2, columns, batch, positions, heads)
     to_v = empty(v)
     near = _laid_out(q, k, v, g, beta, documents)
     pulled = to_state if grad_final is None else grad_final
@@ -149,10 +152,14 @@ def _through_norm(pull: Tensor, x: Tensor, normalise: bool) -> Tensor:
     return pull.to(x.dtype)
 
 
-def _laid_out(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-    """Return tensors as kernels walk them; any will do where there is none."""
-    near = (with_unit_stride(each) for each in (q, k, v))
-    return (*near, *(q if each is None else each.contiguous() for each in others))
+def _laid_out(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Return q, k, v and others as kernels walk them; any tensor will do where there is none."""
+    q = tensors[0]
+    assert q is not None
+    return tuple(
+        q if each is None else with_unit_stride(each) if place < 3 else each.contiguous()
+        for place, each in enumerate(tensors)
+    )
 
 
 def _share(positions: int) -> int:
