@@ -31,6 +31,7 @@ FORWARD, BACKWARD = TUNED = tuned_kernels(
     tried_at=({"B": 4, "S": 2048, "Hk": 16, "Hv": 32, "D": 128, "Dv": 128},),
     candidates=grid(BV=(8, 16, 32), num_warps=(1, 2, 4)),
     defaults=((128, {"BV": 16, "num_warps": 4}), (ANY_SIZE, {"BV": 8, "num_warps": 4})),
+    wide_defaults=((ANY_SIZE, {"BV": 8, "num_warps": 4}),),
 )
 KERNELS = f"{__package__}.kernels"
 
