@@ -20,7 +20,7 @@ def assert_apart(run, contract, **options):
     The documents' numbers come again: a new one begins wherever the number changes.
     """
     values = tuple(options.get(each.name, each.default) for each in contract.options)
-    drawn = contract.draw({"B": 2, "S": 24})
+    drawn = contract.draw({"B": 2, "S": 24, "Hk": 1, "Hv": 1})
     drawn["documents"] = torch.tensor([[0] * 5 + [1] * 9 + [0] + [7] * 9, [3] * 24])
     before = run(*drawn.values(), *values)
     at, own = 8, slice(5, 14)
