@@ -20,6 +20,7 @@ from ms_kernels.tuning import tuner
 
 from .interpreter import correct_bfloat16
 from .test_operators import arguments_of
+from .test_recurrent import APART, assert_apart
 
 correct_bfloat16()
 
@@ -190,6 +191,13 @@ def test_one_tensor_is_not_both_moments_for_the_kernel_either():
     moments = torch.zeros(8)
     with pytest.raises(ArgumentError, match="square is in the memory of mean"):
         adamw_step(torch.ones(8), torch.ones(8), moments, moments, step=1, learning_rate=0.1)
+
+
+@pytest.mark.parametrize("operator", APART)
+def test_kernels_keep_documents_apart_to_the_bit(operator):
+    """One token is changed, to a number or to NaN: the other documents' results stay."""
+    run = OPERATORS[operator].run
+    assert_apart(lambda *given: run(*given)[0], CONTRACTS[operator], final_state=True)
 
 
 SMALL = {"...": 3, "H": 8, "V": 12, "I": 8, "B": 1, "S": 3, "Sq": 5, "Sk": 5, "T": 4, "K": 32}

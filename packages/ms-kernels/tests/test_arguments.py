@@ -100,6 +100,22 @@ WRONG = [
     ("adamw_step", {"learning_rate": -1.0}, "learning_rate", "-1.0", "0 or more"),
     ("adamw_step", {"betas": (0.9, 1.0)}, "betas", "(0.9, 1.0)", "below 1"),
     ("adamw_step", {"mean": ones(1000).half()}, "mean", "float16", "float32"),
+    ("causal_conv1d", {"x": ones(2, 48)}, "x", "(2, 48)", "(B, S, C)"),
+    ("causal_conv1d", {"weight": ones(64, 1, 4)}, "weight", "(64, 1, 4)", "(64, K)"),
+    ("causal_conv1d", {"state": ones(2, 3, 64)}, "state", "(2, 3, 64)", "(2, 4, 64)"),
+    ("causal_conv1d", {"bias": ones(64).half()}, "bias", "float16", "float32, as x is"),
+    ("causal_conv1d", {"documents": ones(2, 47).int()}, "documents", "(2, 47)", "(2, 48)"),
+    ("causal_conv1d", {"silu": "silu"}, "silu", "'silu'", "True or False"),
+    (
+        "gated_delta_rule",
+        {"q": ones(2, 48, 3, 16), "k": ones(2, 48, 3, 16)},
+        *("v", "(2, 48, 4, 8)", "q's 3 divides"),
+    ),
+    ("gated_delta_rule", {"k": ones(2, 48, 4, 16)}, "k", "(2, 48, 4, 16)", "(2, 48, 2, 16)"),
+    ("gated_delta_rule", {"beta": ones(2, 48, 2)}, "beta", "(2, 48, 2)", "(2, 48, 4)"),
+    ("gated_delta_rule", {"state": ones(2, 4, 16, 8).half()}, "state", "float16", "float32"),
+    ("gated_delta_rule", {"state": ones(2, 4, 8, 16)}, "state", "(2, 4, 8, 16)", "(2, 4, 16, 8)"),
+    ("gated_delta_rule", {"scale": "half"}, "scale", "'half'", "a number"),
     ("adamw_step", {"gradient": ones(999)}, "gradient", "(999,)", "(1000,)"),
 ]
 

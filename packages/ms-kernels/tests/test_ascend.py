@@ -14,7 +14,11 @@ from ms_kernels.operators.rotary import ascend as rotary
 from ms_kernels.operators.swiglu import ascend as gates
 
 GOLDEN = Path(__file__).parent / "ascend" / "golden"
-ADAPTERS = [each for each in IMPLEMENTATIONS if each.backend == "ascend"]
+REFUSED = ("causal_conv1d", "gated_delta_rule")
+"""Operators for which torch_npu has nothing that fits, at any sizes."""
+ADAPTERS = [
+    each for each in IMPLEMENTATIONS if each.backend == "ascend" and each.operator not in REFUSED
+]
 OPERATORS = [each.operator for each in ADAPTERS]
 
 LIMITS = [
@@ -96,6 +100,18 @@ def test_an_npu_gets_the_fused_operator_and_says_why(operator):
     wide = CONTRACTS[operator].call({}, dtype=torch.float64)
     assert choose(on_an_npu(wide), IMPLEMENTATIONS).backend != "ascend"
     assert choose(CONTRACTS[operator].call({}, device="cuda"), IMPLEMENTATIONS).backend != "ascend"
+
+
+@pytest.mark.parametrize("operator", REFUSED)
+def test_what_torch_npu_has_nothing_for_is_refused_by_name(operator):
+    """The verdict names torch_npu's operator and what it lacks; the reference takes the call."""
+    contract = CONTRACTS[operator]
+    for dtype in (torch.float32, torch.bfloat16):
+        choice = choose(on_an_npu(contract.call({}, dtype=dtype)), IMPLEMENTATIONS)
+        assert choice.backend == "reference"
+        reasons = {each.backend: each.reason for each in choice.verdicts}
+        assert "has no fitting kernel: npu_" in reasons["ascend"]
+        assert "triton" in reasons["triton"]
 
 
 @pytest.mark.parametrize(("operator", "dims", "options", "told"), LIMITS)

@@ -36,12 +36,15 @@ SIZES = {
     "grouped_matmul": {"T": (0, 20), "E": (1, 5), "K": (1, 33), "N": (1, 33)},
     "quantized_linear": {"...": (0, 9), "N": (1, 33), "G": (1, 4)},
     "adamw_step": {"...": (0, 70)},
+    "causal_conv1d": {"B": (0, 3), "S": (1, 20), "C": (1, 70), "K": (1, 5)},
+    "gated_delta_rule": {"B": (0, 2), "S": (1, 20), "Hk": (1, 2), "D": (1, 17), "Dv": (1, 20)},
 }
 SHAPES = {
     "permute_tokens": (128, 32),
     "unpermute_tokens": (64, 32),
     "grouped_matmul": (96, 48),
     "quantized_linear": (24, 40),
+    "gated_delta_rule": (2, 48, 4, 8),
 }
 """Of the first result of the contract's example, where it is not the first argument's."""
 STRIDES = ["contiguous", "every other feature", "dims reversed", "wider rows"]
@@ -63,6 +66,8 @@ def dims_of(draw, operator, limits=None):
         dims["Sq"] = draw(st.one_of(st.just(dims["Sk"]), st.integers(0, dims["Sk"])))
     if operator == "decode_attention":
         dims["Hq"] = dims["Hk"] * draw(st.integers(1, 3))
+    if operator == "gated_delta_rule":
+        dims["Hv"] = dims["Hk"] * draw(st.integers(1, 2))
     if operator == "unpermute_tokens":
         dims["R"] = dims["T"] * dims["C"]
     return dims

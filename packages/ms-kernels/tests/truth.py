@@ -194,6 +194,54 @@ def adamw_step(weights, gradient, mean, square, step, learning_rate, betas, eps,
         weights[place] -= learning_rate * change
 
 
+def causal_conv1d(x, weight, bias, documents, state, silu, final_state):
+    width, result = weight.shape[1], torch.zeros_like(x)
+    last = x.new_zeros(x.shape[0], width, x.shape[2])
+    for b, s, c in _places(x.shape):
+        for distance, value in _before(x[b], None if state is None else state[b], documents, b, s):
+            if distance < width:
+                result[b, s, c] += weight[c, width - 1 - distance] * value[c]
+            if s == x.shape[1] - 1 and distance < width:
+                last[b, width - 1 - distance] = value
+        result[b, s, c] += 0 if bias is None else bias[c]
+        if silu:
+            result[b, s, c] /= 1 + math.exp(-result[b, s, c])
+    return (result, last) if final_state else result
+
+
+def _before(x, state, documents, b, s):
+    """Yield each input of a position's document, itself first, with its distance."""
+    for distance in range(s + 1):
+        yield distance, x[s - distance]
+        at = s - distance
+        if documents is not None and at > 0 and documents[b, at] != documents[b, at - 1]:
+            return
+    for more in range(0 if state is None else len(state)):
+        yield s + 1 + more, state[len(state) - 1 - more]
+
+
+def gated_delta_rule(q, k, v, g, beta, documents, state, scale, normalise, final_state):
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    result, heads = torch.zeros_like(v), v.shape[2]
+    final = q.new_zeros(q.shape[0], heads, q.shape[3], v.shape[3])
+    for b, h in _places((q.shape[0], heads)):
+        held = final[b, h]
+        if state is not None:
+            held += state[b, h]
+        for s in range(q.shape[1]):
+            query, key = (each[b, s, h // (heads // q.shape[2])] for each in (q, k))
+            if normalise:
+                query, key = (each / math.sqrt(each @ each + 1e-6) for each in (query, key))
+            if documents is not None and s > 0 and documents[b, s] != documents[b, s - 1]:
+                held.zero_()
+            held *= math.exp(g[b, s, h])
+            change = beta[b, s, h] * (v[b, s, h] - key @ held)
+            for place in range(len(key)):
+                held[place] += key[place] * change
+            result[b, s, h] = scale * (query @ held)
+    return (result, final) if final_state else result
+
+
 def _places(shape) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(size) for size in shape)))
 
@@ -217,5 +265,7 @@ TRUTHS = {
         grouped_matmul,
         quantized_linear,
         adamw_step,
+        causal_conv1d,
+        gated_delta_rule,
     )
 }

@@ -2,8 +2,10 @@ from .errors import ArgumentError, BackendError, KernelError, TableError
 from .operators.adamw_step.operator import adamw_step
 from .operators.add_rms_norm.operator import add_rms_norm
 from .operators.attention.operator import attention
+from .operators.causal_conv1d.operator import causal_conv1d
 from .operators.cross_entropy.operator import cross_entropy
 from .operators.decode_attention.operator import decode_attention
+from .operators.gated_delta_rule.operator import gated_delta_rule
 from .operators.geglu.operator import geglu
 from .operators.grouped_matmul.operator import grouped_matmul
 from .operators.layer_norm.operator import layer_norm
@@ -32,9 +34,11 @@ __all__ = [
     "adamw_step",
     "add_rms_norm",
     "attention",
+    "causal_conv1d",
     "cross_entropy",
     "decode_attention",
     "explain",
+    "gated_delta_rule",
     "geglu",
     "grouped_matmul",
     "layer_norm",

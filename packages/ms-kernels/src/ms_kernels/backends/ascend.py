@@ -18,7 +18,7 @@ from ms_kernels.contracts.call import Call, describe
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.core.choice import Implementation
 
-__all__ = ["HALVES", "REALS", "empty", "on_npu", "same_dtype", "within_classes"]
+__all__ = ["HALVES", "REALS", "empty", "on_npu", "refused", "same_dtype", "within_classes"]
 
 HALVES = (torch.bfloat16, torch.float16)
 """Dtypes of the cube unit."""
@@ -70,3 +70,15 @@ def on_npu(
         refuses=refuses,
         merit=merit,
     )
+
+
+def refused(contract: Contract, reason: str) -> Implementation:
+    """Return what stands for Ascend where torch_npu's own operator does not fit.
+
+    Our Triton kernels take the call where triton-ascend is installed, else the reference.
+    """
+
+    def absent(*given: Any) -> Any:
+        raise AssertionError(f"{contract.name} was refused: torch_npu {reason}")
+
+    return on_npu(contract, absent, f"none: torch_npu {reason}", refuses=lambda call: reason)

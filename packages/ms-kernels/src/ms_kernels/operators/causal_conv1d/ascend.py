@@ -1,0 +1,12 @@
+"""Why no convolution of torch_npu's is used."""
+
+from ms_kernels.backends.ascend import refused
+from ms_kernels.operators.causal_conv1d.contract import CONTRACT
+
+__all__ = ["IMPLEMENTATION"]
+
+IMPLEMENTATION = refused(
+    CONTRACT,
+    "has no fitting kernel: npu_masked_causal_conv1d takes 3 weights a channel, on Ascend 950 "
+    "alone, and npu_fused_causal_conv1d has no gradient",
+)

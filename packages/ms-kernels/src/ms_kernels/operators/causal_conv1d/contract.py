@@ -1,0 +1,99 @@
+"""A causal convolution of each channel by itself, cut where documents begin."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ms_kernels.contracts.arguments import Argument, Ladder, Work
+from ms_kernels.contracts.call import Dims, accumulator
+from ms_kernels.contracts.contract import Contract
+from ms_kernels.contracts.documents import documents_argument, starts_of
+from ms_kernels.contracts.options import flag
+
+__all__ = ["CONTRACT", "causal_conv1d", "hidden_taps", "last_inputs"]
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    documents: Tensor | None = None,
+    state: Tensor | None = None,
+    silu: bool = False,
+    final_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return ``Σ_d weight[:, K - 1 - d] · x[s - d] + bias``, perhaps through SiLU, and a state."""
+    positions, width = x.shape[1], weight.shape[1]
+    wide = accumulator(x.dtype)
+    # Widened before they are cut in taps, whose gradients would else be rounded one by one.
+    inputs = _with_state(x, state, width).to(wide)
+    hidden = hidden_taps(documents, width)
+    total = torch.zeros_like(x, dtype=wide)
+    for distance in range(width):
+        tap = inputs[:, width - distance : width - distance + positions]
+        if hidden is not None:
+            tap = tap.masked_fill(hidden[distance].unsqueeze(-1), 0)
+        total = total + tap * weight[:, width - 1 - distance]
+    total = total if bias is None else total + bias
+    result = (F.silu(total) if silu else total).to(x.dtype)
+    return (result, last_inputs(x, state, documents, width)) if final_state else result
+
+
+def hidden_taps(documents: Tensor | None, width: int) -> list[Tensor] | None:
+    """Return for each distance which position's tap lies before its document, bool (B, S)."""
+    if documents is None:
+        return None
+    starts = starts_of(documents)
+    hidden = [torch.zeros_like(starts)]
+    for distance in range(1, width):
+        # The tap is hidden where a document began within the last `distance` positions.
+        hidden.append(hidden[-1] | F.pad(starts, (distance - 1, 0))[:, : starts.shape[1]])
+    return hidden
+
+
+def last_inputs(x: Tensor, state: Tensor | None, documents: Tensor | None, width: int) -> Tensor:
+    """Return the last K inputs (B, K, C), 0 for those before the last position's document."""
+    last = _with_state(x, state, width)[:, x.shape[1] :]
+    hidden = hidden_taps(documents, width)
+    if hidden is None:
+        return last.clone()
+    ends = torch.stack([each[:, -1] for each in reversed(hidden)], 1)
+    return last.masked_fill(ends.unsqueeze(-1), 0)
+
+
+def _with_state(x: Tensor, state: Tensor | None, width: int) -> Tensor:
+    """Put the inputs before the first position, zeros if there are none, before x."""
+    return F.pad(x, (0, 0, width, 0)) if state is None else torch.cat((state, x), 1)
+
+
+def _forward(dims: Dims, itemsize: int) -> Work:
+    elements = dims["B"] * dims["S"] * dims["C"]
+    return Work(2 * elements * itemsize, 2 * dims["K"] * elements)
+
+
+def _backward(dims: Dims, itemsize: int) -> Work:
+    elements = dims["B"] * dims["S"] * dims["C"]
+    return Work(3 * elements * itemsize, 6 * dims["K"] * elements)
+
+
+CONTRACT = Contract(
+    name="causal_conv1d",
+    summary="a causal convolution of each channel, documents apart, optional SiLU and state",
+    arguments=(
+        Argument(name="x", dims="B S C"),
+        Argument(name="weight", dims="C K", like="x"),
+        Argument(name="bias", dims="C", like="x", optional=True),
+        documents_argument("B S"),
+        Argument(name="state", dims="B K C", like="x", optional=True),
+    ),
+    options=(flag("silu"), flag("final_state")),
+    returns="(B S C), dtype of x; with final_state=True a second one, (B K C)",
+    results={"result": "B S C", "final": "B K C"},
+    splits=("B", "C"),
+    positive="S C K",
+    forward=_forward,
+    backward=_backward,
+    example={"B": 2, "S": 48, "C": 64, "K": 4},
+    reference=causal_conv1d,
+    ladders=(Ladder({"B": 1, "C": 512, "K": 4}, ("S",)),),
+)

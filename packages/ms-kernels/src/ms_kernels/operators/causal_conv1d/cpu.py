@@ -1,0 +1,116 @@
+"""The causal convolution a tap at a time, saving its inputs alone for the backward pass."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ms_kernels.backends.cpu import on_cpu
+from ms_kernels.contracts.call import accumulator
+from ms_kernels.operators.causal_conv1d.contract import CONTRACT, hidden_taps, last_inputs
+
+__all__ = ["IMPLEMENTATION"]
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    documents: Tensor | None,
+    state: Tensor | None,
+    silu: bool,
+    final_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return each channel's convolution, perhaps through SiLU, and perhaps the last inputs."""
+    given = x, weight, bias, documents, state, silu
+    result: Tensor = _Convolution.apply(*given)  # type: ignore[no-untyped-call]
+    return (result, last_inputs(x, state, documents, weight.shape[1])) if final_state else result
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        documents: Tensor | None,
+        state: Tensor | None,
+        silu: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, documents, state)
+        ctx.silu = silu
+        total = _convolve(x, weight, bias, documents, state)
+        return (F.silu(total, inplace=True) if silu else total).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, documents, state = ctx.saved_tensors
+        pull = grad.to(accumulator(x.dtype))
+        if ctx.silu:
+            # d silu(t) = gate · (1 + t · (1 - gate)), where gate = 1 / (1 + exp(-t))
+            total = _convolve(x, weight, bias, documents, state)
+            gate = total.sigmoid()
+            pull = total.mul_(1 - gate).add_(1).mul_(gate).mul_(pull)
+        to_x, to_weight, to_state = _differentiate(pull, x, weight, documents, state)
+        to_bias = None if bias is None else pull.sum((0, 1)).to(bias.dtype)
+        return to_x.to(x.dtype), to_weight.to(weight.dtype), to_bias, None, to_state, None
+
+
+def _convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None, state: Tensor | None
+) -> Tensor:
+    """Return ``Σ_d weight[:, K - 1 - d] · x[s - d] + bias``, not rounded."""
+    wide = accumulator(x.dtype)
+    values, taps = x.to(wide), weight.to(wide)
+    hidden = hidden_taps(documents, weight.shape[1])
+    total = values * taps[:, -1]
+    if bias is not None:
+        total += bias
+    for distance in range(1, weight.shape[1]):
+        tap = taps[:, -1 - distance]
+        mine = _seen(values[:, : max(x.shape[1] - distance, 0)], hidden, distance, distance)
+        total[:, distance:].addcmul_(mine, tap)
+        if state is not None:
+            early = state[:, -distance:][:, : x.shape[1]].to(wide)
+            total[:, :distance].addcmul_(_seen(early, hidden, distance, 0), tap)
+    return total
+
+
+def _differentiate(
+    pull: Tensor, x: Tensor, weight: Tensor, documents: Tensor | None, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of x, weight and state for those of the sums (B, S, C)."""
+    wide, positions = pull.dtype, x.shape[1]
+    values, taps = x.to(wide), weight.to(wide)
+    hidden = hidden_taps(documents, weight.shape[1])
+    to_x, to_weight = pull * taps[:, -1], torch.empty_like(taps)
+    to_weight[:, -1] = (pull * values).sum((0, 1))
+    to_state = None if state is None else torch.zeros_like(state, dtype=wide)
+    for distance in range(1, weight.shape[1]):
+        tap, inner = taps[:, -1 - distance], max(positions - distance, 0)
+        mine = _seen(pull[:, distance:], hidden, distance, distance)
+        to_x[:, :inner].addcmul_(mine, tap)
+        slope = (mine * values[:, :inner]).sum((0, 1))
+        if state is not None and to_state is not None:
+            early = _seen(pull[:, :distance], hidden, distance, 0)
+            first = state.shape[1] - distance
+            past = slice(first, first + early.shape[1])
+            to_state[:, past].addcmul_(early, tap)
+            slope = slope + (early * state[:, past].to(wide)).sum((0, 1))
+        to_weight[:, -1 - distance] = slope
+    return to_x, to_weight, None if to_state is None or state is None else to_state.to(state.dtype)
+
+
+def _seen(part: Tensor, hidden: list[Tensor] | None, distance: int, first: int) -> Tensor:
+    """Return the part with 0 where the tap of the positions from `first` on is hidden."""
+    if hidden is None:
+        return part
+    there = hidden[distance][:, first : first + part.shape[1]]
+    return part.masked_fill(there.unsqueeze(-1), 0)
+
+
+IMPLEMENTATION = on_cpu(CONTRACT, causal_conv1d, "a tap at a time; saves its inputs alone")

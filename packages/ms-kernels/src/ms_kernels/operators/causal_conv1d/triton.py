@@ -1,0 +1,200 @@
+"""The causal convolution in one pass over memory; gradients without atomic additions."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from ms_kernels.backends.triton.configuration import grid, tuned_kernels
+from ms_kernels.backends.triton.implementation import on_gpu
+from ms_kernels.backends.triton.launching import blocks, launch, power_of_two
+from ms_kernels.backends.triton.rows import empty, with_unit_stride
+from ms_kernels.contracts.call import Call
+from ms_kernels.core.entries import DTYPES, Entry, entry
+from ms_kernels.core.launches import ANY_SIZE, TableKey, TunedKernel, key_of
+from ms_kernels.core.torch_operator import is_wanted, opaque, unwanted
+from ms_kernels.operators.causal_conv1d.contract import CONTRACT, last_inputs
+
+__all__ = ["IMPLEMENTATION"]
+
+WIDEST = 16
+"""Weights of a channel: a kernel's loop over them is unrolled."""
+
+LARGEST_STRIDE = 2**23
+"""Between positions, in elements."""
+
+FORWARD, PULL, BACKWARD = TUNED = tuned_kernels(
+    "causal_conv1d",
+    "conv_forward conv_pull conv_backward",
+    sizes="C",
+    tried_at=({"B": 4, "S": 4096, "C": 8192, "K": 4},),
+    candidates=grid(BS=(16, 32, 64), BC=(64, 128, 256), num_warps=(4, 8)),
+    defaults=((ANY_SIZE, {"BS": 32, "BC": 128, "num_warps": 4}),),
+)
+KERNELS = f"{__package__}.kernels"
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    documents: Tensor | None,
+    state: Tensor | None,
+    *options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return each channel's convolution, perhaps through SiLU, and perhaps the last inputs."""
+    result: Tensor = _convolution(x, weight, bias, documents, state, *options)
+    return (result, last_inputs(x, state, documents, weight.shape[1])) if options[-1] else result
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    documents: Tensor | None,
+    state: Tensor | None,
+    *options: Any,
+) -> Tensor:
+    x, result = with_unit_stride(x), empty(x)
+    constants = _constants(FORWARD, key_of(x), x.shape[2])
+    launch(
+        f"{KERNELS}.conv_forward",
+        _tiles(x, x.shape[1], constants),
+        x,
+        *(x, *_tables(x, weight, bias, documents, state), result, *_sizes(x)),
+        **_flags(weight, bias, documents, state, silu=options[0]),
+        **constants,
+    )
+    return result
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    documents: Tensor | None,
+    state: Tensor | None,
+    wanted: int,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, to_x, taps = with_unit_stride(x), empty(x), weight.shape[1]
+    tables = weights, _, numbers, held = _tables(x, weight, bias, documents, state)
+    pull = grad
+    if options[0] or grad.dtype != torch.float32:
+        pull = empty(x, torch.float32)
+        constants = _constants(PULL, key_of(x), x.shape[2])
+        launch(
+            f"{KERNELS}.conv_pull",
+            _tiles(x, x.shape[1], constants),
+            x,
+            *(x, *tables, grad, pull, *_sizes(x)),
+            **_flags(weight, bias, documents, state, silu=options[0]),
+            **constants,
+        )
+    to_state = unwanted(x) if state is None else empty(state)
+    constants = _constants(BACKWARD, key_of(x), x.shape[2])
+    rows = len(x) * blocks(x.shape[1] + taps, constants["BS"])
+    parts = x.new_empty((rows, taps + 1, x.shape[2]), dtype=torch.float32)
+    flags = _flags(weight, bias, documents, state, silu=False)
+    launch(
+        f"{KERNELS}.conv_backward",
+        _tiles(x, x.shape[1] + taps, constants),
+        x,
+        *(x, weights, numbers, held, pull, to_x, to_state, parts, *_sizes(x)),
+        **{name: flags[name] for name in ("K", "CUT", "GIVEN")},
+        **constants,
+    )
+    sums = parts.sum(0)
+    return (
+        to_x if is_wanted(wanted, 0) else unwanted(x),
+        sums[:-1].T.to(weight.dtype).contiguous() if is_wanted(wanted, 1) else unwanted(weight),
+        sums[-1].to(x.dtype) if is_wanted(wanted, 2) else x.new_empty(0),
+        to_state if is_wanted(wanted, 3) else unwanted(x),
+    )
+
+
+def _tables(x: Tensor, weight: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+    """Return weights, bias, documents and state; any tensor will do where there is none."""
+    return (weight.contiguous(), *(x if each is None else each.contiguous() for each in others))
+
+
+def _sizes(x: Tensor) -> tuple[int, ...]:
+    return (*x.shape[1:], *x.stride()[:2])
+
+
+def _flags(
+    weight: Tensor,
+    bias: Tensor | None,
+    documents: Tensor | None,
+    state: Tensor | None,
+    *,
+    silu: bool,
+) -> dict[str, Any]:
+    return {
+        "K": weight.shape[1],
+        "SILU": silu,
+        "BIASED": bias is not None,
+        "CUT": documents is not None,
+        "GIVEN": state is not None,
+    }
+
+
+def _tiles(x: Tensor, places: int, constants: dict[str, int]) -> int:
+    return len(x) * blocks(places, constants["BS"]) * blocks(x.shape[2], constants["BC"])
+
+
+def _constants(kernel: TunedKernel, key: TableKey, width: int) -> dict[str, int]:
+    values = kernel.values(key, width)
+    return {**values, "BC": min(power_of_two(width), values["BC"])}
+
+
+def entries(chip: str, dtype: str) -> Iterator[Entry]:
+    """Yield what a library holds: 4 weights a channel, plain and with bias, documents and SiLU."""
+    tiles = "batch * cdiv({}, BS) * cdiv(width, BC)"
+    for kernel, places in zip(TUNED, ("positions", "positions", "positions + K"), strict=True):
+        for detail, cut in (("4", False), ("4_documents", True)):
+            flags = {"K": 4, "CUT": cut, "GIVEN": False}
+            if kernel is not BACKWARD:
+                flags |= {"SILU": True, "BIASED": cut}
+            yield entry(
+                "causal_conv1d",
+                f"{KERNELS}.{kernel.name}",
+                dtype,
+                detail,
+                {**_constants(kernel, TableKey(chip, DTYPES[dtype]), 4096), **flags},
+                tiles.format(places),
+                fp32="PULL DW",
+                i32="DOCUMENTS",
+                extra=("batch",),
+            )
+
+
+def _refuses(call: Call) -> str | None:
+    """Decline wide weights, and strides beyond 32 bits."""
+    x, weight = call.given[:2]
+    if weight.shape[1] > WIDEST:
+        return f"takes up to {WIDEST} weights a channel, not {weight.shape[1]}"
+    if x.strides[1] > LARGEST_STRIDE:
+        return f"takes strides of positions up to {LARGEST_STRIDE}, not {x.strides[1]}"
+    return None
+
+
+_convolution = opaque(
+    evolve(CONTRACT, results={"result": "B S C"}, positive="S C K"),
+    "triton",
+    forward=_forward,
+    backward=_backward,
+    saves=("x", "weight", "bias", "documents", "state"),
+)
+
+IMPLEMENTATION = on_gpu(
+    CONTRACT,
+    "one pass over memory, SiLU in it; saves its inputs alone",
+    tuned=TUNED,
+    entries=entries,
+    refuses=_refuses,
+    run=causal_conv1d,
+)
