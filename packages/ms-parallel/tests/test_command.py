@@ -52,7 +52,7 @@ def python(*words: str, **options: object) -> "subprocess.CompletedProcess[str]"
     [
         ["--version"],
         ["--help"],
-        *([name, "--help"] for name in ("train", "inspect", "init", "schedule", "doctor")),
+        *([name, "--help"] for name in ("train", "inspect", "init", "schedule", "prove", "doctor")),
         ["init"],
         ["schedule", "zb-v", "--stages", "2", "--microbatches", "4"],
     ],

@@ -1,12 +1,14 @@
 """How the load of experts is balanced, as settings that an engine and a run file share."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import Attribute, evolve, field, frozen
 
 from ms_parallel.errors import ConfigError
-from ms_parallel.models.experts.choice import Mixture
 from ms_parallel.settings import nearest, number, shown
+
+if TYPE_CHECKING:  # a run file's keys are known without torch
+    from ms_parallel.models.experts.choice import Mixture
 
 __all__ = ["Balance", "balance_of", "method"]
 
@@ -51,7 +53,7 @@ class Balance:
     z_coefficient: float = field(default=0.0, validator=number())
     """Of the mean over tokens and layers of the square of the logits' logsumexp."""
 
-    def of(self, mixture: Mixture | None) -> "Balance":
+    def of(self, mixture: "Mixture | None") -> "Balance":
         """The same with nothing left open, for a model.
 
         Raises:
