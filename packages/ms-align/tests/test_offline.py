@@ -313,15 +313,15 @@ def test_epochs_are_counted_in_rows(sets: Path, tmp_path: Path) -> None:
         (["lora=3"], "lora is 3; give a table"),
         (["lora.targets='('"], "targets is '(', which is no regular expression"),
         (["lora.targets=5"], "targets is 5; give"),
-        (["dataset=3"], "dataset is 3; give a folder, or a table of them"),
-        (["dataset={a=1}"], "dataset is {'a': 1}; give a folder, or a table of them"),
+        (["dataset=3"], "dataset is 3; give a path"),
+        (["dataset={a=1}"], "dataset is 1; give a path"),
         (["weights=x"], "weights is 'x'; give a table of numbers, 0 or more"),
         (["task_weights=3"], "task_weights is 3; give a table of numbers"),
         (["task_weights={a='x'}"], "task_weights is {'a': 'x'}; give a table of numbers"),
         (["task_weights={a=-1}"], "task_weights is {'a': -1}; give a table of numbers"),
         (["tasks={signal='given', given=5}"], "given is 5; give a table of numbers"),
         (["betas=5"], "betas is 5; give two numbers"),
-        (["output_dir=5"], "output_dir is 5; give a folder"),
+        (["output_dir=5"], "output_dir is 5; give a path"),
         (["data='x'"], "'data' is called 'dataset' now"),
     ],
 )
@@ -413,7 +413,7 @@ def test_a_place_that_cannot_be_written_is_told(
     (tmp_path / "file").write_text("")
     run = run_file(sets, tmp_path, "sft", output_dir=str(tmp_path / "file" / "sft"))
     assert main(["sft", str(run)]) == 2
-    assert "Not a directory; choose another output_dir" in capsys.readouterr().err
+    assert "is no folder; give another path" in capsys.readouterr().err
 
 
 def test_silent_failures_are_refused(sets: Path, tmp_path: Path) -> None:

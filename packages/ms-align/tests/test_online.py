@@ -216,7 +216,8 @@ def test_bad_input_is_told_before_anything_is_trained(tmp_path: Path) -> None:
     refused(ConfigError, "minibatch_size", minibatch_size=3)
     refused(ConfigError, "kl_estimator is 'k9'", kl_estimator="k9")
     refused(ConfigError, "kl_target is 0.5 and kl_coeff 0", kl_target=0.5, kl_coeff=0)
-    refused(ConfigError, "int; give a torch.nn.Module", policy_model=3)
+    refused(ConfigError, "policy_model is 3; give a path", policy_model=3)
+    refused(ConfigError, "object; give a torch.nn.Module", policy_model=object())
 
     class Other(ByteTokenizer):
         vocabulary_size = 300
