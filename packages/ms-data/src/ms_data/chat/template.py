@@ -24,7 +24,7 @@ import xxhash
 from ms_data.chat.messages import Message
 from ms_data.chat.process import ask
 from ms_data.errors import DataError, SettingError, TokenizerError, printable
-from ms_data.files.untrusted import check_path, read_json, read_text
+from ms_data.files.untrusted import check_path, decoding, read_json, read_text
 
 __all__ = ["ChatTemplate", "Rendered"]
 
@@ -95,10 +95,11 @@ class ChatTemplate:
         check_path("a chat template", path, error=TokenizerError)
         path = Path(path)
         try:
-            if os.path.isdir(path):
-                source, tokens = _from_folder(path, name)
-            else:
-                source, tokens = _read_template(path), {}
+            with decoding(path, error=TokenizerError):
+                if os.path.isdir(path):
+                    source, tokens = _from_folder(path, name)
+                else:
+                    source, tokens = _read_template(path), {}
         except TokenizerError as error:
             raise TokenizerError(
                 f"no chat template: {error}; give a tokenizer's folder with tokenizer_config.json "
