@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ms_align.errors import ConfigError, DataError
-from ms_align.files.untrusted import check_path
+from ms_align.files.untrusted import check_path, decoding
 
 __all__ = ["ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "load_tokenizer"]
 
@@ -97,7 +97,8 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     if str(name) == "bytes":
         return ByteTokenizer()
     check_path("a tokenizer", name, error=DataError)
-    return _load(Path(name))
+    with decoding(name, error=DataError):
+        return _load(Path(name))
 
 
 def _load(path: Path) -> Tokenizer:
