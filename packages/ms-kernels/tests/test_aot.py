@@ -192,8 +192,10 @@ def test_the_command_builds_for_amd_and_refuses_what_it_does_not_know(tmp_path, 
     assert main([*arguments[:2], "sm_90", *arguments[3:6], "nothing"]) == 2
     assert "there are adamw_step, attention_backward_keys" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    assert main([*arguments[:4], str(tmp_path / "file"), "--only", "scale_cast_bf16"]) == 2
-    assert "cannot be written: Not a directory; name another folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments[:4], str(tmp_path / "file"), "--only", "scale_cast_bf16"])
+    assert ended.value.code == 2
+    assert "where a file stands, and a folder is to be written" in capsys.readouterr().err
     assert main([*arguments, "--jobs", "0"]) == 2
 
 
