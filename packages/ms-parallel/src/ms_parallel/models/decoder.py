@@ -120,7 +120,8 @@ def plan_with(
     }
     if config.query_key_norm:
         inside |= {"self_attn.q_norm": "heads", "self_attn.k_norm": "heads"}
-    if config.mixture is not None and len(config.mixture.layers) == config.num_hidden_layers:
+    mixture = config.mixture
+    if mixture is not None and set(mixture.layers) >= set(range(config.num_hidden_layers)):
         inside |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
     inside |= {**dict.fromkeys(norms.names, "sequence"), **(modules or {})}
     tensor: dict[str, Style] = {
