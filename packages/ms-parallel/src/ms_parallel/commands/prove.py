@@ -78,5 +78,7 @@ def _text(proof: "Proof") -> str:
     for each in proof.outcomes:
         if each.refused:
             lines.append(f"refused         {each.case.text}: {each.refused}")
-    lines.append(f"took            {proof.seconds:.0f} s, seed {proof.seed}, in float64")
+    lines.append(
+        f"took            {proof.seconds:.0f} s, seed {proof.seed}, tolerance {proof.tolerance:g}"
+    )
     return "\n".join(lines)

@@ -48,6 +48,8 @@ _SMALL: dict[str, int] = {
     "linear_value_head_dim": 8,
 }
 """The most that each setting is left at; a model has those of them that its configuration has."""
+TOLERANCE, FLOAT32 = 1e-12, 2e-6
+"""Of what computes in float64, and of transformers' models, whose norms round to float32 in it."""
 _LAYERS = 4
 _SPREAD = 0.1
 """Standard deviation of weights: large enough that every path through a small model counts."""
@@ -67,6 +69,8 @@ class Subject:
     vocabulary: int = field(default=_SMALL["vocab_size"])
     packs: bool = True
     """Whether documents in packed rows are held against the documents alone."""
+    tolerance: float = TOLERANCE
+    """Allowed difference, as a share of the largest value."""
 
 
 def open_subject(name: str) -> Subject:
@@ -126,7 +130,7 @@ def _of_foreign(name: str, config: TransformersModel) -> Subject:
     small = config.with_settings(known)
     text = f"transformers' {small.model_type}, {changed['num_hidden_layers']} layers"
     vocabulary = int(changed.get("vocab_size", given["vocab_size"]))
-    return Subject(name=name, shrunk=text, given=small, vocabulary=vocabulary)
+    return Subject(name=name, shrunk=text, given=small, vocabulary=vocabulary, tolerance=FLOAT32)
 
 
 def _some_of_each(kinds: Sequence[str], count: int) -> list[str]:

@@ -28,7 +28,7 @@ def is_delta(module: Any) -> bool:
     return known and (apart or together) and getattr(module, "activation", None) == "silu"
 
 
-def delta_forward(module: Any, hidden: Tensor, documents: Tensor) -> Tensor:
+def delta_forward(module: Any, hidden: Tensor, documents: Tensor | None) -> Tensor:
     """What the module computes of (B, S, H), where documents (B, S) int32 know no other."""
     mixed, z, b, a = _projected(module, hidden)
     weight = module.conv1d.weight.squeeze(1)

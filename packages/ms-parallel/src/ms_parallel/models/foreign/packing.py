@@ -40,10 +40,10 @@ class Apart(Around):
         """As the inner module, whose first argument is (B, S, H)."""
         hidden, documents = args[0] if args else named[HIDDEN], self.documents
         named = {key: None if key == MASK else value for key, value in named.items()}
+        if is_delta(self.inner):  # one rule for packed rows and for others: they round alike
+            return delta_forward(self.inner, hidden, documents)
         if documents is None or bool((documents == documents[:, :1]).all()):
             return self.inner(*args, **named)
-        if is_delta(self.inner):
-            return delta_forward(self.inner, hidden, documents)
         pieces = [
             piece[None]
             for row, numbers in zip(hidden, documents, strict=True)
