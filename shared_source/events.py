@@ -10,8 +10,6 @@ import msgspec
 
 from .files.durable import writing
 
-__all__ = ["JsonLines", "OnEvent"]
-
 Fields = Mapping[str, int | float | str]
 
 

@@ -21,8 +21,6 @@ from types import FrameType
 
 from .entry import FAILED
 
-__all__ = ["StopSignal", "end_with_launcher", "launcher_is_gone", "started_by_torchrun"]
-
 PR_SET_PDEATHSIG = 1
 STARTED = (os.getpid(), os.getppid())
 """This process and its parent, as early as can be."""

@@ -11,19 +11,6 @@ from typing import BinaryIO
 
 from ..errors import WriteError
 
-__all__ = [
-    "publish",
-    "replace",
-    "sync_folder",
-    "sync_tree",
-    "whole_folder",
-    "write_all",
-    "write_file",
-    "write_files",
-    "write_synced",
-    "writing",
-]
-
 
 def write_all(file: FileIO, content: bytes | memoryview) -> None:
     """Write all of `content` to an unbuffered file, which may take it in parts."""

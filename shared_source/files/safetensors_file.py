@@ -16,8 +16,6 @@ from torch import Tensor
 
 from .durable import write_all
 
-__all__ = ["DTYPES", "TensorEntry", "WeightFile", "header_of"]
-
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -10,22 +10,6 @@ from attrs import field, frozen
 
 from .untrusted import decode_json, read_bytes, read_json, read_text
 
-__all__ = [
-    "KNOWN_ENDS",
-    "ROLES",
-    "SETTINGS",
-    "TEMPLATE",
-    "TOKENIZER",
-    "AddedToken",
-    "TokenizerSource",
-    "decode_source",
-    "end_of_documents",
-    "json_text",
-    "read_beside",
-    "read_source",
-    "token_text",
-]
-
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 ROLES = ("bos_token", "eos_token", "pad_token")
 KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")

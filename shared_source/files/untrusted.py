@@ -16,16 +16,6 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-__all__ = [
-    "check_path",
-    "decode_json",
-    "decoding",
-    "read_bytes",
-    "read_json",
-    "read_text",
-    "read_toml",
-]
-
 LIMIT_BYTES = 256 * 2**20
 """What a file of settings, names or a vocabulary is never larger than."""
 

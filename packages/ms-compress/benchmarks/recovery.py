@@ -28,7 +28,8 @@ from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import open_runtime
 from ms_compress.training.corpus import rows
 from ms_compress.training.distillation import distillation_loss
-from ms_compress.training.loop import Tuning, tune
+from ms_compress.training.loop import tune
+from ms_compress.training.options import Tuning
 from ms_parallel.weights import load_model
 
 LENGTH = 256

@@ -18,7 +18,8 @@ from folders import VOCABULARY, model, write_model, write_shards
 
 from ms_compress import ConfigError, DataError, ExportError, export, qat
 from ms_compress.cli import main
-from ms_compress.evaluation.measure import Evaluation, evaluate
+from ms_compress.evaluation.measure import evaluate
+from ms_compress.evaluation.options import Evaluation
 from ms_compress.evaluation.perplexity import perplexity
 from ms_compress.files.durable import write_files
 from ms_compress.report import Report, Result, render, table

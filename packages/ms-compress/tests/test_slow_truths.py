@@ -22,8 +22,9 @@ from ms_compress.quantisation.rounding import quantise, round_at, scales_of
 from ms_compress.quantisation.scheme import Scheme
 from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import open_runtime
-from ms_compress.training.distillation import Divergence, distillation_loss
+from ms_compress.training.distillation import distillation_loss
 from ms_compress.training.engine_distillation import DistillationLoss, engine_teacher
+from ms_compress.training.options import Divergence
 from ms_parallel import Engine
 from ms_parallel.engine.optimizer import AdamWConfig
 

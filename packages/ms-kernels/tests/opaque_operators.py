@@ -4,7 +4,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from ms_kernels.core.torch_operator import is_wanted, opaque, unwanted
+from ms_kernels.core.plan import is_wanted, unwanted
+from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators import CONTRACTS
 from ms_kernels.operators.attention.contract import visible
 

@@ -11,7 +11,8 @@ from ms_parallel import checkpoint
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
-from ms_parallel.engine.loss import Batch, NextTokenLoss, Output
+from ms_parallel.engine.loss import NextTokenLoss, Output
+from ms_parallel.models.batch import Batch
 from ms_parallel.models.experts.kept import recomputes
 from ms_parallel.models.experts.router import Router
 

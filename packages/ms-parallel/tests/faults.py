@@ -23,7 +23,8 @@ from ms_parallel.cluster.agreement import first_does
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.watch import Heartbeat, position
-from ms_parallel.engine.loss import Batch, NextTokenLoss, Output
+from ms_parallel.engine.loss import NextTokenLoss, Output
+from ms_parallel.models.batch import Batch
 from ms_parallel.operators.split_vocabulary import VocabularyParallelLoss
 from ms_parallel.split.part import local_part
 

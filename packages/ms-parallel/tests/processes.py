@@ -25,8 +25,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Command", "ProcessesFailedError", "run_command", "run_processes"]
-
 NURSERY = Path(__file__).with_name("nursery.py")
 
 

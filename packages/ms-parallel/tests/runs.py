@@ -11,9 +11,10 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
-from ms_parallel.engine.loss import Batch, NextTokenLoss, Output
+from ms_parallel.engine.loss import NextTokenLoss, Output
 from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.models import ModelConfig, TransformerXLConfig, architecture
+from ms_parallel.models.batch import Batch
 from ms_parallel.weights import save_model
 
 ROWS, LENGTH, VOCABULARY = 4, 16, 48

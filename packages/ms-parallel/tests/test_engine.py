@@ -22,10 +22,11 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
-from ms_parallel.engine.loss import Batch, NextTokenLoss, Output
+from ms_parallel.engine.loss import NextTokenLoss, Output
 from ms_parallel.engine.optimizer import AdamWConfig, learning_rate
 from ms_parallel.errors import ConfigError, LaunchError, ParallelError, ScheduleError
 from ms_parallel.models import build_model
+from ms_parallel.models.batch import Batch
 from ms_parallel.training.options import Options
 from ms_parallel.weights import initialise
 

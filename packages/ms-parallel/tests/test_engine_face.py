@@ -19,9 +19,10 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import AXES, Layout, row_axes
 from ms_parallel.engine import assembly
-from ms_parallel.engine.loss import Batch, Output
+from ms_parallel.engine.loss import Output
 from ms_parallel.engine.optimizer import decays, learning_rate
 from ms_parallel.errors import ConfigError, ModelError
+from ms_parallel.models.batch import Batch
 
 TEMPERATURE = 2.0
 

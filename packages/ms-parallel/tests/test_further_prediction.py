@@ -22,8 +22,9 @@ from runs import FAMILIES, global_batch, tiny
 
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.further import divisors, further_targets
-from ms_parallel.engine.loss import Batch, NextTokenLoss
+from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.errors import ConfigError, ModelError
+from ms_parallel.models.batch import Batch
 from ms_parallel.models.parts.block import Block
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.weights import load_model, save_model

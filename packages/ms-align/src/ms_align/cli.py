@@ -15,8 +15,6 @@ from ms_align.interruption import end_with_launcher
 from ms_align.settings.run_file import add_run_file, read_settings
 from ms_align.settings.template import help_text, write_template
 
-__all__ = ["main"]
-
 PROG = "ms-align"
 
 

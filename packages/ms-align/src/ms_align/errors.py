@@ -1,19 +1,5 @@
 """Every error this package raises on purpose; each is also the builtin that fits."""
 
-__all__ = [
-    "AlignError",
-    "CheckpointError",
-    "ConfigError",
-    "DamageError",
-    "DataError",
-    "FolderError",
-    "ModelError",
-    "NonFiniteError",
-    "NothingToLearnError",
-    "RewardError",
-    "WriteError",
-]
-
 
 class AlignError(Exception):
     """Base of all errors of ms-align. Its text is one line: what, where, the remedy."""

@@ -11,8 +11,6 @@ import msgspec
 
 from .files.durable import writing
 
-__all__ = ["JsonLines", "OnEvent"]
-
 Fields = Mapping[str, int | float | str]
 
 

@@ -5,8 +5,6 @@ import torch.distributed as dist
 
 from ms_align.interruption import StopSignal
 
-__all__ = ["StopRequest", "any_of", "barrier", "count", "exchange_device", "rank"]
-
 
 def rank() -> int:
     """This process's number, from 0."""

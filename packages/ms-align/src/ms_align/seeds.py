@@ -2,8 +2,6 @@
 
 from hashlib import sha256
 
-__all__ = ["LARGEST_SEED", "seed_of"]
-
 LARGEST_SEED = (1 << 63) - 1
 """Largest seed of a run; every generator of random numbers takes it."""
 ROOM = 1 << 32

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 from ms_align.errors import ConfigError, DataError
 from ms_align.files.untrusted import check_path, decoding
 
-__all__ = ["ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "load_tokenizer"]
-
 
 class Tokenizer(Protocol):
     """What is asked of a tokenizer."""

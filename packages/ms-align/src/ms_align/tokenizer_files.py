@@ -31,8 +31,6 @@ from ms_align.files.untrusted import decode_json, decoding, read_bytes, read_jso
 from ms_align.settings import shown
 from ms_align.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
-__all__ = ["TokenizerFiles", "complete", "files_of", "has_tokenizer"]
-
 COPIED = (
     TOKENIZER,
     "tokenizer.model",

@@ -13,8 +13,6 @@ from ms_compress.entry import CommandParser, file_argument, perform
 from ms_compress.settings.run_file import add_run_file, build, read_settings, refuse_renamed
 from ms_compress.settings.template import help_text, write_template
 
-__all__ = ["main"]
-
 PROG = "ms-compress"
 RENAMED = {"data": "dataset", "out": "output_dir", "by_use": "act_order"}
 """Keys that are not known any more, with their new names."""

@@ -14,20 +14,6 @@ from typing import NoReturn
 
 from .files.untrusted import check_path
 
-__all__ = [
-    "BAD_INPUT",
-    "DONE",
-    "FAILED",
-    "INTERRUPTED",
-    "CommandParser",
-    "exit_code",
-    "file_argument",
-    "folder_argument",
-    "one_line",
-    "path_argument",
-    "perform",
-]
-
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 SIBLINGS = {

@@ -1,20 +1,5 @@
 """Every error this package raises on purpose; each is also the builtin that fits."""
 
-__all__ = [
-    "CalibrationError",
-    "CompressError",
-    "ConfigError",
-    "DataError",
-    "DivergedError",
-    "ExportError",
-    "FolderError",
-    "LayerError",
-    "OrderError",
-    "SchemeError",
-    "VerifyError",
-    "WriteError",
-]
-
 
 class CompressError(Exception):
     """Base of all errors of ms-compress. Its text is one line: what, where, the remedy."""

@@ -10,8 +10,6 @@ from pathlib import Path
 from ms_compress.files.durable import whole_folder
 from ms_compress.files.run_folder import locked
 
-__all__ = ["alone", "new_folder"]
-
 
 @contextmanager
 def new_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:

@@ -23,8 +23,6 @@ from ms_compress.files.tokenizer_source import (
     token_text,
 )
 
-__all__ = ["TextEnds", "check_fits", "read_tokenizer", "text_ends", "text_files"]
-
 GENERATION = "generation_config.json"
 COPIED = "special_tokens_map.json"
 

@@ -32,8 +32,6 @@ from ms_data.progress import showing
 from ms_data.tokenization.tokenizer import Tokenizer
 from ms_data.tokenization.training import train_tokenizer
 
-__all__ = ["main"]
-
 _CORPUS = (
     "a file or folder of text or of JSON Lines (.jsonl), plain or packed (.gz, .zst); "
     "or stdlib, the running Python's own library sources"

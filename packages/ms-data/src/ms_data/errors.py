@@ -2,18 +2,6 @@
 
 from pathlib import Path
 
-__all__ = [
-    "CorpusError",
-    "DamageError",
-    "DataError",
-    "OutputError",
-    "SettingError",
-    "StateError",
-    "TokenizerError",
-    "WriteError",
-    "printable",
-]
-
 _SHOWN_CHARACTERS = 200
 
 

@@ -14,8 +14,6 @@ from ms_kernels.core.choice import Implementation, obstacle_to
 from ms_kernels.core.dispatch import describe_call
 from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 
-__all__ = ["Finding", "check", "compare"]
-
 
 @frozen(kw_only=True)
 class Finding:

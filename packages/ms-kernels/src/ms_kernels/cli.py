@@ -8,8 +8,6 @@ from ms_kernels.aot.targets import TARGETS
 from ms_kernels.aot.workers import cores
 from ms_kernels.entry import CommandParser, file_argument, folder_argument, perform
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 0 done, 1 a check did not hold, 2 bad input, 130 after Ctrl-C."""

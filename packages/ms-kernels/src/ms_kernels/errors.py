@@ -1,7 +1,5 @@
 """Every error this package raises on purpose; each is also the builtin that fits."""
 
-__all__ = ["ArgumentError", "BackendError", "KernelError", "TableError", "shown"]
-
 SHOWN_CHARACTERS = 80
 """Most characters of a value that a message shows."""
 

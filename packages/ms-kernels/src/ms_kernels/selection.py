@@ -12,8 +12,6 @@ from ms_kernels.core.dispatch import PREFERRED, decide, describe_call
 from ms_kernels.errors import ArgumentError, BackendError
 from ms_kernels.operators import BACKENDS, CONTRACTS
 
-__all__ = ["check_backends", "contract_of", "explain", "use_backend"]
-
 
 def contract_of(name: str) -> Contract:
     """Return an operator by its name.

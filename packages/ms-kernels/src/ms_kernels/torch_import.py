@@ -4,8 +4,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["without_numpy_warning"]
-
 
 @contextmanager
 def without_numpy_warning() -> Iterator[None]:

@@ -13,8 +13,6 @@ from ms_parallel import commands
 from ms_parallel.entry import CommandParser, perform
 from ms_parallel.version import __version__
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 (done), 1 (failed), 2 (bad input) or 130 (Ctrl-C)."""

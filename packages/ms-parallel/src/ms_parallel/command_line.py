@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["GIB", "add_json", "print_json"]
-
 GIB = 1 << 30
 
 

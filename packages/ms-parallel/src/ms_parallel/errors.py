@@ -2,21 +2,6 @@
 
 from typing import ClassVar
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DamageError",
-    "FolderError",
-    "LaunchError",
-    "LayoutError",
-    "ModelError",
-    "NonFiniteError",
-    "ParallelError",
-    "ScheduleError",
-    "StageError",
-    "WriteError",
-]
-
 
 class ParallelError(Exception):
     """Base of all errors of ms-parallel. Its text is one line: what, where, the remedy."""

@@ -9,8 +9,6 @@ from time import monotonic
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-__all__ = ["RunDisplay", "Throughput", "duration"]
-
 WINDOW = 50
 """Steps over which the rate is measured."""
 

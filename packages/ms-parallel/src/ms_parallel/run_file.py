@@ -13,8 +13,6 @@ from ms_parallel.settings import a_path, nearest
 from ms_parallel.settings.run_file import override, read_settings, refuse_renamed
 from ms_parallel.training.options import Length, Options
 
-__all__ = ["RunFile", "known_keys", "read_run_file"]
-
 KEYS = {"model": "model_arch", "dataset": "dataset_path", "layout": "parallel_config"}
 """What a file calls the arguments whose names in Python are older."""
 RENAMED = {"model_arch": "model", "dataset_path": "dataset"}

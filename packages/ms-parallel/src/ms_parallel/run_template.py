@@ -7,8 +7,6 @@ from ms_parallel.settings.keys import Key, KeyGroup, groups_of, place_of
 from ms_parallel.settings.template import template_text
 from ms_parallel.training.options import Options
 
-__all__ = ["GROUPS", "key_groups", "template"]
-
 LENGTH = {
     "model": "An architecture (llama, qwen3, ...), or a folder with a Hugging Face config.json.",
     "dataset": "A folder of shards, or raw text: a file, a folder, or `stdlib`.",

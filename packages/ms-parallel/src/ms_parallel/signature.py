@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
-__all__ = ["takes"]
-
 P = ParamSpec("P")
 Init = Callable[..., None]
 

@@ -9,8 +9,6 @@ from ms_profile.entry import BAD_INPUT, FAILED, CommandParser, one_line, perform
 from ms_profile.errors import nearest_name
 from ms_profile.version import __version__
 
-__all__ = ["COMMANDS", "main"]
-
 PROG: Final = "ms-profile"
 COMMANDS: Final = ("run", "report", "compare", "logs", "link")
 """In the order of the help; each is a module of `ms_profile.commands`."""

@@ -13,8 +13,6 @@ from attrs import frozen
 
 from ms_profile.errors import MetricError, nearest
 
-__all__ = ["METRICS", "Collect", "Metric", "collected_for", "parse_metrics"]
-
 
 class Collect(Flag):
     """What is recorded beside times."""

@@ -17,8 +17,6 @@ from ms_align import trainers
 from ms_align.settings.keys import Key, KeyGroup, groups_of
 from ms_align.settings.template import template_text
 
-__all__ = ["COMMANDS", "HIDDEN", "Command"]
-
 HIDDEN = {"on_event", "generator", "algorithm"}
 """Fields that no file can hold."""
 

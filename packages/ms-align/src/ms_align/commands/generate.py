@@ -20,8 +20,6 @@ from ms_align.settings.run_file import build, refuse_renamed
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import files_of
 
-__all__ = ["Generation", "generate"]
-
 RENAMED = {"policy_model": "model", "prompt_dataset": "dataset", "data": "dataset"}
 
 

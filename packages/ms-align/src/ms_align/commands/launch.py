@@ -6,8 +6,6 @@ import sys
 
 from ms_align.errors import ConfigError
 
-__all__ = ["check_launched"]
-
 
 def check_launched(processes: int) -> None:
     """Refuse a layout of other than the processes that there are.

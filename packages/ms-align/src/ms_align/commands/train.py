@@ -11,8 +11,6 @@ from ms_align.settings.run_file import build, refuse_renamed
 from ms_align.trainers.frame.offline import OfflineTrainer
 from ms_align.trainers.frame.online import OnlineTrainer
 
-__all__ = ["offline", "online"]
-
 ALSO = {"model": "policy_model", "dataset": "prompt_dataset"}
 """What all commands call them, beside what `PPOTrainer` and `optimize` do."""
 RENAMED = {"data": "dataset", "reference": "reference_model", "out": "output_dir"}

@@ -20,8 +20,6 @@ from ms_align.models.folder import load_model
 if TYPE_CHECKING:
     from ms_parallel import Layout
 
-__all__ = ["start_engine"]
-
 
 def start_engine(
     model: nn.Module | Engine | str | Path,

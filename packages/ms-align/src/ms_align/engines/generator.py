@@ -13,8 +13,6 @@ from ms_align.generation import Generator, LocalGenerator, Responses
 from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode, first_stop
 
-__all__ = ["EngineGenerator", "generator_of"]
-
 
 def generator_of(engine: Engine, *, slots: int = 64, decode: Decode | None = None) -> Generator:
     """`LocalGenerator` for an engine of one process, else the engine's own loop.

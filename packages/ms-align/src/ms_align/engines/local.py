@@ -22,8 +22,6 @@ from ms_align.losses.token_statistics import Scratch
 from ms_align.models.folder import save_model
 from ms_align.models.language_model import language_model
 
-__all__ = ["LocalEngine", "LocalUpdate"]
-
 
 @frozen(kw_only=True)
 class LocalUpdate:

@@ -7,8 +7,6 @@ from attrs import field, frozen
 from ms_align.errors import ConfigError
 from ms_align.settings import number, whole
 
-__all__ = ["OptimizerOptions"]
-
 
 def _betas(value: Any) -> tuple[float, float]:
     pair = tuple(value) if isinstance(value, list | tuple) else ()

@@ -17,8 +17,6 @@ from ms_align.losses.token_statistics import (
 )
 from ms_align.models.language_model import LanguageModel
 
-__all__ = ["LocalOutput"]
-
 EVERYWHERE = slice(None)
 
 

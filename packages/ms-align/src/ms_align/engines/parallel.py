@@ -24,8 +24,6 @@ from ms_align.settings import nearest
 if TYPE_CHECKING:
     from ms_parallel import Engine, Layout
 
-__all__ = ["StageAdapters", "layout_of", "start_parallel"]
-
 
 def layout_of(given: "Layout | Mapping[str, int]") -> "Layout":
     """ms-parallel's layout of a table of ranks by axis.

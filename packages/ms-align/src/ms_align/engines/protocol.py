@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from ms_align.losses.protocol import Batch, Loss, Output
 
-__all__ = ["Adapters", "Engine", "Update"]
-
 
 class Update(Protocol):
     """What one update did; the same on every process."""

@@ -12,8 +12,6 @@ from ms_align.engines.protocol import Engine
 from ms_align.errors import ConfigError
 from ms_align.models.language_model import copy_of
 
-__all__ = ["ADAPTER_OFF", "Reference", "reference_of"]
-
 ADAPTER_OFF = "adapter_off"
 
 

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Columns"]
-
 
 class Columns:
     """A cache for all layers of a model.

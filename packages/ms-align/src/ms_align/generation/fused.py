@@ -20,8 +20,6 @@ from ms_align.generation.columns import Columns
 from ms_align.generation.reader import ModelReader
 from ms_align.models.language_model import HuggingFaceModel, LanguageModel, SeamModel
 
-__all__ = ["FusedReader", "fused_reader"]
-
 logger = logging.getLogger(__name__)
 AGREE = 1e-4
 """Logits of the fused form may lie this far from the model's, relative to the largest."""

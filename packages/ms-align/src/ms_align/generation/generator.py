@@ -20,8 +20,6 @@ from ms_align.generation.sampling import Drawn, Sampling, draw
 from ms_align.generation.stops import Decode, completes, reach
 from ms_align.models.language_model import LanguageModel, language_model
 
-__all__ = ["LocalGenerator"]
-
 
 class LocalGenerator:
     """Generates from a model in this process.

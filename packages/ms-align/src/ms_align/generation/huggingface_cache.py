@@ -5,8 +5,6 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-__all__ = ["CacheFace"]
-
 
 class CacheFace(Cache):
     """Hands keys and values to a cache of ours and back, in the order (B, Hk, S, D)."""

@@ -13,8 +13,6 @@ from ms_align.errors import ModelError
 from ms_align.generation.columns import Columns
 from ms_align.models.language_model import HuggingFaceModel, LanguageModel, PlainModel
 
-__all__ = ["ModelReader", "Reader", "reader_of"]
-
 
 class Reader(Protocol):
     """What the generator asks of a model."""

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ms_align.generation.sampling import Sampling
 
-__all__ = ["Generator", "Responses"]
-
 
 @frozen(kw_only=True)
 class Responses:

@@ -17,8 +17,6 @@ from torch import Tensor
 from ms_align.errors import ConfigError
 from ms_align.settings import number, shown, whole
 
-__all__ = ["Drawn", "Sampling", "draw", "token_numbers"]
-
 BLOCK = 64
 """Tokens whose probabilities are summed before the block of the drawn one is looked into."""
 

@@ -14,8 +14,6 @@ from ms_align.generation.sampling import Sampling
 from ms_align.tokenizer import Tokenizer
 from ms_align.tokenizer_files import TokenizerFiles, has_tokenizer
 
-__all__ = ["Decode", "beside", "completes", "first_stop", "reach", "with_stops"]
-
 Decode = Callable[[Sequence[int]], str]
 
 

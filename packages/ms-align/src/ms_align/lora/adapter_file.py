@@ -17,8 +17,6 @@ from ms_align.errors import ModelError
 from ms_align.files.durable import write_file, writing
 from ms_align.files.untrusted import decoding, read_bytes, read_json
 
-__all__ = ["AdapterConfig", "read_adapter", "write_adapter"]
-
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 LARGEST_CONFIG_BYTES, LARGEST_WEIGHTS_BYTES = 1 << 22, 1 << 40

@@ -24,18 +24,6 @@ from ms_align.files.untrusted import check_path
 from ms_align.lora.adapter_file import AdapterConfig, write_adapter
 from ms_align.settings import flag, number, whole
 
-__all__ = [
-    "AdaptedModel",
-    "LoraLinear",
-    "LoraOptions",
-    "adapt",
-    "add_lora",
-    "ends_with",
-    "linear_layers",
-    "plain_model",
-    "save_adapters",
-]
-
 ALL_LINEAR = "all-linear"
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

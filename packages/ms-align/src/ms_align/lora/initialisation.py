@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["TAKEN_OUT"]
-
 
 def principal(weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
     """PiSSA (Meng et al., 2024): W's r greatest singular values, half in A₀ and half in B₀."""

@@ -14,8 +14,6 @@ from ms_align.lora.adapter_file import AdapterConfig, read_adapter
 from ms_align.lora.adapters import AdaptedModel, LoraOptions, adapt, ends_with, linear_layers
 from ms_align.lora.initialisation import TAKEN_OUT
 
-__all__ = ["load_lora"]
-
 
 def load_lora(model: nn.Module, folder: str | Path) -> AdaptedModel:
     """Put the adapters of a folder in peft's format beside a model's layers.

@@ -6,8 +6,6 @@ Shapes: B responses, T response tokens; a mask is 1 where a token is the respons
 import torch
 from torch import Tensor
 
-__all__ = ["compared", "gae", "group_relative", "leave_one_out", "masked_mean", "whiten"]
-
 
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95

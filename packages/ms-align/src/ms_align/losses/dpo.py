@@ -14,8 +14,6 @@ from ms_align.errors import ConfigError
 from ms_align.losses.protocol import IGNORED, Batch, Output
 from ms_align.settings import flag, number
 
-__all__ = ["DPOLoss", "DPOOptions", "dpo_loss", "pair_weights", "row_logprobs"]
-
 
 def dpo_loss(
     chosen: Tensor,

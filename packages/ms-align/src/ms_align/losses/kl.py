@@ -23,8 +23,6 @@ from torch import Tensor
 
 from ms_align.errors import ConfigError
 
-__all__ = ["AdaptiveKL", "Estimator", "LossEstimator", "estimate", "in_loss"]
-
 Estimator = Literal["k1", "k2", "k3"]
 LossEstimator = Literal["k2", "k3", "k3_weighted", "k1_to_go"]
 

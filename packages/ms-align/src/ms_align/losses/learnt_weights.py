@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 from attrs import define, field
 
-__all__ = ["Uncertainty"]
-
 FARTHEST = 10.0
 """|s| stays below: no weight is beyond a factor of e¹⁰."""
 

@@ -15,8 +15,6 @@ from ms_align.losses.dpo import pair_weights
 from ms_align.losses.protocol import Batch, Output
 from ms_align.settings import number
 
-__all__ = ["PairwiseLoss", "pairwise_loss", "row_scores"]
-
 
 def pairwise_loss(
     chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, *, centring: float = 0.0

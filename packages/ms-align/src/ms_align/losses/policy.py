@@ -21,17 +21,6 @@ from ms_align.losses import kl
 from ms_align.losses.protocol import IGNORED, Batch, Output
 from ms_align.settings import number, one_of, whole
 
-__all__ = [
-    "Aggregation",
-    "PolicyLoss",
-    "clipped",
-    "divisor",
-    "mask_of",
-    "per_response",
-    "per_token",
-    "token_weights",
-]
-
 Aggregation = Literal["token", "sequence", "constant"]
 
 

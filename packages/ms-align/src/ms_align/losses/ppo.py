@@ -11,8 +11,6 @@ from ms_align.losses.policy import PolicyLoss, mask_of
 from ms_align.losses.protocol import Batch, Output
 from ms_align.settings import number
 
-__all__ = ["PPOLoss", "ValueLoss", "value_loss"]
-
 VALUE_HEAD = "value"
 
 

@@ -5,8 +5,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["IGNORED", "Batch", "Loss", "Output"]
-
 Batch = Mapping[str, Tensor]
 """`tokens` (B, S) int64; by choice `targets` (already shifted, -100 where nothing is asked),
 `weights`, `positions`, `documents`, and whatever a loss reads, each with B rows."""

@@ -10,8 +10,6 @@ from torch import Tensor
 from ms_align.errors import ConfigError
 from ms_align.losses.protocol import IGNORED, Batch, Output
 
-__all__ = ["SFTLoss", "token_weights"]
-
 
 def token_weights(batch: Batch, *, per_row: bool) -> Tensor:
     """How much each token's loss counts, float32 (B, S), 0 where there is no target.

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Scratch", "losses_and_entropies", "projected_losses_and_entropies"]
-
 CHUNK_BYTES = 1 << 20
 """Logits that are read at once: what a core's own cache holds beside its other guests."""
 PRODUCT_BYTES = 1 << 23

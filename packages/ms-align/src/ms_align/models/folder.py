@@ -14,8 +14,6 @@ from ms_align.errors import ConfigError, ModelError
 from ms_align.files.durable import writing
 from ms_align.files.untrusted import check_path
 
-__all__ = ["best_device", "load_model", "save_model"]
-
 
 def best_device() -> torch.device:
     """This process's accelerator; the CPU where the machine has none."""

@@ -18,15 +18,6 @@ from torch import Tensor, nn
 
 from ms_align.errors import ModelError
 
-__all__ = [
-    "HuggingFaceModel",
-    "LanguageModel",
-    "PlainModel",
-    "SeamModel",
-    "copy_of",
-    "language_model",
-]
-
 AGREE = 1e-4
 """How far logits from hidden states may lie from a model's own, relative to the largest."""
 

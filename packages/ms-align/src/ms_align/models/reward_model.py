@@ -22,8 +22,6 @@ from ms_align.models.folder import load_model, save_model
 from ms_align.models.language_model import language_model
 from ms_align.tokenizer_files import TokenizerFiles, complete
 
-__all__ = ["HEAD_FILE", "RewardModel", "is_reward_model"]
-
 HEAD_FILE = "reward_head.safetensors"
 BODY, INDEX = "body", "model.safetensors.index.json"
 

@@ -12,8 +12,6 @@ from ms_align.errors import ConfigError, ModelError
 from ms_align.models.folder import best_device
 from ms_align.models.reward_model import RewardModel, is_reward_model
 
-__all__ = ["named_rewards"]
-
 
 def named_rewards(given: Any) -> Any:
     """Rewards in which each text or path is replaced by what it names.

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from ms_align.errors import ConfigError, RewardError
 
-__all__ = ["Failure", "ModuleReward", "Reward", "Sample", "Scores", "rewards_of", "score"]
-
 Failure = Literal["stop", "skip", "penalise"]
 """What a failing reward does: end the run, leave the sample out, or give it a fixed reward."""
 

@@ -20,8 +20,6 @@ from ms_align.rewards.sandbox import Limits, judge
 from ms_align.rewards.scoring import Sample
 from ms_align.settings import flag, number, text
 
-__all__ = ["ExactMatch", "Numeric", "PythonParses", "PythonTests", "code_of", "last_number"]
-
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?")
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 

@@ -7,8 +7,6 @@ from torch import Tensor
 from ms_align.losses.protocol import Loss
 from ms_align.rollouts.experience import Experience
 
-__all__ = ["Algorithm"]
-
 
 class Algorithm(Protocol):
     """A value that is handed to `RolloutLearner`; each trainer of `ms_align.trainers` is one."""

@@ -17,15 +17,6 @@ from ms_align.rollouts.prompts import Prompt
 from ms_align.rollouts.rows import samples_of, score_together
 from ms_align.tokenizer import Tokenizer
 
-__all__ = [
-    "Experience",
-    "Scoring",
-    "response_scores",
-    "shaped_scores",
-    "spread_over_tokens",
-    "token_rewards",
-]
-
 
 @frozen(kw_only=True)
 class Scoring:

@@ -30,8 +30,6 @@ from ms_align.run.loop import RunLog
 from ms_align.run.samples import log_sample
 from ms_align.seeds import seed_of
 
-__all__ = ["RolloutLearner"]
-
 SEEDS = 1 << 40
 """Between the seeds of two runs; a rollout takes one of those between."""
 HELD_OUT_SEED = SEEDS - 1

@@ -11,8 +11,6 @@ from ms_align.losses.kl import AdaptiveKL
 from ms_align.rewards.scoring import Failure
 from ms_align.settings import flag, number, one_of, whole
 
-__all__ = ["RolloutOptions"]
-
 IN_LOSS = ("k2", "k3", "k3_weighted", "k1_to_go")
 
 

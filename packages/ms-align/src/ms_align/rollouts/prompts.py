@@ -13,8 +13,6 @@ from ms_align.files.untrusted import check_path, decode_json, decoding, read_byt
 from ms_align.seeds import seed_of
 from ms_align.tokenizer import Tokenizer
 
-__all__ = ["Prompt", "PromptOrder", "prompts_checksum", "read_prompts"]
-
 LARGEST_FILE_BYTES = 1 << 36
 MOST_TOKENS = 2**31
 """More than any vocabulary has; tokenizers take no greater number."""

@@ -18,16 +18,6 @@ from ms_align.rewards.scoring import Failure, Reward, Sample, Scores, score
 from ms_align.rollouts.prompts import Prompt
 from ms_align.tokenizer import Tokenizer
 
-__all__ = [
-    "gather_responses",
-    "gather_rows",
-    "logprobs_of",
-    "samples_of",
-    "score_together",
-    "sequences",
-    "values_of",
-]
-
 MULTIPLE = 8
 """Rows are padded to a multiple of so many positions, which a tensor axis may split."""
 

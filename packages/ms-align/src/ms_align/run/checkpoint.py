@@ -27,8 +27,6 @@ from ms_align.files.durable import publish, sync_folder, write_synced, writing
 from ms_align.files.run_folder import digest_of
 from ms_align.files.untrusted import read_json
 
-__all__ = ["State", "complete_steps", "incomplete", "keep_last", "read", "step_folder", "write"]
-
 NAME = "step-{:08d}"
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST_BYTES = 1 << 26

@@ -11,8 +11,6 @@ from torch import Tensor
 from ms_align import processes
 from ms_align.engines.protocol import Engine
 
-__all__ = ["frozen_checksum", "name_of", "weights_checksum"]
-
 
 def weights_checksum(engine: Engine) -> str:
     """Checksum of all weights that an engine computes with; "" where processes share them."""

@@ -25,8 +25,6 @@ from ms_align.run.checkpoint import State
 from ms_align.run.options import RunOptions
 from ms_align.run.ownership import Ownership
 
-__all__ = ["Learner", "Loop", "Result", "RunLog"]
-
 SKIPPED_IN_A_ROW = 20
 """Updates in a row whose gradient was not finite, after which a run is lost."""
 SKIPPED = {

@@ -8,8 +8,6 @@ from ms_align.events import OnEvent
 from ms_align.seeds import LARGEST_SEED
 from ms_align.settings import a_path, as_path, flag, whole
 
-__all__ = ["RunOptions"]
-
 
 @frozen(kw_only=True, slots=False)  # trainers inherit from more than one
 class RunOptions:

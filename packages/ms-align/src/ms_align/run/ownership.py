@@ -12,8 +12,6 @@ from ms_align import processes
 from ms_align.errors import AlignError, FolderError
 from ms_align.files.run_folder import Change, hold, inside, locked, owner_of
 
-__all__ = ["Ownership", "plain"]
-
 WRITES = ("checkpoints", "model", "adapter")
 """What every kind of run writes into its folder."""
 LEFT_BY_NOTHING = {"lock", "run.json", "events.jsonl"}

@@ -10,8 +10,6 @@ from ms_align.errors import ModelError
 from ms_align.generation.sampling import Sampling
 from ms_align.run.loop import RunLog
 
-__all__ = ["SamplePrompts", "log_sample"]
-
 LONGEST_SHOWN = 160
 
 

@@ -21,8 +21,6 @@ from ms_align.errors import NonFiniteError
 from ms_align.files.durable import whole_folder
 from ms_align.tokenizer_files import TokenizerFiles, complete
 
-__all__ = ["check_finite", "result_folder", "weights_of", "write_result"]
-
 
 def result_folder(engine: Engine, output_dir: Path, *, merge: bool = True) -> Path:
     """The folder that `write_result` writes last."""

@@ -9,15 +9,6 @@ from ms_align.engines.protocol import Engine
 from ms_align.errors import ConfigError
 from ms_align.files.untrusted import check_path
 
-__all__ = [
-    "first_batches",
-    "folders_of",
-    "has_held_out",
-    "held_out_prompts",
-    "instructions",
-    "preferences",
-]
-
 Folders = str | Mapping[str, str]
 """A folder that `ms-data build --chat-template` wrote, or several by the names of their tasks."""
 

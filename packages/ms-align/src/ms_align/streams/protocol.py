@@ -6,8 +6,6 @@ from typing import Any, Protocol, runtime_checkable
 from ms_align.engines.protocol import Engine
 from ms_align.errors import DataError, ModelError
 
-__all__ = ["HeldOut", "Stream", "TaskStream", "check_fit", "next_batch"]
-
 HeldOut = Callable[[], Iterable[Mapping[str, Any]]]
 """Makes an iterator of held-out batches, each process its rows; read to its end each time."""
 

@@ -22,8 +22,6 @@ from attrs import field, frozen
 from ms_align.errors import CheckpointError, ConfigError
 from ms_align.settings import number, numbers, one_of, whole
 
-__all__ = ["TaskOptions", "TaskSampler", "systematic"]
-
 SMALLEST = 1e-6
 """Complexities are at least this, so that no task is lost for good."""
 

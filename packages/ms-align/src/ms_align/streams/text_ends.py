@@ -13,8 +13,6 @@ from attrs import define, field
 from ms_align.losses.protocol import IGNORED
 from ms_align.tokenizer_files import TokenizerFiles, files_of
 
-__all__ = ["TextEnds", "tokenizer_beside"]
-
 LOOKED_AT = 8
 """Batches of a launch that are looked at."""
 TAIL = 3

@@ -17,8 +17,6 @@ from ms_align.streams.text_ends import TextEnds
 from ms_align.trainers.frame.offline import TrainingData
 from ms_align.trainers.frame.pairs import PairLearner, PairTrainer
 
-__all__ = ["DPOTrainer"]
-
 
 @frozen(kw_only=True, slots=False)
 class DPOTrainer(DPOOptions, PairTrainer):

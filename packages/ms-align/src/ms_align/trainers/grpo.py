@@ -11,8 +11,6 @@ from ms_align.rollouts.experience import Experience, response_scores, spread_ove
 from ms_align.settings import one_of, whole
 from ms_align.trainers.frame.online import OnlineTrainer
 
-__all__ = ["GRPOTrainer"]
-
 
 @frozen(kw_only=True, slots=False)
 class GRPOTrainer(OnlineTrainer):

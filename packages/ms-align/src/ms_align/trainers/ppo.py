@@ -17,8 +17,6 @@ from ms_align.rollouts.experience import Experience, token_rewards
 from ms_align.settings import a_path, flag, number, whole
 from ms_align.trainers.frame.online import OnlineTrainer
 
-__all__ = ["PPOTrainer"]
-
 
 @frozen(kw_only=True, slots=False)
 class PPOTrainer(OnlineTrainer):

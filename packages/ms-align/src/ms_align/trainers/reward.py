@@ -22,8 +22,6 @@ from ms_align.tokenizer_files import TokenizerFiles
 from ms_align.trainers.frame.offline import TrainingData
 from ms_align.trainers.frame.pairs import PairLearner, PairTrainer
 
-__all__ = ["RewardOptions", "RewardTrainer"]
-
 HEAD = "score"
 
 

@@ -9,8 +9,6 @@ from ms_align.rollouts.experience import Experience, response_scores, spread_ove
 from ms_align.settings import flag, number, whole
 from ms_align.trainers.frame.online import OnlineTrainer
 
-__all__ = ["RLOOTrainer"]
-
 
 @frozen(kw_only=True, slots=False)
 class RLOOTrainer(OnlineTrainer):

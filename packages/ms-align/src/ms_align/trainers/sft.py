@@ -22,8 +22,6 @@ from ms_align.streams.task_sampler import TaskOptions, TaskSampler
 from ms_align.streams.text_ends import TextEnds
 from ms_align.trainers.frame.offline import OfflineLearner, OfflineTrainer, TrainingData
 
-__all__ = ["SFTOptions", "SFTTrainer"]
-
 
 @frozen(kw_only=True, slots=False)  # the trainer inherits from more than one
 class SFTOptions:

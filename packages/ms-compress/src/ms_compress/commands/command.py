@@ -8,8 +8,6 @@ from attrs import evolve, field, frozen
 from ms_compress.settings.keys import KeyGroup, groups_of, place_of
 from ms_compress.settings.template import template_text
 
-__all__ = ["Command", "Outcome"]
-
 
 @frozen(kw_only=True)
 class Outcome:

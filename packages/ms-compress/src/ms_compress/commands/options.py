@@ -13,16 +13,6 @@ from ms_compress.settings import a_path, as_path, flag, one_of, whole
 from ms_compress.targets.rules import scheme
 from ms_compress.training.options import Tuning
 
-__all__ = [
-    "DistillRun",
-    "EvaluateRun",
-    "ModelRun",
-    "PruneRun",
-    "QatRun",
-    "QuantizeRun",
-    "SchemeRun",
-]
-
 
 def names(value: Any) -> tuple[str, ...]:
     """Convert one pattern of names, or a list of them, to a tuple."""

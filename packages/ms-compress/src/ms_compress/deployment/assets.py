@@ -7,8 +7,6 @@ from ms_compress.files.durable import write_synced
 from ms_compress.targets.target import Assets
 from ms_compress.text_ends import check_fits, read_tokenizer, text_ends, text_files
 
-__all__ = ["read_assets", "write_assets"]
-
 
 def read_assets(
     config: dict[str, Any], tokenizer: str | Path | None, *, must_fit: bool = True

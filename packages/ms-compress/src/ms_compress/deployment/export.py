@@ -20,8 +20,6 @@ from ms_compress.targets.footprint import footprint
 from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import Target, find_target
 
-__all__ = ["check_export", "export"]
-
 
 def export(
     model: nn.Module | Sequence[nn.Module],

@@ -26,8 +26,6 @@ from ms_compress.targets.target import Reader, Target, TextRuntime, find_target
 from ms_compress.targets.tokenizer_json import encoder
 from ms_compress.text_ends import read_tokenizer, text_ends
 
-__all__ = ["Agreement", "check_text", "check_weights", "compare", "verify"]
-
 PROMPT = 16
 GENERATED = 24
 """Tokens of a text that a runtime is to write."""

@@ -22,8 +22,6 @@ from ms_compress.targets.footprint import Footprint, footprint
 from ms_compress.targets.target import Runtime, open_runtime
 from ms_compress.training.corpus import held_out
 
-__all__ = ["Evaluation", "evaluate"]
-
 REPORTED = ("title", "sequence_length", "prefill_tokens", "decode_tokens", "rounds", "threads")
 """Settings that the report names."""
 Progress = Callable[[int, int, str], object]

@@ -8,8 +8,6 @@ from attrs import Attribute, field, frozen
 from ms_compress.errors import ConfigError
 from ms_compress.settings import a_path, shown, text, whole
 
-__all__ = ["Evaluation"]
-
 Folders = str | Sequence[str]
 
 

@@ -10,8 +10,6 @@ from ms_compress.errors import DataError
 from ms_compress.models.logits import model_logits
 from ms_compress.targets.target import Runtime
 
-__all__ = ["perplexity"]
-
 
 def perplexity(
     model: nn.Module | Runtime,

@@ -11,8 +11,6 @@ from ms_compress.models.logits import vocabulary_of
 from ms_compress.training.corpus import read_batch, read_tokens
 from ms_compress.training.loop import IGNORED
 
-__all__ = ["calibration_rows", "training_rows"]
-
 
 def training_rows(options: ModelRun, model: nn.Module) -> dict[str, Tensor]:
     """Read rows of the run's dataset to train on: tokens, and the targets that count.

@@ -8,8 +8,6 @@ from ms_compress.jobs.output import run_output
 from ms_compress.jobs.training import outcome_of, train
 from ms_compress.methods.student import cut_student
 
-__all__ = ["run"]
-
 
 def run(options: DistillRun) -> Outcome:
     """Cut, train, save."""

@@ -15,8 +15,6 @@ from ms_compress.files.durable import write_files, writing
 from ms_compress.jobs.progress import ProgressDisplay
 from ms_compress.report import render, table
 
-__all__ = ["run"]
-
 FILES = ("report.json", "report.txt", "report.html")
 
 

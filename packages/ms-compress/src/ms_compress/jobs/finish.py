@@ -14,8 +14,6 @@ from ms_compress.jobs.output import RunOutput
 from ms_compress.jobs.training import outcome_of
 from ms_compress.targets.target import find_target
 
-__all__ = ["check_exportable", "finish"]
-
 
 def check_exportable(model: nn.Module, options: SchemeRun) -> None:
     """Refuse, before any work, what cannot be exported or verified after it.

@@ -14,8 +14,6 @@ from ms_compress.models.config_file import read_config
 from ms_compress.place_lock import new_folder
 from ms_compress.targets.libraries import import_library
 
-__all__ = ["check_finite", "load", "save"]
-
 
 def load(folder: str | Path) -> nn.Module:
     """Load a Hugging Face folder's model, by ms-parallel if it is installed, else by transformers.

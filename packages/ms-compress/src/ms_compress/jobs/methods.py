@@ -12,8 +12,6 @@ from ms_compress.jobs.progress import ProgressDisplay
 from ms_compress.methods.gptq import gptq
 from ms_compress.methods.qat import qat
 
-__all__ = ["calibrate", "prepare", "round_by_gptq"]
-
 
 def calibrate(
     method: Callable[..., None],

@@ -23,8 +23,6 @@ from ms_compress.place_lock import alone
 from ms_compress.training.checkpoint import read_header, saved_steps
 from ms_compress.training.identity import digest_of_path, is_digest
 
-__all__ = ["RunOutput", "run_output"]
-
 NO_STEP = ("output_dir", "tokenizer", "verify")
 """Settings that no step of a training follows from."""
 CONTENTS = "contents of {}"

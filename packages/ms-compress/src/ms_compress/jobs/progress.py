@@ -6,8 +6,6 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["ProgressDisplay"]
-
 LINE_EVERY_S = 10.0
 """Between lines, where there is no terminal."""
 

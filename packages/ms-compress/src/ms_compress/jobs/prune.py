@@ -12,8 +12,6 @@ from ms_compress.jobs.training import outcome_of, train
 from ms_compress.methods.pruning import GradualPruning, keep_zeros, prune, sparsity
 from ms_compress.methods.wanda import wanda
 
-__all__ = ["run"]
-
 
 def run(options: PruneRun) -> Outcome:
     """Prune, train on, save."""

@@ -15,8 +15,6 @@ from ms_compress.methods.pruning import keep_zeros, mask_zeros, masks
 from ms_compress.methods.qat import FloatThenQuantised
 from ms_compress.models.logits import vocabulary_of
 
-__all__ = ["run"]
-
 CALIBRATION = 256
 """Rows that GPTQ sees before training: it runs the whole model on them for each decoder layer."""
 

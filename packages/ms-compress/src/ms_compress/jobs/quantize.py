@@ -10,8 +10,6 @@ from ms_compress.jobs.methods import prepare, round_by_gptq
 from ms_compress.jobs.output import run_output
 from ms_compress.methods.qat import fit_scales
 
-__all__ = ["run"]
-
 
 def run(options: QuantizeRun) -> Outcome:
     """Round and export."""

@@ -12,8 +12,6 @@ from ms_compress.jobs.output import RunOutput
 from ms_compress.jobs.progress import ProgressDisplay
 from ms_compress.training.loop import tune
 
-__all__ = ["outcome_of", "train"]
-
 
 def train(
     model: nn.Module,

@@ -18,8 +18,6 @@ from ms_compress.errors import CalibrationError
 from ms_compress.models.logits import evaluating
 from ms_compress.models.selection import blocks_of
 
-__all__ = ["Statistic", "check_calibration", "walk"]
-
 Statistic = Callable[[Tensor | None, Tensor], Tensor]
 """Adds inputs (T, K) float32 to what was gathered of a layer so far, None at first."""
 

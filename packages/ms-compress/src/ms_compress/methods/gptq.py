@@ -25,8 +25,6 @@ from ms_compress.quantisation.rounding import fitted_factor, round_at, scales_of
 from ms_compress.quantisation.scheme import Scheme
 from ms_compress.settings import number
 
-__all__ = ["gptq", "gptq_weight"]
-
 BLOCK = 128
 """Columns whose errors are gathered before the rest is updated."""
 CELL = 0.45

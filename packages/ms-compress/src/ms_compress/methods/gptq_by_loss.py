@@ -21,8 +21,6 @@ from ms_compress.models.logits import next_token_logits
 from ms_compress.quantisation.rounding import fitted_factor, round_at, scales_of
 from ms_compress.quantisation.scheme import Scheme
 
-__all__ = ["output_squares", "round_by_loss"]
-
 TILE = 128
 """Rows and columns whose errors are gathered before the rest is updated."""
 

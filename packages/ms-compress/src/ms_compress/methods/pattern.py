@@ -14,8 +14,6 @@ from ms_compress.settings import number
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["NOfM", "Pattern", "Unstructured", "pattern"]
-
 
 class Pattern(Protocol):
     """A sparsity pattern, which chooses weights to keep by their scores."""

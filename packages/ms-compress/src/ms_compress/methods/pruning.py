@@ -26,17 +26,6 @@ from ms_compress.quantisation.layers import (
 )
 from ms_compress.settings import whole
 
-__all__ = [
-    "GradualPruning",
-    "check_pattern",
-    "keep_zeros",
-    "mask_zeros",
-    "masks",
-    "prune",
-    "set_masks",
-    "sparsity",
-]
-
 
 def prune(
     model: nn.Module,

@@ -27,8 +27,6 @@ from ms_compress.quantisation.scheme import Scheme
 from ms_compress.settings import whole
 from ms_compress.targets.rules import NAMES, scheme
 
-__all__ = ["FloatThenQuantised", "fit_scales", "qat", "set_quantising"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

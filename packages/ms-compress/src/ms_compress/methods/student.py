@@ -15,8 +15,6 @@ from ms_compress.errors import ConfigError, LayerError
 from ms_compress.models.selection import blocks_of
 from ms_compress.quantisation.layers import FACTOR
 
-__all__ = ["cut_student", "kept_layers"]
-
 BY_LAYER = ("layer_types", "no_rope_layers")
 """Lists in a configuration of transformers that say something of each layer."""
 

@@ -16,8 +16,6 @@ from ms_compress.methods.pruning import check_pattern, keep_zeros
 from ms_compress.models.selection import select
 from ms_compress.quantisation.layers import prepare_layer
 
-__all__ = ["wanda"]
-
 
 def wanda(
     model: nn.Module,

@@ -8,8 +8,6 @@ import torch.distributed as dist
 
 from ms_compress.errors import ExportError
 
-__all__ = ["CollectiveWork"]
-
 
 class CollectiveWork:
     """Work of all processes as a `with` block, which an error in one of them ends in all.

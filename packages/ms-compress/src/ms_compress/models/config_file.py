@@ -6,8 +6,6 @@ from typing import Any
 from ms_compress.errors import ExportError
 from ms_compress.files.untrusted import read_json
 
-__all__ = ["quantization", "read_config", "whole_or_none"]
-
 METHOD = "compressed-tensors"
 
 

@@ -9,8 +9,6 @@ from attrs import frozen
 
 from ms_compress.errors import ExportError, LayerError
 
-__all__ = ["DecoderConfig", "check_deployable", "check_names", "decoder_config"]
-
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 NOWHERE = ("transformer-xl",)
 """Families of ms-parallel's that no runtime of ours has."""

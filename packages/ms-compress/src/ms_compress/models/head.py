@@ -5,8 +5,6 @@ from typing import Any
 from attrs import frozen
 from torch import nn
 
-__all__ = ["HEAD", "Head", "find_head"]
-
 HEAD = "lm_head"
 
 

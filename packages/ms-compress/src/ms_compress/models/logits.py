@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["evaluating", "model_logits", "next_token_logits", "vocabulary_of"]
-
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:

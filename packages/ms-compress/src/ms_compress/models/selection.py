@@ -9,8 +9,6 @@ from ms_compress.errors import ConfigError, LayerError
 from ms_compress.models.head import find_head
 from ms_compress.quantisation.layers import Prepared
 
-__all__ = ["blocks_of", "select"]
-
 
 def select(
     model: nn.Module,

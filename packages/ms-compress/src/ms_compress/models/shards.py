@@ -18,8 +18,6 @@ from ms_compress.models.wrappers import bare_name
 from ms_compress.quantisation.layers import FACTOR, Prepared, local_part
 from ms_compress.quantisation.scheme import Activations, Scheme
 
-__all__ = ["Shard", "WholeTensor", "held_tensors", "merge", "rank"]
-
 
 @frozen(kw_only=True)
 class Shard:

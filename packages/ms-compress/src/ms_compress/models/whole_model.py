@@ -19,8 +19,6 @@ from ms_compress.models.wrappers import architecture, check_merged, unwrapped
 from ms_compress.quantisation.layers import Prepared, drop_gathered, local_part
 from ms_compress.quantisation.rounding import Quantised, quantise
 
-__all__ = ["WholeModel"]
-
 
 class WholeModel:
     """A whole model to be read tensor by tensor; every process builds it and reads alike.

@@ -5,8 +5,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from ms_compress.errors import ExportError
 
-__all__ = ["architecture", "bare_name", "check_merged", "unwrapped"]
-
 INNER = ("_orig_mod", "_checkpoint_wrapped_module")
 """Under which torch.compile and activation checkpointing hold what they wrap."""
 

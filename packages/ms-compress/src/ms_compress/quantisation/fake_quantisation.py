@@ -22,8 +22,6 @@ from ms_compress.quantisation.rounding import (
 )
 from ms_compress.quantisation.scheme import Activations, Scheme
 
-__all__ = ["Rule", "fake_input", "fake_linear", "fake_weight", "largest_over"]
-
 
 class Rule(NamedTuple):
     """What a layer does to its weight and its input."""

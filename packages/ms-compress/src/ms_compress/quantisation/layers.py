@@ -19,19 +19,6 @@ from ms_compress.errors import LayerError, OrderError
 from ms_compress.quantisation.fake_quantisation import Rule, fake_linear, fake_weight, largest_over
 from ms_compress.quantisation.scheme import Activations, Scheme
 
-__all__ = [
-    "FACTOR",
-    "Prepared",
-    "PreparedEmbedding",
-    "PreparedLinear",
-    "check_axes",
-    "check_layer",
-    "drop_gathered",
-    "local_part",
-    "prepare_layer",
-    "prepared_layers",
-]
-
 FACTOR = "scale_factor"
 """Name of the parameter (N, G) whose exponential multiplies the scales, where they are learned."""
 

@@ -14,18 +14,6 @@ from torch.nn import functional as F
 
 from ms_compress.quantisation.scheme import Activations, Rounding, Scheme
 
-__all__ = [
-    "Quantised",
-    "Reduce",
-    "fitted_factor",
-    "quantise",
-    "round_activations",
-    "round_at",
-    "round_weight",
-    "scale_gradient",
-    "scales_of",
-]
-
 Reduce = Callable[[Tensor], Tensor]
 """Takes the largest of a tensor over processes that share a row."""
 FITS = tuple(percent / 100 for percent in range(70, 111))

@@ -14,8 +14,6 @@ from ms_compress.errors import SchemeError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Activations", "Rounding", "Scheme"]
-
 Rounding = Literal["away", "away_from_low", "even", "up"]
 """A half goes away from zero, away from `low` (codes are rounded once the zero point is added), to
 the even neighbour, or (as floor(v + ½) does) up."""

@@ -9,8 +9,6 @@ from html import escape
 
 from attrs import frozen
 
-__all__ = ["Bar", "Point", "bars", "scatter"]
-
 WIDTH = 720
 ROW = 26
 LEFT = 250

@@ -7,8 +7,6 @@ from ms_compress.report.chart import Bar, Point, bars, scatter
 from ms_compress.report.results import Report, Result
 from ms_compress.report.table import HEADINGS, TEXTS, cells
 
-__all__ = ["render"]
-
 COLOURS = 5
 
 

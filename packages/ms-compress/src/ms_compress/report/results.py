@@ -5,8 +5,6 @@ from collections import Counter
 
 import msgspec
 
-__all__ = ["Report", "Result"]
-
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One exported folder, as its runtime computes it."""

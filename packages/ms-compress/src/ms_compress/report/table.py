@@ -2,8 +2,6 @@
 
 from ms_compress.report.results import Report, Result
 
-__all__ = ["HEADINGS", "cells", "table"]
-
 HEADINGS = (
     "#",
     "model",

@@ -13,8 +13,6 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-__all__ = ["Key", "KeyGroup", "groups_of", "place_of"]
-
 PACKAGE = Path(__file__).parents[1]
 
 

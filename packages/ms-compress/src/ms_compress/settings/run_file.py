@@ -18,8 +18,6 @@ from ..errors import ConfigError
 from ..files.untrusted import read_toml
 from .validators import nearest, shown
 
-__all__ = ["add_run_file", "build", "override", "read_settings", "refuse_renamed"]
-
 T = TypeVar("T")
 NOT_IN_FILES = {"on_event"}
 FAILURE: type[Exception] = ConfigError.__bases__[0]

@@ -15,20 +15,6 @@ from attrs import Attribute
 from ..errors import ConfigError
 from ..files.untrusted import check_path
 
-__all__ = [
-    "MOST",
-    "a_path",
-    "as_path",
-    "flag",
-    "nearest",
-    "number",
-    "numbers",
-    "one_of",
-    "shown",
-    "text",
-    "whole",
-]
-
 Check = Callable[[Any, "Attribute[Any]", Any], None]
 MOST = 10**12
 """More than any count of steps, tokens or samples; what is greater is a slip of the hand."""

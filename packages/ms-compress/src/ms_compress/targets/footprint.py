@@ -8,8 +8,6 @@ from ms_compress.errors import ExportError
 from ms_compress.files.untrusted import decoding
 from ms_compress.targets.target import Contents, Target, all_formats
 
-__all__ = ["Footprint", "footprint"]
-
 
 @frozen(kw_only=True)
 class Footprint(Contents):

@@ -9,8 +9,6 @@ from typing import Any
 from ms_compress.entry import one_line
 from ms_compress.errors import ExportError
 
-__all__ = ["import_library", "library_errors"]
-
 SHOWN_CHARACTERS = 200
 
 

@@ -13,8 +13,6 @@ from ms_compress.errors import SchemeError
 from ms_compress.quantisation.scheme import Scheme
 from ms_compress.settings import nearest
 
-__all__ = ["NAMES", "TARGETS", "scheme"]
-
 TARGETS = tuple(each.name for each in iter_modules(ms_compress.targets.__path__) if each.ispkg)
 """The folders of this room; a new target is one more of them."""
 _RULES = [import_module(f"ms_compress.targets.{name}.rules") for name in TARGETS]

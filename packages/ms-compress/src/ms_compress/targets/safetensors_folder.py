@@ -12,8 +12,6 @@ from ms_compress.models.config_file import read_config, whole_or_none
 from ms_compress.targets.libraries import library_errors
 from ms_compress.targets.target import Contents
 
-__all__ = ["WEIGHT_FILES", "contents", "holds_safetensors"]
-
 WEIGHT_FILES = ("*.safetensors",)
 NOT_WEIGHTS = (".weight_scale", ".weight_shape")
 """Tensors of compressed-tensors that say how a weight is held, and are none."""

@@ -20,19 +20,6 @@ from ms_compress.settings import nearest
 from ms_compress.targets.rules import TARGETS
 from ms_compress.text_ends import TextEnds
 
-__all__ = [
-    "Assets",
-    "Contents",
-    "Format",
-    "Reader",
-    "Runtime",
-    "Target",
-    "TextRuntime",
-    "all_formats",
-    "find_target",
-    "open_runtime",
-]
-
 Reader = Callable[[str], Tensor]
 """Reads the tensor of a Hugging Face name as float32; a KeyError if it is not there."""
 

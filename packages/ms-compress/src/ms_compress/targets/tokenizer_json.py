@@ -5,8 +5,6 @@ from pathlib import Path
 
 from ms_compress.targets.libraries import import_library, library_errors
 
-__all__ = ["encoder"]
-
 
 def encoder(folder: Path) -> Callable[[str], list[int]]:
     """Return what gives the tokens of a text, in which special tokens are what they spell.

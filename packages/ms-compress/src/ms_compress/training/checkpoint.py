@@ -18,8 +18,6 @@ from ms_compress.methods.pruning import masks, set_masks
 from ms_compress.training.identity import describe_change
 from ms_compress.training.sealed_file import opened, write_sealed
 
-__all__ = ["TrainingCheckpoint", "read_header", "saved_steps"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -21,8 +21,6 @@ from ms_compress.errors import ConfigError, DataError
 from ms_compress.files.untrusted import read_json
 from ms_compress.targets.libraries import import_library
 
-__all__ = ["held_out", "read_batch", "read_tokens", "rows"]
-
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson")
 """How the names of instruction sets end."""
 LIMIT_BYTES = 2**32

@@ -11,8 +11,6 @@ from ms_compress.errors import ConfigError
 from ms_compress.settings import nearest
 from ms_compress.training.options import Divergence
 
-__all__ = ["Divergence", "distillation_loss"]
-
 KINDS = ("forward", "reverse", "skewed")
 NONE = -1e30
 """A logit of probability 0 in float32, whose logarithm is finite."""

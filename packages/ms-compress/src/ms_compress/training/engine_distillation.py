@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ms_compress.settings import number, one_of, whole
-from ms_compress.training.distillation import Divergence, distillation_loss
-
-__all__ = ["DistillationLoss", "StageOutput", "engine_teacher"]
+from ms_compress.training.distillation import distillation_loss
+from ms_compress.training.options import Divergence
 
 IGNORED = -100
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from ms_compress.methods.student import kept_layers
 from ms_compress.models.selection import blocks_of
 
-__all__ = ["HiddenStates", "hidden_distance"]
-
 Hook = Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]
 
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from ms_compress.quantisation.layers import prepared_layers
 
-__all__ = ["describe_change", "digest_of", "digest_of_path", "identity_of", "is_digest"]
-
 DIGEST = "blake2b:"
 """Begins a value that stands for something too large to be shown."""
 CONTENTS = (".json", ".safetensors", ".bin")

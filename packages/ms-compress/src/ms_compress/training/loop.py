@@ -21,8 +21,6 @@ from ms_compress.training.hidden_states import HiddenStates
 from ms_compress.training.identity import identity_of
 from ms_compress.training.options import Tuning
 
-__all__ = ["Tuning", "tune"]
-
 IGNORED = -100
 BATCH = ("tokens", "targets", "weights")
 """What training reads of a batch."""

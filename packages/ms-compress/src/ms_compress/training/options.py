@@ -7,8 +7,6 @@ from attrs import field, frozen
 
 from ms_compress.settings import number, one_of, whole
 
-__all__ = ["Divergence", "Tuning"]
-
 Divergence = Literal["forward", "reverse", "skewed"]
 
 

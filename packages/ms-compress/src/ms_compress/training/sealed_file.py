@@ -13,8 +13,6 @@ from typing import BinaryIO
 from ms_compress.errors import ConfigError
 from ms_compress.files.durable import replace
 
-__all__ = ["opened", "write_sealed"]
-
 DIGEST_CHARACTERS = 128
 CHUNK_BYTES = 2**20
 HEADER_BYTES = 2**26

@@ -27,8 +27,6 @@ from ms_data.files.durable import publish, sync_folder, writing
 from ms_data.files.untrusted import check_path
 from ms_data.tokenization.tokenizer import Tokenizer
 
-__all__ = ["build"]
-
 
 def build(
     corpus: str | Path,

@@ -18,8 +18,6 @@ from ms_data.disk.samples import PairSample, Sample, pack_pair, pack_sample
 from ms_data.errors import SettingError
 from ms_data.tokenization.tokenizer import Tokenizer
 
-__all__ = ["ChatEncoder", "TextEncoder", "encoder_for"]
-
 
 class _Document(msgspec.Struct, frozen=True, array_like=True):
     """A row once its template has run; its JSON is the text of a document of the build."""

@@ -12,8 +12,6 @@ from ms_data.building.journal import JOURNAL
 from ms_data.errors import OutputError
 from ms_data.files.durable import writing
 
-__all__ = ["build_folder", "free_place", "refuse_inside"]
-
 _OURS = re.compile(
     r"(shard-\d{5,}\.msd|index\.json|build\.json|tokenizer\.json|tokenizer_config\.json|"
     r"chat_template\.jinja|journal\.msgpack)(\.partial)?"

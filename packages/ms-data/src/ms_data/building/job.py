@@ -38,8 +38,6 @@ from ms_data.disk.writer import DatasetWriter
 from ms_data.errors import CorpusError
 from ms_data.files.durable import write_file
 
-__all__ = ["Job"]
-
 BATCH_CHARACTERS = 1 << 20
 """Text that is tokenized at once; its tokens take some 150 MB until they are written."""
 

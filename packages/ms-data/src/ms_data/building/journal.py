@@ -13,8 +13,6 @@ from ms_data.errors import OutputError
 from ms_data.files.durable import write_file
 from ms_data.files.untrusted import read_bytes
 
-__all__ = ["JOURNAL", "Journal", "Progress", "Recipe", "load_journal", "save_journal"]
-
 JOURNAL = "journal.msgpack"
 _CHECKSUM_BYTES = 8
 _NAMES = {"chat": "the chat template or its settings", "tokenizer": "the tokenizer's checksum"}

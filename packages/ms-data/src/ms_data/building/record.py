@@ -15,8 +15,6 @@ from ms_data.errors import DataError, OutputError, printable
 from ms_data.files.durable import write_file
 from ms_data.files.untrusted import decode_json, read_bytes
 
-__all__ = ["BuildRecord", "Summary", "omissions", "save_record", "summary_of"]
-
 BUILD_FILE = "build.json"
 LIMIT_BYTES = 1 << 20
 

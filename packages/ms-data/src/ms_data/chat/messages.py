@@ -15,8 +15,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Conversation", "Message", "alpaca_messages", "read_conversation", "read_messages"]
-
 Message = dict[str, Any]
 """`role`, `content`, and what the role allows, as a chat template reads it."""
 

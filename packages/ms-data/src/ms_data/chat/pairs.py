@@ -26,8 +26,6 @@ from ms_data.chat.messages import (
     read_tools,
 )
 
-__all__ = ["Pair", "read_pair"]
-
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
     """Two answers to one prompt."""

@@ -19,8 +19,6 @@ from typing import IO, Any
 
 from ms_data.errors import SettingError
 
-__all__ = ["ask"]
-
 _WORKER = Path(__file__).with_name("worker.py")
 _PREFIX_BYTES = 8
 _TIMED_OUT = "takes more processor time than any sound template"

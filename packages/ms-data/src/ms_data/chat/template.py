@@ -26,8 +26,6 @@ from ms_data.chat.process import ask
 from ms_data.errors import DataError, SettingError, TokenizerError, printable
 from ms_data.files.untrusted import check_path, decoding, read_json, read_text
 
-__all__ = ["ChatTemplate", "Rendered"]
-
 TEMPLATE_LIMIT_BYTES = 1 << 20
 _PROBE = "quartz"
 

@@ -21,8 +21,6 @@ from ms_data.corpus.readers import READERS, reader_of
 from ms_data.corpus.unpacking import PACKINGS, unpacked
 from ms_data.errors import CorpusError
 
-__all__ = ["Corpus", "Document", "Position"]
-
 
 class Position(NamedTuple):
     """How far a corpus has been read."""

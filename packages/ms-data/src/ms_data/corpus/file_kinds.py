@@ -3,8 +3,6 @@
 import codecs
 from typing import NamedTuple
 
-__all__ = ["BINARY", "HEAD_BYTES", "Kind", "NotText", "foreign_encoding", "kind_of"]
-
 HEAD_BYTES = 512
 """A tar archive names itself at byte 257; all others do so before."""
 

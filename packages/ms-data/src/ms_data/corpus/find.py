@@ -11,8 +11,6 @@ from ms_data.corpus.readers import READERS
 from ms_data.errors import CorpusError, printable
 from ms_data.files.untrusted import check_path
 
-__all__ = ["find_corpus"]
-
 _LIBRARY_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
 
 

@@ -10,8 +10,6 @@ from attrs import field, frozen
 from ms_data.corpus.file_kinds import NotText
 from ms_data.errors import SettingError
 
-__all__ = ["TOO_LONG", "Found", "Invalid", "OpenFile", "ReadOptions", "Reader", "not_utf8"]
-
 DOCUMENT_LIMIT_MIB = 16
 """A document of text of this size takes some 2 GB while it is tokenized."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import zstandard
 
-__all__ = ["PACKINGS", "READ_BYTES", "lines_of", "unpacked"]
-
 PACKINGS = ("gz", "zst")
 
 READ_BYTES = 1 << 20

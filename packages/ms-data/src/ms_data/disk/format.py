@@ -22,28 +22,6 @@ import msgspec
 import numpy as np
 import xxhash
 
-__all__ = [
-    "FRAME",
-    "FRAME_BYTES",
-    "KINDS",
-    "LOSS_BIT",
-    "MAGIC",
-    "SHARD_NAME",
-    "TRAILER",
-    "TRAILER_MARK",
-    "Footer",
-    "Index",
-    "Kind",
-    "ShardEntry",
-    "TokenType",
-    "checksum",
-    "decode_index",
-    "encode_index",
-    "frames_of",
-    "sealed",
-    "token_type_for",
-]
-
 MAGIC = b"ms-data shard 1\n"
 TRAILER = struct.Struct("<QI4s")
 TRAILER_MARK = b"end\n"

@@ -6,8 +6,6 @@ import msgspec
 
 from ms_data.disk.split import dataset_folder, read_index
 
-__all__ = ["DatasetInfo", "SplitInfo", "inspect"]
-
 
 class SplitInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One split of a dataset."""

@@ -20,8 +20,6 @@ from ms_data.disk.format import KINDS, LOSS_BIT, Kind
 from ms_data.disk.split import Split, dataset_folder
 from ms_data.errors import DamageError, SettingError
 
-__all__ = ["PairSample", "Sample", "Samples", "pack_pair", "pack_sample"]
-
 CACHED_FRAMES = 512
 """Decoded frames that are kept: 32 MiB."""
 

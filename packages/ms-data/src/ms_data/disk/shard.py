@@ -20,8 +20,6 @@ from ms_data.disk.format import (
 )
 from ms_data.errors import DamageError
 
-__all__ = ["Frame", "Shard"]
-
 
 class Frame(NamedTuple):
     """A decoded frame."""

@@ -15,8 +15,6 @@ from ms_data.disk.shard import Frame, Shard
 from ms_data.errors import DamageError, SettingError, printable
 from ms_data.files.untrusted import check_path
 
-__all__ = ["Split", "dataset_folder", "read_index"]
-
 OPEN_SHARDS = 128
 """Shards that a reader keeps open: one descriptor and a table of some 100 kB each."""
 

@@ -16,8 +16,6 @@ from ms_data.disk.shard import Frame, Shard
 from ms_data.disk.split import dataset_folder, read_index
 from ms_data.errors import DamageError
 
-__all__ = ["Fault", "Report", "verify"]
-
 _PIECE_BYTES = 1 << 17
 """About what a frame takes on disk at most."""
 

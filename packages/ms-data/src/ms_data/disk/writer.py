@@ -24,8 +24,6 @@ from ms_data.disk.format import (
 )
 from ms_data.errors import OutputError
 
-__all__ = ["DatasetState", "DatasetWriter", "ShardState", "ShardWriter"]
-
 COMPRESSION_LEVEL = 3
 """On tokens, levels 9 and 19 save 9% and 13% more at a quarter and a sixtieth of the speed."""
 

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 
 from ms_data.disk.samples import Sample
 
-__all__ = ["IGNORED", "Batch", "RowPart", "WeightedBatch", "fill_rows"]
-
 IGNORED = -100
 """The target of a token that predicts nothing."""
 

@@ -5,8 +5,6 @@ from numpy.typing import NDArray
 
 from ms_data.streams.order import Order
 
-__all__ = ["Draws"]
-
 WINDOW = 4096
 """Draws that are computed at once."""
 

@@ -20,8 +20,6 @@ from ms_data.streams.packer import Row
 from ms_data.streams.packing_rules import PACKING_RULES
 from ms_data.streams.share import BatchStream, StreamPlace, count
 
-__all__ = ["InstructionBatch", "InstructionStream"]
-
 _CHOICES: dict[str, Collection[str]] = {
     "long": get_args(Long),
     "packing": PACKING_RULES,

@@ -18,8 +18,6 @@ from attrs import field, frozen
 from ms_data.errors import SettingError, StateError
 from ms_data.streams.share import reading_state
 
-__all__ = ["Mixture", "Phase"]
-
 SCALE = 1 << 32
 """Weights are whole multiples of 1 / SCALE that sum to 1."""
 

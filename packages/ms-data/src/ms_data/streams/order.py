@@ -16,8 +16,6 @@ from attrs import field, frozen
 from attrs.validators import ge
 from numpy.typing import NDArray
 
-__all__ = ["Order", "permute"]
-
 ROUNDS = 8
 _Keys = NDArray[np.uint64]
 

@@ -12,8 +12,6 @@ from ms_data.streams.draws import Draws
 from ms_data.streams.packer import OpenRow, Packer, Row, Segment, cut_sample
 from ms_data.streams.share import count
 
-__all__ = ["Long", "PackedSource", "Weighting"]
-
 Long = Literal["truncate", "split"]
 Weighting = Literal["token", "sample"]
 _COUNTERS = ("drawn", "truncated", "split", "without_targets")

@@ -6,8 +6,6 @@ The folder `packing_rules` holds the rules, a module each.
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-__all__ = ["OpenRow", "Packer", "Row", "Segment", "cut_sample"]
-
 
 class Segment(NamedTuple):
     """Tokens `start` to `stop` of one sample."""

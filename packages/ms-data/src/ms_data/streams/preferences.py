@@ -14,8 +14,6 @@ from ms_data.streams.batch import RowPart, WeightedBatch, fill_rows
 from ms_data.streams.draws import Draws
 from ms_data.streams.share import BatchStream, StreamPlace, count
 
-__all__ = ["PreferenceBatch", "PreferenceStream"]
-
 WIDTH_STEP = 8
 """Rows are as wide as the longest of the global batch, rounded up to a multiple of this."""
 

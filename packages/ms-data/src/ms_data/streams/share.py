@@ -10,8 +10,6 @@ from attrs import frozen
 
 from ms_data.errors import SettingError, StateError
 
-__all__ = ["BatchStream", "Share", "StreamPlace", "at_least_one", "count", "reading_state"]
-
 STATE_VERSION = 2
 
 B = TypeVar("B")

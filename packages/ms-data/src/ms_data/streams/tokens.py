@@ -14,8 +14,6 @@ from ms_data.streams.order import Order
 from ms_data.streams.share import BatchStream, StreamPlace, at_least_one, count
 from ms_data.streams.window import Window
 
-__all__ = ["TokenStream"]
-
 CHUNK_FRAMES = 4
 """A chunk of about four frames makes reading the one it shares with its neighbour cheap."""
 

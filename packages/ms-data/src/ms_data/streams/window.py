@@ -7,8 +7,6 @@ from numpy.typing import NDArray
 from ms_data.disk.split import Split
 from ms_data.streams.batch import IGNORED, Batch
 
-__all__ = ["Window"]
-
 _NEVER = 1 << 62
 
 

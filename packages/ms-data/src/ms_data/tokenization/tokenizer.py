@@ -18,8 +18,6 @@ from ms_data.errors import DamageError, OutputError, TokenizerError, printable
 from ms_data.files.durable import write_files, writing
 from ms_data.files.untrusted import check_path, read_bytes
 
-__all__ = ["END_OF_TEXT", "LARGEST_VOCABULARY", "Tokenizer"]
-
 END_OF_TEXT = "<|endoftext|>"
 LARGEST_VOCABULARY = (1 << 31) - 1
 """What the 31 bits of a token on disk can tell apart."""

@@ -16,8 +16,6 @@ from ms_data.files.durable import write_file
 from ms_data.files.untrusted import check_path, decoding
 from ms_data.tokenization.tokenizer import END_OF_TEXT, LARGEST_VOCABULARY, Tokenizer
 
-__all__ = ["train_tokenizer"]
-
 SMALLEST_VOCABULARY = 257
 """All bytes and the end of a text."""
 

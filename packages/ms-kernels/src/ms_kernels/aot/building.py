@@ -15,8 +15,6 @@ from ms_kernels.aot.manifest import NAME, Manifest
 from ms_kernels.aot.targets import Target, target_named
 from ms_kernels.errors import BackendError, shown
 
-__all__ = ["Progress", "build"]
-
 Progress = Callable[[str, int, int], object]
 """Takes what was done, how much of it, and how much there is."""
 

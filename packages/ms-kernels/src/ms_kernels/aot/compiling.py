@@ -14,8 +14,6 @@ from ms_kernels.backends.triton.launching import kernel
 from ms_kernels.core.entries import Entry
 from ms_kernels.errors import BackendError
 
-__all__ = ["Compiled", "Resources", "compile_entry", "compiler_version", "own_arguments"]
-
 
 @frozen(kw_only=True)
 class Resources:

@@ -22,8 +22,6 @@ from ms_kernels.contracts.contract import Contract
 from ms_kernels.errors import BackendError
 from ms_kernels.operators import CONTRACTS
 
-__all__ = ["make_models"]
-
 
 class _Operator(nn.Module):
     """An operator with its options fixed."""

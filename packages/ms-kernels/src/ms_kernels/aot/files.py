@@ -12,8 +12,6 @@ from pathlib import Path
 from ms_kernels.aot.manifest import File
 from ms_kernels.errors import BackendError
 
-__all__ = ["LIBRARY", "file_of", "own_version", "run_compiler", "write"]
-
 LIBRARY = "libms_kernels.so"
 
 

@@ -29,8 +29,6 @@ from ms_kernels.errors import BackendError
 from ms_kernels.files.untrusted import read_bytes, read_json
 from ms_kernels.operators import IMPLEMENTATIONS
 
-__all__ = ["entries", "make_kernels"]
-
 log = logging.getLogger(__name__)
 
 

@@ -9,8 +9,6 @@ A result of 32 bits whose interval leaves them is a fault if an address is made 
 import re
 from collections.abc import Callable, Mapping
 
-__all__ = ["LIMITS", "lint"]
-
 Interval = tuple[int, int]
 
 WORD: Interval = (-(2**31), 2**31 - 1)

@@ -11,8 +11,6 @@ from ms_kernels.contracts.values import is_number, is_whole
 from ms_kernels.errors import ArgumentError, BackendError, shown
 from ms_kernels.files.untrusted import decoding
 
-__all__ = ["Library", "load"]
-
 _TYPES = {
     "pointer": ctypes.c_void_p,
     "i32": ctypes.c_int64,

@@ -8,8 +8,6 @@ import msgspec
 from ms_kernels.errors import BackendError, shown
 from ms_kernels.files.untrusted import decode_json, read_bytes
 
-__all__ = ["NAME", "File", "Kernel", "Manifest", "Parameter", "read_manifest"]
-
 NAME = "manifest.json"
 
 KINDS = frozenset({"pointer", "i32", "i64", "f32"})

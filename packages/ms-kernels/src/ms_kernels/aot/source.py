@@ -9,8 +9,6 @@ from ms_kernels.aot.manifest import Kernel, Parameter
 from ms_kernels.aot.targets import Target
 from ms_kernels.core.entries import DIVISORS
 
-__all__ = ["describe", "header", "table"]
-
 STATUSES = (
     ("MS_OK", "done"),
     ("MS_BAD_ARGUMENT", "an argument does not fit; nothing was launched"),

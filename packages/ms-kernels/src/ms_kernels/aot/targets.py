@@ -4,8 +4,6 @@ from attrs import frozen
 
 from ms_kernels.errors import BackendError
 
-__all__ = ["TARGETS", "Target", "target_named"]
-
 
 @frozen(kw_only=True)
 class Target:

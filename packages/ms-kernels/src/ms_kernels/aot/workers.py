@@ -9,8 +9,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-__all__ = ["cores", "each_done"]
-
 _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
 

@@ -18,8 +18,6 @@ from ms_kernels.contracts.call import Call, describe
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.core.choice import Implementation
 
-__all__ = ["HALVES", "REALS", "empty", "on_npu", "refused", "same_dtype", "within_classes"]
-
 HALVES = (torch.bfloat16, torch.float16)
 """Dtypes of the cube unit."""
 

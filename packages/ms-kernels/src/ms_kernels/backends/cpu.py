@@ -9,8 +9,6 @@ from ms_kernels.contracts.call import Call
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.core.choice import Implementation
 
-__all__ = ["BLOCK_BYTES", "blocks", "on_cpu"]
-
 SMALL = 2**16
 """Elements below which Python's share of the time outweighs what is saved, where no table says."""
 

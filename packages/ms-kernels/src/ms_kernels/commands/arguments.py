@@ -13,8 +13,6 @@ from ms_kernels.contracts.call import FLOATING, describe
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.errors import ArgumentError, BackendError, shown
 
-__all__ = ["device_of", "dtype_of", "present", "read_details"]
-
 MOST: Final = 2**31 - 1
 """Largest size that `explain` takes."""
 

@@ -20,8 +20,6 @@ from ms_kernels.selection import check_backends, contract_of
 from ms_kernels.tuning.measure import in_turn, one_pass
 from ms_kernels.tuning.tuner import largest, tune
 
-__all__ = ["bench"]
-
 
 def bench(options: argparse.Namespace) -> int:
     """Time implementations, or make a tuning table of them."""

@@ -14,8 +14,6 @@ from ms_kernels.aot import build as build_library
 from ms_kernels.aot.building import Progress
 from ms_kernels.aot.manifest import read_manifest
 
-__all__ = ["build"]
-
 
 def build(options: argparse.Namespace) -> int:
     """Make the operator library of a chip."""

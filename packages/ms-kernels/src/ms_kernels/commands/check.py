@@ -11,8 +11,6 @@ from ms_kernels.checking import check as compare_all
 from ms_kernels.commands.arguments import dtype_of, present
 from ms_kernels.selection import check_backends, contract_of
 
-__all__ = ["check"]
-
 
 def check(options: argparse.Namespace) -> int:
     """Compare implementations with the truth; 1 where one is off."""

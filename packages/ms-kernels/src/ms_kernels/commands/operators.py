@@ -16,8 +16,6 @@ from ms_kernels.core.tables import chips
 from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 from ms_kernels.selection import contract_of, use_backend
 
-__all__ = ["explain", "list_operators"]
-
 
 def list_operators(options: argparse.Namespace) -> int:
     """Print every operator and what implements it."""

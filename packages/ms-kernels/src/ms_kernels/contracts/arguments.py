@@ -10,20 +10,6 @@ from torch import Tensor
 
 from ms_kernels.contracts.call import FLOATING, INDICES, Dims
 
-__all__ = [
-    "Argument",
-    "Cost",
-    "Draw",
-    "Ladder",
-    "Model",
-    "Option",
-    "Work",
-    "indices",
-    "no_cost",
-    "streaming",
-    "symbols_of",
-]
-
 Draw = Callable[[tuple[int, ...], Dims, torch.Generator], Tensor]
 """Makes an example on the CPU from its shape and all sizes of the call."""
 

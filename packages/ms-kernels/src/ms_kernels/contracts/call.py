@@ -5,17 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "ACCUMULATED",
-    "FLOATING",
-    "INDICES",
-    "Call",
-    "Dims",
-    "TensorMeta",
-    "accumulator",
-    "describe",
-]
-
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes that every reference takes; float64 exists for gradient checks."""
 

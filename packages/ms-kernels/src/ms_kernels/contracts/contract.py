@@ -26,8 +26,6 @@ from ms_kernels.contracts.call import Call, Dims, TensorMeta, describe
 from ms_kernels.contracts.tolerance import ROUNDED_ONCE, Tolerances
 from ms_kernels.errors import ArgumentError, shown
 
-__all__ = ["Contract", "Variant"]
-
 
 class Variant(NamedTuple):
     """A further call that proofs try: some options are only right at other sizes."""

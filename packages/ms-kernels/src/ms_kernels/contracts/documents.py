@@ -6,8 +6,6 @@ from torch import Tensor
 from ms_kernels.contracts.arguments import Argument
 from ms_kernels.contracts.call import Dims
 
-__all__ = ["documents_argument", "starts_of"]
-
 
 def documents_argument(dims: str) -> Argument:
     """Return the argument that numbers the document of each position."""

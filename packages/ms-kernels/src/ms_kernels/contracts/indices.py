@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ms_kernels.errors import ArgumentError
 
-__all__ = ["check_classes", "check_range", "readable"]
-
 
 def check_classes(
     operator: str, targets: Tensor, count: int, ignore_index: int, name: str = "targets"

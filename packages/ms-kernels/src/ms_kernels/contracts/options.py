@@ -3,8 +3,6 @@
 from ms_kernels.contracts.arguments import Option
 from ms_kernels.contracts.values import is_number, is_whole
 
-__all__ = ["eps_option", "flag", "ignore_index_option", "scale_option", "window_option"]
-
 
 def flag(name: str, *, default: bool = False) -> Option:
     """Return an option that is True or False."""

@@ -13,8 +13,6 @@ from ms_kernels.contracts.arguments import Argument
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.errors import ArgumentError
 
-__all__ = ["check_overlaps"]
-
 Layout = tuple[int, tuple[int, ...], tuple[int, ...], int]
 """Address, shape, strides and size of an element of a tensor that has elements."""
 

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["ATTENTION", "LOGITS", "ROUNDED_ONCE", "SUMMED", "Tolerance", "Tolerances"]
-
 
 class Tolerance(NamedTuple):
     """``|got - truth| <= relative * |truth| + absolute``, the truth computed in float64."""

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-__all__ = ["LARGEST", "SMALLEST", "is_number", "is_whole", "one_of"]
-
 LARGEST = 3.4e38
 """Numbers above it are infinite in float32, which kernels compute in."""
 

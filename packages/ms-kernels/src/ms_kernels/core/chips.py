@@ -8,8 +8,6 @@ import torch
 
 from ms_kernels.core.tracing import known_when_traced
 
-__all__ = ["chip_of"]
-
 
 @known_when_traced
 def chip_of(device: torch.device) -> str:

@@ -15,16 +15,6 @@ from ms_kernels.core.launches import Launch, TunedKernel, launch_of
 from ms_kernels.core.tables import entry_for
 from ms_kernels.errors import BackendError
 
-__all__ = [
-    "Choice",
-    "Implementation",
-    "Verdict",
-    "choose",
-    "first_fit",
-    "obstacle_to",
-    "with_launches",
-]
-
 
 @frozen(kw_only=True)
 class Implementation:

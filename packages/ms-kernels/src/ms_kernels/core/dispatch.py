@@ -19,8 +19,6 @@ from ms_kernels.core.operator import OPERATORS
 from ms_kernels.core.tracing import known_when_traced
 from ms_kernels.errors import ArgumentError, BackendError
 
-__all__ = ["PREFERRED", "decide", "describe_call", "implementation", "perform"]
-
 KEPT = 4096
 """Decisions kept before they are forgotten, so that ever new shapes cannot fill the memory."""
 

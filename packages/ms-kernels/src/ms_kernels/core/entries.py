@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-__all__ = ["DIVISORS", "DTYPES", "Entry", "entry"]
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """By the names that Triton has for them."""
 

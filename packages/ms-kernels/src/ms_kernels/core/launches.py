@@ -19,20 +19,6 @@ from ms_kernels.core.chips import chip_of
 from ms_kernels.core.tables import entry_for
 from ms_kernels.errors import TableError
 
-__all__ = [
-    "ANY",
-    "ANY_SIZE",
-    "Defaults",
-    "Launch",
-    "TableKey",
-    "TunedKernel",
-    "Values",
-    "by_size",
-    "key_of",
-    "launch_of",
-    "trying",
-]
-
 ANY = "any"
 """Stands for the chip of a launch whose parameters are the kernel's own defaults."""
 

@@ -9,8 +9,6 @@ from attrs import frozen
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.core.choice import Implementation
 
-__all__ = ["BACKENDS", "OPERATORS", "Operator", "register"]
-
 BACKENDS = ("ascend", "cpu", "sdpa", "triton", "reference")
 """Names of the backends; where several take a call, the first of them gets it."""
 

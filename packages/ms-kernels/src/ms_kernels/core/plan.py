@@ -17,8 +17,6 @@ from torch.autograd.function import once_differentiable
 from ms_kernels.contracts.call import accumulator
 from ms_kernels.contracts.contract import Contract
 
-__all__ = ["DimNames", "Plan", "is_wanted", "unwanted"]
-
 DimNames = tuple[str, ...]
 """Symbols of a tensor's sizes, ``"..."`` first if at all."""
 

@@ -12,8 +12,6 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from ms_kernels.core.plan import DimNames
 
-__all__ = ["Spec", "shardings"]
-
 
 class Spec(Protocol):
     """What DTensor knows of a tensor: `torch.distributed.tensor._dtensor_spec.DTensorSpec`."""

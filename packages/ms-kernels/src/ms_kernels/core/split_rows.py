@@ -17,8 +17,6 @@ from ms_kernels.errors import ArgumentError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["is_split", "own_parts", "permuted", "rows_mapped", "rows_reduced"]
-
 
 def is_split(tensors: Sequence[Tensor]) -> bool:
     """Whether a DTensor is among `tensors`; imports nothing where there is none."""

@@ -22,17 +22,6 @@ from ms_kernels.core.tracing import known_when_traced
 from ms_kernels.errors import TableError
 from ms_kernels.files.untrusted import decode_json, decoding, read_bytes
 
-__all__ = [
-    "LIMIT_BYTES",
-    "Configuration",
-    "Entry",
-    "Table",
-    "chips",
-    "entry_for",
-    "read_table",
-    "write_table",
-]
-
 LIMIT_BYTES = 2**22
 """Size of the largest table that is read."""
 

@@ -61,10 +61,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ms_kernels.contracts.contract import Contract
-from ms_kernels.core.plan import DimNames, Plan, is_wanted, unwanted
+from ms_kernels.core.plan import DimNames, Plan
 from ms_kernels.core.tracing import known_when_traced
-
-__all__ = ["is_wanted", "opaque", "unwanted"]
 
 _NAMESPACE = "ms_kernels"
 _registry = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]

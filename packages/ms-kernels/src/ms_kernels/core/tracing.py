@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["known_when_traced"]
-
 Function = TypeVar("Function", bound=Callable[..., object])
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from ms_kernels.contracts.contract import Contract
 
-__all__ = ["in_turn", "one_pass"]
-
 
 def one_pass(
     contract: Contract,

@@ -24,8 +24,6 @@ from ms_kernels.core.tables import Configuration, Entry, Table
 from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 from ms_kernels.tuning.measure import in_turn, one_pass
 
-__all__ = ["EVEN", "largest", "tune"]
-
 log = logging.getLogger(__name__)
 
 EVEN = 1.03

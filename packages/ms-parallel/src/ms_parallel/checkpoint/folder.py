@@ -8,17 +8,6 @@ from pathlib import Path
 from ms_parallel.checkpoint.manifest import MANIFEST
 from ms_parallel.files.durable import publish, write_file, writing
 
-__all__ = [
-    "all_steps",
-    "complete_steps",
-    "keep_last",
-    "note_last",
-    "set_aside",
-    "step_folder",
-    "sweep",
-    "was_begun",
-]
-
 STEP = re.compile(r"step-([0-9]{8,15})")
 DAMAGED = re.compile(r"step-[0-9]{8,15}\.damaged-[0-9]+")
 LAST = "last"

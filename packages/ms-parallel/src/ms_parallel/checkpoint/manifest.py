@@ -19,8 +19,6 @@ from ms_parallel.errors import DamageError
 from ms_parallel.files.safetensors_file import DTYPES as NAMES
 from ms_parallel.files.untrusted import decoding, read_bytes
 
-__all__ = ["DTYPES", "MANIFEST", "Chunk", "Manifest", "SavedFile", "SavedTensor", "read_manifest"]
-
 MANIFEST = "checkpoint.json"
 MANIFEST_LIMIT_BYTES = 1 << 30
 FILE_NAME = re.compile(r"rank-[0-9]{5,10}\.safetensors")

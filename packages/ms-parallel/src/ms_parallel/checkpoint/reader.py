@@ -20,8 +20,6 @@ from torch.futures import Future
 from ms_parallel.checkpoint.manifest import DTYPES, Chunk, Manifest, SavedFile
 from ms_parallel.errors import CheckpointError, DamageError
 
-__all__ = ["Reader"]
-
 
 class Reader(StorageReader):
     """Reads the chunks of one checkpoint that this rank's tensors overlap.

@@ -16,8 +16,6 @@ from ms_parallel.checkpoint.reader import Reader
 from ms_parallel.checkpoint.writer import Writer
 from ms_parallel.errors import CheckpointError, ParallelError
 
-__all__ = ["load", "save"]
-
 
 def save(folder: Path, state: Mapping[str, Tensor], *, step: int, facts: Mapping[str, Any]) -> None:
     """Write a checkpoint; every rank calls this with its own part of the state.

@@ -24,8 +24,6 @@ from ms_parallel.errors import CheckpointError
 from ms_parallel.files.durable import publish, sync_folder, write_all, write_synced, writing
 from ms_parallel.files.safetensors_file import DTYPES, TensorEntry, header_of
 
-__all__ = ["Writer"]
-
 
 class Writer(StorageWriter):
     """Writes a checkpoint beside its place, and puts it there when every rank has finished.

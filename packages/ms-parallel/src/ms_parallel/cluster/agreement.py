@@ -14,8 +14,6 @@ from ms_parallel.cluster.watch import position
 from ms_parallel.errors import ParallelError
 from ms_parallel.interruption import StopSignal
 
-__all__ = ["StopRequest", "first_does", "sums"]
-
 T = TypeVar("T")
 PATIENCE = timedelta(days=30)
 """The first process may take as long as it needs; if it dies, waiting ends at once."""

@@ -24,8 +24,6 @@ from ms_parallel.cluster.watch import Heartbeat
 from ms_parallel.errors import LaunchError
 from ms_parallel.interruption import end_with_launcher
 
-__all__ = ["connect", "disconnect", "join"]
-
 SETTLE_S = 0.2
 
 

@@ -6,8 +6,6 @@ import torch
 
 from ms_parallel.errors import LaunchError
 
-__all__ = ["pick_device"]
-
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:
     """This process's device: `device` if given, else the accelerator of its local rank, else CPU.

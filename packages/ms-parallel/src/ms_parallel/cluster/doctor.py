@@ -10,8 +10,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-__all__ = ["Accelerator", "Machine", "examine"]
-
 PACKAGES = ("ms-parallel", "ms-data", "ms-kernels", "torch", "safetensors", "tokenizers")
 
 

@@ -17,8 +17,6 @@ from ms_parallel.cluster.watch import Heartbeat, position
 from ms_parallel.entry import BAD_INPUT, FAILED, INTERRUPTED, one_line
 from ms_parallel.errors import LaunchError, ParallelError, StageError
 
-__all__ = ["count_as_mistake", "end_scripts_plainly", "report"]
-
 _mistakes: set[type[Exception]] = set()
 GOES_ON = "the same command goes on from the last complete checkpoint"
 

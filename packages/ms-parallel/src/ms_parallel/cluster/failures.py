@@ -15,8 +15,6 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import StageError
 from ms_parallel.schedules.table.action import Action
 
-__all__ = ["LOST", "explain"]
-
 LOST = re.compile(
     r"connection (closed|reset|was closed)|broken pipe|recv.* failed|connection refused"
     r"|timed out waiting|remote error|store.*(closed|failed)|socket",

@@ -7,8 +7,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ms_parallel.cluster.layout import AXES, Layout, Place, row_axes
 
-__all__ = ["Groups", "lay_mesh"]
-
 
 @frozen(kw_only=True)
 class Groups:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["launch_command"]
-
 CPU_SHARE = 4
 """Processes a core, where a layout is only tried."""
 

@@ -13,8 +13,6 @@ from attrs import Attribute, field, fields, frozen
 
 from ms_parallel.errors import LayoutError
 
-__all__ = ["AXES", "Axis", "Layout", "ModelShape", "Place", "row_axes"]
-
 MOST_RANKS = 1 << 20
 Splits = Literal["layers", "rows", "sequence", "matrices", "experts"]
 

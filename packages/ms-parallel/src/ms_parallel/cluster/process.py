@@ -6,8 +6,6 @@ import torch.distributed as dist
 
 from ms_parallel.errors import LaunchError
 
-__all__ = ["is_first", "launched", "rank", "variable", "world_size"]
-
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

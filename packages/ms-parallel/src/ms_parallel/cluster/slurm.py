@@ -11,8 +11,6 @@ import re
 from ms_parallel.cluster.process import variable
 from ms_parallel.errors import LaunchError
 
-__all__ = ["adopt_scheduler", "first_node"]
-
 PORTS = range(20_000, 32_000)
 """Below those that Linux gives to outgoing connections."""
 COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")

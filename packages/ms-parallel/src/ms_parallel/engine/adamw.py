@@ -10,8 +10,6 @@ from torch.optim.adamw import adamw
 from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.split.part import local_part
 
-__all__ = ["AdamW"]
-
 FUSED_DEVICES = {"cpu", "cuda"}
 
 

@@ -27,8 +27,6 @@ from ms_parallel.split.stages import build_stage, cut_layers
 from ms_parallel.weights.initial import initialise
 from ms_parallel.weights.load import has_weights, load_weights
 
-__all__ = ["EngineArguments", "Given", "build_stages", "describe"]
-
 GIB, STATE_BYTES = 1 << 30, 16
 """A weight, its gradient and its two moments, in float32."""
 

@@ -21,7 +21,7 @@ from ms_parallel.engine.balance.settings import Balance, balance_of
 from ms_parallel.engine.further import HasFurther, depths_of, divisors, further_shares
 from ms_parallel.engine.generation import Sampling, generate
 from ms_parallel.engine.heads import heads_of, thaw_heads
-from ms_parallel.engine.loss import Batch, Loss, LossWithStatistics, Output
+from ms_parallel.engine.loss import Loss, LossWithStatistics, Output
 from ms_parallel.engine.microbatches import cut_batch, measure
 from ms_parallel.engine.optimizer import learning_rate
 from ms_parallel.engine.options import EngineOptions
@@ -30,6 +30,7 @@ from ms_parallel.engine.state import load_state, state_of
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.errors import ConfigError, ModelError, ParallelError
 from ms_parallel.files.untrusted import check_path
+from ms_parallel.models.batch import Batch
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.tokenizer_files import TokenizerFiles
 from ms_parallel.operators import Ops
@@ -41,8 +42,6 @@ from ms_parallel.split.own_model import OwnModelConfig, call_own
 from ms_parallel.split.part import drop_gathered, is_whole_here
 from ms_parallel.split.precision import warn_of_slow_bfloat16
 from ms_parallel.weights.save import save_model
-
-__all__ = ["Adapters", "Engine", "Update"]
 
 
 @frozen(kw_only=True)

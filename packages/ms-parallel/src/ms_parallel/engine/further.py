@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.engine.loss import IGNORED, Batch, Output
+from ms_parallel.engine.loss import IGNORED, Output
+from ms_parallel.models.batch import Batch
 from ms_parallel.models.staged import StagedModel
-
-__all__ = ["HasFurther", "depths_of", "divisors", "further_shares", "further_targets"]
 
 
 @runtime_checkable

@@ -10,13 +10,12 @@ from attrs import field, frozen
 from torch import Tensor, nn
 
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.engine.loss import Batch, Output
+from ms_parallel.engine.loss import Output
 from ms_parallel.errors import ConfigError
+from ms_parallel.models.batch import Batch
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.settings import number, whole
 from ms_parallel.split.part import drop_gathered
-
-__all__ = ["Forwards", "Sampling", "generate", "pick"]
 
 
 class Forwards(Protocol):

@@ -10,8 +10,6 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.part import local_gradient
 
-__all__ = ["is_counted", "reduce_gradients", "scale", "squared_norm"]
-
 
 def reduce_gradients(
     parameters: Mapping[str, Tensor],

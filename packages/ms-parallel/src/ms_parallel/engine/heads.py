@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from ms_parallel.errors import ModelError
 
-__all__ = ["add_heads", "heads_of", "thaw_heads"]
-
 
 def add_heads(stage: Any, widths: Mapping[str, int]) -> None:
     """Add a head of each width to a last stage, in place; other stages stay as they are."""

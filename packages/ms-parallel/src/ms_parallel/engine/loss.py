@@ -6,8 +6,6 @@ from torch import Tensor
 
 from ms_parallel.models.batch import Batch
 
-__all__ = ["Batch", "Loss", "LossWithStatistics", "NextTokenLoss", "Output"]
-
 IGNORED = -100
 
 

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.engine.loss import Batch, Loss, LossWithStatistics
+from ms_parallel.engine.loss import Loss, LossWithStatistics
 from ms_parallel.errors import ConfigError
-
-__all__ = ["cut_batch", "measure"]
+from ms_parallel.models.batch import Batch
 
 
 def cut_batch(batch: Mapping[str, Any], size: int | None, tensor: int) -> list[Batch]:

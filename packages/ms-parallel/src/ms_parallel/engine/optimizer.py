@@ -10,8 +10,6 @@ from attrs import Attribute, field, frozen
 from ms_parallel.errors import ConfigError
 from ms_parallel.settings import nearest, number, shown, whole
 
-__all__ = ["AdamWConfig", "betas", "decay", "decays", "learning_rate"]
-
 Decay = Callable[[float], float]
 """Maps the share of the updates that have passed to the share of the fall that is left."""
 LEAST = 1e-30

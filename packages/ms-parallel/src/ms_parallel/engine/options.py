@@ -16,8 +16,6 @@ from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.settings import a_path, number, one_of, whole
 from ms_parallel.split.recompute import Recompute
 
-__all__ = ["EngineOptions"]
-
 
 @frozen(kw_only=True)
 class EngineOptions:

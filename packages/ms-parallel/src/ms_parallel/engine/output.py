@@ -14,8 +14,6 @@ from ms_parallel.operators.protocol import Ops
 from ms_parallel.operators.split_vocabulary import VocabularyParallelLoss
 from ms_parallel.split.tensor_parallel import gather_sequence, gather_vocabulary, local_view
 
-__all__ = ["HeadOutput", "LogitsOutput"]
-
 EVERYWHERE = slice(None)
 WHOLE_LOGITS_BYTES = 256 * 2**20
 """Logits up to this size are held for the backward; beyond it, computed twice by chunks."""

@@ -9,8 +9,6 @@ from ms_parallel.engine.trainable import Trainable
 from ms_parallel.errors import CheckpointError
 from ms_parallel.split.part import laid_out_like, local_part
 
-__all__ = ["load_state", "state_of"]
-
 MOMENTS = ("optimizer.exp_avg.", "optimizer.exp_avg_sq.")
 TAKEN, STEP = "optimizer.taken", "engine.step"
 

@@ -12,8 +12,6 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.part import is_whole_here
 from ms_parallel.split.tensor_parallel import is_whole
 
-__all__ = ["Trainable"]
-
 
 class Trainable:
     """This process's parameters by name, and AdamW over them.

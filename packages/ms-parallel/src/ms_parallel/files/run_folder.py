@@ -26,18 +26,6 @@ from ..errors import FolderError
 from .durable import write_file, writing
 from .untrusted import decoding, read_json
 
-__all__ = [
-    "Change",
-    "RunSeal",
-    "changes_between",
-    "digest_of",
-    "hold",
-    "inside",
-    "locked",
-    "owner_of",
-    "write_seal",
-]
-
 LOCK, SEAL = "lock", "run.json"
 LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Answers of file systems without locks, where working alone is left to the user."""

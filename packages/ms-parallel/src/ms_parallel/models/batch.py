@@ -4,8 +4,6 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-__all__ = ["Batch"]
-
 Batch = Mapping[str, Tensor]
 """`tokens` (B, S) int64; by choice `targets` (already shifted, -100 where no loss), `weights`,
 `positions`, `documents`, and whatever a loss reads, each with B rows."""

@@ -5,8 +5,6 @@ from torch import Tensor
 
 from ms_parallel.errors import ModelError
 
-__all__ = ["KeyValueCache"]
-
 
 class KeyValueCache:
     """Grows by the tokens of each forward; one for all layers of a stage.

@@ -9,17 +9,6 @@ from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.settings import flag, number, whole
 
-__all__ = [
-    "MOST",
-    "TOKENS",
-    "ModelConfig",
-    "TokenId",
-    "above_zero",
-    "check_heads",
-    "size",
-    "token_ids",
-]
-
 TokenId = int | tuple[int, ...] | None
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Settings that name the tokens which begin, end and pad a text."""

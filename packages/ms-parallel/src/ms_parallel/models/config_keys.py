@@ -11,8 +11,6 @@ from attrs import frozen
 
 from ms_parallel.errors import ModelError
 
-__all__ = ["Quantisation", "check_keys", "quantisation_of"]
-
 _USED_BY_ALL = frozenset(
     {
         "model_type",

@@ -21,8 +21,6 @@ from ms_parallel.models.spans import document_lengths
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["Block", "Decoder", "plan", "plan_with"]
-
 
 class Decoder(StagedModel):
     """A whole decoder, or one pipeline stage of it.

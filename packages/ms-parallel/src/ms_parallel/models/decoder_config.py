@@ -10,8 +10,6 @@ from ms_parallel.models.family import families
 from ms_parallel.models.positions.scaling import Rope, RopeScaling, as_rope_scaling
 from ms_parallel.settings import flag
 
-__all__ = ["DecoderConfig"]
-
 
 @frozen(kw_only=True)
 class DecoderConfig(ModelConfig):

@@ -21,8 +21,6 @@ from ms_parallel.models.positions.document import ONE_ROPE, Positions
 from ms_parallel.models.positions.windows import NO_WINDOWS, Windows
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["DenseFamily"]
-
 _SMALL: Mapping[str, object] = {
     "vocab_size": 8192,
     "hidden_size": 256,

@@ -18,8 +18,6 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.weight_names import Rules
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["ANY", "Family", "families", "family_of", "foreign"]
-
 ANY = ""
 """The name of a family of any `model_type`."""
 

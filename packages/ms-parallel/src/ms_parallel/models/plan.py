@@ -8,8 +8,6 @@ from attrs import field, frozen
 
 from ms_parallel.errors import ModelError
 
-__all__ = ["ModelPlan", "Style"]
-
 Style = Literal[
     "column",
     "column_to_whole",

@@ -21,19 +21,6 @@ from ms_parallel.models.weight_names import Piece, pieces
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import nearest
 
-__all__ = [
-    "architecture",
-    "architectures",
-    "build_model",
-    "config_document",
-    "from_document",
-    "model_plan",
-    "parameter_shapes",
-    "read_config",
-    "weight_pieces",
-    "with_tokens",
-]
-
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["attend_in_spans", "document_lengths"]
-
 WORTH_IT = 64
 """Mean length of documents below which so many small calls cost more than one masked one."""
 

@@ -18,8 +18,6 @@ from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.operators.losses import capped
 
-__all__ = ["Context", "StagedModel", "named_weights"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Context:

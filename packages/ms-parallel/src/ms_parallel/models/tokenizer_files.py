@@ -15,14 +15,11 @@ from ms_parallel.files.tokenizer_source import (
     KNOWN_ENDS,
     ROLES,
     SETTINGS,
-    TOKENIZER,
     end_of_documents,
     read_source,
     token_text,
 )
 from ms_parallel.files.untrusted import check_path
-
-__all__ = ["TOKENIZER", "TokenizerFiles", "read_tokenizer"]
 
 _USUAL: Mapping[str, tuple[str, ...]] = {
     "bos_token": ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "[CLS]"),

@@ -12,8 +12,6 @@ from itertools import product
 from attrs import frozen
 from torch import Tensor
 
-__all__ = ["Piece", "Rules", "pieces", "renamed", "rows_of", "stacked"]
-
 Box = tuple[slice, ...]
 """A range of each dim, as an index."""
 

@@ -7,8 +7,6 @@ from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.losses import capped
 from ms_parallel.operators.plain import seen_keys
 
-__all__ = ["capped_attention"]
-
 
 def capped_attention(
     q: Tensor,

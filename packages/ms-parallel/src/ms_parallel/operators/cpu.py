@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["RMSNorm", "Rotate", "attend", "serves", "takes_sinks", "widen"]
-
 
 def widen(x: Tensor) -> Tensor:
     """`x` in the dtype that sums are kept in: float32, or float64 for float64."""

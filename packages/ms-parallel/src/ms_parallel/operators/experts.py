@@ -13,8 +13,6 @@ from torch.autograd.function import once_differentiable
 
 from ms_parallel.operators.cpu import widen
 
-__all__ = ["grouped_matmul", "permute_tokens", "unpermute_tokens"]
-
 
 def permute_tokens(x: Tensor, experts: Tensor, *, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the rows of a mixture's tokens by the experts that they chose, C each.

@@ -12,8 +12,6 @@ from torch import Tensor
 from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.protocol import Reduction
 
-__all__ = ["capped", "cross_entropy", "head_gradients", "linear_cross_entropy"]
-
 _CHUNK_BYTES = 1 << 28
 """Logits of one chunk of `linear_cross_entropy`; up to this much they are kept, not recomputed."""
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ms_parallel.operators import cpu
 
-__all__ = ["attention", "geglu", "rms_norm", "rotary", "seen_keys", "swiglu"]
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """X / sqrt(mean(x²) + eps) · weight over the last dim.

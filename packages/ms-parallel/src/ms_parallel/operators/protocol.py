@@ -7,8 +7,6 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-__all__ = ["Ops", "Reduction"]
-
 Reduction = Literal["mean", "sum", "none"]
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ms_parallel.operators.cpu import widen
 
-__all__ = ["causal_conv1d", "gated_delta_rule"]
-
 CHUNK = 64
 
 

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.losses import capped, head_gradients
 
-__all__ = ["VocabularyParallelLoss"]
-
 IGNORED = -100
 
 

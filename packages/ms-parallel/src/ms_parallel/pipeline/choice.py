@@ -12,8 +12,6 @@ from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import stages_by_rank
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["SEARCH", "Tables", "is_file", "read_schedule"]
-
 LIMIT_BYTES = 1 << 26
 SEARCH = "search"
 """The choice that is measured and searched for before a run begins."""

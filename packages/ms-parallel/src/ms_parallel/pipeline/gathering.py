@@ -4,8 +4,6 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.pipeline.recorder import Recorder, gather_times
 from ms_parallel.pipeline.step_file import RecordedStep
 
-__all__ = ["recorded_step"]
-
 
 def recorded_step(recorder: Recorder, groups: Groups, step: int) -> RecordedStep | None:
     """Gather what all ranks of this pipeline have recorded; every process calls it.

@@ -6,8 +6,6 @@ from attrs import frozen
 
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["Choice", "Staged"]
-
 
 @frozen(kw_only=True)
 class Staged:

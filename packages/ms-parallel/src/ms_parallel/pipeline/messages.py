@@ -10,8 +10,6 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.watch import position
 from ms_parallel.errors import ConfigError
 
-__all__ = ["Mailbox"]
-
 Name = tuple[int, int, str]
 """(stage, microbatch, `F` or `B`): of the stage that sends, or of the one that receives."""
 Shape = tuple[int, ...]

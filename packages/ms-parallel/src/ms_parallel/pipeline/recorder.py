@@ -12,8 +12,6 @@ import torch.distributed as dist
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["Recorder", "gather_times", "offset_ns"]
-
 ECHOES = 16
 """Round trips to the first rank's clock; the fastest counts."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")

@@ -22,8 +22,6 @@ from ms_parallel.split.part import drop_gathered
 from ms_parallel.split.sharding import after_weight_gradients, gather_weights, set_last_backward
 from ms_parallel.split.weight_gradients import Later, putting_off
 
-__all__ = ["Finish", "Key", "Runtime", "Step", "call_stage"]
-
 Finish = Callable[[Tensor, Batch], Tensor]
 """Turns the last stage's hidden state into its result; in training, into the loss."""
 

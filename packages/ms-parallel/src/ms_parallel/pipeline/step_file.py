@@ -14,8 +14,6 @@ from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.schedules.timeline.measured import measured, measured_costs
 from ms_parallel.schedules.timeline.simulate import Timeline
 
-__all__ = ["RecordedStep", "is_recording", "read_step", "write_step"]
-
 LIMIT_BYTES = 1 << 28
 NS_PER_MS = 1_000_000
 

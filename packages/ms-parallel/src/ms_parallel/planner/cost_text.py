@@ -9,8 +9,6 @@ from ms_parallel.pipeline.step_file import RecordedStep
 from ms_parallel.schedules.table.costs import Costs
 from ms_parallel.settings import nearest
 
-__all__ = ["Given", "costs_of", "parse_costs"]
-
 Given = dict[str, list[Fraction]]
 """Costs by name, one value for all stages or one for each."""
 COSTS = ("forward", "backward_input", "backward_weight", "activation", "latency")

@@ -18,8 +18,6 @@ from ms_parallel.schedules.solver.search import search
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.schedules.timeline.simulate import Timeline, simulate
 
-__all__ = ["Explanation", "ScheduleFacts", "draw_to", "explain"]
-
 MOST_CELLS = 1 << 20
 """Forwards of a schedule that is still proved in seconds."""
 PICTURES = {".svg": draw_svg, ".html": draw_html}

@@ -16,8 +16,6 @@ from ms_parallel.pipeline.layer_split import Staged
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["FILE", "FoundSchedule", "read_found", "write_found"]
-
 FILE = "schedule.json"
 """Its name in `output_dir`."""
 LIMIT_BYTES = 1 << 28

@@ -22,17 +22,6 @@ from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.schedules.table.segments import SegmentCosts
 from ms_parallel.split.part import local_part
 
-__all__ = [
-    "MICROBATCHES",
-    "PER_SECOND",
-    "MemoryRuntime",
-    "message_times",
-    "random_batch",
-    "segment_costs",
-    "segment_layers",
-    "segment_stages",
-]
-
 MICROBATCHES = 3
 """Microbatches of a step: the first gathers sharded weights and the last sums gradients, so one
 does neither, and the median counts that one."""

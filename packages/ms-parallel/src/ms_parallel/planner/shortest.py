@@ -11,8 +11,6 @@ from ms_parallel.schedules.table.segments import SegmentCosts
 from ms_parallel.schedules.timeline.simulate import Timeline, simulate
 from ms_parallel.split.stages import cut_layers
 
-__all__ = ["PER_MS", "shortest_schedule"]
-
 PER_MS = 1000
 """Measured times are whole microseconds."""
 EFFORT = 0.5

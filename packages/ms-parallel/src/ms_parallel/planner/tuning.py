@@ -11,9 +11,10 @@ import torch.distributed as dist
 from ms_parallel.cluster.agreement import first_does
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.engine import Engine
-from ms_parallel.engine.loss import Batch, NextTokenLoss
+from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.engine.microbatches import cut_batch, measure
 from ms_parallel.errors import ConfigError, LayoutError
+from ms_parallel.models.batch import Batch
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.registry import model_plan
 from ms_parallel.pipeline.recorder import Recorder
@@ -30,8 +31,6 @@ from ms_parallel.planner.probes import (
 from ms_parallel.planner.shortest import shortest_schedule
 from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.table.segments import SegmentCosts
-
-__all__ = ["conditions_of", "measure_segments", "search_schedule"]
 
 STEPS = 3
 """Steps that are timed, after one that is not."""

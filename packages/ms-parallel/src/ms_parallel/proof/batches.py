@@ -8,8 +8,6 @@ from torch import Tensor
 
 from ms_parallel.cluster.groups import Groups
 
-__all__ = ["LENGTH", "ROWS", "Span", "draw_batch", "my_rows", "spans_of"]
-
 ROWS, LENGTH = 4, 16
 IGNORED = -100
 

@@ -8,8 +8,6 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.proof.batches import ROWS
 from ms_parallel.proof.records import Case
 
-__all__ = ["draw_cases"]
-
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
 _SPLIT = ("data", "tensor", "pipeline")
 

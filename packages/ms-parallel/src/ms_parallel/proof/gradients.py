@@ -15,8 +15,6 @@ from ms_parallel.proof.batches import my_rows
 from ms_parallel.proof.records import Counterexample
 from ms_parallel.split.part import laid_out_like
 
-__all__ = ["compare", "whole_gradients"]
-
 
 def whole_gradients(engine: Engine, batch: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
     """The loss of a global batch, and its gradient in each weight of this process's stages.

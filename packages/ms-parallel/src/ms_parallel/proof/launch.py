@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from ms_parallel.proof.records import Case, Counterexample, Job, Outcome
 
-__all__ = ["run_cases"]
-
 CASE_S = 120.0
 """Seconds after which processes that have finished no case are stopped."""
 

@@ -4,8 +4,6 @@ from html import escape
 
 from ms_parallel.proof.records import Outcome, Proof
 
-__all__ = ["draw_page"]
-
 _STYLE = """<style>
 body { font-family: sans-serif; color: #202124; background: #fff; margin: 16px; max-width: 960px }
 td, th { text-align: left; padding: 4px 12px 4px 0; vertical-align: top; overflow-wrap: anywhere }

@@ -10,8 +10,6 @@ from ms_parallel.errors import ModelError
 from ms_parallel.proof.batches import Span, my_rows, spans_of
 from ms_parallel.proof.records import Check, Counterexample
 
-__all__ = ["probe_changes", "probe_generation", "probe_packing", "whole_logits"]
-
 Batch = Mapping[str, Tensor]
 _NEW_TOKENS = 4
 

@@ -10,8 +10,6 @@ from ms_parallel.proof.launch import run_cases
 from ms_parallel.proof.records import Case, Job, Outcome, Proof
 from ms_parallel.proof.subject import open_subject
 
-__all__ = ["prove"]
-
 
 def prove(
     model: str,

@@ -4,8 +4,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["Case", "Counterexample", "Job", "Outcome", "Proof"]
-
 Check = Literal[
     "gradients", "loss", "logits", "leak", "causality", "packing", "generation", "folder", "run"
 ]

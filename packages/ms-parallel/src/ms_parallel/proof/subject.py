@@ -17,8 +17,6 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.registry import architecture, architectures
 from ms_parallel.settings import nearest
 
-__all__ = ["Subject", "open_subject"]
-
 _SMALL: dict[str, int] = {
     "vocab_size": 48,
     "hidden_size": 32,

@@ -26,8 +26,6 @@ from ms_parallel.proof.probes import probe_changes, probe_generation, probe_pack
 from ms_parallel.proof.records import Case, Check, Counterexample, Job, Outcome
 from ms_parallel.proof.subject import Subject, open_subject
 
-__all__ = ["main", "run_case"]
-
 REFERENCE, SAVED = "reference.safetensors", "saved"
 LOSS, LOGITS = "the loss", "the logits"
 REFUSALS = (LayoutError, ConfigError, ScheduleError, ModelError)

@@ -13,8 +13,6 @@ from ..errors import ConfigError
 from ..files.durable import write_file
 from .keys import Key, KeyGroup
 
-__all__ = ["help_text", "template_text", "write_template"]
-
 WIDTH = 100
 
 

@@ -26,8 +26,6 @@ from ms_parallel.split.recompute import Recompute, recompute_blocks
 from ms_parallel.split.sharding import shard_model
 from ms_parallel.split.tensor_parallel import split_model
 
-__all__ = ["WHOLE", "LanguageModel", "OwnModelConfig", "build_own", "call_own", "check_own"]
-
 WHOLE = ModelPlan()
 """The plan of a module that nothing is known of: one unit of sharding."""
 

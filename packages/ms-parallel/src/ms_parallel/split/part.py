@@ -6,17 +6,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "Part",
-    "drop_gathered",
-    "is_whole_here",
-    "laid_out_like",
-    "local_gradient",
-    "local_part",
-    "part_of",
-    "whole_of",
-]
-
 
 @frozen(kw_only=True, eq=False)
 class Part:

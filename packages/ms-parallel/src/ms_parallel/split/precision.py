@@ -6,8 +6,6 @@ from time import perf_counter
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["bfloat16_slowdown", "precision_policy", "warn_of_slow_bfloat16"]
-
 logger = logging.getLogger(__name__)
 WORTH_TELLING = 1.5
 """Times as long as in float32; a processor with bfloat16 products takes half as long."""

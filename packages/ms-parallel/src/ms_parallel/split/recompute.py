@@ -9,8 +9,6 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.models.experts.kept import keeping
 from ms_parallel.models.plan import ModelPlan
 
-__all__ = ["Recompute", "recompute_blocks"]
-
 Recompute = Literal["none", "full"]
 
 

@@ -7,8 +7,6 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.precision import precision_policy
 
-__all__ = ["after_weight_gradients", "gather_weights", "set_last_backward", "shard_model"]
-
 
 def shard_model(
     model: nn.Module, plan: ModelPlan, groups: Groups, *, mixed_precision: bool

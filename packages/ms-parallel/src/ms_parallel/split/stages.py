@@ -16,8 +16,6 @@ from ms_parallel.split.recompute import Recompute, recompute_blocks
 from ms_parallel.split.sharding import shard_model
 from ms_parallel.split.tensor_parallel import split_model
 
-__all__ = ["build_stage", "cut_layers"]
-
 
 def cut_layers(
     layers: int, stages: int, cuts: Sequence[int], split: Sequence[int] | None = None

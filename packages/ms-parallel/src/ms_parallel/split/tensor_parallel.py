@@ -20,8 +20,6 @@ from ms_parallel.models.experts.router import Router
 from ms_parallel.models.parts.norm import WholeWidthNorm
 from ms_parallel.models.plan import ModelPlan
 
-__all__ = ["gather_sequence", "gather_vocabulary", "is_whole", "local_view", "split_model"]
-
 
 def split_model(
     model: nn.Module, plan: ModelPlan, groups: Groups, *, gather_logits: bool = False

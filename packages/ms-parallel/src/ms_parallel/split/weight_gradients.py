@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Later", "putting_off"]
-
 
 class Later:
     """The products that one backward has put off; empty until then."""

@@ -14,8 +14,6 @@ from ms_parallel.files.untrusted import read_json
 from ms_parallel.training.optional import data_package
 from ms_parallel.training.options import Options
 
-__all__ = ["prepare"]
-
 SHARDS, SOURCE, TOKENIZER = "shards", "shards-source.json", "tokenizer.json"
 
 

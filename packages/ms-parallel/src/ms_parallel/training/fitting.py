@@ -22,8 +22,6 @@ from ms_parallel.training.options import Options
 from ms_parallel.training.tokenizer import with_ends
 from ms_parallel.weights.load import has_weights
 
-__all__ = ["build_engine", "fit_model", "layout_of", "microbatch"]
-
 VOCABULARY_MULTIPLE = 64
 """A model's vocabulary is rounded up to it, so that many values of `tensor` divide it."""
 

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ms_parallel.cluster.agreement import sums
 from ms_parallel.cluster.layout import Place
-from ms_parallel.engine.loss import Batch, Output
+from ms_parallel.engine.loss import Output
+from ms_parallel.models.batch import Batch
 from ms_parallel.training.optional import data_package
-
-__all__ = ["HeldOut"]
 
 SPLIT = "held_out"
 Evaluate = Callable[[Mapping[str, Any], Callable[[Output, Batch], Tensor]], Tensor]

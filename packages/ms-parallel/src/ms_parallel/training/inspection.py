@@ -16,8 +16,6 @@ from ms_parallel.split.stages import cut_layers
 from ms_parallel.training.fitting import fit_model, microbatch
 from ms_parallel.training.options import Options
 
-__all__ = ["Facts", "RankFacts", "inspect", "picture"]
-
 FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
 STATE_FLOATS = 4
 """A weight, its gradient and its two moments."""

@@ -6,8 +6,6 @@ from ms_parallel.cluster.endings import count_as_mistake
 from ms_parallel.errors import ConfigError
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["data_package", "operators_of"]
-
 
 def data_package() -> ModuleType:
     """The package ms_data.

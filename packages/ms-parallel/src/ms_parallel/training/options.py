@@ -18,8 +18,6 @@ from ms_parallel.schedules.generators.registry import GENERATORS
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.settings import a_path, as_path, flag, nearest, number, one_of, shown, text, whole
 
-__all__ = ["Length", "Options"]
-
 MOST_EPOCHS = 10**6
 DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,3})?")
 

@@ -16,8 +16,6 @@ from ms_parallel.files.untrusted import read_bytes
 from ms_parallel.progress import RunDisplay
 from ms_parallel.training.options import Options
 
-__all__ = ["KIND", "held"]
-
 KIND = "ms-parallel train"
 WAIT_S = 20.0
 """For a run that is just ending, such as one whose launcher was killed."""

@@ -9,8 +9,6 @@ from attrs import frozen
 from ms_parallel.cluster.agreement import first_does
 from ms_parallel.files.durable import publish, write_synced, writing
 
-__all__ = ["Result", "write_model"]
-
 
 @frozen(kw_only=True)
 class Result:

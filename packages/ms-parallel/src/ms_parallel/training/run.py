@@ -28,8 +28,6 @@ from ms_parallel.progress import RunDisplay, Throughput
 from ms_parallel.training.held_out import HeldOut
 from ms_parallel.training.options import Options
 
-__all__ = ["Run", "Standing", "Stream"]
-
 SKIPPED_IN_A_ROW = 20
 """Updates in a row whose gradient was not finite, after which a run is lost."""
 logger = logging.getLogger(__name__)

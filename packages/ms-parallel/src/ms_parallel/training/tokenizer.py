@@ -6,10 +6,9 @@ from typing import Any
 
 from attrs import evolve
 
+from ms_parallel.files.tokenizer_source import TOKENIZER
 from ms_parallel.models.registry import with_tokens
-from ms_parallel.models.tokenizer_files import TOKENIZER, TokenizerFiles, read_tokenizer
-
-__all__ = ["run_tokenizer", "with_ends"]
+from ms_parallel.models.tokenizer_files import TokenizerFiles, read_tokenizer
 
 
 def run_tokenizer(shards: Path, folder: Path | None) -> TokenizerFiles:

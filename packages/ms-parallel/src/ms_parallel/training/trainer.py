@@ -35,12 +35,10 @@ from ms_parallel.training.optional import data_package, operators_of
 from ms_parallel.training.options import Length, Options
 from ms_parallel.training.ownership import held
 from ms_parallel.training.result import Result, write_model
-from ms_parallel.training.run import Run, Stream
+from ms_parallel.training.run import Run
 from ms_parallel.training.tokenizer import run_tokenizer
 
 GIB = 1 << 30
-
-__all__ = ["DistributedTrainer", "Result", "Stream"]
 
 
 class DistributedTrainer:

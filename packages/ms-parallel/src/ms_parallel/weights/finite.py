@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["is_finite"]
-
 
 def is_finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:
     """Whether all values are numbers, also once converted to `dtype`; copies nothing."""

@@ -14,8 +14,6 @@ from torch import Tensor
 from ms_parallel.errors import ModelError
 from ms_parallel.files.untrusted import read_json
 
-__all__ = ["INDEX", "SINGLE", "WeightFolder"]
-
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LONGEST_NAME = 256

@@ -16,8 +16,6 @@ from ms_parallel.models.registry import model_plan, parameter_shapes
 from ms_parallel.models.staged import named_weights
 from ms_parallel.split.part import part_of
 
-__all__ = ["initialise", "is_added"]
-
 _CHUNK_ELEMENTS = 1 << 20
 
 

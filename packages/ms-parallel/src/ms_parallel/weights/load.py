@@ -22,8 +22,6 @@ from ms_parallel.weights.initial import is_added
 from ms_parallel.weights.quantised import open_weights
 from ms_parallel.weights.text_part import TextPart
 
-__all__ = ["has_weights", "load_model", "load_weights"]
-
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth")
 
 _BUFFERS_OF_OLD = (".rotary_emb.inv_freq",)

@@ -23,8 +23,6 @@ from ms_parallel.models.config_keys import Quantisation, quantisation_of
 from ms_parallel.models.registry import CONFIG
 from ms_parallel.weights.folder import WeightFolder
 
-__all__ = ["open_weights"]
-
 _SCALES = "_scale_inv"
 _GROUP = 32
 """Values of MXFP4 that share a power of two."""

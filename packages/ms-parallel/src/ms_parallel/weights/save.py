@@ -33,8 +33,6 @@ from ms_parallel.split.part import drop_gathered, part_of, whole_of
 from ms_parallel.weights.finite import is_finite
 from ms_parallel.weights.folder import INDEX, SINGLE
 
-__all__ = ["save_model"]
-
 T = TypeVar("T")
 
 _ASIDE = ".saving"

@@ -6,8 +6,6 @@ from torch import Tensor
 
 from ms_parallel.weights.folder import WeightFolder
 
-__all__ = ["TextPart"]
-
 logger = logging.getLogger(__name__)
 
 PREFIXES = {

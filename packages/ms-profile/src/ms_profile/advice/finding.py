@@ -7,8 +7,6 @@ from numpy.typing import NDArray
 from ms_profile.analysis.whole_run import RankAnalysis
 from ms_profile.trace.intervals import Intervals
 
-__all__ = ["Evidence", "Finding", "longest_intervals", "longest_rows"]
-
 MOST_EVIDENCE = 5
 
 

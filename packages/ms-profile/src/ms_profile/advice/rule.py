@@ -11,8 +11,6 @@ from ms_profile.advice.finding import Evidence, Finding, longest_intervals, long
 from ms_profile.analysis.whole_run import Analysis, RankAnalysis
 from ms_profile.vendors.category import Category
 
-__all__ = ["Case", "Rule", "calls_rule", "phase_rule", "rows_in_steps"]
-
 
 @frozen(kw_only=True)
 class Case:

@@ -18,8 +18,6 @@ from ms_profile.trace.steps import Step, find_steps
 from ms_profile.vendors import any_vendors
 from ms_profile.vendors.category import Category
 
-__all__ = ["DATA", "PHASES", "Activity", "Breakdown", "break_down", "find_activity"]
-
 PHASES: Final = {
     "compute": "operators, or kernels where there is a device",
     "collective": "communication that no compute hides",

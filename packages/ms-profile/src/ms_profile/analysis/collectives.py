@@ -13,8 +13,6 @@ from ms_profile.trace.messages import element_bytes
 from ms_profile.trace.steps import Step
 from ms_profile.vendors.category import Category
 
-__all__ = ["Collective", "MatchedCollective", "find_collectives", "match_collectives"]
-
 KINDS: Final = (
     ("all_reduce", re.compile(r"all_?reduce", re.IGNORECASE)),
     ("reduce_scatter", re.compile(r"reduce_?scatter", re.IGNORECASE)),

@@ -28,17 +28,6 @@ from ms_profile.errors import ProfileError, TraceError
 from ms_profile.log.event_reader import EventFilter, read_events
 from ms_profile.log.manifest import read_run
 
-__all__ = [
-    "LEAST_STEPS",
-    "Change",
-    "Comparison",
-    "RecordedSteps",
-    "compare",
-    "compare_runs",
-    "recorded_steps",
-    "step_times",
-]
-
 LEAST_STEPS = 4
 SIGNIFICANCE = 0.02
 LEAST_CHANGE = 0.03

@@ -10,8 +10,6 @@ from ms_profile.log.manifest import ring_path
 from ms_profile.log.ring import Kind, read_ring
 from ms_profile.trace.intervals import Intervals, union
 
-__all__ = ["Pauses", "read_pauses"]
-
 
 @frozen(kw_only=True, eq=False)
 class Pauses:

@@ -13,8 +13,6 @@ from ms_profile.errors import ProfileError, TraceError
 from ms_profile.log.manifest import RankManifest, read_ranks, read_run
 from ms_profile.vendors import VENDORS
 
-__all__ = ["FoundTraces", "RunDescription", "describe_run", "find_traces"]
-
 SUFFIXES: Final = (".json", ".json.gz")
 RING_SUFFIX: Final = ".ring"
 

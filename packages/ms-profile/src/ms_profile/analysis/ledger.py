@@ -22,8 +22,6 @@ from attrs import field, frozen
 from ms_profile.analysis.collectives import MatchedCollective
 from ms_profile.trace.intervals import Intervals
 
-__all__ = ["Charge", "Ledger", "Suspect", "find_suspect", "keep_ledger"]
-
 RESAMPLES = 1000
 BLOCKED_NS = 50_000
 

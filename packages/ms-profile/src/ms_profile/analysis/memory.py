@@ -11,8 +11,6 @@ from ms_profile.trace.columns import Trace, matching
 from ms_profile.trace.nesting import parents
 from ms_profile.vendors.category import Category
 
-__all__ = ["MemoryGrowth", "MemoryTimeline", "memory_growth", "memory_timeline"]
-
 MOST_POINTS = 1500
 ALLOCATOR: Final = re.compile(
     r"aten::(new_)?(empty|zeros|ones|full)(_like|_strided)?$|aten::resize_$"

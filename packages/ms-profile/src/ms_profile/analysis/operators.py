@@ -11,8 +11,6 @@ from ms_profile.trace.columns import Trace, matching
 from ms_profile.trace.nesting import parents, self_times
 from ms_profile.vendors.category import Category
 
-__all__ = ["Kernel", "Operator", "kernel_table", "operator_table"]
-
 HOST = (Category.OPERATOR, Category.ANNOTATION, Category.RUNTIME, Category.COLLECTIVE)
 DEVICE = (Category.KERNEL, Category.COPY, Category.COLLECTIVE)
 

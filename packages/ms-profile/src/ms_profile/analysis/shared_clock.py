@@ -10,8 +10,6 @@ from ms_profile.analysis.collectives import MatchedCollective
 from ms_profile.clocks.alignment import SYNCHRONISING, ClockFit, align_clocks
 from ms_profile.errors import ClockError
 
-__all__ = ["align_collectives", "shift_collective"]
-
 Instants = dict[int, dict[Hashable, int]]
 CAUSALITY_NS: Final = 200_000
 """How far two processes' readings of one host's clock may differ, with room."""

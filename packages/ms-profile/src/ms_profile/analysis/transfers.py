@@ -8,15 +8,6 @@ from attrs import frozen
 from ms_profile.analysis.ledger import Ledger
 from ms_profile.links.fit import LinkFit, fit_link
 
-__all__ = [
-    "SlowGroup",
-    "TransferFit",
-    "Verdict",
-    "diagnose",
-    "find_slow_group",
-    "fit_transfers",
-]
-
 FAIR_RATIO = 1.5
 LEAST_RUNS = 3
 MOST_MISFIT = 0.1

@@ -18,8 +18,6 @@ from ms_profile.analysis.collectives import MatchedCollective
 from ms_profile.analysis.shared_clock import align_collectives
 from ms_profile.clocks.alignment import SYNCHRONISING, ClockFit
 
-__all__ = ["split_groups"]
-
 LEAST_SPREAD_NS: Final = 60_000.0
 LEAST_DISTANCE_NS: Final = 20_000.0
 MOST_CELLS: Final = 4_000_000

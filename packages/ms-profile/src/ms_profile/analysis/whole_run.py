@@ -30,8 +30,6 @@ from ms_profile.trace.from_ring import trace_of_ring
 from ms_profile.trace.intervals import Intervals
 from ms_profile.trace.reader import read_trace
 
-__all__ = ["Analysis", "RankAnalysis", "analyse", "analyse_traces"]
-
 
 @frozen(kw_only=True, eq=False)
 class RankAnalysis:

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 
 from ms_profile.errors import ClockError
 
-__all__ = ["SYNCHRONISING", "ClockFit", "align_clocks"]
-
 SYNCHRONISING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 """Collectives whose end on one rank waits for every other; a broadcast's or a send's does not."""
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-__all__ = ["ClockPair", "read_clocks"]
-
 Clock = Callable[[], int]
 
 

@@ -22,8 +22,6 @@ from ms_profile.commands.printable import cell
 from ms_profile.entry import path_argument
 from ms_profile.errors import TraceError
 
-__all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
-
 HELP: Final = "compare two runs; exit code 1 when the second is significantly slower"
 EXAMPLE: Final = "ms-profile compare ./before ./after --before ./before2 --after ./after2"
 MOST_OPERATORS = 12

@@ -17,8 +17,6 @@ from ms_profile.links.matrix import LinkMatrix
 from ms_profile.links.measure import measure_links
 from ms_profile.log.manifest import encode, write_whole
 
-__all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
-
 HELP: Final = "measure latency and bandwidth between every pair of ranks by ping-pong"
 EXAMPLE: Final = (
     "ms-profile link --nproc-per-node 4; or on several hosts: "

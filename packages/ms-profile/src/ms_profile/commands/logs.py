@@ -16,8 +16,6 @@ from ms_profile.log.event_log import Event
 from ms_profile.log.event_reader import EventFilter, event_files_so_far, follow_events, read_events
 from ms_profile.log.tensorboard import export_tensorboard
 
-__all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
-
 HELP: Final = "merge the ranks' event logs by time; filter, follow, export"
 EXAMPLE: Final = "ms-profile logs ./profile_results --kind step --rank 0,1 --follow"
 LONGEST_S: Final = 1e10

@@ -4,8 +4,6 @@ from rich.text import Text
 
 from ms_profile.entry import one_line
 
-__all__ = ["cell", "plain"]
-
 
 def plain(text: str) -> str:
     """The text in one line that a terminal prints as it is."""

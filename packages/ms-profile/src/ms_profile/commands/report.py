@@ -17,8 +17,6 @@ from ms_profile.report.page import write_report
 from ms_profile.report.perfetto import export_perfetto
 from ms_profile.report.summary import build_summary
 
-__all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
-
 HELP: Final = "analyse traces and write one offline HTML report"
 EXAMPLE: Final = "ms-profile report ./profile_results --out report.html"
 

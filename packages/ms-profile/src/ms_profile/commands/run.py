@@ -15,8 +15,6 @@ from ms_profile.metrics import METRICS, parse_metrics
 from ms_profile.recording.launch import LAUNCHED, RunOutcome, launch, run_here
 from ms_profile.recording.plan import Plan, ProcessRank
 
-__all__ = ["EXAMPLE", "HELP", "add_arguments", "execute"]
-
 HELP: Final = "run a training script unchanged, alone or under torchrun, and record it"
 EXAMPLE: Final = (
     "ms-profile run --nproc-per-node 2 --train-script train.py --output-dir ./profile_results "

@@ -6,8 +6,6 @@ from numpy.typing import ArrayLike
 
 from ms_profile.errors import LinkError
 
-__all__ = ["LinkFit", "fit_link"]
-
 
 class LinkFit(Struct, frozen=True, kw_only=True):
     """The line through times against sizes."""

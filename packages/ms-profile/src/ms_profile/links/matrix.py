@@ -11,8 +11,6 @@ from ms_profile.errors import FormatError
 from ms_profile.files.untrusted import read_json
 from ms_profile.links.fit import LinkFit
 
-__all__ = ["LinkMatrix", "PairLink", "SlowLink", "find_slow_link", "read_links"]
-
 MOST_RANKS: Final = 4096
 LONGEST_S: Final = 1e6
 FAIR_RATIO: Final = 1.5

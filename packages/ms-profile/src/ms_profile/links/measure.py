@@ -18,8 +18,6 @@ from ms_profile.links.matrix import LinkMatrix, PairLink
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["measure_links"]
-
 SIZES: Final = (8, 1024, 16_384, 131_072, 1_048_576, 4_194_304)
 
 

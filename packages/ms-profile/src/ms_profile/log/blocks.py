@@ -13,8 +13,6 @@ from collections.abc import Iterator
 import zstandard
 from msgspec import Struct
 
-__all__ = ["Block", "Damage", "pack_block", "scan_blocks"]
-
 MAGIC = b"MSEB"
 HEADER = struct.Struct("<4sIII")
 MAX_RAW_BYTES = 1 << 24

@@ -27,8 +27,6 @@ from ms_profile.errors import EventError, number_in_environment
 from ms_profile.files.untrusted import check_path
 from ms_profile.log.blocks import pack_block
 
-__all__ = ["Event", "EventLog", "Segment", "StepMetrics", "Value"]
-
 logger = logging.getLogger(__name__)
 Value = int | float | str
 FLUSH_BYTES: Final = 1 << 16

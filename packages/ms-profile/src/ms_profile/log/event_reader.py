@@ -18,8 +18,6 @@ from ms_profile.files.untrusted import check_path, decoding, read_bytes
 from ms_profile.log.blocks import Block, Damage, scan_blocks
 from ms_profile.log.event_log import ARRAY, SUFFIX, Event
 
-__all__ = ["EventFilter", "follow_events", "read_events"]
-
 logger = logging.getLogger(__name__)
 LARGEST_FILE_BYTES: Final = 1 << 30
 LARGEST_READ_BYTES: Final = 1 << 26

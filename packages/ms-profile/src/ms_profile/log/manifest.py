@@ -25,20 +25,6 @@ from ms_profile.clocks.clock_pair import ClockPair
 from ms_profile.errors import FormatError
 from ms_profile.files.untrusted import decoding, read_json
 
-__all__ = [
-    "RankManifest",
-    "RunManifest",
-    "TraceFile",
-    "TraceSchedule",
-    "rank_path",
-    "read_ranks",
-    "read_run",
-    "ring_path",
-    "trace_path",
-    "whole_file",
-    "write_whole",
-]
-
 Status = Literal["running", "done", "failed"]
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 24)]

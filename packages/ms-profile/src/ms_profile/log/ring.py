@@ -26,8 +26,6 @@ from ms_profile.clocks.clock_pair import ClockPair, read_clocks
 from ms_profile.errors import FormatError, RecordError
 from ms_profile.files.untrusted import check_path, read_bytes
 
-__all__ = ["Kind", "Ring", "RingRecording", "is_ring", "read_ring"]
-
 MAGIC: Final = b"MSRING01"
 HEADER: Final = struct.Struct("<8sIIIIQqqq")
 SLOT: Final = struct.Struct("<QQiHHQ")

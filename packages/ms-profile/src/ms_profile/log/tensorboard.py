@@ -17,8 +17,6 @@ from ms_profile.files.untrusted import check_path
 from ms_profile.log.event_log import Event
 from ms_profile.log.manifest import whole_file
 
-__all__ = ["export_tensorboard"]
-
 CASTAGNOLI: Final = 0x82F63B78
 
 

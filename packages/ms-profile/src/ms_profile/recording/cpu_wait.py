@@ -7,8 +7,6 @@ Reading it takes 3 µs.
 import os
 import threading
 
-__all__ = ["CpuWait"]
-
 
 class CpuWait:
     """Counts the waiting of the thread that calls it, where the kernel does so."""

@@ -12,8 +12,6 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-__all__ = ["KEY", "recorded_groups"]
-
 KEY: Final = "ms_profile_groups"
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["when_imported"]
-
 
 def when_imported(name: str, act: Callable[[], None]) -> None:
     """Call `act` right after module `name` is first imported, or now if it is already.

@@ -20,8 +20,6 @@ from ms_profile.recording.plan import Plan, ProcessRank, clear_run
 from ms_profile.recording.script import Termination, run_script
 from ms_profile.recording.session import Session
 
-__all__ = ["LAUNCHED", "RunOutcome", "launch", "run_here"]
-
 LAUNCHED: Final = "MS_PROFILE_LAUNCHED"
 """Set in the processes that `launch` starts: it prints what was recorded, they don't."""
 

@@ -14,8 +14,6 @@ from ms_profile.log.manifest import TraceSchedule
 from ms_profile.recording.trace_schedule import check_schedule
 from ms_profile.version import __version__
 
-__all__ = ["Plan", "ProcessRank", "clear_run", "versions"]
-
 LAUNCHERS = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),

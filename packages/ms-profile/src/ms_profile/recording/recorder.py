@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ms_profile.recording.scopes import ScopeRecorder
     from ms_profile.recording.step_watch import StepWatch
 
-__all__ = ["Recorder", "mark_step"]
-
 Item = TypeVar("Item")
 GARBAGE_NS: Final = 50_000
 """Shorter collections are left out of the ring: the young ones come by the hundred."""

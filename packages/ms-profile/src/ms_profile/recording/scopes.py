@@ -31,8 +31,6 @@ from ms_profile.clocks.clock_pair import read_clocks
 from ms_profile.log.ring import Kind, Ring
 from ms_profile.vendors import any_vendors
 
-__all__ = ["ScopeRecorder", "kind_of_scope"]
-
 FEWEST_STEPS: Final = 4
 """Steps of a session, from which it is seen whether an open scope closes with each step."""
 SHARE: Final = 2500

@@ -13,8 +13,6 @@ from attrs import frozen
 
 from ms_profile.errors import CaptureError
 
-__all__ = ["ScriptExit", "Termination", "run_script"]
-
 
 @frozen
 class ScriptExit:

@@ -30,8 +30,6 @@ from ms_profile.recording.recorder import Recorder
 if TYPE_CHECKING:
     from ms_profile.recording.tracer import Tracer
 
-__all__ = ["Session"]
-
 MOST_COLLECTIVES: Final = "4096"
 SLOW_METRICS_NS: Final = 1_000_000_000
 

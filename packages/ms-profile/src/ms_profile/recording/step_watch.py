@@ -29,8 +29,6 @@ from torch.optim.optimizer import (
 
 from ms_profile.log.ring import Kind, Ring
 
-__all__ = ["StepWatch", "find_models", "modules_to_watch"]
-
 DEPTH: Final = 2
 MOST_MODULES: Final = 512
 MARKED: Final = 0

@@ -13,8 +13,6 @@ from torch.distributed.run import parse_args, run
 
 from ms_profile.log.manifest import write_whole
 
-__all__ = ["main"]
-
 
 @record
 def main() -> None:

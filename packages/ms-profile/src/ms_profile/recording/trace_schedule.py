@@ -5,8 +5,6 @@ from enum import Enum, auto
 from ms_profile.errors import CaptureError
 from ms_profile.log.manifest import TraceSchedule
 
-__all__ = ["StepAction", "action_at", "check_schedule"]
-
 
 class StepAction(Enum):
     """What the tracer does during a step, by the names of torch's `ProfilerAction`."""

@@ -20,8 +20,6 @@ from ms_profile.metrics import Collect
 from ms_profile.recording.flight_recorder import KEY, recorded_groups
 from ms_profile.recording.trace_schedule import StepAction, action_at
 
-__all__ = ["Tracer"]
-
 logger = logging.getLogger(__name__)
 ROOM_BYTES = 1 << 17
 

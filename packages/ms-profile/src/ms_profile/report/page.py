@@ -18,8 +18,6 @@ from ms_profile.report.payload import pack_columns
 from ms_profile.report.summary import build_summary
 from ms_profile.report.timeline import build_timeline
 
-__all__ = ["render", "write_report"]
-
 SCRIPTS = ("data.js", "format.js", "timeline.js", "timeline_input.js", "charts.js", "tables.js",
            "waits.js", "panels.js", "main.js")  # fmt: skip
 MARK = re.compile(r"\{\{(title|style|summary|columns|scripts)\}\}")

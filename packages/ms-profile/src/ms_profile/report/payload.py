@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from ms_profile.errors import FormatError
 
-__all__ = ["Column", "pack_columns"]
-
 LEVEL = 6
 
 

@@ -15,8 +15,6 @@ from ms_profile.files.untrusted import check_path
 from ms_profile.log.manifest import whole_file
 from ms_profile.trace.columns import EXPORT
 
-__all__ = ["export_perfetto"]
-
 ROWS = 20_000
 
 

@@ -20,8 +20,6 @@ from ms_profile.metrics import METRICS
 from ms_profile.report.waits import summarise_data, summarise_idle
 from ms_profile.trace.steps import STEP
 
-__all__ = ["build_summary"]
-
 MOST_OPERATORS = 400
 MOST_LEDGER_ROWS = 300
 

@@ -13,8 +13,6 @@ from ms_profile.trace.columns import Thread
 from ms_profile.trace.intervals import clip
 from ms_profile.vendors.category import Category
 
-__all__ = ["Timeline", "build_timeline"]
-
 DATA_WAIT = len(Category)
 """On the page alone: a scope that waits for the next batch."""
 GARBAGE = len(Category) + 1

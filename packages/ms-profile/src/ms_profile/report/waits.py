@@ -8,8 +8,6 @@ from ms_profile.analysis.activity import PHASES
 from ms_profile.analysis.whole_run import Analysis
 from ms_profile.trace.intervals import Intervals, clip, length_ns, subtract, union
 
-__all__ = ["summarise_data", "summarise_idle"]
-
 MOST_STRETCHES: Final = 60
 BUSY: Final = ("compute", "collective", "copy")
 CAUSES: Final = tuple(name for name in PHASES if name not in BUSY)

@@ -14,8 +14,6 @@ from ms_profile.trace.process_groups import name_groups
 from ms_profile.trace.records import MOST_NS, Record
 from ms_profile.vendors.category import Category
 
-__all__ = ["TraceBuilder"]
-
 Array = NDArray[Any]
 COLUMNS: Final[dict[str, type[np.integer[Any]]]] = {
     **dict.fromkeys(

@@ -11,8 +11,6 @@ from ms_profile.trace.columns import Thread, matching
 from ms_profile.vendors import VENDORS, any_vendors
 from ms_profile.vendors.category import Category
 
-__all__ = ["HOST_COLLECTIVE", "categorise"]
-
 BY_LABEL: Final = {label: own for vendor in VENDORS for label, own in vendor.labels.items()}
 BY_PROCESS: Final = [
     (re.compile(pattern), own) for vendor in VENDORS for pattern, own in vendor.processes.items()

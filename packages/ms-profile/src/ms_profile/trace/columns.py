@@ -13,9 +13,6 @@ from numpy.typing import NDArray
 
 from ms_profile.vendors.category import Category
 
-__all__ = ["EXPORT", "CollectiveNote", "Memory", "Thread", "Trace", "matching"]
-
-
 EXPORT: Final = "ms-profile: all ranks for Perfetto"
 """The `producer` under `otherData` of a file that `export_perfetto` wrote."""
 

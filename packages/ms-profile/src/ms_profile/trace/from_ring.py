@@ -9,8 +9,6 @@ from ms_profile.log.ring import Kind, RingRecording
 from ms_profile.trace.columns import Thread, Trace
 from ms_profile.vendors.category import Category
 
-__all__ = ["trace_of_ring"]
-
 CATEGORY: Final = {
     Kind.STEP: Category.ANNOTATION,
     Kind.FORWARD: Category.OPERATOR,

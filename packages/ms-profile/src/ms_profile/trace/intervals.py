@@ -5,8 +5,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Intervals", "clip", "intersect", "length_ns", "subtract", "union"]
-
 Intervals = NDArray[np.int64]
 
 

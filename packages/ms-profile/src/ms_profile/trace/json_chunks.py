@@ -20,8 +20,6 @@ import msgspec
 from ms_profile.errors import TraceError
 from ms_profile.trace.records import DAMAGE, Record
 
-__all__ = ["TraceText"]
-
 CHUNK_BYTES = 1 << 19  # larger ones leave the cache and the allocator pages them in anew
 HEADER_BYTES = 64 << 20
 EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')

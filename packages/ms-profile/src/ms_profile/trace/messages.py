@@ -9,8 +9,6 @@ import msgspec
 from ms_profile.trace.columns import CollectiveNote
 from ms_profile.trace.records import DAMAGE, Arguments
 
-__all__ = ["element_bytes", "first_message", "note_of"]
-
 ELEMENT_BYTES: Final = {
     **dict.fromkeys(("double", "long", "long int", "float64", "int64"), 8),
     **dict.fromkeys(("float", "int", "float32", "int32"), 4),

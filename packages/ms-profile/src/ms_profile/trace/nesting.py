@@ -5,8 +5,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["parents", "self_times"]
-
 DEEPEST = 32_000
 THREAD_SHIFT = 46  # 19 hours of nanoseconds below, 131,000 threads above
 

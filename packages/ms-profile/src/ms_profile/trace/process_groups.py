@@ -13,8 +13,6 @@ from ms_profile.trace.columns import CollectiveNote
 from ms_profile.trace.records import DAMAGE
 from ms_profile.vendors.category import Category
 
-__all__ = ["name_groups"]
-
 KEY: Final = "ms_profile_groups"
 MOST_RANKS: Final = 1 << 24
 

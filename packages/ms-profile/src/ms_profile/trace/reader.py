@@ -15,8 +15,6 @@ from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.columns import Trace
 from ms_profile.trace.json_chunks import TraceText
 
-__all__ = ["read_trace"]
-
 RANK_IN_NAME = re.compile(r"rank[-_ ]?([0-9]{1,7})(?![0-9])", re.IGNORECASE)
 
 

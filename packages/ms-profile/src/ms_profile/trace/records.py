@@ -7,8 +7,6 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Raw, Struct, field
 
-__all__ = ["DAMAGE", "MOST_NS", "NO_ARGUMENTS", "Arguments", "Record"]
-
 DAMAGE: Final = (ValueError, RecursionError)
 """What decoding raises over JSON that is none, is no UTF-8, is nested too deeply, or out of bounds.
 

@@ -9,8 +9,6 @@ from attrs import frozen
 from ms_profile.trace.columns import Trace
 from ms_profile.vendors.category import Category
 
-__all__ = ["Step", "find_steps"]
-
 STEP: Final = re.compile(r"ProfilerStep#?\*?([0-9]{1,15})")
 
 

@@ -9,8 +9,6 @@ from typing import Final
 from ms_profile.vendors.category import Category
 from ms_profile.vendors.vendor import Vendor
 
-__all__ = ["VENDOR"]
-
 VENDOR: Final = Vendor(
     processes={
         "Ascend Hardware/": Category.KERNEL,

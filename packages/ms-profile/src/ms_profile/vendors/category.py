@@ -2,8 +2,6 @@
 
 from enum import IntEnum
 
-__all__ = ["Category"]
-
 
 class Category(IntEnum):
     """What a span of a trace is."""

@@ -5,8 +5,6 @@ from typing import Final
 from ms_profile.vendors.category import Category
 from ms_profile.vendors.vendor import Vendor
 
-__all__ = ["VENDOR"]
-
 VENDOR: Final = Vendor(
     labels={"xpu_runtime": Category.RUNTIME},
     device_backend="xccl",

@@ -5,6 +5,4 @@ from typing import Final
 from ms_profile.vendors.category import Category
 from ms_profile.vendors.vendor import Vendor
 
-__all__ = ["VENDOR"]
-
 VENDOR: Final = Vendor(labels={"mtia_runtime": Category.RUNTIME})

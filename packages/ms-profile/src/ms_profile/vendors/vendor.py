@@ -9,8 +9,6 @@ from attrs import field, frozen
 
 from ms_profile.vendors.category import Category
 
-__all__ = ["Vendor"]
-
 
 @frozen(kw_only=True)
 class Vendor:

@@ -14,8 +14,6 @@ from pathlib import Path
 from ms_align.errors import ConfigError
 from ms_align.rewards.sandbox.inside.zygote import REQUEST, WALLS
 
-__all__ = ["ZygoteClient", "zygote"]
-
 _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); from inside.zygote import main; "
     "del sys.path[0]; main(int(sys.argv[2]), sys.argv[3])"

@@ -4,8 +4,6 @@ from attrs import field, frozen
 
 from ms_align.settings import flag, number, whole
 
-__all__ = ["Limits", "Outcome"]
-
 
 @frozen(kw_only=True)
 class Limits:

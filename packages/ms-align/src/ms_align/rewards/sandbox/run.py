@@ -17,8 +17,6 @@ from ms_align.rewards.sandbox.inside.program import PASSED, RESPONSE_GONE
 from ms_align.rewards.sandbox.inside.zygote import STATUS
 from ms_align.rewards.sandbox.limits import Limits, Outcome
 
-__all__ = ["judge", "run_python"]
-
 SHOWN_BYTES = 2000
 PIPE_BYTES = 1 << 20
 """The most that a pipe still holds when its writer has died."""

@@ -26,8 +26,6 @@ from ms_align.streams.protocol import HeldOut, Stream, check_fit, next_batch
 from ms_align.streams.text_ends import TextEnds, tokenizer_beside
 from ms_align.trainers.frame.trainer import Trainer
 
-__all__ = ["OfflineLearner", "OfflineTrainer", "TrainingData"]
-
 
 @frozen(kw_only=True)
 class TrainingData:

@@ -36,8 +36,6 @@ from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import TokenizerFiles, files_of
 from ms_align.trainers.frame.trainer import Trainer
 
-__all__ = ["OnlineTrainer"]
-
 
 def _prompts(instance: object, attribute: "Attribute[Any]", value: object) -> None:
     """Check for prompts, or the path of a file of them."""

@@ -15,8 +15,6 @@ from ms_align.streams.folders import preferences
 from ms_align.streams.protocol import HeldOut
 from ms_align.trainers.frame.offline import OfflineLearner, OfflineTrainer
 
-__all__ = ["PairLearner", "PairTrainer"]
-
 
 @frozen(kw_only=True, slots=False)
 class PairTrainer(OfflineTrainer):

@@ -20,8 +20,6 @@ from ms_align.run.saving import check_finite, result_folder, write_result
 from ms_align.settings import flag, whole
 from ms_align.tokenizer_files import TokenizerFiles
 
-__all__ = ["Trainer"]
-
 T = TypeVar("T")
 MODELS = ("model", "policy_model", "reference_model", "value_model", "reward_model")
 """Settings that hold a model; one in the run's own folder would be written over."""

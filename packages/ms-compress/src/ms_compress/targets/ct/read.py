@@ -15,8 +15,6 @@ from ms_compress.targets import safetensors_folder
 from ms_compress.targets.ct.write import FILE
 from ms_compress.targets.target import Contents, Reader
 
-__all__ = ["contents", "reader"]
-
 
 def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
     """Return what reads the tensors of a folder."""

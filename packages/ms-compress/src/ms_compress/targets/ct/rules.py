@@ -7,8 +7,6 @@ from attrs import evolve
 
 from ms_compress.quantisation.scheme import Activations, Scheme
 
-__all__ = ["GROUPED", "SCHEMES"]
-
 EACH_TOKEN = Activations(
     bits=8,
     group=None,

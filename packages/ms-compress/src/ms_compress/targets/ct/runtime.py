@@ -15,8 +15,6 @@ from ms_compress.errors import ExportError
 from ms_compress.models.config_file import quantization, read_config
 from ms_compress.targets.libraries import import_library, library_errors
 
-__all__ = ["TransformersRuntime"]
-
 PURPOSE = "reading compressed-tensors needs transformers and compressed-tensors"
 
 

@@ -7,8 +7,6 @@ from ms_compress.targets.ct.write import check, write
 from ms_compress.targets.safetensors_folder import WEIGHT_FILES, holds_safetensors
 from ms_compress.targets.target import Target
 
-__all__ = ["TARGET"]
-
 TARGET = Target(
     name="ct",
     one_file=False,

@@ -25,8 +25,6 @@ from ms_compress.quantisation.rounding import Quantised
 from ms_compress.quantisation.scheme import Activations, Scheme
 from ms_compress.targets.target import Assets
 
-__all__ = ["FILE", "check", "pack", "write"]
-
 FILE = "model.safetensors"
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ms_compress.targets.libraries import import_library
 
-__all__ = ["TorchRuntime"]
-
 
 class TorchRuntime:
     """A plain folder as torch computes it in float32, with a cache of keys and values."""

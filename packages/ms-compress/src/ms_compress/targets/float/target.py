@@ -5,8 +5,6 @@ from ms_compress.targets.float.runtime import TorchRuntime
 from ms_compress.targets.safetensors_folder import WEIGHT_FILES, contents, holds_safetensors
 from ms_compress.targets.target import Format
 
-__all__ = ["TARGET"]
-
 TARGET = Format(
     name="float",
     one_file=False,

@@ -14,8 +14,6 @@ from ms_compress.targets.gguf.write import FILE, library
 from ms_compress.targets.libraries import library_errors
 from ms_compress.targets.target import Contents, Reader
 
-__all__ = ["contents", "reader"]
-
 
 def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
     """Return what reads the tensors of a folder; names and the order of rows are undone."""

@@ -8,8 +8,6 @@ from attrs import evolve
 
 from ms_compress.quantisation.scheme import Activations, Scheme
 
-__all__ = ["GROUPED", "Q4_0", "Q8_0", "Q8_BLOCKS", "SCHEMES"]
-
 Q8_BLOCKS = Activations(
     bits=8,
     group=32,

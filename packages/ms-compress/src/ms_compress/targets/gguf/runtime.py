@@ -11,8 +11,6 @@ from torch import Tensor
 from ms_compress.errors import ExportError
 from ms_compress.targets.libraries import import_library
 
-__all__ = ["LlamaRuntime"]
-
 FLOAT32 = 0
 """ggml's number of the type."""
 

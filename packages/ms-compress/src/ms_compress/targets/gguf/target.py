@@ -5,8 +5,6 @@ from ms_compress.targets.gguf.runtime import LlamaRuntime
 from ms_compress.targets.gguf.write import FILE, check, write
 from ms_compress.targets.target import Target
 
-__all__ = ["TARGET"]
-
 TARGET = Target(
     name="gguf",
     one_file=True,

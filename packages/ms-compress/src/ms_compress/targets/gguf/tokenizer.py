@@ -9,8 +9,6 @@ from ms_compress.errors import ExportError
 from ms_compress.files.tokenizer_source import TokenizerSource
 from ms_compress.text_ends import TextEnds, check_fits
 
-__all__ = ["add_placeholders", "add_tokenizer", "check_tokenizer"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)

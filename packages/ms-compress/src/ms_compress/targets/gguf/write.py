@@ -22,8 +22,6 @@ from ms_compress.targets.gguf.tokenizer import add_placeholders, add_tokenizer, 
 from ms_compress.targets.libraries import import_library
 from ms_compress.targets.target import Assets
 
-__all__ = ["FILE", "check", "library", "pack", "permuted", "write"]
-
 FILE = "model.gguf"
 ENDS = {
     "model.embed_tokens": "token_embd",

@@ -17,8 +17,6 @@ from ms_compress.models.head import HEAD
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.quantisation.rounding import Quantised
 
-__all__ = ["Graph", "pack"]
-
 OPSET = 21
 IR = 10
 CONTRIB = "com.microsoft"

@@ -13,8 +13,6 @@ from ms_compress.targets.libraries import library_errors
 from ms_compress.targets.ort.write import FILE, library
 from ms_compress.targets.target import Contents, Reader
 
-__all__ = ["contents", "reader"]
-
 NOT_WEIGHTS = {"MatMulNBits": (2, 3), "GatherBlockQuantized": (2, 3), "GroupQueryAttention": (7, 8)}
 """Inputs that are scales, zero points and rotary tables."""
 

@@ -5,8 +5,6 @@ Source: `BlockwiseQuantizer` of MLAS, symmetric, which rounds once it has added 
 
 from ms_compress.quantisation.scheme import Scheme
 
-__all__ = ["GROUPED", "SCHEMES"]
-
 MATMUL_NBITS = Scheme(
     name="ort.matmulnbits",
     target="ort",

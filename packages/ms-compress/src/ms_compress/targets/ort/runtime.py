@@ -15,8 +15,6 @@ from ms_compress.files.untrusted import read_json
 from ms_compress.targets.libraries import import_library, library_errors
 from ms_compress.targets.tokenizer_json import encoder
 
-__all__ = ["OnnxRuntime"]
-
 
 class OnnxRuntime:
     """A folder as onnxruntime computes it."""

@@ -5,8 +5,6 @@ from ms_compress.targets.ort.runtime import OnnxRuntime
 from ms_compress.targets.ort.write import FILE, check, write
 from ms_compress.targets.target import Target
 
-__all__ = ["TARGET"]
-
 TARGET = Target(
     name="ort",
     one_file=True,

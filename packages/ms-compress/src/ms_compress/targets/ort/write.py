@@ -12,8 +12,6 @@ from ms_compress.targets.libraries import import_library
 from ms_compress.targets.ort.graph import Graph
 from ms_compress.targets.target import Assets
 
-__all__ = ["FILE", "check", "library", "write"]
-
 FILE = "model.onnx"
 HEADS_OF = 16
 """onnxruntime rotates heads of a multiple of so many features."""

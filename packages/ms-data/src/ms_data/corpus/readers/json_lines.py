@@ -18,8 +18,6 @@ from ms_data.corpus.reader import (
 from ms_data.corpus.unpacking import lines_of
 from ms_data.errors import TokenizerError
 
-__all__ = ["READER", "row_type"]
-
 
 def row_type(key: str) -> Any:
     """The type of a JSON object whose member `key` is a text."""

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from ms_data.corpus.reader import Found, Invalid, OpenFile, Reader, ReadOptions
 
-__all__ = ["READER"]
-
 
 def _documents(file: OpenFile, options: ReadOptions) -> Iterator[Found]:
     content = file.whole(options.document_limit_bytes)

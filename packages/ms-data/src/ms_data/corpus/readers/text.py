@@ -17,8 +17,6 @@ from ms_data.corpus.reader import (
 )
 from ms_data.corpus.readers.json_lines import row_type
 
-__all__ = ["READER"]
-
 
 def _documents(file: OpenFile, options: ReadOptions) -> Iterator[Found]:
     content = file.whole(options.document_limit_bytes)

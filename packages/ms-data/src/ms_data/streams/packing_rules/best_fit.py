@@ -11,8 +11,6 @@ from collections.abc import Iterable
 
 from ms_data.streams.packer import OpenRow, Row, Segment
 
-__all__ = ["BestFitPacker"]
-
 
 class BestFitPacker:
     """Packs segments into rows of `capacity` tokens; the same segments always give the same rows.

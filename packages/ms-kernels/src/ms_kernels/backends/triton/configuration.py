@@ -11,21 +11,6 @@ from itertools import product
 from ms_kernels.backends.triton.launching import blocks, power_of_two
 from ms_kernels.core.launches import ANY_SIZE, Defaults, TableKey, TunedKernel, Values, by_size
 
-__all__ = [
-    "MATRIX_TILES",
-    "MATRIX_TILES_BACKWARD",
-    "WALKS",
-    "WALK_DEFAULTS",
-    "elements",
-    "grid",
-    "norm_kernels",
-    "row_blocks",
-    "shares",
-    "tile",
-    "tuned_kernels",
-    "whole_rows",
-]
-
 
 def grid(**values: Iterable[int]) -> tuple[Mapping[str, int], ...]:
     """Return every combination."""

@@ -20,8 +20,6 @@ from ms_kernels.core.launches import TunedKernel
 from ms_kernels.core.torch_operator import opaque
 from ms_kernels.core.tracing import known_when_traced
 
-__all__ = ["narrow_heads", "narrow_rows", "on_gpu"]
-
 WIDEST_ROW = 65_536
 """Features of a row that a normalisation holds at once."""
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["blocks", "kernel", "launch", "power_of_two"]
-
 MOST_PROGRAMS = {"npu": 65_520}
 """Programs of one launch by device type; a multiple of 16, so that no kernel is specialised anew.
 

@@ -5,9 +5,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ms_kernels.core.torch_operator import is_wanted, unwanted
-
-__all__ = ["as_rows", "empty", "wanted_of", "with_unit_stride"]
+from ms_kernels.core.plan import is_wanted, unwanted
 
 Gradients = TypeVar("Gradients", bound=tuple[Tensor, ...])
 

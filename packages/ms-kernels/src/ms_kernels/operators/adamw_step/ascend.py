@@ -14,8 +14,6 @@ from ms_kernels.contracts.call import Call, describe
 from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.adamw_step.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 
 def _step(weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, *options: Any) -> None:
     step, learning_rate, betas, eps, weight_decay = options

@@ -12,8 +12,6 @@ from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.overlaps import check_overlaps
 from ms_kernels.contracts.values import is_number, is_whole
 
-__all__ = ["CONTRACT", "adamw_step"]
-
 
 def adamw_step(
     weights: Tensor,

@@ -10,8 +10,6 @@ from ms_kernels.backends.cpu import BLOCK_BYTES, on_cpu
 from ms_kernels.contracts.call import Call
 from ms_kernels.operators.adamw_step.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 
 def adamw_step(
     weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, *options: Any

@@ -6,8 +6,6 @@ from ms_kernels.core.dispatch import perform
 from ms_kernels.core.split_rows import own_parts
 from ms_kernels.operators.adamw_step.contract import CONTRACT
 
-__all__ = ["adamw_step"]
-
 
 def adamw_step(
     weights: Tensor,

@@ -14,8 +14,6 @@ from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, key_of
 from ms_kernels.operators.adamw_step.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 (STEP,) = TUNED = tuned_kernels(
     "adamw_step",
     "adamw_step",

@@ -14,8 +14,6 @@ from torch.autograd.function import once_differentiable
 from ms_kernels.backends.ascend import on_npu, same_dtype
 from ms_kernels.operators.add_rms_norm.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 
 class _AddRmsNorm(torch.autograd.Function):
     """Returns ``rms_norm(x + residual)`` and the sum."""

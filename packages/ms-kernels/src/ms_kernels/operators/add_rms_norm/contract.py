@@ -10,8 +10,6 @@ from ms_kernels.contracts.options import eps_option
 from ms_kernels.contracts.tolerance import SUMMED
 from ms_kernels.operators.rms_norm.contract import rms_norm
 
-__all__ = ["CONTRACT", "add_rms_norm"]
-
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6

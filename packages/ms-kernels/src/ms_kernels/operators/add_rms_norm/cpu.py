@@ -10,8 +10,6 @@ from ms_kernels.backends.cpu import on_cpu
 from ms_kernels.operators.add_rms_norm.contract import CONTRACT
 from ms_kernels.operators.rms_norm.cpu import differentiate, normalise
 
-__all__ = ["IMPLEMENTATION"]
-
 
 class _AddRmsNorm(torch.autograd.Function):
     """Returns ``rms_norm(x + residual)`` and the sum."""

@@ -11,8 +11,6 @@ from ms_kernels.core.entries import Entry
 from ms_kernels.operators.add_rms_norm.contract import CONTRACT
 from ms_kernels.operators.rms_norm.triton import KERNELS, differentiate, norm_entries, normalise
 
-__all__ = ["IMPLEMENTATION"]
-
 FORWARD, BACKWARD = TUNED = norm_kernels("add_rms_norm", "rms_norm")
 
 

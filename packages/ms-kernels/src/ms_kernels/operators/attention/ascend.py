@@ -20,8 +20,6 @@ from ms_kernels.backends.ascend import empty, on_npu
 from ms_kernels.contracts.call import Call
 from ms_kernels.operators.attention.contract import CONTRACT, MaskOptions, as_wide, visible
 
-__all__ = ["IMPLEMENTATION"]
-
 WIDEST = 768
 MOST_HEADS = 256
 LONGEST = 2**20

@@ -13,8 +13,6 @@ from ms_kernels.contracts.contract import Contract, Variant
 from ms_kernels.contracts.options import flag, scale_option, window_option
 from ms_kernels.contracts.tolerance import ATTENTION
 
-__all__ = ["CONTRACT", "MaskOptions", "as_wide", "attention", "visible"]
-
 
 class MaskOptions(NamedTuple):
     """The options of attention, in order."""

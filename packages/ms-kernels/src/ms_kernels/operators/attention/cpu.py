@@ -17,8 +17,6 @@ from ms_kernels.backends.cpu import on_cpu
 from ms_kernels.contracts.call import Call
 from ms_kernels.operators.attention.contract import CONTRACT, MaskOptions, as_wide, visible
 
-__all__ = ["IMPLEMENTATION"]
-
 
 def attention(
     q: Tensor,

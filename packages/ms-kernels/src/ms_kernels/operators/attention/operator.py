@@ -5,8 +5,6 @@ from torch import Tensor
 from ms_kernels.core.dispatch import perform
 from ms_kernels.operators.attention.contract import CONTRACT
 
-__all__ = ["attention"]
-
 
 def attention(
     q: Tensor,

@@ -16,8 +16,6 @@ from ms_kernels.contracts.call import Call
 from ms_kernels.core.choice import Implementation
 from ms_kernels.operators.attention.contract import CONTRACT, MaskOptions
 
-__all__ = ["IMPLEMENTATION"]
-
 ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 """Best first."""
 

@@ -12,10 +12,8 @@ from ms_kernels.backends.triton.launching import blocks, launch, power_of_two
 from ms_kernels.backends.triton.rows import empty, wanted_of, with_unit_stride
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, Defaults, TableKey, TunedKernel, key_of
-from ms_kernels.core.torch_operator import is_wanted
+from ms_kernels.core.plan import is_wanted
 from ms_kernels.operators.attention.contract import CONTRACT, MaskOptions
-
-__all__ = ["IMPLEMENTATION", "LOG2_E", "document_ranges"]
 
 LOG2_E = 1.4426950408889634
 

@@ -3,8 +3,6 @@
 from ms_kernels.backends.ascend import refused
 from ms_kernels.operators.causal_conv1d.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 IMPLEMENTATION = refused(
     CONTRACT,
     "has no fitting kernel: npu_masked_causal_conv1d takes 3 weights a channel, on Ascend 950 "

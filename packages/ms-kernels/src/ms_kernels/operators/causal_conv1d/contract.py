@@ -10,8 +10,6 @@ from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.documents import documents_argument, starts_of
 from ms_kernels.contracts.options import flag
 
-__all__ = ["CONTRACT", "causal_conv1d", "hidden_taps", "last_inputs"]
-
 
 def causal_conv1d(
     x: Tensor,

@@ -11,8 +11,6 @@ from ms_kernels.backends.cpu import on_cpu
 from ms_kernels.contracts.call import accumulator
 from ms_kernels.operators.causal_conv1d.contract import CONTRACT, hidden_taps, last_inputs
 
-__all__ = ["IMPLEMENTATION"]
-
 
 def causal_conv1d(
     x: Tensor,

@@ -5,8 +5,6 @@ from torch import Tensor
 from ms_kernels.core.dispatch import perform
 from ms_kernels.operators.causal_conv1d.contract import CONTRACT
 
-__all__ = ["causal_conv1d"]
-
 
 def causal_conv1d(
     x: Tensor,

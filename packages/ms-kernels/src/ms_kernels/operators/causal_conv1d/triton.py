@@ -14,10 +14,9 @@ from ms_kernels.backends.triton.rows import empty, with_unit_stride
 from ms_kernels.contracts.call import Call
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, TunedKernel, key_of
-from ms_kernels.core.torch_operator import is_wanted, opaque, unwanted
+from ms_kernels.core.plan import is_wanted, unwanted
+from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.causal_conv1d.contract import CONTRACT, last_inputs
-
-__all__ = ["IMPLEMENTATION"]
 
 WIDEST = 16
 """Weights of a channel: a kernel's loop over them is unrolled."""

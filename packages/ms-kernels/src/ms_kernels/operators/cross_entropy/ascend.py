@@ -17,8 +17,6 @@ from ms_kernels.backends.ascend import empty, on_npu, within_classes
 from ms_kernels.contracts.call import Call
 from ms_kernels.operators.cross_entropy.contract import CONTRACT, LossOptions, reduce
 
-__all__ = ["IMPLEMENTATION"]
-
 MOST_ROWS = 200_000
 
 

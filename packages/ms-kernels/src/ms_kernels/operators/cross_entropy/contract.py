@@ -12,16 +12,6 @@ from ms_kernels.contracts.indices import check_classes
 from ms_kernels.contracts.options import ignore_index_option
 from ms_kernels.contracts.values import is_number, one_of
 
-__all__ = [
-    "CONTRACT",
-    "LOSS_OPTIONS",
-    "LossOptions",
-    "classes",
-    "counted_of",
-    "cross_entropy",
-    "reduce",
-]
-
 
 class LossOptions(NamedTuple):
     """The options of a loss, in order."""

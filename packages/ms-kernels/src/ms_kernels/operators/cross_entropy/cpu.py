@@ -10,8 +10,6 @@ from ms_kernels.backends.cpu import blocks, on_cpu
 from ms_kernels.contracts.call import accumulator
 from ms_kernels.operators.cross_entropy.contract import CONTRACT, LossOptions, reduce
 
-__all__ = ["IMPLEMENTATION"]
-
 
 def cross_entropy(logits: Tensor, targets: Tensor, *options: Any) -> Tensor:
     """Return ``-(1-s) log p[target] - s mean(log p) + z log²Z``."""

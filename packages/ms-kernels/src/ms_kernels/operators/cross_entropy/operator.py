@@ -7,8 +7,6 @@ from torch import Tensor
 from ms_kernels.core.dispatch import perform
 from ms_kernels.operators.cross_entropy.contract import CONTRACT
 
-__all__ = ["cross_entropy"]
-
 
 def cross_entropy(
     logits: Tensor,

@@ -14,18 +14,6 @@ from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import TableKey, TunedKernel, key_of
 from ms_kernels.operators.cross_entropy.contract import CONTRACT, LossOptions, counted_of, reduce
 
-__all__ = [
-    "IMPLEMENTATION",
-    "KERNELS",
-    "LOSS_TYPES",
-    "class_kernels",
-    "differentiate",
-    "loss_entry",
-    "loss_like",
-    "row_losses",
-    "slopes_of",
-]
-
 KERNELS = f"{__package__}.kernels"
 
 

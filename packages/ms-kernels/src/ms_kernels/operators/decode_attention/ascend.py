@@ -14,8 +14,6 @@ from ms_kernels.contracts.call import Call
 from ms_kernels.errors import ArgumentError
 from ms_kernels.operators.decode_attention.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 ALIGNMENT = 16
 WIDEST = 512
 MOST_HEADS = 256

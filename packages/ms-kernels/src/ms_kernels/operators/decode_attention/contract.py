@@ -13,8 +13,6 @@ from ms_kernels.contracts.indices import check_range, readable
 from ms_kernels.contracts.options import scale_option, window_option
 from ms_kernels.contracts.tolerance import ATTENTION
 
-__all__ = ["CONTRACT", "decode_attention"]
-
 
 def decode_attention(
     q: Tensor,  # (B, Hq, D)

@@ -8,8 +8,6 @@ from ms_kernels.backends.cpu import on_cpu
 from ms_kernels.contracts.call import Call
 from ms_kernels.operators.decode_attention.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 
 def decode_attention(
     q: Tensor,  # (B, Hq, D)

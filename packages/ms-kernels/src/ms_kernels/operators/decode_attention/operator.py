@@ -5,8 +5,6 @@ from torch import Tensor
 from ms_kernels.core.dispatch import perform
 from ms_kernels.operators.decode_attention.contract import CONTRACT
 
-__all__ = ["decode_attention"]
-
 
 def decode_attention(
     q: Tensor,

@@ -15,8 +15,6 @@ from ms_kernels.core.launches import ANY_SIZE, TableKey, key_of
 from ms_kernels.operators.attention.triton import LOG2_E
 from ms_kernels.operators.decode_attention.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 MOST_PARTS = 64
 """Parts of one sequence; beyond 32,768 positions they grow."""
 

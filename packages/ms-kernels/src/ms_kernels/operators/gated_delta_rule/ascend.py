@@ -3,8 +3,6 @@
 from ms_kernels.backends.ascend import refused
 from ms_kernels.operators.gated_delta_rule.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 IMPLEMENTATION = refused(
     CONTRACT,
     "has no fitting kernel: npu_chunk_gated_delta_rule has no gradient and rounds the state to "

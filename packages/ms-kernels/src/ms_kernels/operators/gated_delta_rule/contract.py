@@ -21,8 +21,6 @@ from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.documents import documents_argument, starts_of
 from ms_kernels.contracts.options import flag, scale_option
 
-__all__ = ["CONTRACT", "NORM_EPS", "RuleOptions", "gated_delta_rule", "normalised"]
-
 NORM_EPS = 1e-6
 """What is added to the squared length of a key or query before its root is taken."""
 

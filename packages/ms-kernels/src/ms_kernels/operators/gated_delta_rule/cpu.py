@@ -19,8 +19,6 @@ from ms_kernels.contracts.call import Call, accumulator
 from ms_kernels.contracts.documents import starts_of
 from ms_kernels.operators.gated_delta_rule.contract import CONTRACT, RuleOptions, normalised
 
-__all__ = ["IMPLEMENTATION"]
-
 LONGEST = 64
 """Positions of a chunk: its triangular system grows with their square."""
 

@@ -5,8 +5,6 @@ from torch import Tensor
 from ms_kernels.core.dispatch import perform
 from ms_kernels.operators.gated_delta_rule.contract import CONTRACT
 
-__all__ = ["gated_delta_rule"]
-
 
 def gated_delta_rule(
     q: Tensor,

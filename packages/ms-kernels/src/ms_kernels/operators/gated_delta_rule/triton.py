@@ -19,8 +19,6 @@ from ms_kernels.core.launches import ANY_SIZE, TableKey, TunedKernel, key_of
 from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.gated_delta_rule.contract import CONTRACT, NORM_EPS, RuleOptions
 
-__all__ = ["IMPLEMENTATION"]
-
 LONGEST = 64
 """Positions between two states that are kept, at most: so many go back and forth to memory."""
 

@@ -13,8 +13,6 @@ from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.geglu.contract import CONTRACT
 from ms_kernels.operators.swiglu.ascend import join
 
-__all__ = ["IMPLEMENTATION"]
-
 GATE_FIRST = True
 """Whether it is the left half that is gated: npu_geglu's `activate_left`."""
 

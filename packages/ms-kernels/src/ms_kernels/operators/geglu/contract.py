@@ -8,8 +8,6 @@ from ms_kernels.contracts.call import accumulator
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.values import one_of
 
-__all__ = ["CONTRACT", "geglu"]
-
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """Return ``gelu(gate) · up``, rounded once, to gate's dtype."""

@@ -10,8 +10,6 @@ from ms_kernels.backends.cpu import on_cpu
 from ms_kernels.operators.geglu.contract import CONTRACT
 from ms_kernels.operators.swiglu.cpu import MERIT, gated
 
-__all__ = ["IMPLEMENTATION"]
-
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """Return ``gelu(gate) · up``."""

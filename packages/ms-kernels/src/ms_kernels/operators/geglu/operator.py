@@ -7,8 +7,6 @@ from torch import Tensor
 from ms_kernels.core.dispatch import perform
 from ms_kernels.operators.geglu.contract import CONTRACT
 
-__all__ = ["geglu"]
-
 
 def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     """Gate a feed-forward block by GELU (arXiv 2002.05202).

@@ -15,8 +15,6 @@ from ms_kernels.operators.swiglu.triton import (
     gate_kernels,
 )
 
-__all__ = ["IMPLEMENTATION"]
-
 ACTIVATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 FORWARD, BACKWARD = TUNED = gate_kernels("geglu")

@@ -13,8 +13,6 @@ from torch.autograd.function import once_differentiable
 from ms_kernels.backends.ascend import on_npu
 from ms_kernels.operators.grouped_matmul.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 ROWS, INNER = 0, 2
 """npu_grouped_matmul's `group_type`: which dim of the left matrix is cut into groups."""
 ONE_RESULT = 3

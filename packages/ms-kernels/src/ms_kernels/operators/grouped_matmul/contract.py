@@ -9,8 +9,6 @@ from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.indices import check_range, readable
 from ms_kernels.errors import ArgumentError
 
-__all__ = ["CONTRACT", "grouped_matmul"]
-
 
 def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Return each row times its expert's matrix, multiplied and summed in float32.

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ms_kernels.backends.cpu import on_cpu
-from ms_kernels.core.torch_operator import is_wanted, opaque, unwanted
+from ms_kernels.core.plan import is_wanted, unwanted
+from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.grouped_matmul.contract import CONTRACT
-
-__all__ = ["IMPLEMENTATION"]
 
 FEW = 64
 """Rows up to which it takes longer to start a half-precision product than to widen its factors."""

@@ -5,8 +5,6 @@ from torch import Tensor
 from ms_kernels.core.dispatch import perform
 from ms_kernels.operators.grouped_matmul.contract import CONTRACT
 
-__all__ = ["grouped_matmul"]
-
 
 def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Multiply consecutive rows by their expert's matrix.

@@ -17,10 +17,8 @@ from ms_kernels.backends.triton.rows import empty, with_unit_stride
 from ms_kernels.contracts.call import Call
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, key_of
-from ms_kernels.core.torch_operator import is_wanted, unwanted
+from ms_kernels.core.plan import is_wanted, unwanted
 from ms_kernels.operators.grouped_matmul.contract import CONTRACT
-
-__all__ = ["IMPLEMENTATION"]
 
 MOST_EXPERTS = 1024
 """Experts whose counts each program reads."""

@@ -6,8 +6,6 @@ from torch import Tensor
 from ms_kernels.backends.ascend import on_npu, same_dtype
 from ms_kernels.operators.layer_norm.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Return ``(x - mean) / sqrt(variance + eps) · weight + bias``."""

@@ -8,8 +8,6 @@ from ms_kernels.contracts.call import FLOATING, accumulator
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.options import eps_option
 
-__all__ = ["CONTRACT", "layer_norm"]
-
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Return ``(x - mean) / sqrt(variance + eps) · weight + bias``, rounded once, to x's dtype."""

@@ -7,8 +7,6 @@ from ms_kernels.backends.cpu import on_cpu
 from ms_kernels.contracts.call import accumulator
 from ms_kernels.operators.layer_norm.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Return ``(x - mean) / sqrt(variance + eps) · weight + bias``."""

@@ -5,8 +5,6 @@ from torch import Tensor
 from ms_kernels.core.dispatch import perform
 from ms_kernels.operators.layer_norm.contract import CONTRACT
 
-__all__ = ["layer_norm"]
-
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Normalise by mean and variance over the last dim (arXiv 1607.06450).

@@ -11,11 +11,9 @@ from ms_kernels.backends.triton.launching import blocks, launch
 from ms_kernels.backends.triton.rows import as_rows, empty
 from ms_kernels.core.entries import Entry
 from ms_kernels.core.launches import key_of
-from ms_kernels.core.torch_operator import is_wanted, unwanted
+from ms_kernels.core.plan import is_wanted, unwanted
 from ms_kernels.operators.layer_norm.contract import CONTRACT
 from ms_kernels.operators.rms_norm.triton import norm_entries
-
-__all__ = ["IMPLEMENTATION"]
 
 FORWARD, BACKWARD = TUNED = norm_kernels("layer_norm", "layer_norm")
 KERNELS = f"{__package__}.kernels"

@@ -31,8 +31,6 @@ from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.cross_entropy.contract import LossOptions, counted_of, reduce
 from ms_kernels.operators.linear_cross_entropy.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION", "MERIT", "chosen_classes", "gradients", "large_enough", "row_losses"]
-
 MERIT = "npu_fused_linear_online_max_sum: product and softmax in one kernel, without logits"
 
 LEAST_CLASSES = 128

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ms_kernels.contracts.call import accumulator
 
-__all__ = ["CHUNK_BYTES", "Sums", "chunk_rows_of", "chunks_of"]
-
 CHUNK_BYTES = 64 * 2**20
 """Size of the logits that are held at once."""
 

@@ -36,8 +36,6 @@ from ms_kernels.operators.cross_entropy.contract import (
 )
 from ms_kernels.operators.linear_cross_entropy.chunked_logits import Sums, chunk_rows_of, chunks_of
 
-__all__ = ["CONTRACT", "linear_cross_entropy", "logits_work"]
-
 
 def linear_cross_entropy(
     hidden: Tensor,

@@ -9,8 +9,6 @@ from ms_kernels.core.dispatch import describe_call, perform
 from ms_kernels.core.split_rows import is_split, rows_mapped, rows_reduced
 from ms_kernels.operators.linear_cross_entropy.contract import CONTRACT
 
-__all__ = ["linear_cross_entropy"]
-
 
 def linear_cross_entropy(
     hidden: Tensor,

@@ -18,7 +18,8 @@ from ms_kernels.backends.triton.implementation import on_gpu
 from ms_kernels.backends.triton.rows import as_rows, empty
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import TableKey, key_of
-from ms_kernels.core.torch_operator import is_wanted, opaque, unwanted
+from ms_kernels.core.plan import is_wanted, unwanted
+from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.cross_entropy.contract import LossOptions, counted_of, reduce
 from ms_kernels.operators.cross_entropy.triton import (
     KERNELS,
@@ -41,8 +42,6 @@ from ms_kernels.operators.linear_cross_entropy.triton_logits import (
     scale_kernel,
     scaled,
 )
-
-__all__ = ["IMPLEMENTATION", "MERIT"]
 
 FORWARD, BACKWARD, SCALE = TUNED = (
     *class_kernels(

@@ -11,20 +11,7 @@ from torch import Tensor
 from ms_kernels.backends.triton.configuration import grid, tuned_kernels
 from ms_kernels.backends.triton.launching import blocks, launch
 from ms_kernels.core.launches import ANY_SIZE, TunedKernel, key_of
-from ms_kernels.core.torch_operator import unwanted
-
-__all__ = [
-    "CHUNK_BYTES",
-    "LIFT",
-    "SCALE_CAST",
-    "Sums",
-    "chunks",
-    "lift_of",
-    "lifted",
-    "room_for_gradient",
-    "scale_kernel",
-    "scaled",
-]
+from ms_kernels.core.plan import unwanted
 
 CHUNK_BYTES = 2**31
 """Size of a chunk's float32 logits. Each chunk reads and writes the weight's whole gradient, which

@@ -7,8 +7,6 @@ from ms_kernels.backends.ascend import empty, on_npu
 from ms_kernels.contracts.call import Call
 from ms_kernels.operators.permute_tokens.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION", "few_choices"]
-
 MOST_CHOICES = 512
 MOST_INDICES = 2**24 - 1
 """Beyond it, indices are sorted as floats that cannot tell them apart."""

@@ -9,8 +9,6 @@ from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.indices import check_range
 from ms_kernels.contracts.values import is_whole
 
-__all__ = ["CONTRACT", "permute_tokens"]
-
 EXAMPLE_COUNT = 4
 """Experts of the example."""
 

@@ -6,8 +6,6 @@ from ms_kernels.core.dispatch import describe_call, perform
 from ms_kernels.core.split_rows import is_split, permuted
 from ms_kernels.operators.permute_tokens.contract import CONTRACT
 
-__all__ = ["permute_tokens"]
-
 
 def permute_tokens(x: Tensor, experts: Tensor, *, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the rows of a mixture's tokens by the experts they chose, C each.

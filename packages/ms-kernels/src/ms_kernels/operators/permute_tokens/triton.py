@@ -17,8 +17,6 @@ from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import TableKey, TunedKernel, key_of
 from ms_kernels.operators.permute_tokens.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION", "SUM_CHOICES", "sum_choices"]
-
 GATHER, SUM = TUNED = tuned_kernels(
     "permute_tokens",
     "gather_rows sum_choices",

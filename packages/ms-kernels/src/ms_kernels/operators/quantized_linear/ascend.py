@@ -24,8 +24,6 @@ from ms_kernels.contracts.call import Call, describe
 from ms_kernels.operators.quantized_linear.contract import CONTRACT
 from ms_kernels.packed_weights import dequantize, unpack_codes
 
-__all__ = ["IMPLEMENTATION"]
-
 LARGEST = 65_535
 """Largest K and N."""
 GROUPING = 32

@@ -12,8 +12,6 @@ from ms_kernels.contracts.contract import Contract, Variant
 from ms_kernels.contracts.values import is_whole
 from ms_kernels.packed_weights import dequantize
 
-__all__ = ["CONTRACT", "quantized_linear", "widened"]
-
 
 def quantized_linear(
     x: Tensor,

@@ -11,8 +11,6 @@ from ms_kernels.backends.cpu import on_cpu
 from ms_kernels.contracts.call import accumulator
 from ms_kernels.operators.quantized_linear.contract import CONTRACT, widened
 
-__all__ = ["IMPLEMENTATION"]
-
 TILE_ELEMENTS = 2**18
 """Elements of the weight that are widened at once: 1 MiB in float32."""
 

@@ -7,8 +7,6 @@ from torch import Tensor
 from ms_kernels.core.dispatch import perform
 from ms_kernels.operators.quantized_linear.contract import CONTRACT
 
-__all__ = ["quantized_linear"]
-
 
 def quantized_linear(
     x: Tensor,

@@ -19,8 +19,6 @@ from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, TunedKernel, key_of
 from ms_kernels.operators.quantized_linear.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 _HALF, _SINGLE = {"num_warps": 4, "num_stages": 3}, {"num_warps": 8, "num_stages": 3}
 _TRIED_AT = tuple(
     {"...": rows, "K": 4096, "P": 2048, "G": 128, "N": 14336} for rows in (16, 64, 2048)

@@ -7,8 +7,6 @@ from ms_kernels.backends.ascend import empty, on_npu
 from ms_kernels.contracts.call import Call, describe
 from ms_kernels.operators.rms_norm.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """Return ``x / sqrt(mean(x²) + eps) · weight``; keeps one float32 a row for the backward."""

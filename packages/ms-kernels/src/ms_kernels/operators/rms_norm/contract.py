@@ -8,8 +8,6 @@ from ms_kernels.contracts.call import FLOATING, accumulator
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.options import eps_option
 
-__all__ = ["CONTRACT", "rms_norm"]
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """Return ``x / sqrt(mean(x²) + eps) · weight``, rounded once, to x's dtype."""

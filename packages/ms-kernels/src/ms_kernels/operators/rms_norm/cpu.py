@@ -10,8 +10,6 @@ from ms_kernels.backends.cpu import blocks, on_cpu
 from ms_kernels.contracts.call import accumulator
 from ms_kernels.operators.rms_norm.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION", "differentiate", "normalise"]
-
 
 class _RmsNorm(torch.autograd.Function):
     """Returns ``x / sqrt(mean(x²) + eps) · weight``."""

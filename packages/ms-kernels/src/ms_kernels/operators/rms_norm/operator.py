@@ -5,8 +5,6 @@ from torch import Tensor
 from ms_kernels.core.dispatch import perform
 from ms_kernels.operators.rms_norm.contract import CONTRACT
 
-__all__ = ["rms_norm"]
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """Normalise by the root mean square over the last dim (arXiv 1910.07467).

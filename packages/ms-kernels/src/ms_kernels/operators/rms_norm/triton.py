@@ -18,8 +18,6 @@ from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import TableKey, TunedKernel, key_of
 from ms_kernels.operators.rms_norm.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION", "differentiate", "norm_entries", "normalise"]
-
 FORWARD, BACKWARD = TUNED = norm_kernels("rms_norm", "rms_norm")
 KERNELS = f"{__package__}.kernels"
 

@@ -16,8 +16,6 @@ from ms_kernels.contracts.call import describe
 from ms_kernels.contracts.values import LARGEST, SMALLEST, is_number, is_whole
 from ms_kernels.errors import ArgumentError, shown
 
-__all__ = ["LinearScaling", "Llama3Scaling", "RotaryScaling", "YarnScaling", "rotary_table"]
-
 
 def _number(
     *, least: float, whole: bool = False, optional: bool = False

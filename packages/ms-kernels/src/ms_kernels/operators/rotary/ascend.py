@@ -20,8 +20,6 @@ from ms_kernels.backends.ascend import empty, on_npu
 from ms_kernels.contracts.call import Call
 from ms_kernels.operators.rotary.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 WIDEST = 894
 """Widest even head below CANN's limit of 896."""
 MOST = 999

@@ -11,8 +11,6 @@ from ms_kernels.contracts.call import ACCUMULATED, Dims, accumulator
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.options import flag
 
-__all__ = ["CONTRACT", "rotary"]
-
 
 def rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False

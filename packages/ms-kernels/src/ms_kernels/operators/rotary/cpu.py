@@ -9,8 +9,6 @@ from torch.autograd.function import once_differentiable
 from ms_kernels.backends.cpu import on_cpu
 from ms_kernels.operators.rotary.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 
 def rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False

@@ -5,8 +5,6 @@ from torch import Tensor
 from ms_kernels.core.dispatch import perform
 from ms_kernels.operators.rotary.contract import CONTRACT
 
-__all__ = ["rotary"]
-
 
 def rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False

@@ -13,8 +13,6 @@ from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, key_of
 from ms_kernels.operators.rotary.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 (TURN,) = TUNED = tuned_kernels(
     "rotary",
     "rotary_turn",

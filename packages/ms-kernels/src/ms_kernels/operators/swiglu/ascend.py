@@ -14,8 +14,6 @@ from torch.autograd.function import once_differentiable
 from ms_kernels.backends.ascend import on_npu
 from ms_kernels.operators.swiglu.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION", "join"]
-
 
 def join(gate: Tensor, up: Tensor) -> Tensor:
     """Return (..., 2 I): a view of both if they stand side by side, or a new tensor."""

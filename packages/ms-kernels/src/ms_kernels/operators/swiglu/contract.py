@@ -7,8 +7,6 @@ from ms_kernels.contracts.arguments import Argument, Ladder, Model, streaming
 from ms_kernels.contracts.call import accumulator
 from ms_kernels.contracts.contract import Contract
 
-__all__ = ["CONTRACT", "swiglu"]
-
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return ``silu(gate) · up``, rounded once, to gate's dtype."""

@@ -12,8 +12,6 @@ from ms_kernels.backends.cpu import blocks, on_cpu
 from ms_kernels.contracts.call import accumulator
 from ms_kernels.operators.swiglu.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION", "MERIT", "gated"]
-
 MERIT = "blocks of rows in the cache; saves only gate and up"
 
 

@@ -5,8 +5,6 @@ from torch import Tensor
 from ms_kernels.core.dispatch import perform
 from ms_kernels.operators.swiglu.contract import CONTRACT
 
-__all__ = ["swiglu"]
-
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Gate a feed-forward block (arXiv 2002.05202).

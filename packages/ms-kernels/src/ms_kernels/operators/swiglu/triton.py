@@ -12,8 +12,6 @@ from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, TunedKernel, key_of
 from ms_kernels.operators.swiglu.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION", "MERIT", "apply", "differentiate", "gate_entries", "gate_kernels"]
-
 KERNELS = f"{__package__}.kernels"
 MERIT = "one pass over memory each way; saves only gate and up"
 

@@ -17,8 +17,6 @@ from ms_kernels.operators.linear_cross_entropy.ascend import (
 )
 from ms_kernels.operators.token_log_probs.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 
 def _forward(
     hidden: Tensor,

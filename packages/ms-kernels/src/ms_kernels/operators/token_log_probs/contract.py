@@ -22,8 +22,6 @@ from ms_kernels.operators.cross_entropy.contract import classes
 from ms_kernels.operators.linear_cross_entropy.chunked_logits import Sums, chunk_rows_of, chunks_of
 from ms_kernels.operators.linear_cross_entropy.contract import logits_work
 
-__all__ = ["CONTRACT", "token_log_probs"]
-
 
 def token_log_probs(
     hidden: Tensor,

@@ -8,8 +8,6 @@ from ms_kernels.backends.cpu import on_cpu
 from ms_kernels.operators.linear_cross_entropy.cpu import MERIT, of_counted_rows
 from ms_kernels.operators.token_log_probs.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 
 def token_log_probs(
     hidden: Tensor, weight: Tensor, tokens: Tensor, *options: Any

@@ -8,8 +8,6 @@ from ms_kernels.core.dispatch import describe_call, perform
 from ms_kernels.core.split_rows import is_split, rows_mapped
 from ms_kernels.operators.token_log_probs.contract import CONTRACT
 
-__all__ = ["token_log_probs"]
-
 
 @overload
 def token_log_probs(

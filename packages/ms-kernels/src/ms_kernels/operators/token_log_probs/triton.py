@@ -15,7 +15,8 @@ from ms_kernels.backends.triton.launching import blocks, launch
 from ms_kernels.backends.triton.rows import as_rows, empty
 from ms_kernels.core.entries import Entry
 from ms_kernels.core.launches import key_of
-from ms_kernels.core.torch_operator import is_wanted, opaque
+from ms_kernels.core.plan import is_wanted
+from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.cross_entropy.triton import class_kernels, loss_entry
 from ms_kernels.operators.linear_cross_entropy.triton import MERIT
 from ms_kernels.operators.linear_cross_entropy.triton_logits import (
@@ -26,8 +27,6 @@ from ms_kernels.operators.linear_cross_entropy.triton_logits import (
     scale_kernel,
 )
 from ms_kernels.operators.token_log_probs.contract import CONTRACT
-
-__all__ = ["IMPLEMENTATION"]
 
 FORWARD, BACKWARD, SCALE = TUNED = (
     *class_kernels("token_log_probs", "chosen_forward chosen_backward", hidden=True),

@@ -8,8 +8,6 @@ from ms_kernels.contracts.call import Call, describe
 from ms_kernels.operators.permute_tokens.ascend import few_choices
 from ms_kernels.operators.unpermute_tokens.contract import CONTRACT
 
-__all__ = ["IMPLEMENTATION"]
-
 
 def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return ``Σ_c weights[t, c] · rows[places[t, c]]``."""

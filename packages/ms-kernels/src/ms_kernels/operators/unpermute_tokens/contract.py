@@ -12,8 +12,6 @@ from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.indices import check_range, readable
 from ms_kernels.errors import ArgumentError
 
-__all__ = ["CONTRACT", "unpermute_tokens"]
-
 
 def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return ``Σ_c weights[t, c] · rows[places[t, c]]``, rounded once, to the rows' dtype."""

@@ -5,8 +5,6 @@ from torch import Tensor
 from ms_kernels.core.dispatch import perform
 from ms_kernels.operators.unpermute_tokens.contract import CONTRACT
 
-__all__ = ["unpermute_tokens"]
-
 
 def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
     """Lead rows back to their tokens: ``Σ_c weights[t, c] · rows[places[t, c]]``.

@@ -10,11 +10,9 @@ from ms_kernels.backends.triton.launching import launch
 from ms_kernels.backends.triton.rows import empty, with_unit_stride
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import TableKey, key_of
-from ms_kernels.core.torch_operator import is_wanted, unwanted
+from ms_kernels.core.plan import is_wanted, unwanted
 from ms_kernels.operators.permute_tokens.triton import SUM_CHOICES, sum_choices
 from ms_kernels.operators.unpermute_tokens.contract import CONTRACT
-
-__all__ = ["IMPLEMENTATION"]
 
 SUM, SPREAD = TUNED = tuned_kernels(
     "unpermute_tokens",

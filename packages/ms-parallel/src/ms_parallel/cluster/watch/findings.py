@@ -5,8 +5,6 @@ from enum import StrEnum
 
 from ms_parallel.cluster.watch.record import Record
 
-__all__ = ["State", "explain"]
-
 NAMED = 3
 """Ranks, and groups of ranks, that are described; the rest is counted."""
 

@@ -24,8 +24,6 @@ from ms_parallel.cluster.watch.record import Record, position
 from ms_parallel.entry import FAILED
 from ms_parallel.interruption import launcher_is_gone
 
-__all__ = ["Heartbeat"]
-
 RANKS_A_SECOND = 1000
 """Records that the store has to take in a second."""
 STORE_TIMEOUT = timedelta(seconds=5)

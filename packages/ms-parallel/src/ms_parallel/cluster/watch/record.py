@@ -14,8 +14,6 @@ from types import FrameType, TracebackType
 
 import msgspec
 
-__all__ = ["Position", "Record", "position"]
-
 TORCH = f"{os.sep}torch{os.sep}"
 DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 TENSORS = f"{DISTRIBUTED}tensor{os.sep}"

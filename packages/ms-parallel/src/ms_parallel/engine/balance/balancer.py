@@ -19,8 +19,6 @@ from ms_parallel.models.experts.account import Account, Documents
 from ms_parallel.models.experts.choice import Mixture
 from ms_parallel.models.experts.router import Router
 
-__all__ = ["Balancer", "ExpertLoad"]
-
 COUNTS = "experts.counts"
 LAYER = re.compile(r".*\blayers\.(\d+)\.")
 NOTED = 3

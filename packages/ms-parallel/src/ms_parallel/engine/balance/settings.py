@@ -10,8 +10,6 @@ from ms_parallel.settings import nearest, number, shown
 if TYPE_CHECKING:  # a run file's keys are known without torch
     from ms_parallel.models.experts.choice import Mixture
 
-__all__ = ["Balance", "balance_of", "method"]
-
 METHODS = ("none", "sequence", "step", "bias")
 CUT_DEPENDENT = ("batch", "microbatch", "micro_batch", "aux_loss", "global_batch")
 

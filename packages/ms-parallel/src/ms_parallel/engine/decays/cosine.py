@@ -2,8 +2,6 @@
 
 import math
 
-__all__ = ["NAME", "share_left"]
-
 NAME = "cosine"
 
 

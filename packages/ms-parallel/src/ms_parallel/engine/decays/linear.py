@@ -1,7 +1,5 @@
 """A straight line."""
 
-__all__ = ["NAME", "share_left"]
-
 NAME = "linear"
 
 

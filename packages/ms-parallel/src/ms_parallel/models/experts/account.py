@@ -19,8 +19,6 @@ from torch import Tensor
 
 from ms_parallel.models.experts.kept import recomputes
 
-__all__ = ["Account", "Documents"]
-
 
 class Documents:
     """Numbers of documents over all rows, computed once for all layers of a forward."""

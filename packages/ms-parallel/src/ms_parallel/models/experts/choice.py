@@ -8,8 +8,6 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.models.config import above_zero, size
 from ms_parallel.settings import flag, one_of
 
-__all__ = ["Choice", "Mixture"]
-
 Scores = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 
 

@@ -22,8 +22,6 @@ from ms_parallel.models.plan import Style
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import flag, whole
 
-__all__ = ["ALSO_CALLED", "MODULES", "NEUTRAL", "CorrectedConfig", "block"]
-
 ALSO_CALLED = {
     "num_local_experts": "n_routed_experts",
     "num_mtp_layers": "num_nextn_predict_layers",

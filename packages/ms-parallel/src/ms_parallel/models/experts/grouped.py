@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["Experts", "GroupedLinear"]
-
 
 class GroupedLinear(nn.Module):
     """A linear map for each expert.

@@ -12,8 +12,6 @@ from threading import local
 
 from torch import Tensor
 
-__all__ = ["decide", "keeping", "recomputes"]
-
 
 class _Now(local):
     """What surrounds the code that runs; a thread's own, as autograd recomputes in its threads."""

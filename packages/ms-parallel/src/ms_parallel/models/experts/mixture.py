@@ -12,8 +12,6 @@ from ms_parallel.models.staged import Context
 from ms_parallel.models.weight_names import Rules, renamed, stacked
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["STYLES", "MixtureOfExperts", "weight_rules"]
-
 STYLES: dict[str, Style] = {
     "mlp.gate": "router",
     "mlp.experts.gate_up_proj": "expert_column",

@@ -16,8 +16,6 @@ from ms_parallel.models.experts.kept import decide
 from ms_parallel.models.staged import Context
 from ms_parallel.operators.cpu import widen
 
-__all__ = ["Router"]
-
 
 class Router(nn.Module):
     """A linear map to a logit for each expert, of which the best are chosen.

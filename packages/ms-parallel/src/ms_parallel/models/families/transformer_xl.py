@@ -31,8 +31,6 @@ from ms_parallel.models.staged import Context, StagedModel
 from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["FAMILY", "TransformerXL", "TransformerXLConfig"]
-
 
 @frozen(kw_only=True)
 class TransformerXLConfig(ModelConfig):

@@ -4,8 +4,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Around"]
-
 
 class Around(nn.Module):
     """Shares the tables of parts of the module that it stands around.

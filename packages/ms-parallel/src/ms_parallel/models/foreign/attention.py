@@ -11,8 +11,6 @@ from ms_parallel.models.foreign.config import transformers
 from ms_parallel.operators.capped import capped_attention
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["calls", "registered"]
-
 _NAME = "ms_parallel"
 _calls = 0
 

@@ -6,8 +6,6 @@ from torch import Tensor
 
 from ms_parallel.models.cache import KeyValueCache
 
-__all__ = ["BlockCache"]
-
 
 class BlockCache:
     """What a block asks of its cache.

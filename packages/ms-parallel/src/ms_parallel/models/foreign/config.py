@@ -14,9 +14,6 @@ from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.untrusted import check_path, read_json
 from ms_parallel.models.config import MOST, TOKENS, TokenId, token_ids
 
-__all__ = ["TransformersModel", "knows", "settings_of", "transformers"]
-
-
 MOST_LAYERS = 1000
 """All of them are built, without storage, before the first is known to have weights."""
 ATTENTIONS = ("full_attention", "sliding_attention", "linear_attention")

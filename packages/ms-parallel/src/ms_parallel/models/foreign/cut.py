@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from ms_parallel.errors import LayoutError, ModelError
 from ms_parallel.models.plan import ModelPlan
 
-__all__ = ["Gate", "block_names", "check_cut", "cut"]
-
 
 class Gate:
     """Where hidden states enter a stage that is cut out, and leave it."""

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.recurrent import causal_conv1d, gated_delta_rule
 
-__all__ = ["delta_forward", "is_delta"]
-
 EPS = 1e-6
 """Of the norms of queries and keys, in every such network."""
 NEEDED = ("A_log", "conv1d", "dt_bias", "head_k_dim", "head_v_dim", "key_dim", "norm", "out_proj")

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from ms_parallel.models.foreign.around import Around
 
-__all__ = ["Experts", "unpack"]
-
 MATRICES = 2
 """Gate and up, side by side in one parameter."""
 

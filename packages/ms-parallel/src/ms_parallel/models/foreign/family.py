@@ -25,8 +25,6 @@ from ms_parallel.models.foreign.weights import rules_of
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["FOREIGN"]
-
 
 def _build(
     config: TransformersModel,

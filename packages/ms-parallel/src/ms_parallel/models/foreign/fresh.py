@@ -11,8 +11,6 @@ from ms_parallel.errors import ModelError
 from ms_parallel.models.foreign.around import Around
 from ms_parallel.models.plan import ModelPlan
 
-__all__ = ["Fresh"]
-
 INITIALISED = "_is_hf_initialized"
 """Transformers' mark of what its rules are to leave alone."""
 

@@ -16,8 +16,6 @@ from ms_parallel.models.foreign import attention
 from ms_parallel.models.foreign.around import Around
 from ms_parallel.models.foreign.delta import delta_forward, is_delta
 
-__all__ = ["Now", "keep_apart"]
-
 MASK, HIDDEN = "attention_mask", "hidden_states"
 
 

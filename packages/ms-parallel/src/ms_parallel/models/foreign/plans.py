@@ -19,8 +19,6 @@ from ms_parallel.operators.protocol import Ops
 Named = Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
 Shapes = dict[str, torch.Size]
 
-__all__ = ["STYLES", "built", "described", "plan_of", "shapes_of"]
-
 STYLES: dict[str, Style] = {
     "colwise": "column",
     "rowwise": "row",

@@ -21,8 +21,6 @@ from ms_parallel.models.foreign.packing import Now, keep_apart
 from ms_parallel.models.foreign.plans import shapes_of
 from ms_parallel.models.plan import ModelPlan
 
-__all__ = ["TransformersStage"]
-
 
 class TransformersStage(Around):
     """One stage; its parameters bear transformers' names.

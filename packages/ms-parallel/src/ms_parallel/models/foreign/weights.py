@@ -11,8 +11,6 @@ from ms_parallel.models.foreign.experts import Experts
 from ms_parallel.models.foreign.plans import described, shapes_of
 from ms_parallel.models.weight_names import Piece, Rule, Rules, renamed
 
-__all__ = ["rules_of"]
-
 MERGED, JOINED = "MergeModulelist", "Concatenate"
 
 

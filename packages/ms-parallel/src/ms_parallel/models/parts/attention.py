@@ -18,8 +18,6 @@ from ms_parallel.models.staged import Context
 from ms_parallel.operators.capped import capped_attention
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["Attention", "RotaryContext", "Sinks", "attend"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RotaryContext(Context):

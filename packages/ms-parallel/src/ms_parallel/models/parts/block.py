@@ -11,8 +11,6 @@ from ms_parallel.models.parts.feed_forward import FeedForward
 from ms_parallel.models.parts.norm import RMSNorm
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["PRE_NORM", "Block", "Norms"]
-
 
 @frozen(kw_only=True)
 class Norms:

@@ -8,8 +8,6 @@ from ms_parallel.models.decoder_config import DecoderConfig
 from ms_parallel.models.staged import Context
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["FeedForward"]
-
 
 class FeedForward(nn.Module):
     """Down of gate(gate_proj) · up_proj.

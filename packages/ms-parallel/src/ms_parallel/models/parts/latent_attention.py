@@ -19,8 +19,6 @@ from ms_parallel.models.parts.norm import RMSNorm
 from ms_parallel.models.plan import Style
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["NORM_EPS", "LatentAttention", "LatentConfig", "styles"]
-
 NORM_EPS = 1e-6
 """Of the norms of what is narrow, whatever the other norms have."""
 

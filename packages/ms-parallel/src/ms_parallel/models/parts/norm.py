@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["RMSNorm", "UnitOffsetNorm", "WholeWidthNorm"]
-
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dim."""

@@ -24,8 +24,6 @@ from ms_parallel.models.parts.norm import RMSNorm
 from ms_parallel.models.plan import ModelPlan, Style
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["PredictionLayer", "with_prediction"]
-
 _MODULES: Mapping[str, Style] = {
     "enorm": "sequence",
     "hnorm": "sequence",

@@ -6,8 +6,6 @@ from typing import Any, Protocol, get_args
 from ms_parallel.errors import ModelError
 from ms_parallel.models.positions.scaling import NEEDED, OPTIONAL, Kind, RopeScaling
 
-__all__ = ["ONE_ROPE", "OneRope", "Positions", "chosen_rope", "read_rope", "write_scaling"]
-
 _ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}.union(
     *NEEDED.values(), *OPTIONAL.values()
 )

@@ -9,8 +9,6 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.models.config import above_zero, size
 from ms_parallel.settings import flag, nearest, number
 
-__all__ = ["NEEDED", "OPTIONAL", "Kind", "Rope", "RopeScaling", "as_rope_scaling"]
-
 Kind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 
 NEEDED: Mapping[str, tuple[str, ...]] = {

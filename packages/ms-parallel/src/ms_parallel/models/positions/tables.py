@@ -13,8 +13,6 @@ from torch import Tensor
 from ms_parallel.errors import ModelError
 from ms_parallel.models.positions.scaling import Rope, RopeScaling
 
-__all__ = ["attention_factor", "check_growth", "document_ends", "frequencies", "rotary_tables"]
-
 
 def rotary_tables(
     rope: Rope, positions: Tensor, ends: Tensor | None = None

@@ -7,17 +7,6 @@ from attrs import frozen
 
 from ms_parallel.errors import ModelError
 
-__all__ = [
-    "EVERY_LAYER",
-    "NO_WINDOWS",
-    "ONE_WINDOW",
-    "UPPER_LAYERS",
-    "ByPattern",
-    "Windows",
-    "layer_types",
-    "sliding_layers",
-]
-
 Sliding = tuple[int | None, tuple[int, ...] | None]
 """`sliding_window` and `sliding_layers` of a configuration."""
 

@@ -4,8 +4,6 @@ from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import RECEIVES, SENDS, Action, Kind
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["check_pairing", "check_progress"]
-
 
 def _partner(schedule: Schedule, action: Action) -> tuple[int, Action]:
     """The rank and action at the other end of a message."""

@@ -3,8 +3,6 @@
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import COMPUTE, WAITS, Action, Kind
 
-__all__ = ["check_stage_actions", "check_waits"]
-
 _WEIGHTS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 
 

@@ -17,8 +17,6 @@ from ms_parallel.schedules.table.action import RECEIVES, SENDS, Action, Kind
 from ms_parallel.schedules.table.playback import sources
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["Report", "verify"]
-
 _F, _B, _I, _W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 

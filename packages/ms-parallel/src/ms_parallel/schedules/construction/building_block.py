@@ -16,8 +16,6 @@ from attrs import frozen
 from ms_parallel.schedules.table.costs import Costs, Ticks
 from ms_parallel.schedules.table.placements import ranks_of, stages_by_rank
 
-__all__ = ["Block", "Order", "building_block", "unit_block"]
-
 Order = tuple[tuple[tuple[int, int, int], ...], ...]
 """For each rank its (0 forward or 1 backward of inputs, stage, microbatch) in order."""
 

@@ -15,8 +15,6 @@ from heapq import heappop, heappush
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.construction.problem import Arrangement, Operation, Policy, Problem
 
-__all__ = ["arrange"]
-
 _F, _I, _W = 0, 1, 2
 _NEVER = 1 << 200
 

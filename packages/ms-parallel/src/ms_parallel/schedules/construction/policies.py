@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from ms_parallel.schedules.construction.building_block import Block
 from ms_parallel.schedules.construction.problem import Operation, Policy, Problem
 
-__all__ = ["follow", "keep_order"]
-
 
 def follow(problem: Problem, block: Block) -> Policy:
     """The policy that takes a block's starts as due times, and whatever is ready first."""

@@ -25,8 +25,6 @@ from ms_parallel.schedules.construction.problem import Arrangement, Policy, Prob
 from ms_parallel.schedules.table.costs import Ticks
 from ms_parallel.schedules.table.placements import looped, stages_by_rank, vee
 
-__all__ = ["best", "glance", "recipes"]
-
 _COARSE_RANKS = 8
 _NO_LIMIT = (1 << 200,)
 _BLOCKS = (40, 450)

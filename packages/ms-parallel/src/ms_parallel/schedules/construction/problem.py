@@ -9,8 +9,6 @@ from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.costs import Costs, Number, Ticks, as_fraction
 from ms_parallel.schedules.table.placements import integers, ranks_of
 
-__all__ = ["Arrangement", "Operation", "Policy", "Problem", "Rows", "problem_of"]
-
 Operation = tuple[int, int, int]
 """(0 forward, 1 backward of inputs, 2 backward of weights; stage; microbatch)."""
 Rows = tuple[tuple[Operation, ...], ...]

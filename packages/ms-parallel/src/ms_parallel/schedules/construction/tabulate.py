@@ -6,8 +6,6 @@ from ms_parallel.schedules.construction.problem import Operation, Problem, Rows
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["tabulate"]
-
 _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 

@@ -7,8 +7,6 @@ from ms_parallel.schedules.drawing.svg import draw_svg
 from ms_parallel.schedules.drawing.text import path_text, summary
 from ms_parallel.schedules.timeline.simulate import Timeline
 
-__all__ = ["draw_html"]
-
 _PHONE = 404
 """Width of the picture for a phone, in pixels."""
 _STYLE = """<style>

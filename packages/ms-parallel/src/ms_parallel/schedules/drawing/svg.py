@@ -12,8 +12,6 @@ from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.table.playback import Span
 from ms_parallel.schedules.timeline.simulate import Timeline
 
-__all__ = ["draw_svg"]
-
 _COLOURS = {
     Kind.FORWARD: ("#4c8bf5", "#a9c8fb"),
     Kind.BACKWARD: ("#2e9e5b", "#98d4af"),

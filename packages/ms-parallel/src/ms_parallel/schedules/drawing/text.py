@@ -7,8 +7,6 @@ from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.table.playback import Span
 from ms_parallel.schedules.timeline.simulate import Timeline
 
-__all__ = ["draw_text", "is_later_stage", "number", "path_text", "summary"]
-
 _ANSI = {
     Kind.FORWARD: 34,
     Kind.BACKWARD: 32,

@@ -16,8 +16,6 @@ from ms_parallel.schedules.table.costs import Costs
 from ms_parallel.schedules.table.placements import looped
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["GENERATORS", "Generator", "generator", "named_schedule"]
-
 _Make = TypeVar("_Make", bound=Callable[..., Schedule])
 
 

@@ -17,8 +17,6 @@ from ms_parallel.schedules.construction.policies import follow, keep_order
 from ms_parallel.schedules.construction.problem import Arrangement, Problem
 from ms_parallel.schedules.solver.play import Played, Player
 
-__all__ = ["COOL", "WARM", "anneal_blocks", "anneal_order"]
-
 _STRETCHES = (100, 104, 110, 118, 130)
 WARM, COOL = (0.012, 0.008, 0.004), (0.006, 0.003, 0.0015)
 """First temperatures of walks over orders, in makespans: about what a displaced action costs in a

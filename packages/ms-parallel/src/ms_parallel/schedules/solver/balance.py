@@ -20,8 +20,6 @@ from ms_parallel.schedules.table.costs import Number
 from ms_parallel.schedules.table.placements import ranks_of
 from ms_parallel.schedules.table.segments import SegmentCosts
 
-__all__ = ["Balanced", "balance"]
-
 _BUDGET = 2_000_000
 """Actions scheduled while segments move, over all splits; some 6 s on one core."""
 _GLANCES = 7

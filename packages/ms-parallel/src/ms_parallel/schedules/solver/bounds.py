@@ -19,8 +19,6 @@ from attrs import evolve
 
 from ms_parallel.schedules.construction.problem import Problem
 
-__all__ = ["lower_bound"]
-
 _Job = tuple[int, int, int]
 """(earliest start, length, least time from its end to the end of everything)."""
 

@@ -13,8 +13,6 @@ from ms_parallel.schedules.construction.problem import Arrangement, Operation, P
 from ms_parallel.schedules.solver.play import play_rows
 from ms_parallel.schedules.table.costs import Ticks
 
-__all__ = ["Proof", "prove"]
-
 _FINEST = 100_000
 """Steps into which a makespan is divided at the most, so that the solver's integers stay short."""
 

@@ -7,8 +7,6 @@ from typing import NamedTuple
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.construction.problem import Operation, Problem
 
-__all__ = ["Played", "Player", "play_rows"]
-
 
 class Played(NamedTuple):
     """When the actions of rows start; all in ticks."""

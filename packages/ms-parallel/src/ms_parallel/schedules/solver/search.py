@@ -29,8 +29,6 @@ from ms_parallel.schedules.table.placements import looped, one_a_rank, ranks_of,
 from ms_parallel.schedules.table.schedule import Schedule, check_size
 from ms_parallel.schedules.timeline.simulate import simulate
 
-__all__ = ["Found", "search"]
-
 _BUDGET = 1_200_000
 """Actions scheduled at effort 1, over all trials; some 3 s on one core."""
 _WALK = 2

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from ms_parallel.errors import ScheduleError
 
-__all__ = ["COMPUTE", "MESSAGES", "RECEIVES", "SENDS", "WAITS", "Action", "Kind", "parse_action"]
-
 
 class Kind(StrEnum):
     """What an action does; the value is its text in a CSV cell."""

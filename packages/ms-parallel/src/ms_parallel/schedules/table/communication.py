@@ -17,8 +17,6 @@ from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.costs import Costs, Ticks
 from ms_parallel.schedules.table.playback import Playback, Result, results
 
-__all__ = ["with_communication"]
-
 
 def with_communication(
     rows: Sequence[Sequence[Action]], placement: Sequence[int], ticks: Ticks | None = None

@@ -10,8 +10,6 @@ from attrs.converters import optional
 
 from ms_parallel.errors import ScheduleError
 
-__all__ = ["Costs", "Number", "PassCosts", "Ticks", "as_fraction"]
-
 Number = int | float | Fraction
 """A float stands for the decimal that it prints as: 0.1 is one tenth, so sums are exact."""
 

@@ -5,8 +5,6 @@ from functools import lru_cache
 
 from ms_parallel.errors import ScheduleError
 
-__all__ = ["integers", "looped", "one_a_rank", "ranks_of", "stages_by_rank", "vee"]
-
 
 def integers(values: Iterable[int]) -> tuple[int, ...]:
     """A tuple of integers: the converter of fields such as a placement."""

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.costs import Ticks
 
-__all__ = ["Playback", "Result", "Span", "results", "sources"]
-
 Result = tuple[bool, int, int]
 """(is a gradient, stage whose output or input gradient it is, microbatch)."""
 

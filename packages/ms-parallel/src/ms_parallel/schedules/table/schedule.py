@@ -10,8 +10,6 @@ from ms_parallel.schedules.table.communication import with_communication
 from ms_parallel.schedules.table.costs import Ticks
 from ms_parallel.schedules.table.placements import integers
 
-__all__ = ["Schedule", "check_size"]
-
 
 def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(row) for row in rows)

@@ -13,8 +13,6 @@ from attrs import field, frozen
 from ms_parallel.schedules.table.costs import Costs, PassCosts, as_fraction
 from ms_parallel.schedules.table.placements import integers
 
-__all__ = ["SegmentCosts"]
-
 _Value = TypeVar("_Value")
 
 

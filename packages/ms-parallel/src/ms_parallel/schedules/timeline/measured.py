@@ -17,8 +17,6 @@ from ms_parallel.schedules.table.playback import Span, results, sources
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.schedules.timeline.simulate import Timeline, peak_memory
 
-__all__ = ["Times", "measured", "measured_costs"]
-
 Times = Sequence[Sequence[tuple[Number, Number]]]
 _Timed = tuple[Action, Fraction, Fraction]
 

@@ -16,8 +16,6 @@ from ms_parallel.schedules.table.costs import Costs, Ticks
 from ms_parallel.schedules.table.playback import Playback, Span
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["Timeline", "peak_memory", "simulate"]
-
 
 @frozen(kw_only=True)
 class Timeline:

@@ -5,8 +5,6 @@ from typing import Final
 from ms_profile.advice.rule import phase_rule
 from ms_profile.vendors.category import Category
 
-__all__ = ["RULE"]
-
 RULE: Final = phase_rule(
     "copies",
     "copy",

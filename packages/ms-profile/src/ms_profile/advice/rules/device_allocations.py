@@ -5,8 +5,6 @@ from typing import Final
 from ms_profile.advice.rule import calls_rule
 from ms_profile.vendors import any_vendors
 
-__all__ = ["RULE"]
-
 RULE: Final = calls_rule(
     "device_allocations",
     any_vendors("allocation_call"),

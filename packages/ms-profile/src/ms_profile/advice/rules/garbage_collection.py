@@ -10,8 +10,6 @@ from ms_profile.advice.rule import Case, Rule
 from ms_profile.analysis.whole_run import Analysis
 from ms_profile.trace.intervals import clip
 
-__all__ = ["RULE"]
-
 LEAST_PAUSES = 2
 """One collection alone is no habit."""
 

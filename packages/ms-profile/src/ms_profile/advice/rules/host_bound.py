@@ -4,8 +4,6 @@ from typing import Final
 
 from ms_profile.advice.rule import phase_rule
 
-__all__ = ["RULE"]
-
 RULE: Final = phase_rule(
     "host_bound",
     "launch",

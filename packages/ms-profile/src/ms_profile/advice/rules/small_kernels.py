@@ -10,8 +10,6 @@ from ms_profile.advice.rule import Case, Rule, rows_in_steps
 from ms_profile.analysis.whole_run import Analysis
 from ms_profile.vendors.category import Category
 
-__all__ = ["RULE"]
-
 SHORT_NS = 10_000
 LEAST_SHORT = 0.5
 """Share of the kernels that must be short."""

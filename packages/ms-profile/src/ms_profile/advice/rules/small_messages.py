@@ -9,8 +9,6 @@ from ms_profile.advice.finding import longest_rows
 from ms_profile.advice.rule import Case, Rule
 from ms_profile.analysis.whole_run import Analysis
 
-__all__ = ["RULE"]
-
 SMALL_BYTES = 64 << 10
 LEAST_A_STEP = 8
 

@@ -8,8 +8,6 @@ from ms_profile.advice.finding import Evidence
 from ms_profile.advice.rule import Case, Rule
 from ms_profile.analysis.whole_run import Analysis
 
-__all__ = ["RULE"]
-
 LEAST_CONFIDENCE = 0.9
 MOST_EVIDENCE = 5
 

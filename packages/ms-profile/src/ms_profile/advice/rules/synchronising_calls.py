@@ -5,8 +5,6 @@ from typing import Final
 from ms_profile.advice.rule import calls_rule
 from ms_profile.vendors import any_vendors
 
-__all__ = ["RULE"]
-
 # What `item` waits in is a call of the driver: both would count the time twice.
 DRIVER_CALL: Final = any_vendors("synchronising_call", start="(?!aten::)")
 

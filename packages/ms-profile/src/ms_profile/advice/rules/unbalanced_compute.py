@@ -9,8 +9,6 @@ from ms_profile.advice.finding import longest_intervals
 from ms_profile.advice.rule import Case, Rule
 from ms_profile.analysis.whole_run import Analysis
 
-__all__ = ["RULE"]
-
 LEAST_RATIO = 1.15
 LEAST_ALWAYS = 0.8
 """Share of the steps in which it must be the same rank."""

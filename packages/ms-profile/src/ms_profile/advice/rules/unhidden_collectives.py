@@ -8,8 +8,6 @@ from ms_profile.advice.rule import Case, Rule, rows_in_steps
 from ms_profile.analysis.whole_run import Analysis
 from ms_profile.vendors.category import Category
 
-__all__ = ["RULE"]
-
 
 def look(analysis: Analysis) -> Iterator[Case]:
     """Transfers that no compute hides, waits for other ranks left out."""

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-__all__ = ["MissingError", "call", "libc"]
-
 
 class MissingError(Exception):
     """Something that this kernel does not offer; its text is a name, not a sentence."""

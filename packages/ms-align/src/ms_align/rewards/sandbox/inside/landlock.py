@@ -8,8 +8,6 @@ from collections.abc import Iterable
 
 from .kernel import MissingError, call, libc
 
-__all__ = ["restrict"]
-
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 _VERSION, _PATH_BENEATH = 1, 1
 _READ_FILE, _READ_FOLDER = 1 << 2, 1 << 3

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from .kernel import call, libc
 
-__all__ = ["enter", "own_user"]
-
 _USER, _MOUNT, _PROCESS = 0x10000000, 0x00020000, 0x20000000
 _NETWORK, _IPC, _HOST_NAME = 0x40000000, 0x08000000, 0x04000000
 _OTHERS = _PROCESS | _NETWORK | _IPC | _HOST_NAME

@@ -12,8 +12,6 @@ from typing import IO, Any, NoReturn
 
 from .values import Codec, UnreadableError, error_type
 
-__all__ = ["Gone", "Peer", "Remote"]
-
 LONGEST_LINE = 16 << 20
 """Bytes of one message."""
 _MUTABLE = (list, dict, set, bytearray)

@@ -6,8 +6,6 @@ import struct
 
 from .kernel import call, libc
 
-__all__ = ["drop_capabilities", "drop_user", "forbid_new", "limit"]
-
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_SET_DUMPABLE = 24, 38, 47, 4
 _CLEAR_AMBIENT = 4
 _CAPABILITY_VERSION = 0x20080522

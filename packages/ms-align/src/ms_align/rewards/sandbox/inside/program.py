@@ -12,8 +12,6 @@ from typing import Any
 
 from .peer import Gone, Peer
 
-__all__ = ["names_used", "perform"]
-
 PROGRAM, READING, WRITING, VERDICT = 3, 4, 5, 6
 """Descriptors: the program's text, what the other side says, what is said to it, the verdict."""
 END = 4

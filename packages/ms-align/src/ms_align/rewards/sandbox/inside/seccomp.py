@@ -7,8 +7,6 @@ import struct
 from .kernel import MissingError, call, libc
 from .syscalls import ALLOWED, ANSWERED_AS_MISSING, Call, Check
 
-__all__ = ["filter_program", "install"]
-
 Instruction = tuple[int, int, int, int]
 """Code, jump if true, jump if false, operand."""
 

@@ -5,8 +5,6 @@ Numbers are those of Linux on x86-64 and arm64; None where that machine has no s
 
 from typing import NamedTuple
 
-__all__ = ["ALLOWED", "ANSWERED_AS_MISSING", "Call", "Check"]
-
 ALL_BITS = 0xFFFFFFFF
 
 

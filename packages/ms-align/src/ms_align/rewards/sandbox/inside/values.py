@@ -12,8 +12,6 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-__all__ = ["Codec", "UnreadableError", "error_type"]
-
 _BUILTIN: dict[str, type[Any]] = {
     one.__name__: one for one in (int, float, str, bool, list, tuple, set, dict, bytes)
 }

@@ -21,8 +21,6 @@ from contextlib import suppress
 from . import landlock, namespaces, privileges, program, seccomp
 from .kernel import MissingError, libc
 
-__all__ = ["REQUEST", "STATUS", "WALLS", "main"]
-
 REQUEST = struct.Struct("=8sQQ")
 """The role, seconds of processor time, bytes of memory; descriptors travel beside it."""
 STATUS = struct.Struct("=i")

@@ -18,8 +18,6 @@ from ms_parallel.models.positions.windows import ByPattern
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import number
 
-__all__ = ["FAMILY", "NORMS", "Gemma2Config", "GemmaConfig", "gemma_block", "gemma_plan"]
-
 NORMS = Norms(
     before_attention="input_layernorm",
     after_attention="post_attention_layernorm",

@@ -14,8 +14,6 @@ from ms_parallel.models.positions.document import chosen_rope, read_rope, write_
 from ms_parallel.models.positions.scaling import Rope
 from ms_parallel.models.positions.windows import ByPattern
 
-__all__ = ["FAMILY", "Gemma3Config"]
-
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 
 

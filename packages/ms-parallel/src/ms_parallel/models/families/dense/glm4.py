@@ -13,8 +13,6 @@ from ms_parallel.models.weight_names import Rules, rows_of
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import number
 
-__all__ = ["FAMILY", "Glm4Config", "gate_and_up"]
-
 _NORMS = Norms(
     before_attention="input_layernorm",
     after_attention="post_self_attn_layernorm",

@@ -9,8 +9,6 @@ from ms_parallel.models.dense import DenseFamily
 from ms_parallel.models.parts.block import Block
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["FAMILY", "GraniteConfig"]
-
 
 @frozen(kw_only=True)
 class GraniteConfig(DecoderConfig):

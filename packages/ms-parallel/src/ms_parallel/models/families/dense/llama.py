@@ -2,8 +2,6 @@
 
 from ms_parallel.models.dense import DenseFamily
 
-__all__ = ["FAMILY"]
-
 FAMILY = DenseFamily(
     name="llama",
     transformers_class="LlamaForCausalLM",

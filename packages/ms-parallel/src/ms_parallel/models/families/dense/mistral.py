@@ -3,8 +3,6 @@
 from ms_parallel.models.dense import DenseFamily
 from ms_parallel.models.positions.windows import EVERY_LAYER
 
-__all__ = ["FAMILY"]
-
 FAMILY = DenseFamily(
     name="mistral",
     transformers_class="MistralForCausalLM",

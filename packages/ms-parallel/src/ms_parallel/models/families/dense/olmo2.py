@@ -12,8 +12,6 @@ from ms_parallel.models.parts.norm import WholeWidthNorm
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 
-__all__ = ["FAMILY", "Olmo2Config"]
-
 _NORMS = Norms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
 
 

@@ -15,8 +15,6 @@ from ms_parallel.models.positions.windows import ONE_WINDOW
 from ms_parallel.models.weight_names import Rules, rows_of
 from ms_parallel.settings import number
 
-__all__ = ["FAMILY", "Phi3Config"]
-
 _OLD_NAMES = ("su", "yarn")
 """What first files called longrope."""
 

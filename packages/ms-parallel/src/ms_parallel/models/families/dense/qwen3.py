@@ -3,8 +3,6 @@
 from ms_parallel.models.dense import DenseFamily
 from ms_parallel.models.positions.windows import UPPER_LAYERS
 
-__all__ = ["FAMILY"]
-
 FAMILY = DenseFamily(
     name="qwen3",
     transformers_class="Qwen3ForCausalLM",

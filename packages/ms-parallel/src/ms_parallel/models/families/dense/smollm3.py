@@ -11,8 +11,6 @@ from ms_parallel.models.decoder_config import DecoderConfig
 from ms_parallel.models.dense import DenseFamily
 from ms_parallel.models.positions.windows import layer_types, sliding_layers
 
-__all__ = ["FAMILY", "SmolLM3Config"]
-
 
 def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value

@@ -26,8 +26,6 @@ from ms_parallel.models.positions.document import ONE_ROPE
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import flag, whole
 
-__all__ = ["FAMILY", "DeepseekV3Config"]
-
 
 @frozen(kw_only=True)
 class DeepseekV3Config(CorrectedConfig):

@@ -18,8 +18,6 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.positions.document import OneRope
 from ms_parallel.settings import flag
 
-__all__ = ["FAMILY", "Glm4MoeConfig"]
-
 
 @frozen(kw_only=True)
 class Glm4MoeConfig(CorrectedConfig):

@@ -23,8 +23,6 @@ from ms_parallel.models.weight_names import Piece, Rules, renamed
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import number
 
-__all__ = ["FAMILY", "GptOssConfig"]
-
 
 @frozen(kw_only=True)
 class GptOssConfig(DecoderConfig):

@@ -15,8 +15,6 @@ from ms_parallel.models.positions.windows import EVERY_LAYER
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import number
 
-__all__ = ["FAMILY", "MixtralConfig"]
-
 
 @frozen(kw_only=True)
 class MixtralConfig(DecoderConfig):

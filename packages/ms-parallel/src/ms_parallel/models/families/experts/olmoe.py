@@ -15,8 +15,6 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import flag, number
 
-__all__ = ["FAMILY", "OlmoeConfig"]
-
 
 @frozen(kw_only=True)
 class OlmoeConfig(DecoderConfig):

@@ -21,8 +21,6 @@ from ms_parallel.models.positions.windows import Sliding
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import flag, number
 
-__all__ = ["FAMILY", "Qwen3MoeConfig"]
-
 
 def _layers(value: Any) -> tuple[int, ...]:
     """Numbers of layers; null is none."""

@@ -5,8 +5,6 @@ from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import looped
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["breadth_first"]
-
 
 @generator("breadth-first", placement=looped)
 def breadth_first(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:

@@ -7,8 +7,6 @@ from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import looped
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["interleaved_one_f_one_b"]
-
 
 @generator("interleaved-1f1b", placement=looped, begins_search=True)
 def interleaved_one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:

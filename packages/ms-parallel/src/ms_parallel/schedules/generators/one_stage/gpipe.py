@@ -5,8 +5,6 @@ from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import one_a_rank
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["gpipe"]
-
 
 @generator("gpipe", placement=one_a_rank)
 def gpipe(stages: int, microbatches: int) -> Schedule:

@@ -5,8 +5,6 @@ from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import one_a_rank
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["one_f_one_b"]
-
 
 @generator("1f1b", placement=one_a_rank, begins_search=True)
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:

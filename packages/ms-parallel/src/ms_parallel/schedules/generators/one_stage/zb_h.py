@@ -5,8 +5,6 @@ from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import one_a_rank
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["zb_h1", "zb_h2"]
-
 
 @generator("zb-h1", placement=one_a_rank, begins_search=True)
 def zb_h1(stages: int, microbatches: int) -> Schedule:

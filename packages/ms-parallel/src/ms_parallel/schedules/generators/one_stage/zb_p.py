@@ -8,8 +8,6 @@ from ms_parallel.schedules.table.costs import Costs
 from ms_parallel.schedules.table.placements import one_a_rank
 from ms_parallel.schedules.table.schedule import Schedule, check_size
 
-__all__ = ["zb1p", "zb2p"]
-
 _BUDGET = 100_000
 
 

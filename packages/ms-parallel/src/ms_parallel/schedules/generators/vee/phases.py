@@ -9,8 +9,6 @@ from collections.abc import Iterable
 
 from ms_parallel.schedules.table.action import Action, Kind
 
-__all__ = ["actions_of"]
-
 _KINDS = {
     "F": Kind.FORWARD,
     "B": Kind.BACKWARD,

@@ -10,8 +10,6 @@ from ms_parallel.schedules.table.costs import Costs
 from ms_parallel.schedules.table.placements import vee
 from ms_parallel.schedules.table.schedule import Schedule, check_size
 
-__all__ = ["v_half", "v_min"]
-
 
 @generator("v-half", placement=vee)
 def v_half(ranks: int, microbatches: int) -> Schedule:

@@ -5,8 +5,6 @@ from ms_parallel.schedules.generators.vee.phases import actions_of
 from ms_parallel.schedules.table.placements import vee
 from ms_parallel.schedules.table.schedule import Schedule
 
-__all__ = ["zb_v"]
-
 
 def _program(rank: int, ranks: int, microbatches: int) -> list[str]:
     """The rank's phases, in words of `phases`."""
