@@ -13,6 +13,8 @@ from ms_kernels.contracts.call import FLOATING, accumulator, describe
 from ms_kernels.contracts.values import is_whole
 from ms_kernels.errors import ArgumentError, shown
 
+__all__ = ["dequantize", "pack_codes", "quantize", "unpack_codes"]
+
 
 def pack_codes(codes: Tensor, *, bits: int) -> Tensor:
     """Pack codes.
