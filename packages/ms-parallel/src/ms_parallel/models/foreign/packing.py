@@ -16,6 +16,7 @@ from ms_parallel.errors import ModelError
 from ms_parallel.models.foreign import attention
 from ms_parallel.models.foreign.around import Around
 from ms_parallel.models.foreign.delta import delta_forward, is_delta
+from ms_parallel.models.foreign.experts import CountedRouter
 from ms_parallel.operators.protocol import Ops
 
 MASK, HIDDEN = "attention_mask", "hidden_states"
@@ -96,6 +97,7 @@ class _Given:
     """
 
     def __init__(self, block: nn.Module, now: Now, mixers: list[Apart]) -> None:
+        self.routers = [each for each in block.modules() if isinstance(each, CountedRouter)]
         names = list(inspect.signature(block.forward).parameters)
         self.place = names.index(MASK) if MASK in names else None
         self.now, self.mixers, self.before = now, mixers, 0
@@ -115,6 +117,9 @@ class _Given:
         self.before = attention.calls()
         for mixer in self.mixers:
             mixer.documents = documents
+        for router in self.routers:
+            router.documents = documents
+            router.rows = len(args[0] if args else named[HIDDEN])
         if at is not None:
             return (*args[:at], documents, *args[at + 1 :]), named
         return args, named if place is None else {**named, MASK: documents}
