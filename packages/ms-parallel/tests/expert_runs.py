@@ -12,6 +12,7 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss, Output
+from ms_parallel.models import TransformersModel
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.experts.kept import recomputes
 from ms_parallel.models.experts.router import Router
@@ -31,7 +32,8 @@ def engine_of(job: dict[str, Any]) -> Engine:
     """An engine of a tiny model with experts."""
     groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
     options = {"optimizer": OPTIMIZER, "microbatch_size": 2, **job.get("options", {})}
-    model = Path(job["folder"]) if "folder" in job else tiny(**job["settings"])
+    model: Any = Path(job["folder"]) if "folder" in job else tiny(**job["settings"])
+    model = TransformersModel(model) if job.get("foreign") else model
     return Engine(model, groups=groups, **options)
 
 

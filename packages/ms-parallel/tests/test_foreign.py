@@ -1,6 +1,7 @@
 """Models that transformers builds train under any layout as they would alone in plain torch."""
 
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import ms_kernels
 from ms_parallel import (
     ConfigError,
     DistributedTrainer,
@@ -27,6 +29,7 @@ from ms_parallel import (
     LayoutError,
     ModelError,
     NextTokenLoss,
+    operators,
 )
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.models import ModelConfig, TransformersModel, architecture
@@ -135,6 +138,44 @@ def test_recomputed_blocks_give_the_same_gradients(tmp_path: Path) -> None:
         assert torch.equal(gradient, found[1][name]), name
 
 
+GATED = ("causal_conv1d", "gated_delta_rule")
+
+
+class Counting:
+    """The operators in plain torch, and how often the recurrent ones were asked for."""
+
+    def __init__(self) -> None:
+        self.calls = dict.fromkeys(GATED, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in GATED:
+            self.calls[name] += 1
+        return getattr(operators, name)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+def test_recurrent_layers_run_by_the_operators_given(tmp_path: Path, family: str) -> None:
+    """Each gated delta network asks `ops=` for both of its operators; fused ones agree."""
+    counting, batch = Counting(), global_batch(0)
+    _, engine = engine_of(family, tmp_path, ops=counting)
+    plain = engine.evaluate(batch, lambda output, _: output.logits())
+    layers = CONFIG_MAPPING[family](**{**SIZES, **FAMILIES[family]}).layer_types
+    assert counting.calls == dict.fromkeys(GATED, layers.count("linear_attention"))
+    fused = Engine(TransformersModel(tmp_path), device="cpu", ops=ms_kernels)
+    made = fused.evaluate(batch, lambda output, _: output.logits())
+    assert torch.allclose(made, plain, atol=1e-5)
+    assert not torch.equal(made, plain)
+
+
+def test_a_copy_keeps_documents_apart_too(tmp_path: Path) -> None:
+    """A model copied whole, as a reference of a policy is, hears no other document."""
+    _, engine = engine_of("qwen3_5_text", tmp_path)
+    batch = {key: global_batch(0)[key] for key in ("tokens", "positions", "documents")}
+    tokens = batch.pop("tokens")
+    with torch.no_grad():
+        assert torch.equal(deepcopy(engine.module)(tokens, **batch), engine.module(tokens, **batch))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_is_written_as_transformers_writes_it(tmp_path: Path, family: str) -> None:
     """The same names, shapes and values: experts apart, tied weights once, buffers that count."""
@@ -190,8 +231,8 @@ def test_a_configuration_says_all_that_ours_say_to_whoever_runs_it() -> None:
 
 def test_models_that_would_compute_something_else_are_refused(tmp_path: Path) -> None:
     """Balance losses of microbatches, unknown attention, unknown types, unknown settings."""
-    with pytest.raises(ConfigError, match="output_router_logits=true asks for transformers'"):
-        TransformersModel({"model_type": "qwen3_moe", **SIZES, "output_router_logits": True})
+    with pytest.raises(ConfigError, match="output_router_logits=true asks for a balance loss"):
+        TransformersModel({"model_type": "ernie4_5_moe", **SIZES, "output_router_logits": True})
     with pytest.raises(ConfigError, match="layer_types of this llama4_text has 'chunked"):
         TransformersModel({"model_type": "llama4_text", **SIZES})
     with pytest.raises(ModelError, match="model_type 'no such' is not supported: neither"):

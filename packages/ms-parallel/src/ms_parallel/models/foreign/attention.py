@@ -61,6 +61,6 @@ def registered(ops: Hashable) -> str:
             raise ModelError("attention with capped scores and sinks is not known here")
         return capped_attention(q, k, v, softcap=softcap, **how), None
 
-    name = f"{_NAME}.{getattr(ops, '__name__', type(ops).__name__)}"
+    name = f"{_NAME}.{id(ops)}"  # of no other namespace: the cache keeps this one alive
     transformers().AttentionInterface.register(name, attend)
     return name
