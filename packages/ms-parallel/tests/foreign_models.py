@@ -66,11 +66,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS, **DELTA},
 }
 
+MORE = {
+    "recurrent_gemma": {
+        "lru_width": 32,
+        "attention_window_size": 5,
+        "block_types": ["recurrent", "attention", "recurrent"],
+    }
+}
+"""Of which transformers publishes no plan."""
+
 
 def theirs(family: str, seed: int = 0, **changes: Any) -> Any:
     """A model of transformers with random weights."""
     torch.manual_seed(seed)
-    settings = CONFIG_MAPPING[family](**{**SIZES, **FAMILIES.get(family, {}), **changes})
+    settings = CONFIG_MAPPING[family](
+        **{**SIZES, **{**FAMILIES, **MORE}.get(family, {}), **changes}
+    )
     return transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
 
 

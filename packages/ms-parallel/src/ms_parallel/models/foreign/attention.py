@@ -1,10 +1,11 @@
 """Our attention in models of transformers, so that packed documents stay apart in all of them."""
 
+import inspect
 from collections.abc import Hashable
 from functools import cache
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ms_parallel.errors import ModelError
 from ms_parallel.models.foreign.config import transformers
@@ -12,12 +13,20 @@ from ms_parallel.operators.capped import capped_attention
 from ms_parallel.operators.protocol import Ops
 
 _NAME = "ms_parallel"
+TABLE = "ALL_ATTENTION_FUNCTIONS"
+"""What transformers' models call it."""
 _calls = 0
 
 
 def calls() -> int:
     """How often attention was asked for so far."""
     return _calls
+
+
+def is_asked_by(module: nn.Module) -> bool:
+    """Whether a module's forward looks attention up in the table that ours is registered in."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and TABLE in code.co_names
 
 
 @cache
