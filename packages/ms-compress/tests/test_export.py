@@ -172,7 +172,7 @@ def test_matrices_that_a_folder_fuses_are_rounded_alike_or_not_at_all(tmp_path: 
 def test_families_whose_folders_hold_experts_apart_are_refused_by_name(tmp_path: Path) -> None:
     """Rather than written under names that no reader knows; save and load them first."""
     prepared = qat(family("mixtral", num_local_experts=2), "ct.int4_g32", exceptions=["*.mlp.*"])
-    with pytest.raises(ExportError, match="a 'mixtral' of ms_parallel keeps .* as a part of") as e:
+    with pytest.raises(ExportError, match=r"a 'mixtral' of ms_parallel keeps .* as a part of") as e:
         export(prepared, tmp_path / "out")
     assert "\n" not in str(e.value)
 
