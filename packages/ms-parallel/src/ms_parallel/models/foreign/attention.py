@@ -72,6 +72,11 @@ def registered(ops: Hashable) -> str:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if not causal:
             raise ModelError("attention of this model is not causal; it has no next token to learn")
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ModelError(
+                f"{type(module).__name__} makes a mask of its own, which is not known here; write"
+                " its family"
+            )
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         how: dict[str, Any] = {
             "documents": attention_mask,
