@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-from foreign_models import FAMILIES, SIZES, alone, by_hand, theirs
+from foreign_models import FAMILIES, MORE, SIZES, alone, by_hand, theirs
 from processes import run_processes
 from runs import VOCABULARY, global_batch
 from transformers import (
@@ -77,8 +77,9 @@ def test_ten_steps_under_a_layout_equal_plain_torch(
         assert not torch.allclose(made, alone(theirs(family), batch), atol=1e-2)
 
 
-SHOWN = ["qwen3_5_text", "gpt_oss", "gemma3_text"]
-"""A recurrent state and a convolution; sinks; windows."""
+SHOWN = ["qwen3_5_text", "gpt_oss", "gemma3_text", *MORE]
+"""A recurrent state and a convolution; sinks; windows; a state that is reset by positions, and
+windows that a model says by its mask alone, in some layers or in all."""
 
 
 def engine_of(family: str, folder: Path, **options: Any) -> tuple[Any, Engine]:
@@ -90,7 +91,10 @@ def engine_of(family: str, folder: Path, **options: Any) -> tuple[Any, Engine]:
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(each, marks=() if each in SHOWN else (pytest.mark.slow,)) for each in FAMILIES],
+    [
+        pytest.param(each, marks=() if each in SHOWN else (pytest.mark.slow,))
+        for each in (*FAMILIES, *MORE)
+    ],
 )
 def test_no_document_hears_of_another(tmp_path: Path, family: str) -> None:
     """A change of one token moves no bit of another document, and packed equals alone."""
@@ -165,6 +169,17 @@ def test_recurrent_layers_run_by_the_operators_given(tmp_path: Path, family: str
     made = fused.evaluate(batch, lambda output, _: output.logits())
     assert torch.allclose(made, plain, atol=1e-5)
     assert not torch.equal(made, plain)
+
+
+@pytest.mark.parametrize("family", ["bloom", "codegen", "mpt", "xglm"])
+def test_an_attention_that_ours_cannot_stand_for_is_refused_by_name(family: str) -> None:
+    """When the model is built, in one line, and not by whatever its forward would stumble over."""
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = CONFIG_MAPPING[family](vocab_size=VOCABULARY)
+    for name, value in small.items():
+        setattr(config, name, value)
+    with pytest.raises(ModelError, match=r"Block|Layer .* attention of its own.*write its family"):
+        Engine(TransformersModel(config), device="cpu")
 
 
 def test_a_copy_keeps_documents_apart_too(tmp_path: Path) -> None:
@@ -243,9 +258,8 @@ def test_models_that_would_compute_something_else_are_refused(tmp_path: Path) ->
         TransformersModel({"model_type": "llama", **SIZES, "num_hidden_layers": 0})
     with pytest.raises(ConfigError, match=r"unknown model setting 'hiden_size'.*'hidden_size'"):
         TransformersModel({"model_type": "llama"}).with_settings({"hiden_size": 4})
-    engine = Engine(TransformersModel({"model_type": "minimax", **SIZES}), device="cpu")
     with pytest.raises(ModelError, match="mixes positions by an attention of its own"):
-        engine.update(global_batch(0), NextTokenLoss())
+        Engine(TransformersModel({"model_type": "minimax", **SIZES}), device="cpu")
 
 
 def test_a_folder_of_a_family_that_we_lack_is_built_by_transformers(

@@ -60,6 +60,13 @@ def test_a_sound_model_holds_and_the_page_says_so() -> None:
 
 
 @pytest.mark.slow
+def test_generation_is_probed_however_a_sequence_is_split() -> None:
+    """Texts of any length, over four processes that hold a part of the sequence each."""
+    runs = Path(__file__).parent / "runs.py"
+    assert run_processes(4, runs, "probed", layout="tensor=4") == [["generation"]] * 4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [*architectures(), "Qwen3_5ForCausalLM", "GraniteMoeForCausalLM", "Phi3ForCausalLM"]
 )

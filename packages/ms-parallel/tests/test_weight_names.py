@@ -92,3 +92,10 @@ def test_any_box_of_a_weight_is_read_from_its_parts_alone(name: str, data: st.Da
             read += TENSORS[piece.tensor][part].numel()
     assert torch.equal(found, WEIGHTS[name][box])
     assert read == found.numel()
+
+
+def test_a_weight_of_one_number_is_read() -> None:
+    """As activations that are learnt have."""
+    (piece,) = pieces({}, "model.alpha", ())
+    assert piece.to_parameter(torch.tensor(2.0)) == 2
+    assert piece.to_tensor(torch.tensor(2.0)) == 2

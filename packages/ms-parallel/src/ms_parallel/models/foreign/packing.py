@@ -63,21 +63,35 @@ class Apart(Around):
             return delta_forward(self.inner, hidden, documents, self.ops)
         if documents is None or bool((documents == documents[:, :1]).all()):
             return self.inner(*args, **named)
-        pieces = [
-            piece[None]
-            for row, numbers in zip(hidden, documents, strict=True)
-            for piece in torch.split(row, _lengths(numbers))
-        ]
-        made: list[Any] = [None] * len(pieces)
-        for length in {piece.shape[1] for piece in pieces}:
-            places = [at for at, piece in enumerate(pieces) if piece.shape[1] == length]
-            together = torch.cat([pieces[at] for at in places])
-            given = ((together, *args[1:]), named) if args else ((), {**named, HIDDEN: together})
-            found = self.inner(*given[0], **given[1])
+        lengths = [_lengths(numbers) for numbers in documents]
+        each_length = [length for of_row in lengths for length in of_row]
+        made: list[Any] = [None] * len(each_length)
+        for length in set(each_length):
+            places = [at for at, each in enumerate(each_length) if each == length]
+            found = self.inner(
+                *(_pieces(value, lengths, places) for value in args),
+                **{key: _pieces(value, lengths, places) for key, value in named.items()},
+            )
             for at, each in zip(places, torch.split(_first(found), 1), strict=True):
                 made[at] = each
         whole = torch.cat(made, 1).view(*hidden.shape[:2], -1)
         return whole if isinstance(found, Tensor) else (whole, *[None] * (len(found) - 1))
+
+
+def _pieces(value: Any, lengths: list[list[int]], places: list[int]) -> Any:
+    """What an argument holds of the documents at these places, each in a row of its own.
+
+    Args:
+        value: (B or 1, S, ...); anything else is given to all as it is.
+        lengths: of the documents of each row.
+        places: of documents of one length, counted through all rows.
+    """
+    known = isinstance(value, Tensor) and value.ndim > 1
+    if not known or value.shape[0] not in (1, len(lengths)) or value.shape[1] != sum(lengths[0]):
+        return value
+    rows = value.expand(len(lengths), *value.shape[1:])
+    pieces = [piece for row, each in zip(rows, lengths, strict=True) for piece in row.split(each)]
+    return torch.stack([pieces[at] for at in places])
 
 
 def _lengths(numbers: Tensor) -> list[int]:
@@ -127,10 +141,7 @@ class _Given:
     def check(self, block: nn.Module, *_: Any) -> None:
         """After it ran: it must have asked for our attention, or be known to mix otherwise."""
         if not self.mixers and attention.calls() == self.before:
-            raise ModelError(
-                f"{type(block).__name__} mixes positions by an attention of its own, of which"
-                " neither documents nor the order of tokens are known; write its family"
-            )
+            raise _own_attention(block)
 
 
 def keep_apart(block: nn.Module, now: Now, ops: Ops) -> bool:
@@ -138,13 +149,25 @@ def keep_apart(block: nn.Module, now: Now, ops: Ops) -> bool:
 
     Returns:
         Whether something in it has a state beside keys and values.
+
+    Raises:
+        ModelError: it mixes positions by an attention that ours cannot stand for.
     """
     mixers = []
     for name, part in list(block.named_children()):
         if any(isinstance(each, nn.Conv1d) for each in part.modules()):
             mixers.append(Apart(part, ops))
             block._modules[name] = mixers[-1]
+    if not mixers and not any(map(attention.is_asked_by, block.modules())):
+        raise _own_attention(block)
     given = _Given(block, now, mixers)
     block.register_forward_pre_hook(given.give, with_kwargs=True)
     block.register_forward_hook(given.check)
     return bool(mixers)
+
+
+def _own_attention(block: nn.Module) -> ModelError:
+    return ModelError(
+        f"{type(block).__name__} mixes positions by an attention of its own, of which neither"
+        " documents nor the order of tokens are known; write its family"
+    )
