@@ -196,6 +196,8 @@ def test_models_that_would_compute_something_else_are_refused(tmp_path: Path) ->
         TransformersModel({"model_type": "llama4_text", **SIZES})
     with pytest.raises(ModelError, match="model_type 'no such' is not supported: neither"):
         TransformersModel({"model_type": "no such"})
+    with pytest.raises(ModelError, match="model_type .* is not supported"):
+        TransformersModel({"model_type": ["llama"]})
     with pytest.raises(ConfigError, match="num_hidden_layers of this llama is 0"):
         TransformersModel({"model_type": "llama", **SIZES, "num_hidden_layers": 0})
     with pytest.raises(ConfigError, match=r"unknown model setting 'hiden_size'.*'hidden_size'"):

@@ -42,7 +42,7 @@ def knows(model_type: object) -> bool:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:
         return False
-    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return isinstance(model_type, str) and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def _document(source: Any) -> dict[str, Any]:
