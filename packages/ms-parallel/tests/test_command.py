@@ -4,9 +4,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,12 +17,11 @@ from launching import (
     train,
     training,
     wait_for,
-    words,
     workers,
     write_corpus,
     write_run,
 )
-from processes import Command, run_command
+from processes import run_command
 
 from ms_parallel import __version__
 from ms_parallel.cli import main
@@ -51,7 +48,7 @@ def python(*words: str, **options: object) -> "subprocess.CompletedProcess[str]"
 
 
 @pytest.mark.parametrize(
-    "typed",
+    "words",
     [
         ["--version"],
         ["--help"],
@@ -61,7 +58,7 @@ def python(*words: str, **options: object) -> "subprocess.CompletedProcess[str]"
     ],
     ids=" ".join,
 )
-def test_what_needs_no_model_imports_no_torch(typed: list[str]) -> None:
+def test_what_needs_no_model_imports_no_torch(words: list[str]) -> None:
     """Help, version, templates and schedules answer without the seconds that torch takes."""
     script = (
         "import sys; from ms_parallel.cli import main\n"
@@ -69,10 +66,10 @@ def test_what_needs_no_model_imports_no_torch(typed: list[str]) -> None:
         "except SystemExit as done: code = done.code\n"
         "sys.exit('torch is imported' if 'torch' in sys.modules else code)"
     )
-    done = python("-c", script, *typed)
+    done = python("-c", script, *words)
     assert done.returncode == 0, done.stderr
     assert done.stdout
-    if "--help" in typed:
+    if "--help" in words:
         assert "example: " in done.stdout
 
 
@@ -177,10 +174,10 @@ def test_the_line_that_is_advised_works_as_it_is(table: str, corpus: Path, tmp_p
     line = alone.stderr.splitlines()[-1]
     assert "needs 2 processes and this is one; type: torchrun --standalone" in line
     advised = line.split("type: ")[1].replace("torchrun", "-m torch.distributed.run")
-    typed = subprocess.run(
+    words = subprocess.run(
         ["sh", "-c", f"printf '%s\\n' {advised}"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    done = run_command(typed, environment=environment(), imports=IMPORTS)
+    done = run_command(words, environment=environment(), imports=IMPORTS)
     assert done.returncode == 0, done.stderr
     (begin,) = events(run, "begin")
     assert begin["layout"] == "data=2"
@@ -226,20 +223,10 @@ def test_ctrl_c_before_the_first_step_is_one_line(corpus: Path, tmp_path: Path) 
         maps = Path(f"/proc/{started.pid}/maps")
         return maps.exists() and "libtorch" in maps.read_text()
 
-    def from_nothing() -> "subprocess.Popen[str]":
-        return subprocess.Popen(
+    for condition in (torch_is_there, run.with_suffix("").exists):
+        started = subprocess.Popen(
             command(run, 1), env=environment(), stderr=subprocess.PIPE, text=True
         )
-
-    def with_torch() -> Command:
-        return Command(words(run, 1), environment=environment(), imports=IMPORTS)
-
-    moments: list[tuple[Callable[[], Any], Callable[[], bool]]] = [
-        (from_nothing, torch_is_there),
-        (with_torch, run.with_suffix("").exists),
-    ]
-    for start, condition in moments:
-        started = start()
         wait_for(condition, started)
         started.send_signal(signal.SIGINT)
         _, said = started.communicate(timeout=60)
