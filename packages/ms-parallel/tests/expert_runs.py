@@ -98,6 +98,12 @@ def _watch(name: str, router: Router, rows: dict[str, Any], first: int) -> None:
     router._weights = watched  # type: ignore[method-assign]
 
 
+def everything(jobs: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """The loads of the jobs that are called so, and the gradients of the others, in one start."""
+    functions = {name: loads if name == "loads" else balance_gradients for name in jobs}
+    return {name: function(jobs[name]) for name, function in functions.items()}
+
+
 def interrupted(jobs: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
     """Updates after a checkpoint, by who goes on and by who loads it under another layout."""
     torch.set_num_threads(1)

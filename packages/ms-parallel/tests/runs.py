@@ -15,10 +15,12 @@ from ms_parallel.engine.loss import NextTokenLoss, Output
 from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.models import ModelConfig, TransformerXLConfig, architecture
 from ms_parallel.models.batch import Batch
+from ms_parallel.models.family import families
 from ms_parallel.proof.probes import probe_generation
 from ms_parallel.proof.records import Counterexample
 from ms_parallel.weights import save_model
 
+families()  # which are imported when first asked for: here once, and not in each process
 ROWS, LENGTH, VOCABULARY = 4, 16, 48
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -99,12 +99,9 @@ def jobs_of(cut: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
 @cache
 def ran(cut: str, folder: Path) -> dict[str, list[tuple[dict[str, Any], ...]]]:
     """What was found under a cut: for each method a result of each rank."""
-    world, found = Layout.parse(cut.split()[0]).world_size, {}
-    for name, jobs in jobs_of(cut, folder).items():
-        function = "loads" if name == "loads" else "balance_gradients"
-        ranks = run_processes(world, RUNS, function, jobs=jobs)
-        found[name] = list(zip(*ranks, strict=True))
-    return found
+    world, jobs = Layout.parse(cut.split()[0]).world_size, jobs_of(cut, folder)
+    ranks = run_processes(world, RUNS, "everything", jobs=jobs)
+    return {name: list(zip(*(rank[name] for rank in ranks), strict=True)) for name in jobs}
 
 
 @pytest.fixture(scope="module")
