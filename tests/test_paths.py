@@ -41,8 +41,16 @@ WORDS = {
 TEXTS = {
     *("stop_strings", "stop_tokens", "layout", "targets", "head", "kl_estimator", "tests_key"),
     *("given", "base", "generator", "task_weights", "tasks", "weighting", "long", "exceptions"),
-    *("start", "method", "title", "name", "target", "scale_dtype", "text_column", "decay", "device"),
-    *("heads", "model_type", "optimizer", "model_config", "learning_rate_decay", "recompute"),
+    *("start", "method", "title", "name", "target", "scale_dtype", "text_column", "decay"),
+    *(
+        "device",
+        "heads",
+        "model_type",
+        "optimizer",
+        "model_config",
+        "learning_rate_decay",
+        "recompute",
+    ),
     *("ops", "sample_prompt", "arguments", "metrics", "balance"),
 }
 """Settings whose text is no path."""

@@ -186,9 +186,7 @@ def test_a_reader_claims_files_by_their_first_bytes(
     (tmp_path / "a.txt").write_text("zero")
     assert texts(find_corpus(tmp_path)) == ["zero"]
     signatures = (b"SQLite format 3\x00",)
-    monkeypatch.setitem(
-        READERS, "sqlite", FileReader(documents=read_rows, signatures=signatures)
-    )
+    monkeypatch.setitem(READERS, "sqlite", FileReader(documents=read_rows, signatures=signatures))
     source = find_corpus(tmp_path)
     assert texts(source) == ["zero", "one", "two"]
     (_, first, _) = source.documents()

@@ -143,9 +143,7 @@ def _command(
 
 def _add_reading(parser: CommandParser) -> None:
     parser.epilog = f"{_READ}{parser.epilog}"
-    parser.add_argument(
-        "corpus", type=_corpus_argument, nargs="+", metavar="CORPUS", help=_CORPUS
-    )
+    parser.add_argument("corpus", type=_corpus_argument, nargs="+", metavar="CORPUS", help=_CORPUS)
     parser.add_argument(
         "--text-column", default="text", help="what holds the text of a row (default text)"
     )

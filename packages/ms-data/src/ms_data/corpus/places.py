@@ -99,6 +99,8 @@ def remote_files(url: str) -> tuple[dict[str, RemoteFile], bool]:
         filesystem, root = fsspec.core.url_to_fs(url)
         filesystem.invalidate_cache()
         found = filesystem.find(root, detail=True)
+        if not (found or filesystem.exists(root)):
+            raise FileNotFoundError(root)
         folder = not (len(found) == 1 and root in found)
     base = PurePosixPath(root)
     files = {}

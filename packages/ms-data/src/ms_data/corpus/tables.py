@@ -17,6 +17,9 @@ from ms_data.corpus.reader import (
     not_utf8,
 )
 
+_FAULTS = (ValueError, TypeError, LookupError, OSError, MemoryError, OverflowError)
+"""What decoders raise over content."""
+
 _ROWS_AT_ONCE = 256
 """Rows that become Python values at a time."""
 
@@ -31,7 +34,14 @@ def decoding_table(file: OpenFile, kind: str, extra: str) -> Iterator[Any]:
     arrow = library("pyarrow", extra, file)
     try:
         yield arrow
-    except (arrow.ArrowException, ValueError, TypeError, LookupError, OSError, MemoryError) as error:
+    except (
+        arrow.ArrowException,
+        ValueError,
+        TypeError,
+        LookupError,
+        OSError,
+        MemoryError,
+    ) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's or the network's, not the file's
         raise damaged(file, kind, error) from error
@@ -58,9 +68,7 @@ def _is_text(arrow: Any, kind: Any) -> bool:
     types = arrow.types
     if types.is_dictionary(kind):
         kind = kind.value_type
-    return bool(
-        types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-    )
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def batch_documents(

@@ -2,10 +2,10 @@
 
 import io
 from collections.abc import Iterator
-from typing import Any
 
-from ms_data.corpus.reader import FileReader, Found, Invalid, OpenFile, ReadOptions
+from ms_data.corpus.reader import FileReader, Found, Invalid, OpenFile, ReadOptions, library
 from ms_data.corpus.tables import batch_documents, column_problem, decoding_table
+from ms_data.corpus.unpacking import Content
 
 _FILE = b"ARROW1\0\0"
 _STREAM = b"\xff\xff\xff\xff"
@@ -13,12 +13,12 @@ _BATCH_LIMIT_MIB = 2048
 """A record batch is read whole."""
 
 
-class _Content(io.RawIOBase):
-    """The content of a file as a file that is read in order."""
+class _Stream(io.RawIOBase):
+    """What pyarrow reads from: it asks for as many bytes as a file says that a batch has."""
 
-    def __init__(self, blocks: Iterator[bytes]) -> None:
-        self._blocks = blocks
-        self._left = memoryview(b"")
+    def __init__(self, content: Content, head: bytes) -> None:
+        self._content = content
+        self._head = head
         self._at = 0
 
     def readable(self) -> bool:
@@ -33,27 +33,19 @@ class _Content(io.RawIOBase):
                 f"a record batch of {size >> 20} MiB, more than {_BATCH_LIMIT_MIB}: "
                 "write the table in smaller batches"
             )
-        parts = []
-        missing = size
-        while missing:
-            if not self._left:
-                self._left = memoryview(next(self._blocks, b""))
-                if not self._left:
-                    break
-            parts.append(self._left[:missing])
-            self._left = self._left[missing:]
-            missing -= len(parts[-1])
-        self._at += size - missing
-        return b"".join(parts)
+        head, self._head = self._head[:size], self._head[size:]
+        found = self._content.read(size - len(head))
+        self._at += len(head) + len(found)
+        return head + found if head else found
 
 
 def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Found]:
     with decoding_table(file, "Arrow table", "parquet") as arrow:
-        content = _Content(file.blocks)
+        content = Content(file.blocks)
         head = content.read(len(_FILE))
         # A file is a stream between its mark and its list of batches.
-        rest = content if head == _FILE else _Content(_joined(head, content))
-        stream = _open(rest)
+        source = _Stream(content, b"" if head == _FILE else head)
+        stream = library("pyarrow.ipc", "parquet", file).open_stream(source)
         problem = column_problem(arrow, stream.schema, options)
         if problem:
             yield Invalid(f"{file.path}: {problem}")
@@ -65,18 +57,6 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Fou
                 first = done + skipped + 1
                 yield from batch_documents(arrow, batch.slice(skipped), file, options, first)
             done += batch.num_rows
-
-
-def _joined(head: bytes, content: _Content) -> Iterator[bytes]:
-    yield head
-    while block := content.read(1 << 20):
-        yield block
-
-
-def _open(content: _Content) -> Any:
-    import pyarrow.ipc
-
-    return pyarrow.ipc.open_stream(content)
 
 
 READER = FileReader(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ms_data.corpus.file_kinds import NotText
-from ms_data.corpus.reader import FileReader, Found, Invalid, OpenFile, ReadOptions
+from ms_data.corpus.reader import FileReader, Found, Invalid, OpenFile, ReadOptions, library
 from ms_data.corpus.tables import batch_documents, column_problem, decoding_table
 from ms_data.corpus.unpacking import READ_BYTES
 
@@ -31,9 +31,7 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Fou
 
 
 def _open(file: OpenFile) -> Any:
-    import pyarrow.parquet
-
-    return pyarrow.parquet.ParquetFile(
+    return library("pyarrow.parquet", "parquet", file).ParquetFile(
         file.raw,
         buffer_size=READ_BYTES,
         pre_buffer=False,
@@ -73,6 +71,4 @@ def _decoded(table: Any, group: int, size: int, columns: list[str] | None) -> It
     return batches
 
 
-READER = FileReader(
-    documents=_documents, suffixes=(".parquet",), signatures=(b"PAR1",), text=False
-)
+READER = FileReader(documents=_documents, suffixes=(".parquet",), signatures=(b"PAR1",), text=False)
