@@ -481,7 +481,7 @@ def test_no_part_of_a_row_may_spell_a_special_token(
     )
     row = {"messages": [ROWS[0]["messages"][0], {"role": "assistant", **answer}], **more}
     with pytest.raises(ValueError, match=r"spells the special token '<\|im_end\|>'"):
-        encoder.parse(json.dumps(row).encode())
+        encoder.parse(row)
 
 
 def test_wrong_uses_are_refused(place: Path, tmp_path: Path) -> None:
