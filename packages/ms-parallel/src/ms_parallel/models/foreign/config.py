@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +13,8 @@ from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.untrusted import check_path, read_json
 from ms_parallel.models.config import MOST, TOKENS, TokenId, token_ids
+from ms_parallel.models.experts.choice import Mixture
+from ms_parallel.models.foreign.experts import mixture_of
 
 MOST_LAYERS = 1000
 """All of them are built, without storage, before the first is known to have weights."""
@@ -173,12 +174,9 @@ class TransformersModel:
         return 0
 
     @property
-    def mixture(self) -> Any:
-        """Experts that our runtime can balance, as it does where `output_router_logits` is set.
-
-        Found as families are, when it is asked for: a model of transformers has to be built.
-        """
-        return import_module("ms_parallel.models.foreign.experts").mixture_of(self)
+    def mixture(self) -> Mixture | None:
+        """Experts that our runtime can balance, as it does where `output_router_logits` is set."""
+        return mixture_of(self)
 
     @property
     def final_softcap(self) -> None:
