@@ -15,7 +15,9 @@ DIGITS = "9" * 400
 def test_no_whole_number_is_longer_than_128_bits(kind: Any, text: str) -> None:
     """It would end as an OverflowError wherever it is first made a float."""
     for content in (text, text.encode()):
-        with pytest.raises(KeyError, match="a file: a whole number of more than 128 bits"):
+        with pytest.raises(
+            KeyError, match=r"a file: a\.\d is a whole number of more than 128 bits"
+        ):
             decode_json(content, kind, where="a file", error=KeyError)
 
 
@@ -30,5 +32,5 @@ def test_run_files_hold_no_longer_ones(tmp_path: Path) -> None:
     """In a table of a table too."""
     path = tmp_path / "RUN.toml"
     path.write_text(f'[a]\nb = [{{c = {DIGITS}}}]\nd = "{DIGITS}"\n')
-    with pytest.raises(KeyError, match=r"RUN\.toml: a whole number of more than 128 bits"):
+    with pytest.raises(KeyError, match=r"RUN\.toml: a\.b\.0\.c is a whole number of more than 128"):
         read_toml(path, error=KeyError)

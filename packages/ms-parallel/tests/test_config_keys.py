@@ -236,7 +236,7 @@ def test_a_tied_model_with_a_head_of_its_own_in_the_file_is_refused(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("num_hidden_layers", 1 << 32), ("num_hidden_layers", 10**11), ("vocab_size", 10**400)],
+    [("num_hidden_layers", 1 << 32), ("num_hidden_layers", 10**11), ("vocab_size", 10**38)],
 )
 def test_a_size_beyond_reason_is_refused_at_once(name: str, value: int, tmp_path: Path) -> None:
     """The limit is named, before a list or a tensor of that size is made."""

@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -169,13 +169,16 @@ def decoding(where: str | Path, *, error: type[Exception]) -> Iterator[None]:
         raise error(f"{_shown(where)}: {_words(raised)}") from raised
 
 
-def _check_numbers(found: object) -> None:
+def _check_numbers(found: object, name: str = "") -> None:
     if isinstance(found, int) and found.bit_length() > 128:
-        raise ValueError("a whole number of more than 128 bits")
-    inside = found.values() if isinstance(found, dict) else found
-    if isinstance(inside, Iterable) and not isinstance(inside, str):
-        for each in inside:
-            _check_numbers(each)
+        raise ValueError(f"{name} is a whole number of more than 128 bits".strip())
+    inside = (
+        found.items()
+        if isinstance(found, dict)
+        else enumerate(found if isinstance(found, list) else ())
+    )
+    for key, each in inside:
+        _check_numbers(each, f"{name}.{key}" if name else str(key))
 
 
 def _never_a_path(text: str) -> str:
