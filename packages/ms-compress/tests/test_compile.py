@@ -82,9 +82,22 @@ def test_prepared_model_is_one_graph(name: str, learned: bool) -> None:
             torch.testing.assert_close(found[parameter].grad, value.grad, rtol=1e-4, atol=1e-6)
 
 
+class TwoLayers(nn.Module):
+    """One forward, and so one graph; torch compiles an `nn.Sequential` layer by layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(128, 64)
+        self.down = nn.Linear(64, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 128) to (B, 128)."""
+        return self.down(self.up(x))
+
+
 def two_layers() -> tuple[nn.Module, Tensor]:
     """Two linear layers and their input."""
-    return nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 128)), torch.ones(2, 128)
+    return TwoLayers(), torch.ones(2, 128)
 
 
 @pytest.mark.parametrize(
