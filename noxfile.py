@@ -23,6 +23,8 @@ nox.options.sessions = ["lint", "types", "tests", "repository", "alone", "readme
 
 ROOT = Path(__file__).parent
 TORCH = os.environ.get("MS_TORCH", "torch==2.13.0")
+TORCH_ALONE = ROOT / ".nox" / "torch"
+"""A folder of packages: torch with its own needs and nothing else."""
 TRITON_ASCEND = "triton-ascend==3.2.0"
 TORCH_NPU = os.environ.get("MS_TORCH_NPU", "torch_npu==2.13.0")
 PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir())
@@ -59,29 +61,31 @@ def shared_environment() -> Path:
 
     It is made once and brought up to date by each run of nox. An environment a session would be
     cleaner and take most of the time of a whole run; `alone` proves what each package declares.
+    Python compiles what is imported: to compile all that is installed takes longer than that.
     """
-    folder = ROOT / ".nox" / "shared"
-    python = str(folder / "bin" / "python")
-    if not (folder / "made").exists():
+    folder, made = ROOT / ".nox" / "shared", ROOT / ".nox" / "shared" / "made"
+    install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-compile"]
+    if not made.exists() or made.read_text() != TORCH:
         shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(TORCH_ALONE, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    install = [python, "-m", "pip", "install", "--quiet"]
-    subprocess.run([*install, TORCH], check=True)
+        subprocess.run([*install, TORCH], check=True)
+        (site,) = folder.glob("lib/python*/site-packages")
+        # Links cost no space, and pip replaces files where it changes them.
+        shutil.copytree(site, TORCH_ALONE, symlinks=True, copy_function=os.link)
+        subprocess.run([*install, "build", "hatchling>=1.26"], check=True)
     needs = [ROOT / "tests", *(ROOT / "packages" / package / "tests" for package in PACKAGES)]
     files = [part for each in needs for part in ("-r", str(each / "requirements.txt"))]
     ours = [f"./packages/{package}" for package in PACKAGES]
     # A class of ms-align's extends one of transformers, whose types are then needed.
     more = [
-        "mypy>=1.18",
+        "mypy>=2.4",
         "pytest-xdist>=3.6",
-        "build",
-        "hatchling>=1.26",
         "./packages/ms-align[hf]",
     ]
+    install.append("--no-build-isolation")
     subprocess.run([*install, *ours, *files, *more], cwd=ROOT, check=True)
-    again = ["--no-deps", "--no-build-isolation", "--force-reinstall"]
-    subprocess.run([*install, *again, *ours], cwd=ROOT, check=True)
-    (folder / "made").touch()
+    made.write_text(TORCH)
     return folder / "bin"
 
 
@@ -123,7 +127,8 @@ def types(session: nox.Session) -> None:
     """Check types with mypy --strict: packages, and the file that proves that the seams fit."""
     sources = [f"packages/{package}/src" for package in PACKAGES]
     # All at once: what they import is read once.
-    run_shared(session, "mypy", "--strict", *sources, "tests/seams.py", "examples", env=SOURCES)
+    strict = ("--strict", "--num-workers", "2")
+    run_shared(session, "mypy", *strict, *sources, "tests/seams.py", "examples", env=SOURCES)
 
 
 @shared_job
@@ -131,11 +136,12 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """Tests of one package, two at a time; arguments after `--` go to pytest.
 
-    A file's tests share what takes long to make, so one of the two runs them all.
+    Neighbours share what takes long to make, so each of the two runs a half in order, and who is
+    done first takes over the second half of what the other has left.
     """
     arguments = session.posargs or ["-m", "not slow and not gpu"]
     tests_folder = f"packages/{package}/tests"
-    two = ("-n", "2", "--dist", "loadfile")
+    two = ("-n", "2", "--dist", "worksteal")
     run_shared(session, "pytest", *two, tests_folder, *arguments, env=ONE_THREAD)
 
 
@@ -158,8 +164,9 @@ def alone(session: nox.Session, package: str) -> None:
     python = str(bare / "bin" / "python")
     (site,) = bare.glob("lib/python*/site-packages")
     if package not in TORCH_FREE:
-        (site / "torch.pth").write_text(f"{torch_alone()}\n")
-    run_shared(session, "pip", "--python", python, "install", "-q", str(wheel))
+        (site / "torch.pth").write_text(f"{TORCH_ALONE}\n")
+    install = ("--python", python, "install", "-q", "--no-compile")
+    run_shared(session, "pip", *install, str(wheel))
     script = str(ROOT / "packages" / package / "tests" / "alone.py")
     elsewhere = Path(session.create_tmp()).absolute() / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
@@ -172,26 +179,13 @@ def alone(session: nox.Session, package: str) -> None:
         session.run(python, "-I", script, external=True, success_codes=[1], silent=True)
 
 
-@functools.cache
-def torch_alone() -> Path:
-    """Install torch with its own needs and nothing else; return its folder of packages."""
-    folder = ROOT / ".nox" / "torch"
-    if not (folder / "made").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", TORCH]
-    subprocess.run(install, check=True)
-    (folder / "made").touch()
-    (site,) = folder.glob("lib/python*/site-packages")
-    return site
-
-
 def build_wheel(session: nox.Session, source: Path, name: str) -> Path:
     """Build the wheel of `source` into an emptied folder and return its path."""
     folder = Path(session.create_tmp()).absolute() / name
     shutil.rmtree(folder, ignore_errors=True)
-    arguments = ["--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
-    run_shared(session, "python", "-m", "build", *arguments, silent=True)
+    with session.chdir(source):
+        build = ("-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder))
+        run_shared(session, "python", *build, silent=True)
     (wheel,) = folder.glob("*.whl")
     return wheel
 

@@ -23,8 +23,8 @@ COPIES = {
     "settings/run_file.py": ("align", "compress", "parallel"),
     "settings/template.py": ("align", "compress", "parallel"),
     "settings/validators.py": ("align", "compress", "parallel"),
-    "tests/nursery.py": ("align", "compress", "parallel"),
-    "tests/processes.py": ("align", "compress", "parallel"),
+    "tests/nursery.py": ("align", "compress", "parallel", "profile"),
+    "tests/processes.py": ("align", "compress", "parallel", "profile"),
 }
 """Which packages hold a copy of each source; rooms are those of shared_source/, and
 `tests` is a package's own."""

@@ -43,9 +43,16 @@ def test_inductor_rounds_bit_for_bit(name: str) -> None:
         assert torch.equal(compiled, eager)
 
 
+KINDS = {("ct.int4_g32", False), ("ct.w8a8", False), ("gguf.q4_0", True)}
+"""Scales of groups, of rows and of inputs, and learned ones."""
+
+
 @pytest.mark.parametrize(
     ("name", "learned"),
-    [*((name, False) for name in NAMES), ("ct.int4_g32", True), ("gguf.q4_0", True)],
+    [
+        pytest.param(*each, marks=() if each in KINDS else pytest.mark.slow)
+        for each in [*((name, False) for name in NAMES), ("ct.int4_g32", True), ("gguf.q4_0", True)]
+    ],
 )
 def test_prepared_model_is_one_graph(name: str, learned: bool) -> None:
     """Forward and backward, pruned or with learned scales, as without the compiler."""
@@ -75,10 +82,34 @@ def test_prepared_model_is_one_graph(name: str, learned: bool) -> None:
             torch.testing.assert_close(found[parameter].grad, value.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_all_schemes_in_one_process() -> None:
+class TwoLayers(nn.Module):
+    """One forward, and so one graph; torch compiles an `nn.Sequential` layer by layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(128, 64)
+        self.down = nn.Linear(64, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 128) to (B, 128)."""
+        return self.down(self.up(x))
+
+
+def two_layers() -> tuple[nn.Module, Tensor]:
+    """Two linear layers and their input."""
+    return TwoLayers(), torch.ones(2, 128)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [two_layers, pytest.param(lambda: (decoder(1), tokens()), marks=pytest.mark.slow)],
+    ids=["layers", "decoder"],
+)
+def test_all_schemes_in_one_process(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
     """No number of a scheme becomes an input of the graph when another scheme follows."""
     for name in NAMES:
-        model = qat(decoder(1), name)
+        model, inputs = make()
+        qat(model, name)
         model.compile(fullgraph=True, backend="aot_eager")
-        model(tokens()).sum().backward()
+        model(inputs).sum().backward()
         assert all(p.grad is not None for p in model.parameters()), name

@@ -212,8 +212,10 @@ def test_torch_compile_follows_every_operator_without_a_graph_break(operator):
     plain = getattr(ms_kernels, operator)
     compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
     options = {option.name: option.default for option in contract.options}
+    # Its graph has a step for each position, of which the example has 48; chunks begin at 8.
+    few = {"S": 10} if operator == "gated_delta_rule" else {}
     for rows in (3, 5, 7):
-        tensors = contract.draw(sized(contract, rows))
+        tensors = contract.draw(sized(contract, rows) | few)
         answers = []
         for run in (compiled, plain):
             given = {name: tensor.clone() for name, tensor in tensors.items()}

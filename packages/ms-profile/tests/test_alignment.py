@@ -128,16 +128,22 @@ def test_one_shared_collective_tells_the_offset_but_not_its_error() -> None:
     assert fit.bound_ns is not None
 
 
+@pytest.mark.parametrize(
+    ("draws", "most"), [(250, 11), pytest.param(1000, 44, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("count", [2, 3, 6])
-def test_the_error_holds_in_ninety_nine_of_a_hundred_short_recordings(count: int) -> None:
+def test_the_error_holds_in_ninety_nine_of_a_hundred_short_recordings(
+    count: int, draws: int, most: int
+) -> None:
     """Few collectives leave Student's tails: 1,000 offsets, of which 1% may lie outside.
 
     Noise is normal, as the interval takes it to be. Of 1,000 draws with a chance of 1%, more than
-    22 come in 1 of 3,000 cases; weighting by Huber's rule costs at most as many again.
+    22 come in 1 of 3,000 cases; weighting by Huber's rule costs at most as many again. The first
+    250 of them may have as large a part outside.
     """
     random = np.random.default_rng(count)
     outside = 0
-    for _ in range(1000):
+    for _ in range(draws):
         late = np.rint(random.normal(0, 10_000, (2, count))).astype(int)
         ends: Table = {
             rank: {k: EPOCH + k * SECOND + int(late[rank, k]) for k in range(count)}
@@ -147,4 +153,4 @@ def test_the_error_holds_in_ninety_nine_of_a_hundred_short_recordings(count: int
         middle = np.array([EPOCH + (count - 1) * SECOND // 2])
         assert fit.error_ns is not None
         outside += abs(int(fit.correct(middle)[0] - middle[0])) > fit.error_ns
-    assert outside <= 44
+    assert outside <= most

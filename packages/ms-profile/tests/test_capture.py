@@ -1,4 +1,8 @@
-"""`ms-profile run` on an unchanged script: real processes, real collectives, every kind of end."""
+"""`ms-profile run` on an unchanged script: real processes, real collectives, every kind of end.
+
+Runs that are `fresh`, or that `--nproc-per-node` starts, begin in an interpreter that has imported
+nothing; the others are forked from a process that has imported torch.
+"""
 
 import json
 import os
@@ -20,6 +24,9 @@ from ms_profile.log.manifest import read_ranks, read_run
 from ms_profile.log.ring import Kind, read_ring
 
 pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import Command, run_command
+
 SCRIPT = Path(__file__).with_name("train_script.py")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 RUN = [sys.executable, "-m", "ms_profile", "run", "--train-script", str(SCRIPT)]
@@ -28,14 +35,22 @@ Finished = subprocess.CompletedProcess[str]
 
 
 def run(
-    folder: Path, *script: str, own: tuple[str, ...] = (), limit_bytes: int = 0, rc: int = 0
+    folder: Path,
+    *script: str,
+    own: tuple[str, ...] = (),
+    fresh: bool = False,
+    limit_bytes: int = 0,
+    rc: int = 0,
 ) -> Finished:
     """Run the script under ms-profile and check the exit code."""
     command = [*RUN, "--output-dir", str(folder), *WINDOW, *own, "--", *script]
     if limit_bytes:
         blocks = limit_bytes // 1024
         command = ["bash", "-c", f'trap "" XFSZ; ulimit -f {blocks}; exec "$@"', "x", *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=ENVIRONMENT)
+    if fresh or limit_bytes:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=ENVIRONMENT)
+    else:
+        done = run_command(command[1:], environment=ENVIRONMENT, timeout_s=180)
     assert done.returncode == rc, done.stderr
     return done
 
@@ -52,13 +67,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
     """One process, 12 steps, all metrics."""
     folder = tmp_path_factory.mktemp("alone") / "out"
     metrics = ("--metrics", "operators,memory,compute_time")
-    return folder, run(folder, "--steps", "12", own=metrics)
+    return folder, run(folder, "--steps", "12", own=metrics, fresh=True)
 
 
 def test_the_script_computes_what_it_computes_alone(alone: tuple[Path, Finished]) -> None:
     """Arguments arrive, and stdout, the last loss included, is the same to the last digit."""
-    plain = [sys.executable, str(SCRIPT), "--steps", "12"]
-    wanted = subprocess.run(plain, capture_output=True, text=True, env=ENVIRONMENT, check=True)
+    wanted = run_command([str(SCRIPT), "--steps", "12"], environment=ENVIRONMENT)
+    assert wanted.returncode == 0, wanted.stderr
     assert alone[1].stdout == wanted.stdout
     assert "4 of 12 steps traced" in alone[1].stderr
 
@@ -115,8 +130,9 @@ def test_every_rank_sees_its_collectives_with_durations(
     else:
         torchrun = "torch.distributed.run --standalone --nproc-per-node 2 -m ms_profile run"
         options = ["--train-script", str(SCRIPT), "--output-dir", str(folder), *WINDOW]
-        command = [sys.executable, "-m", *torchrun.split(), *options, "--", *script]
-        subprocess.run(command, env=ENVIRONMENT, timeout=180, check=True, capture_output=True)
+        words = ["-m", *torchrun.split(), *options, "--", *script]
+        done = run_command(words, environment=ENVIRONMENT, timeout_s=180)
+        assert done.returncode == 0, done.stderr
     assert [rank.status for rank in read_ranks(folder)] == ["done", "done"]
     assert read_run(folder).world_size == 2
     counts = []
@@ -183,13 +199,17 @@ def test_sigterm_saves_the_window_and_the_process_still_dies_of_it(tmp_path: Pat
     """As torchrun ends the others when one rank failed."""
     folder = tmp_path / "out"
     command = [*RUN, "--output-dir", str(folder), *WINDOW, "--", "--steps", "7", "--end", "hang"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as hung:
-        assert hung.stdout is not None
-        while hung.stdout.readline() != "hangs\n":
+    log = tmp_path / "log"
+    hung = Command(command[1:], environment=ENVIRONMENT, log=log)
+    try:
+        while "hangs\n" not in log.read_text():
             assert hung.poll() is None
+            time.sleep(0.02)
         time.sleep(0.2)
         hung.terminate()
         assert hung.wait(60) == -signal.SIGTERM
+    finally:
+        hung.end()
     (rank,) = read_ranks(folder)
     assert (rank.status, rank.error) == ("failed", "terminated by SIGTERM")
     assert rank.traces[0].steps == 3

@@ -14,18 +14,19 @@ from ms_profile.log.manifest import read_ranks
 from ms_profile.log.ring import Kind, Ring, read_ring
 
 pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import run_command
+
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 RUN = [sys.executable, "-m", "ms_profile", "run", "--active", "4", "--windows", "1"]
 Finished = subprocess.CompletedProcess[str]
 
 
-def run(folder: Path, script: Path, *own: str, arguments: tuple[str, ...] = ()) -> Finished:
+def run(folder: Path, script: Path, *own: str) -> Finished:
     """Run a script under ms-profile; one that never ends fails the test."""
     named = ["--train-script", str(script), "--output-dir", str(folder)]
-    return subprocess.run(
-        [*RUN, *own, *named, "--", *arguments],
-        capture_output=True, text=True, timeout=180, env=ENVIRONMENT,
-    )  # fmt: skip
+    command = [*RUN, *own, *named, "--"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=ENVIRONMENT)
 
 
 def test_a_script_that_forks_ends_as_alone_and_its_children_too(tmp_path: Path) -> None:
@@ -76,7 +77,9 @@ def test_an_output_folder_that_is_removed_on_the_way_fails_the_command(tmp_path:
     """The script ends well; what is gone is named and the exit code is 1."""
     script = tmp_path / "removes.py"
     script.write_text(REMOVES)
-    done = run(tmp_path / "out", script, arguments=(str(tmp_path / "out"),))
+    out = str(tmp_path / "out")
+    words = [*RUN[1:], "--train-script", str(script), "--output-dir", out, "--", out]
+    done = run_command(words, environment=ENVIRONMENT)
     assert done.returncode == 1
     assert "were removed while the script ran" in done.stderr
     assert "traces/rank-00000.000.json" in done.stderr

@@ -15,7 +15,9 @@ from ms_profile.log.ring import Kind, Ring, RingRecording, read_ring
 from ms_profile.recording.recorder import Recorder, mark_step
 
 torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402 - torch may be missing
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import run_command  # noqa: E402 - torch may be missing
+from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 
@@ -172,8 +174,9 @@ def test_scopes_of_the_script_that_enclose_a_boundary_are_no_danger(
     tmp_path: Path, scope: str
 ) -> None:
     """A scope's end is written into freed memory if its session is over and another is open."""
-    command = [sys.executable, "-c", SCOPED, str(tmp_path / "r.ring"), scope]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    script = tmp_path / "scoped.py"
+    script.write_text(SCOPED)
+    done = run_command([str(script), str(tmp_path / "r.ring"), scope], timeout_s=120)
     assert done.returncode == 0, done.stderr
     assert ("'epoch' open over steps" in done.stdout) == (scope == "epoch")
     recorded = read_ring(tmp_path / "r.ring")
