@@ -172,13 +172,11 @@ def decoding(where: str | Path, *, error: type[Exception]) -> Iterator[None]:
 def _check_numbers(found: object, name: str = "") -> None:
     if isinstance(found, int) and found.bit_length() > 128:
         raise ValueError(f"{name} is a whole number of more than 128 bits".strip())
-    inside = (
-        found.items()
-        if isinstance(found, dict)
-        else enumerate(found if isinstance(found, list) else ())
-    )
-    for key, each in inside:
-        _check_numbers(each, f"{name}.{key}" if name else str(key))
+    if isinstance(found, list):
+        found = dict(enumerate(found))
+    if isinstance(found, dict):
+        for key, each in found.items():
+            _check_numbers(each, f"{name}.{key}".strip("."))
 
 
 def _never_a_path(text: str) -> str:
