@@ -23,7 +23,8 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss, Output
-from ms_parallel.engine.optimizer import AdamWConfig, learning_rate
+from ms_parallel.engine.optimizer import learning_rate
+from ms_parallel.engine.optimizers.adamw import AdamWConfig
 from ms_parallel.errors import ConfigError, LaunchError, ParallelError, ScheduleError
 from ms_parallel.models import build_model
 from ms_parallel.models.batch import Batch
@@ -148,8 +149,8 @@ def test_settings_that_do_not_fit_are_named(groups: Groups) -> None:
         build({}, groups).update(global_batch(0, rows=0), NextTokenLoss())
     with pytest.raises(ConfigError, match="needs measured costs; call search_schedule first"):
         build({}, groups, schedule="search")
-    with pytest.raises(ConfigError, match="optimizer is 'adamm'; did you mean 'AdamW'"):
-        Options(model_arch="llama", optimizer="adamm")
+    with pytest.raises(ConfigError, match="optimizer is 'adammw'; did you mean 'AdamW'"):
+        Options(model_arch="llama", optimizer="adammw")
     with pytest.raises(ConfigError, match="max_grad_norm is 0"):
         AdamWConfig(max_grad_norm=0)
     with pytest.raises(ScheduleError, match="no schedule 'zb-w'; did you mean 'zb-v'"):

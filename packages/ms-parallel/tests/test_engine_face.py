@@ -210,7 +210,7 @@ def test_settings_of_the_optimizer_are_refused_as_a_run_files_are(
 
 def test_every_decay_falls_from_the_peak_to_the_floor() -> None:
     """A file in `decays/` is enough for one; each begins at 1, ends at 0 and never rises."""
-    assert set(decays()) == {"cosine", "linear"}
+    assert set(decays()) == {"cosine", "linear", "wsd"}
     for name in decays():
         config = AdamWConfig(learning_rate=1.0, decay=name, decay_steps=20, final_ratio=0.25)
         rates = [learning_rate(step, config) for step in range(25)]

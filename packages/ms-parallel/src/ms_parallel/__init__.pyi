@@ -1,7 +1,11 @@
 from .cluster.layout import Layout
 from .engine.engine import Engine, Update
 from .engine.loss import NextTokenLoss
-from .engine.optimizer import AdamWConfig
+from .engine.optimizers.adafactor import AdafactorConfig
+from .engine.optimizers.adamw import AdamWConfig
+from .engine.optimizers.muon import MuonConfig
+from .engine.optimizers.sgd import SGDConfig
+from .engine.optimizers.torch_class import TorchConfig
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -23,6 +27,7 @@ from .weights import load_model, save_model
 __version__: str
 
 __all__ = [
+    "AdafactorConfig",
     "AdamWConfig",
     "CheckpointError",
     "ConfigError",
@@ -34,12 +39,15 @@ __all__ = [
     "LayoutError",
     "ModelError",
     "ModelPlan",
+    "MuonConfig",
     "NextTokenLoss",
     "NonFiniteError",
     "ParallelError",
     "Result",
+    "SGDConfig",
     "ScheduleError",
     "StageError",
+    "TorchConfig",
     "Update",
     "__version__",
     "load_model",

@@ -21,7 +21,12 @@ class Groups:
     """The processes that read different rows of a batch, all else as here."""
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The processes that differ from this one along `axis`, or by the `rows` that they read."""
+        """The processes that differ from this one along `axis`, or by the `rows` that they read.
+
+        Those that share its `stage` are asked for by all processes at once the first time.
+        """
+        if axis == "stage":
+            return self.mesh[AXES[1:]]._flatten("stage").get_group()
         return self.rows.get_group() if axis == "rows" else self.mesh.get_group(axis)
 
     def peer(self, axis: str, index: int) -> int:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ms_parallel import operators
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.engine.adamw import AdamW
 from ms_parallel.engine.assembly import EngineArguments, Given, build_stages, describe
 from ms_parallel.engine.balance.balancer import Balancer, ExpertLoad
 from ms_parallel.engine.balance.settings import Balance, balance_of
@@ -26,13 +25,16 @@ from ms_parallel.engine.microbatches import cut_batch, measure
 from ms_parallel.engine.optimizer import learning_rate
 from ms_parallel.engine.options import EngineOptions
 from ms_parallel.engine.output import HeadOutput, LogitsOutput
+from ms_parallel.engine.rules.grouped import GroupedOptimizer
 from ms_parallel.engine.state import load_state, state_of
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.errors import ConfigError, ModelError, ParallelError
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.cache import KeyValueCache
+from ms_parallel.models.family import family_of
 from ms_parallel.models.tokenizer_files import TokenizerFiles
+from ms_parallel.models.weight_names import Rules
 from ms_parallel.operators import Ops
 from ms_parallel.pipeline.choice import Tables
 from ms_parallel.pipeline.recorder import Recorder
@@ -131,7 +133,7 @@ class Engine:
         return self.trained.parameters
 
     @property
-    def optimizer(self) -> AdamW:
+    def optimizer(self) -> GroupedOptimizer:
         """The optimizer over them."""
         return self.trained.optimizer
 
@@ -433,8 +435,14 @@ class Engine:
             self.placement,
             self.groups,
             self.options.optimizer,
+            weights=self._weight_rules,
             frozen_too=frozen_too,
         )
+
+    def _weight_rules(self) -> Rules:
+        if isinstance(self.config, OwnModelConfig):
+            return {}
+        return family_of(self.config).weights(self.config)
 
     def _microbatches(self, batch: Mapping[str, Any]) -> list[Batch]:
         return cut_batch(batch, self.microbatch_size, self.sequence_parts)

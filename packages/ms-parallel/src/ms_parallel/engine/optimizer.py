@@ -1,34 +1,171 @@
-"""The optimizer's settings, and the learning rate as a pure function of them."""
+"""What all optimizers' settings share, how one is chosen, and the learning rate as a function."""
 
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import Attribute, field, frozen
+from attrs import Attribute, evolve, field, fields, frozen
 
 from ms_parallel.errors import ConfigError
 from ms_parallel.settings import nearest, number, shown, whole
 
-Decay = Callable[[float], float]
-"""Maps the share of the updates that have passed to the share of the fall that is left."""
+if TYPE_CHECKING:  # a run file's keys are known without torch
+    from ms_parallel.engine.rules.rule import Held, Rule
+
 LEAST = 1e-30
 """Smallest divisor that is accepted."""
+SHARED = (
+    "learning_rate",
+    "warmup_steps",
+    "decay",
+    "decay_steps",
+    "final_ratio",
+    "weight_decay",
+    "max_grad_norm",
+)
+"""Settings of every optimizer, which have keys of their own in a run file."""
+OF_A_GROUP = ("learning_rate", "weight_decay")
+"""Those of them that a group of parameters may have otherwise."""
+
+
+class Decay(Protocol):
+    """How a learning rate falls, with its settings."""
+
+    def share_left(self, passed: float) -> float:
+        """The share of the fall that is left once a share `passed` of the updates is made."""
+
+
+@frozen(kw_only=True)
+class Kind:
+    """An optimizer that can be chosen by name."""
+
+    build: Callable[..., "OptimizerConfig"]
+    keys: tuple[str, ...]
+    """Its own settings, beside those that all share."""
+
+
+def _modules(room: str) -> Iterable[Any]:
+    found = import_module(f"ms_parallel.engine.{room}")
+    names = sorted(module.name for module in pkgutil.iter_modules(found.__path__))
+    return [import_module(f"{found.__name__}.{name}") for name in names]
 
 
 @cache
-def decays() -> Mapping[str, Decay]:
+def decays() -> Mapping[str, Callable[..., Decay]]:
     """The ways in which a learning rate falls, by name: each module of `decays/` is one."""
-    room = import_module("ms_parallel.engine.decays")
-    names = sorted(module.name for module in pkgutil.iter_modules(room.__path__))
-    modules = [import_module(f"{room.__name__}.{name}") for name in names]
-    return {module.NAME: module.share_left for module in modules}
+    return {module.NAME: module.Decay for module in _modules("decays")}
 
 
-def decay(instance: object, attribute: "Attribute[str]", value: object) -> None:
-    """Check that a decay of this name exists."""
-    if value not in decays():
-        raise ConfigError(f"{attribute.name} is {shown(value)}; {nearest(str(value), decays())}")
+@cache
+def optimizers() -> Mapping[str, Kind]:
+    """The optimizers by name: each module of `optimizers/` has some as `KINDS`.
+
+    Others of the same name come before those that it has as `OTHERS`.
+    """
+    modules = list(_modules("optimizers"))
+    rooms = [getattr(module, name, {}) for name in ("OTHERS", "KINDS") for module in modules]
+    return {name: kind for room in rooms for name, kind in room.items()}
+
+
+def kind_of(config: type[Any]) -> Kind:
+    """What is chosen where a name stands for a class of settings."""
+    return Kind(build=config, keys=tuple(f.name for f in fields(config) if f.name not in SHARED))
+
+
+def _spelled(name: str, known: Iterable[str]) -> str | None:
+    """One of the `known` names, whichever case, hyphens and underscores it was given."""
+    plain = {_plain(one): one for one in known}
+    return plain.get(_plain(name))
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+def _chosen(what: str, value: object, known: Iterable[str]) -> tuple[str, dict[str, Any]]:
+    """A known name and the settings beside it, of a name or of a table that has one as `name`.
+
+    Raises:
+        ConfigError: it is neither, or the name is unknown.
+    """
+    table = {"name": value} if isinstance(value, str) else value
+    if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
+        raise ConfigError(
+            f"{what} is {shown(value)}; give a name, or a table of name and settings, such as"
+            f" {{name = {next(iter(sorted(known)))!r}}}"
+        )
+    name = _spelled(table["name"], known)
+    if name is None:
+        raise ConfigError(f"{what} is {shown(table['name'])}; {nearest(table['name'], known)}")
+    return name, {key: setting for key, setting in table.items() if key != "name"}
+
+
+def _built(what: str, build: Callable[..., Any], keys: Iterable[str], given: dict[str, Any]) -> Any:
+    for key in given:
+        if key not in keys:
+            known = nearest(str(key), keys) if keys else "it has no settings"
+            raise ConfigError(f"{what} has unknown setting {shown(key)}; {known}")
+    return build(**given)
+
+
+def decay_of(value: object) -> Decay:
+    """The decay of a name, or of a table of its `name` and settings.
+
+    Raises:
+        ConfigError: there is none such, or a setting is not one of its own.
+    """
+    name, given = _chosen("decay", value, decays())
+    kind: Any = decays()[name]
+    made: Decay = _built(f"decay {name!r}", kind, [f.name for f in fields(kind)], given)
+    return made
+
+
+def decay(instance: object, attribute: "Attribute[Any]", value: object) -> None:
+    """Check that a decay of this name exists, and takes the settings given with it."""
+    try:
+        decay_of(value)
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(attribute.name + text.removeprefix("decay")) from error
+
+
+def optimizer_of(
+    value: object, otherwise: Mapping[str, Any] | None = None, **shared: Any
+) -> "OptimizerConfig":
+    """The settings of an optimizer from its name, or a table of its `name` and settings.
+
+    Args:
+        value: the name in any case and with or without hyphens, or the table.
+        otherwise: settings that only some optimizers have, for where the table has them not.
+        shared: settings that all have.
+
+    Raises:
+        ConfigError: there is none such, or a setting cannot be used.
+    """
+    name, given = _chosen("optimizer", value, optimizers())
+    kind = optimizers()[name]
+    apart = {key: own for key, own in (otherwise or {}).items() if key in kind.keys}
+
+    def build(**own: Any) -> OptimizerConfig:
+        return kind.build(**{**shared, **apart, **own})
+
+    config: OptimizerConfig = _built(f"optimizer {name!r}", build, kind.keys, given)
+    return config
+
+
+def check_takes(value: object, keys: Iterable[str]) -> None:
+    """Check that an optimizer has settings of these names.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    name, _ = _chosen("optimizer", value, optimizers())
+    for key in keys:
+        if key not in optimizers()[name].keys:
+            raise ConfigError(f"optimizer {name!r} has no {key}; leave it out")
 
 
 def betas(value: Sequence[float]) -> tuple[float, float]:
@@ -46,9 +183,39 @@ def betas(value: Sequence[float]) -> tuple[float, float]:
     return pair
 
 
+def _groups(instance: "OptimizerConfig", attribute: "Attribute[Any]", value: object) -> None:
+    """Check a table of settings for each pattern of parameters' names."""
+    own = [f.name for f in fields(type(instance)) if f.name not in (*SHARED, attribute.name)]
+    known = [*OF_A_GROUP, *own]
+    if not isinstance(value, Mapping) or not all(isinstance(g, Mapping) for g in value.values()):
+        raise ConfigError(
+            f"{attribute.name} is {shown(value)}; give a table of settings for each pattern of"
+            " names, such as {'*.bias' = {learning_rate = 1e-4}}"
+        )
+    for pattern, settings in value.items():
+        for key in settings:
+            if key not in known:
+                raise ConfigError(
+                    f"group {pattern!r} has unknown setting {shown(key)};"
+                    f" {nearest(str(key), known)}"
+                )
+
+
 @frozen(kw_only=True)
-class AdamWConfig:
-    """AdamW (Loshchilov and Hutter, 2019) with a linear warm-up and a decay.
+class Share:
+    """Parameters that are updated alike."""
+
+    names: tuple[str, ...]
+    config: Any
+    """The optimizer's settings with those of the group."""
+    rate: float
+    """What the learning rate is multiplied by."""
+    weight_decay: float
+
+
+@frozen(kw_only=True)
+class OptimizerConfig:
+    """What every optimizer has: a rate with a linear warm-up and a decay, and a limit of gradients.
 
     Raises:
         ConfigError: a value is of the wrong kind or out of range.
@@ -58,23 +225,61 @@ class AdamWConfig:
     """The highest rate, reached at the end of the warm-up."""
     warmup_steps: int = field(default=0, validator=whole(least=0))
     """Updates over which the rate rises in a straight line."""
-    decay: str = field(default="cosine", validator=decay)
-    """How the rate then falls: `cosine` or `linear`."""
+    decay: str | Mapping[str, Any] = field(default="cosine", validator=decay)
+    """How the rate then falls: `cosine`, `linear` or `wsd`; or a table of `name` and settings."""
     decay_steps: int | None = field(default=None, validator=whole(optional=True))
     """Updates, with the warm-up's, after which it has reached its floor; None keeps the highest."""
     final_ratio: float = field(default=0.1, validator=number(most=1.0))
     """The floor, as a share of `learning_rate`."""
-    betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas)
-    """Decay of the first and second moment."""
-    epsilon: float = field(default=1e-8, validator=number(least=LEAST))
-    """Added to the root of the second moment."""
     weight_decay: float = field(default=0.1, validator=number())
     """Decoupled decay of matrices; norms' weights and biases (one dim) are never decayed."""
     max_grad_norm: float | None = field(default=1.0, validator=number(least=LEAST, optional=True))
     """Gradients of a greater global norm are scaled down to it; None never scales."""
+    groups: Mapping[str, Mapping[str, Any]] = field(factory=dict, validator=_groups)
+    """Settings of their own for parameters whose names fit a pattern, in which `*` stands for
+    anything; the first that fits counts. A weight_decay given here is also that of vectors."""
+
+    def __attrs_post_init__(self) -> None:
+        for pattern in self.groups:
+            self._of_group(pattern)
+
+    def rules(self, held: "Held") -> "list[Rule]":
+        """What updates the parameters of a process.
+
+        Raises:
+            ConfigError: the optimizer cannot update them under this layout.
+        """
+        raise NotImplementedError
+
+    def shares(self, dims: Mapping[str, int]) -> list[Share]:
+        """The parameters, given with the number of their dims, by what they are updated with."""
+        names: dict[tuple[str | None, bool], list[str]] = {}
+        for name, dim in dims.items():
+            pattern = next((p for p in self.groups if fnmatchcase(name, p)), None)
+            decays = dim > 1 or "weight_decay" in self.groups.get(pattern or "", {})
+            names.setdefault((pattern, decays), []).append(name)
+        return [
+            self._share(pattern, decays, tuple(alike)) for (pattern, decays), alike in names.items()
+        ]
+
+    def _share(self, pattern: str | None, decays: bool, names: tuple[str, ...]) -> Share:
+        own = self if pattern is None else self._of_group(pattern)
+        peak = self.learning_rate
+        return Share(
+            names=names,
+            config=own,
+            rate=own.learning_rate / peak if peak else 1.0,
+            weight_decay=own.weight_decay if decays else 0.0,
+        )
+
+    def _of_group(self, pattern: str) -> "OptimizerConfig":
+        try:
+            return evolve(self, groups={}, **self.groups[pattern])
+        except ConfigError as error:
+            raise ConfigError(f"group {pattern!r}: {error}") from error
 
 
-def learning_rate(step: int, config: AdamWConfig) -> float:
+def learning_rate(step: int, config: OptimizerConfig) -> float:
     """Rate of update number `step`, counted from 0.
 
     Warm-up: lr·(step+1)/warmup. Then lr·(f + (1-f)·d(t)), with t the share of `decay_steps` after
@@ -88,4 +293,4 @@ def learning_rate(step: int, config: AdamWConfig) -> float:
     span = max(config.decay_steps - config.warmup_steps, 1)
     passed = min((step - config.warmup_steps) / span, 1.0)
     floor = config.final_ratio
-    return peak * (floor + (1.0 - floor) * decays()[config.decay](passed))
+    return peak * (floor + (1.0 - floor) * decay_of(config.decay).share_left(passed))

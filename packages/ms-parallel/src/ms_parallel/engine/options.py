@@ -9,12 +9,17 @@ from attrs import field, frozen
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.balance.settings import method
-from ms_parallel.engine.optimizer import AdamWConfig
+from ms_parallel.engine.optimizer import OptimizerConfig, optimizer_of
+from ms_parallel.engine.optimizers.adamw import AdamWConfig
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.settings import a_path, number, one_of, whole
 from ms_parallel.split.recompute import Recompute
+
+
+def _optimizer(value: OptimizerConfig | str | Mapping[str, Any]) -> OptimizerConfig:
+    return value if isinstance(value, OptimizerConfig) else optimizer_of(value)
 
 
 @frozen(kw_only=True)
@@ -25,8 +30,9 @@ class EngineOptions:
         ConfigError: a value is of the wrong kind or out of range.
     """
 
-    optimizer: AdamWConfig = field(factory=AdamWConfig)
-    """AdamW's settings."""
+    optimizer: OptimizerConfig = field(factory=AdamWConfig, converter=_optimizer)
+    """The settings of the optimizer, whose class says which it is; or its name, or a table of its
+    `name` and settings."""
     schedule: Choice = field(default="1f1b", validator=a_path(objects=True))
     """A generator's name, such as `"1f1b"` or `"zb-v"`; the path of a CSV file in
     torch.distributed.pipelining's form; or a table. A file or table is of its own number of

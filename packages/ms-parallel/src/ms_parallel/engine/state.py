@@ -9,12 +9,11 @@ from ms_parallel.engine.trainable import Trainable
 from ms_parallel.errors import CheckpointError
 from ms_parallel.split.part import laid_out_like, local_part
 
-MOMENTS = ("optimizer.exp_avg.", "optimizer.exp_avg_sq.")
 TAKEN, STEP = "optimizer.taken", "engine.step"
 
 
 def state_of(trained: Trainable, step: int, beside: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights under their own names, moments under `optimizer.exp_avg.NAME` and the like.
+    """Weights under their own names, moments under `optimizer.MOMENT.NAME`.
 
     What is given `beside` them, such as the load of experts, comes under its own names.
 
@@ -24,12 +23,14 @@ def state_of(trained: Trainable, step: int, beside: Mapping[str, Tensor]) -> dic
     owners = {copy: owner for owner, copy in trained.plan.tied}
     state: dict[str, Tensor] = dict(beside)
     for own_name, parameter in trained.parameters.items():
-        name = owners.get(own_name, own_name)
-        if name in state:
-            continue
-        state[name] = parameter.detach()
-        for prefix, moment in zip(MOMENTS, trained.optimizer.moments[own_name], strict=True):
-            state[prefix + name] = laid_out_like(parameter, moment)
+        state.setdefault(owners.get(own_name, own_name), parameter.detach())
+    for moment, tensors in trained.optimizer.moments.items():
+        for own_name, tensor in tensors.items():
+            name = f"optimizer.{moment}.{owners.get(own_name, own_name)}"
+            state.setdefault(name, laid_out_like(trained.parameters[own_name], tensor))
+    for moment, tensors in trained.optimizer.whole.items():
+        for own_name, tensor in tensors.items():
+            state.setdefault(f"optimizer.{moment}.{owners.get(own_name, own_name)}", tensor)
     state[TAKEN] = torch.tensor(trained.optimizer.taken, dtype=torch.int64)
     state[STEP] = torch.tensor(step, dtype=torch.int64)
     return state
@@ -71,6 +72,7 @@ def _refresh_copies(trained: Trainable) -> None:
     for owner, copy in trained.plan.tied:
         if owner in trained.parameters and copy in trained.parameters:
             local_part(trained.parameters[copy]).copy_(local_part(trained.parameters[owner]))
-            moments = trained.optimizer.moments
-            for target, source in zip(moments[copy], moments[owner], strict=True):
-                target.copy_(source)
+            for moments in (trained.optimizer.moments, trained.optimizer.whole):
+                for tensors in moments.values():
+                    if owner in tensors and copy in tensors:
+                        tensors[copy].copy_(tensors[owner])

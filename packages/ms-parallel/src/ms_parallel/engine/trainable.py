@@ -1,20 +1,22 @@
 """The parameters that an engine trains, with their gradients and their optimizer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.engine.adamw import AdamW
 from ms_parallel.engine.gradients import is_counted, reduce_gradients, scale, squared_norm
-from ms_parallel.engine.optimizer import AdamWConfig
+from ms_parallel.engine.optimizer import OptimizerConfig
+from ms_parallel.engine.rules.grouped import GroupedOptimizer
+from ms_parallel.engine.rules.rule import Held
 from ms_parallel.models.plan import ModelPlan
+from ms_parallel.models.weight_names import Rules
 from ms_parallel.split.part import is_whole_here
 from ms_parallel.split.tensor_parallel import is_whole
 
 
 class Trainable:
-    """This process's parameters by name, and AdamW over them.
+    """This process's parameters by name, and the optimizer over them.
 
     Parameters that are neither split nor sharded have their gradients summed over the processes
     that read different rows, and count once in the norm.
@@ -25,6 +27,7 @@ class Trainable:
         placement: pipeline rank of each stage.
         groups: the layout's processes.
         config: the optimizer's settings.
+        weights: gives how a folder's tensors make up the parameters.
         frozen_too: also parameters that take no gradient.
     """
 
@@ -34,8 +37,9 @@ class Trainable:
         plan: ModelPlan,
         placement: Sequence[int],
         groups: Groups,
-        config: AdamWConfig,
+        config: OptimizerConfig,
         *,
+        weights: Callable[[], Rules],
         frozen_too: bool,
     ) -> None:
         self.plan, self.placement, self.groups = plan, placement, groups
@@ -62,8 +66,9 @@ class Trainable:
             if is_counted(name, plan, placement, groups)
             and (name not in alike or groups.place.rank == 0)
         ]
-        weights = [parameter for stage in stages.values() for parameter in stage.parameters()]
-        self.optimizer = AdamW(self.parameters, config, weights)
+        every = [parameter for stage in stages.values() for parameter in stage.parameters()]
+        held = Held(parameters=self.parameters, plan=plan, groups=groups, weights=weights)
+        self.optimizer = GroupedOptimizer(held, config, every)
 
     def _sum_over_rows(self, gradient: Tensor) -> Tensor:
         return self.groups.all_reduce(gradient.contiguous().clone(), "rows")

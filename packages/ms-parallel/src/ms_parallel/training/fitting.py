@@ -9,7 +9,7 @@ from ms_parallel.cluster.agreement import first_does
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.balance.settings import balance_of
 from ms_parallel.engine.engine import Engine
-from ms_parallel.engine.optimizer import AdamWConfig
+from ms_parallel.engine.optimizer import OptimizerConfig, optimizer_of
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.family import family_of
 from ms_parallel.models.registry import architecture, model_plan
@@ -125,18 +125,18 @@ def build_engine(
     )
 
 
-def _optimizer(options: Options, total: int) -> AdamWConfig:
+def _optimizer(options: Options, total: int) -> OptimizerConfig:
     warmup = total // 20 if options.warmup_steps is None else options.warmup_steps
-    return AdamWConfig(
+    return optimizer_of(
+        options.optimizer,
         learning_rate=options.learning_rate,
         warmup_steps=min(warmup, total - 1),
         decay=options.learning_rate_decay,
         decay_steps=total,
         final_ratio=options.final_learning_rate_ratio,
-        betas=options.betas,
-        epsilon=options.epsilon,
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
+        otherwise={"betas": options.betas, "epsilon": options.epsilon},
     )
 
 

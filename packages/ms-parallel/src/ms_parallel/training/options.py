@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from attrs import field, frozen
+from attrs import field, fields, frozen
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.balance.settings import method
-from ms_parallel.engine.optimizer import betas, decay
+from ms_parallel.engine.optimizer import betas, check_takes, decay, optimizer_of
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import OnEvent
 from ms_parallel.pipeline.choice import SEARCH
@@ -60,6 +60,12 @@ def _schedule(instance: object, attribute: Any, value: Any) -> None:
         raise ConfigError(f"schedule is {value!r}; {nearest(value, names)} Or name a CSV file")
 
 
+def _optimizer(instance: Any, attribute: Any, value: Any) -> None:
+    optimizer_of(value)
+    some = [f for f in fields(type(instance)) if f.name in ("betas", "epsilon")]
+    check_takes(value, [f.name for f in some if getattr(instance, f.name) != f.default])
+
+
 @frozen(eq=False)
 class Essentials:
     """The settings that `DistributedTrainer` takes by place too."""
@@ -68,8 +74,9 @@ class Essentials:
     """`llama`, `mistral`, `qwen2`, `qwen3`, or a folder with a Hugging Face config.json."""
     parallel_config: Layout | None = field(default=None, converter=_layout)
     """Axes such as `{"tensor_parallel": 2}`; None puts all processes on `data`."""
-    optimizer: str = field(default="AdamW", validator=one_of("AdamW"))
-    """The optimizer's name."""
+    optimizer: str | Mapping[str, Any] = field(default="AdamW", validator=_optimizer)
+    """`AdamW`, `Muon`, `SGD`, `Adafactor` or an elementwise class of torch.optim; or a table of the
+    `name` and its own settings, such as momentum = 0.95."""
     mixed_precision: bool = field(default=False, validator=flag)
     """Compute in bfloat16; weights, moments and sums stay float32."""
 
@@ -99,16 +106,17 @@ class Options(Essentials):
     """The highest rate, after the warm-up."""
     warmup_steps: int | None = field(default=None, validator=whole(least=0, optional=True))
     """Updates over which the rate rises; None for a twentieth of all."""
-    learning_rate_decay: str = field(default="cosine", validator=decay)
-    """How the rate falls to its end at the last update: `cosine` or `linear`."""
+    learning_rate_decay: str | Mapping[str, Any] = field(default="cosine", validator=decay)
+    """How the rate falls to its end at the last update: `cosine`, `linear` or `wsd`, which falls
+    over the last fifth; or a table of the `name` and its settings, such as share = 0.1."""
     final_learning_rate_ratio: float = field(default=0.1, validator=number(most=1.0))
     """Where the decay ends, as a share of learning_rate."""
     weight_decay: float = field(default=0.1, validator=number())
     """Decay of matrices; norms and biases are never decayed."""
     betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas)
-    """AdamW's decay of the first and second moment."""
+    """Decay of the first and second moment of AdamW, also beside Muon."""
     epsilon: float = field(default=1e-8, validator=number(least=1e-30))
-    """AdamW's guard against division by zero."""
+    """Guard of AdamW, also beside Muon, against division by zero."""
     max_grad_norm: float | None = field(default=1.0, validator=number(least=1e-30, optional=True))
     """Gradients of a greater norm are scaled down to it; None never scales."""
     schedule: str | Path | Schedule = field(default="1f1b", validator=_schedule)

@@ -51,7 +51,8 @@ class DistributedTrainer:
             config.json; if it has weights too, training starts from them.
         parallel_config: axes such as `{"tensor_parallel": 2}`, or a Layout; None puts all
             processes on `data`.
-        optimizer: `AdamW`.
+        optimizer: `AdamW`, `Muon`, `SGD`, `Adafactor`, or an elementwise class of torch.optim; or
+            a table of the `name` and its own settings.
         mixed_precision: compute in bfloat16; weights, moments and sums stay float32.
 
     Raises:
@@ -64,7 +65,7 @@ class DistributedTrainer:
         self,
         model_arch: str | Path,
         parallel_config: Layout | Mapping[str, int] | str | None = None,
-        optimizer: str = "AdamW",
+        optimizer: str | Mapping[str, Any] = "AdamW",
         mixed_precision: bool = False,
         **settings: Any,
     ) -> None:

@@ -2,9 +2,15 @@
 
 import math
 
+from attrs import frozen
+
 NAME = "cosine"
 
 
-def share_left(passed: float) -> float:
-    """The share of the fall that is still to come once a share `passed` of the updates is made."""
-    return 0.5 * (1.0 + math.cos(math.pi * passed))
+@frozen(kw_only=True)
+class Decay:
+    """Half a cosine."""
+
+    def share_left(self, passed: float) -> float:
+        """The share of the fall that is still to come once a share `passed` of updates is made."""
+        return 0.5 * (1.0 + math.cos(math.pi * passed))

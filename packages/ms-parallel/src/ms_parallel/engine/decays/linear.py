@@ -1,8 +1,14 @@
 """A straight line."""
 
+from attrs import frozen
+
 NAME = "linear"
 
 
-def share_left(passed: float) -> float:
-    """The share of the fall that is still to come once a share `passed` of the updates is made."""
-    return 1.0 - passed
+@frozen(kw_only=True)
+class Decay:
+    """A straight line."""
+
+    def share_left(self, passed: float) -> float:
+        """The share of the fall that is still to come once a share `passed` of updates is made."""
+        return 1.0 - passed

@@ -1,0 +1,29 @@
+"""Warm-up, stable, decay: the highest rate for most updates, then a fall (Hu et al., 2024)."""
+
+import math
+from typing import Literal
+
+from attrs import field, frozen
+
+from ms_parallel.settings import number, one_of
+
+NAME = "wsd"
+
+
+@frozen(kw_only=True)
+class Decay:
+    """The rate stays where the warm-up has brought it, and falls over the last updates alone.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    share: float = field(default=0.2, validator=number(least=1e-9, most=1.0))
+    """Of the updates behind the warm-up, those over which the rate falls."""
+    shape: Literal["linear", "sqrt"] = field(default="linear", validator=one_of("linear", "sqrt"))
+    """A straight line, or 1 - sqrt(t), which falls faster at first (Hägele et al., 2024)."""
+
+    def share_left(self, passed: float) -> float:
+        """The share of the fall that is still to come once a share `passed` of updates is made."""
+        fallen = max(passed - (1.0 - self.share), 0.0) / self.share
+        return 1.0 - min(math.sqrt(fallen) if self.shape == "sqrt" else fallen, 1.0)

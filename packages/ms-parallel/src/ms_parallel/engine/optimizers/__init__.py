@@ -1,0 +1,1 @@
+"""Optimizers, a file each, with their settings; `optimizer.optimizers` finds them."""

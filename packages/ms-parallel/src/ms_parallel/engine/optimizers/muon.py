@@ -1,0 +1,223 @@
+"""Muon (Jordan et al., 2024): the momentum of each hidden matrix, orthogonalised.
+
+On shards each whole matrix goes to one process that owns it, is orthogonalised there, and the
+parts of the result go back, both ways in the bfloat16 that the iteration computes in. So it is
+the same under every layout, and each is done once. Embeddings, heads, norms, biases and routers
+are updated by AdamW.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import accumulate, product
+from math import sqrt
+from typing import Any, Literal
+
+import torch
+from attrs import evolve, field, frozen
+from torch import Tensor
+
+from ms_parallel.engine.optimizer import LEAST, OptimizerConfig, Share, betas, kind_of
+from ms_parallel.engine.optimizers.adamw import adamw_rules
+from ms_parallel.engine.rules.rule import Held, Moments, Rule
+from ms_parallel.errors import ConfigError, ModelError
+from ms_parallel.models.weight_names import Box, pieces
+from ms_parallel.settings import flag, number, one_of, shown, whole
+from ms_parallel.split.exchange import Exchange, Key, overlap, relative
+from ms_parallel.split.part import local_part
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the polynomial of degree five; chosen for the steepest slope at 0 that still stays near 1."""
+ADAMW = ("*.gate.weight", "*.router.weight", "*.shared_expert_gate.weight")
+"""Matrices in blocks that choose rather than compute."""
+
+
+def _patterns(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+        raise ConfigError(f"adamw is {shown(value)}; give a list of patterns of names")
+    return tuple(value)
+
+
+def _fused(instance: object, attribute: Any, value: Any) -> None:
+    rows = value.values() if isinstance(value, Mapping) else [None]
+    for one in rows:
+        counts = one if isinstance(one, list | tuple) else [0]
+        if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts):
+            raise ConfigError(
+                f"{attribute.name} is {shown(value)}; give the rows of each matrix for a pattern of"
+                " names, such as {'*.qkv_proj.weight' = [64, 32, 32]}"
+            )
+
+
+@frozen(kw_only=True)
+class MuonConfig(OptimizerConfig):
+    """Muon for the matrices of blocks, AdamW for all else.
+
+    Raises:
+        ConfigError: a value is of the wrong kind or out of range.
+    """
+
+    momentum: float = field(default=0.95, validator=number(below=1.0))
+    """Decay of the mean of gradients."""
+    nesterov: bool = field(default=True, validator=flag)
+    """Look one step ahead along the momentum."""
+    iterations: int = field(default=5, validator=whole(most=99))
+    """Of Newton and Schulz."""
+    scale: Literal["match_rms_adamw", "original"] = field(
+        default="match_rms_adamw", validator=one_of("match_rms_adamw", "original")
+    )
+    """Of an update: 0.2·sqrt(max(rows, columns)), as great as AdamW's at the same rate (Liu et al.,
+    2025); or sqrt(max(1, rows/columns)), which needs a rate of its own, such as 0.02."""
+    adamw: tuple[str, ...] = field(default=ADAMW, converter=_patterns)
+    """Patterns of names of matrices in blocks that AdamW updates too; `*` stands for anything."""
+    adamw_learning_rate: float | None = field(default=None, validator=number(optional=True))
+    """AdamW's highest rate; None for the same."""
+    betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas)
+    """AdamW's decay of the first and second moment."""
+    epsilon: float = field(default=1e-8, validator=number(least=LEAST))
+    """Added to the root of AdamW's second moment."""
+    fused: Mapping[str, Sequence[int]] = field(factory=dict, validator=_fused)
+    """Rows of each of the matrices that lie one below the other in a weight, by pattern of names;
+    for modules that are not described elsewhere. Experts are always taken one by one."""
+
+    def rules(self, held: Held) -> list[Rule]:
+        """Muon's for each group of hidden matrices, AdamW's for each of the rest."""
+        hidden = {name for name in held.parameters if self._is_hidden(name, held)}
+        if not held.plan.blocks:
+            raise ConfigError(
+                "Muon is for the matrices of hidden layers, and this module has no plan that names"
+                " them; give plan=ModelPlan(blocks=...), such as blocks='layers.*'"
+            )
+        found: list[Rule] = [
+            MuonRule(held, share) for share in self.shares(dict.fromkeys(sorted(hidden), 2))
+        ]
+        rest = {name: p for name, p in held.parameters.items() if name not in hidden}
+        own = self.learning_rate if self.adamw_learning_rate is None else self.adamw_learning_rate
+        ratio = own / self.learning_rate if self.learning_rate else 1.0
+        return found + adamw_rules(evolve(self, learning_rate=own), rest, ratio)
+
+    def _is_hidden(self, name: str, held: Held) -> bool:
+        """Whether it is a matrix, or several, of a block."""
+        if name.endswith("bias") or not held.plan.holds((held.plan.blocks,), name):
+            return False
+        if any(fnmatchcase(name, pattern) for pattern in self.adamw):
+            return False
+        try:
+            style = held.plan.style(name) if held.plan.tensor else ""
+        except ModelError:  # an adapter, of which no plan knows
+            style = ""
+        if style in ("router", "split_heads"):
+            return False
+        dims = held.parameters[name].dim()
+        return dims == 2 or (dims > 2 and "expert" in name)
+
+
+class MuonRule:
+    """Muon over the local parts of matrices, whose momentum lies beside them.
+
+    Args:
+        held: all parameters.
+        share: those that are updated.
+    """
+
+    whole: Moments = {}  # noqa: RUF012 - there are none, and none is added
+
+    def __init__(self, held: Held, share: Share) -> None:
+        self.share = share
+        self.parameters = {name: held.parameters[name] for name in share.names}
+        self.momentum = {
+            name: torch.zeros_like(local_part(parameter))
+            for name, parameter in self.parameters.items()
+        }
+        boxes = {
+            (name, number): box
+            for name, parameter in self.parameters.items()
+            for number, box in enumerate(matrices(name, parameter.shape, held, share.config.fused))
+        }
+        sizes = {key: tuple(s.stop - s.start for s in box[-2:]) for key, box in boxes.items()}
+        costs = {key: float(r * c * min(r, c)) for key, (r, c) in sizes.items()}
+        self.exchange = Exchange(self.parameters, boxes, costs, held.groups)
+        factors = {key: self._factor(*size) for key, size in sizes.items()}
+        self.scaled = {name: self._scaled(name, factors) for name in self.parameters}
+
+    @property
+    def moments(self) -> Moments:
+        """The mean of the gradient."""
+        return {"momentum": self.momentum}
+
+    def step(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
+        """Update the parameters in place."""
+        config = self.share.config
+        ahead = {}
+        for name, buffer in self.momentum.items():
+            gradient = gradients[name]
+            buffer.lerp_(gradient, 1.0 - config.momentum)
+            update = gradient.lerp(buffer, config.momentum) if config.nesterov else buffer
+            ahead[name] = update.bfloat16()
+        whole = self.exchange.gather(ahead)
+        made = {
+            key: orthogonal(matrix.view(matrix.shape[-2:]), config.iterations).view(matrix.shape)
+            for key, matrix in whole.items()
+        }
+        updates = self.exchange.scatter(made, torch.bfloat16)
+        rate *= self.share.rate
+        for name, parameter in self.parameters.items():
+            local = local_part(parameter).mul_(1.0 - rate * self.share.weight_decay)
+            for box, factor in self.scaled[name]:
+                local[box].add_(updates[name][box], alpha=-rate * factor)
+
+    def _factor(self, rows: int, columns: int) -> float:
+        if self.share.config.scale == "original":
+            return sqrt(max(1.0, rows / columns))
+        return 0.2 * sqrt(max(rows, columns))
+
+    def _scaled(self, name: str, factors: Mapping[Key, float]) -> list[tuple[Box, float]]:
+        """Parts of this process's part of a parameter, each with the scale of its matrix."""
+        own = {key: factor for key, factor in factors.items() if key[0] == name}
+        if len(set(own.values())) == 1:
+            return [((...,), next(iter(own.values())))]  # type: ignore[list-item]
+        mine = self.exchange.mine[name]
+        common = {key: overlap(self.exchange.boxes[key], mine) for key in own}
+        return [(relative(box, mine), own[key]) for key, box in common.items() if box is not None]
+
+
+def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
+    """About U·Vᵀ of a matrix U·S·Vᵀ, by the iteration X ← aX + (bA + cA²)X with A = XXᵀ.
+
+    Args:
+        matrix: (rows, columns) in bfloat16; divided by its norm, so that it converges.
+        iterations: how often.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    found = matrix.mT if tall else matrix  # the Gram matrix is the smaller one
+    found = found / found.norm().clamp(min=1e-7)
+    for _ in range(iterations):
+        gram = found @ found.mT
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return (found.mT if tall else found).contiguous()
+
+
+def matrices(
+    name: str, shape: Sequence[int], held: Held, fused: Mapping[str, Sequence[int]]
+) -> Iterator[Box]:
+    """The matrices that a parameter holds, as boxes of it.
+
+    Raises:
+        ConfigError: the rows given in `fused` are not those of the parameter.
+    """
+    rows = next((tuple(n) for pattern, n in fused.items() if fnmatchcase(name, pattern)), None)
+    if rows is not None and sum(rows) != shape[-2]:
+        raise ConfigError(
+            f"fused gives {name} {sum(rows)} rows, and it has {shape[-2]}; give those of each of"
+            " its matrices"
+        )
+    for piece in pieces(held.weights(), name, shape):
+        *outer, down, across = piece.box
+        ends = list(accumulate(rows)) if rows else [down.stop]
+        starts = [0, *ends[:-1]] if rows else [down.start]
+        for index in product(*(range(one.start, one.stop) for one in outer)):
+            for start, end in zip(starts, ends, strict=True):
+                yield (*(slice(i, i + 1) for i in index), slice(start, end), across)
+
+
+KINDS = {"Muon": kind_of(MuonConfig)}

@@ -1,0 +1,97 @@
+"""Any elementwise optimizer of `torch.optim`, by the name of its class."""
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch.optim import Optimizer
+
+from ms_parallel.engine.optimizer import Kind, OptimizerConfig
+from ms_parallel.engine.rules.rule import Held, Rule
+from ms_parallel.engine.rules.torch_rule import PartsRule, is_elementwise
+from ms_parallel.errors import ConfigError
+from ms_parallel.settings import nearest, shown
+
+OURS = ("params", "lr", "weight_decay", "foreach", "fused", "capturable", "differentiable")
+"""Arguments that are not settings, or have keys of their own."""
+
+
+def _class(value: Any) -> Any:
+    return getattr(torch.optim, value, value) if isinstance(value, str) else value
+
+
+@frozen(kw_only=True)
+class TorchConfig(OptimizerConfig):
+    """An optimizer of torch's; the decay of weights is decoupled, whichever it is.
+
+    Raises:
+        ConfigError: it is none, does not take the settings, or cannot be used here.
+    """
+
+    kind: type[Optimizer] = field(converter=_class)
+    """The class, or its name in `torch.optim`. One that is not elementwise needs whole weights."""
+    settings: Mapping[str, Any] = field(factory=dict)
+    """Its arguments, but for `lr` and `weight_decay`."""
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if not (isinstance(self.kind, type) and issubclass(self.kind, Optimizer)):
+            raise ConfigError(f"kind is {shown(self.kind)}; give a class of torch.optim")
+        keys = keys_of(self.kind)
+        for key in self.settings:
+            if key not in keys:
+                raise ConfigError(
+                    f"optimizer {self.kind.__name__!r} has unknown setting {shown(key)};"
+                    f" {nearest(str(key), keys)}"
+                )
+        try:
+            is_elementwise(partial(_made, self))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"optimizer {self.kind.__name__!r} cannot be used: {str(error).splitlines()[0]}"
+            ) from error
+
+    def rules(self, held: Held) -> list[Rule]:
+        """One for each group, matrices and vectors apart."""
+        dims = {name: parameter.dim() for name, parameter in held.parameters.items()}
+        return [
+            PartsRule(held, share, partial(_made, share.config), self.kind.__name__)
+            for share in self.shares(dims)
+        ]
+
+
+def _made(config: TorchConfig, tensors: Any) -> Optimizer:
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in config.settings.items()}
+    without = {"weight_decay": 0.0} if "weight_decay" in _arguments(config.kind) else {}
+    make: Any = config.kind
+    made: Optimizer = make(tensors, lr=1.0, **without, **given)
+    return made
+
+
+def _arguments(kind: type[Optimizer]) -> list[str]:
+    return list(inspect.signature(kind).parameters)
+
+
+def keys_of(kind: type[Optimizer]) -> tuple[str, ...]:
+    """The settings of a class of torch's, beside those that all optimizers share."""
+    return tuple(name for name in _arguments(kind) if name not in OURS)
+
+
+def _kind(kind: type[Optimizer]) -> Kind:
+    keys = keys_of(kind)
+
+    def build(**given: Any) -> TorchConfig:
+        own = {key: given.pop(key) for key in keys if key in given}
+        return TorchConfig(kind=kind, settings=own, **given)
+
+    return Kind(build=build, keys=(*keys, "groups"))
+
+
+OTHERS = {
+    name: _kind(kind)
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+}

@@ -1,0 +1,1 @@
+"""How an optimizer's rules update the parts of the weights that a process holds."""

@@ -1,0 +1,83 @@
+"""Updates by planted gradients, which are the same under every layout; `run_processes` calls them.
+
+The gradients of a model differ in their last bits with the order of sums, which is none of an
+optimizer's doing; those planted here do not.
+"""
+
+import hashlib
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from runs import build
+from torch import Tensor
+
+from ms_parallel import checkpoint
+from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.engine import Engine
+from ms_parallel.split.part import part_of, whole_of
+
+RATE = 0.01
+
+
+def planted(name: str, step: int, shape: tuple[int, ...]) -> Tensor:
+    """A gradient that depends on nothing but its name and step."""
+    draw = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+    return torch.randn(shape, generator=draw)
+
+
+@torch.no_grad()
+def advance(engine: Engine, first: int, last: int) -> None:
+    """Updates number `first` up to, not including, `last`."""
+    for step in range(first, last):
+        gradients = {
+            name: planted(name, step, tuple(parameter.shape))[part_of(parameter).box].contiguous()
+            for name, parameter in engine.parameters.items()
+        }
+        engine.optimizer.step(gradients, RATE)
+
+
+def digest(tensor: Tensor) -> str:
+    """Of the bytes of a tensor."""
+    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def whole_state(engine: Engine) -> dict[str, str]:
+    """A digest of each tensor of the state that this process has, gathered."""
+    return {name: digest(whole_of(tensor)) for name, tensor in engine.state_dict().items()}
+
+
+def stepped(jobs: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """The state after `steps` updates of each job, which gives layout, settings and optimizer."""
+    torch.set_num_threads(1)
+    found = []
+    for job in jobs:
+        groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
+        engine = build(job["settings"], groups, optimizer=job["optimizer"])
+        advance(engine, 0, job["steps"])
+        found.append(whole_state(engine))
+    return found
+
+
+def handed_on(
+    saved: list[str], loaded: list[str], optimizer: Any, settings: dict[str, Any], folder: str
+) -> list[dict[str, str]]:
+    """The state after three updates, saved, and two more; or loaded from each, and two more."""
+    torch.set_num_threads(1)
+    found = []
+    for layout in saved:
+        engine = build(settings, connect(Layout.parse(layout), device="cpu"), optimizer=optimizer)
+        advance(engine, 0, 3)
+        checkpoint.save(Path(folder, layout), engine.state_dict(), step=3, facts={})
+    for layout in loaded:
+        groups = connect(Layout.parse(layout), device="cpu")
+        for source in sorted(Path(folder).iterdir()):
+            engine = build(settings, groups, optimizer=optimizer, seed=7)
+            state = engine.state_dict()
+            checkpoint.load(source, checkpoint.read_manifest(source), state)
+            engine.load_state_dict(state)
+            advance(engine, 3, 5)
+            found.append(whole_state(engine))
+    return found
