@@ -13,7 +13,7 @@ import torch
 from runs import build
 from torch import Tensor
 
-from ms_parallel import checkpoint
+from ms_parallel import ConfigError, TorchConfig, checkpoint
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
@@ -31,11 +31,12 @@ def planted(name: str, step: int, shape: tuple[int, ...]) -> Tensor:
 @torch.no_grad()
 def advance(engine: Engine, first: int, last: int) -> None:
     """Updates number `first` up to, not including, `last`."""
+    tied = {copy: owner for owner, copy in engine.plan.tied}
     for step in range(first, last):
-        gradients = {
-            name: planted(name, step, tuple(parameter.shape))[part_of(parameter).box].contiguous()
-            for name, parameter in engine.parameters.items()
-        }
+        gradients = {}
+        for name, parameter in engine.parameters.items():
+            whole = planted(tied.get(name, name), step, tuple(parameter.shape))
+            gradients[name] = whole[part_of(parameter).box].contiguous()
         engine.optimizer.step(gradients, RATE)
 
 
@@ -62,22 +63,35 @@ def stepped(jobs: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def handed_on(
-    saved: list[str], loaded: list[str], optimizer: Any, settings: dict[str, Any], folder: str
-) -> list[dict[str, str]]:
-    """The state after three updates, saved, and two more; or loaded from each, and two more."""
+    saved: list[str], loaded: list[str], optimizers: list[str], settings: dict[str, Any], at: str
+) -> dict[str, dict[str, str]]:
+    """The state after three updates under a layout, saved, and two more under another."""
     torch.set_num_threads(1)
-    found = []
-    for layout in saved:
-        engine = build(settings, connect(Layout.parse(layout), device="cpu"), optimizer=optimizer)
-        advance(engine, 0, 3)
-        checkpoint.save(Path(folder, layout), engine.state_dict(), step=3, facts={})
-    for layout in loaded:
-        groups = connect(Layout.parse(layout), device="cpu")
-        for source in sorted(Path(folder).iterdir()):
-            engine = build(settings, groups, optimizer=optimizer, seed=7)
-            state = engine.state_dict()
-            checkpoint.load(source, checkpoint.read_manifest(source), state)
-            engine.load_state_dict(state)
-            advance(engine, 3, 5)
-            found.append(whole_state(engine))
+    found = {}
+    for optimizer in optimizers:
+        folder = Path(at, optimizer)
+        for layout in saved:
+            groups = connect(Layout.parse(layout), device="cpu")
+            engine = build(settings, groups, optimizer=optimizer)
+            advance(engine, 0, 3)
+            checkpoint.save(folder / layout, engine.state_dict(), step=3, facts={})
+        for layout in loaded:
+            groups = connect(Layout.parse(layout), device="cpu")
+            for source in sorted(folder.iterdir()):
+                engine = build(settings, groups, optimizer=optimizer, seed=7)
+                state = engine.state_dict()
+                checkpoint.load(source, checkpoint.read_manifest(source), state)
+                engine.load_state_dict(state)
+                advance(engine, 3, 5)
+                found[f"{optimizer} {source.name} {layout}"] = whole_state(engine)
     return found
+
+
+def refused(layout: str) -> str:
+    """What is said of an optimizer that is not elementwise, under a layout."""
+    groups = connect(Layout.parse(layout), device="cpu")
+    try:
+        build({}, groups, optimizer=TorchConfig(kind=torch.optim.Muon))
+    except ConfigError as error:
+        return str(error)
+    return ""

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
+from launching import write_corpus, write_run
 from optimizer_runs import RATE, advance, planted
 from processes import run_processes
 from runs import FAMILIES, build, train
 
 from ms_parallel import ConfigError, DistributedTrainer, Engine, MuonConfig, SGDConfig, TorchConfig
+from ms_parallel.cli import main
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
@@ -324,3 +326,50 @@ def test_muon_gives_the_same_bits_under_every_layout(count: int) -> None:
     for number in range(len(LAYOUTS[count]) * len(names)):
         there = {name for of_rank in many for name in of_rank[number]}
         assert there == one[number % len(names)].keys()
+
+
+def test_state_goes_from_layout_to_layout_with_every_optimizer(tmp_path: Path) -> None:
+    """Saved under one after three updates, two more under another: the bits of five in one."""
+    names = ["muon", "sgd", "adafactor", "nadam"]
+    every = [{"layout": "data=1", "settings": {}, "steps": 5, "optimizer": name} for name in names]
+    ((one,), *_) = (run_processes(1, RUNS, "stepped", jobs=every),)
+    shared = {"optimizers": names, "settings": {}, "at": str(tmp_path)}
+    two = run_processes(
+        2,
+        RUNS,
+        "handed_on",
+        saved=["data=2", "tensor=2"],
+        loaded=["pipeline=2", "data=2"],
+        **shared,
+    )
+    again = run_processes(1, RUNS, "handed_on", saved=[], loaded=["data=1"], **shared)
+    seen = set()
+    for of_rank in (*two, *again):
+        for what, state in of_rank.items():
+            seen.add(what)
+            assert state.items() <= one[names.index(what.split()[0])].items(), what
+    assert len(seen) == len(names) * 2 * 3
+
+
+def test_what_is_not_elementwise_is_refused_where_weights_are_split() -> None:
+    """By name, in one line; it would be wrong in silence."""
+    for said in run_processes(2, RUNS, "refused", layout="data=2"):
+        assert said.startswith(
+            "optimizer 'Muon' is not elementwise and would be wrong on the parts"
+        )
+        assert "\n" not in said
+
+
+def test_a_run_file_trains_with_muon_and_wsd_and_keeps_to_its_optimizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table in the file; another optimizer cannot go on from there, other settings can."""
+    run = write_run(tmp_path / "run.toml", write_corpus(tmp_path / "corpus"), steps=2)
+    table = ["--set", "optimizer.name=muon", "--set", "optimizer.momentum=0.9"]
+    wsd = ["--set", "learning_rate_decay.name=wsd", "--set", "learning_rate_decay.share=0.5"]
+    assert main(["train", str(run), *table, *wsd]) == 0
+    capsys.readouterr()
+    assert main(["train", str(run), "--set", "optimizer=adamw", "--set", "steps=3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert 'optimizer is "AdamW", was "Muon"' in line
+    assert main(["train", str(run), *table[:2], *wsd, "--set", "steps=3"]) == 0

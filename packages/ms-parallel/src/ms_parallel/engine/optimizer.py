@@ -132,6 +132,15 @@ def decay(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         raise ConfigError(attribute.name + text.removeprefix("decay")) from error
 
 
+def named_optimizer(value: object) -> tuple[str, dict[str, Any]]:
+    """The name of an optimizer as it is spelled, and the settings beside it.
+
+    Raises:
+        ConfigError: there is none such.
+    """
+    return _chosen("optimizer", value, optimizers())
+
+
 def optimizer_of(
     value: object, otherwise: Mapping[str, Any] | None = None, **shared: Any
 ) -> "OptimizerConfig":
@@ -145,7 +154,7 @@ def optimizer_of(
     Raises:
         ConfigError: there is none such, or a setting cannot be used.
     """
-    name, given = _chosen("optimizer", value, optimizers())
+    name, given = named_optimizer(value)
     kind = optimizers()[name]
     apart = {key: own for key, own in (otherwise or {}).items() if key in kind.keys}
 
@@ -162,7 +171,7 @@ def check_takes(value: object, keys: Iterable[str]) -> None:
     Raises:
         ConfigError: it has not.
     """
-    name, _ = _chosen("optimizer", value, optimizers())
+    name, _ = named_optimizer(value)
     for key in keys:
         if key not in optimizers()[name].keys:
             raise ConfigError(f"optimizer {name!r} has no {key}; leave it out")

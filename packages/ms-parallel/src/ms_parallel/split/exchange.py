@@ -147,7 +147,7 @@ class Exchange:
             for _, peer, box in route:
                 side[peer] += _count(box)
         dist.all_to_all_single(come, flat, totals[1], totals[0], group=self.group)
-        arrived = zip(here, come.split(sizes), strict=True)
+        arrived = zip(here, torch.split(come, sizes), strict=True)
         return kept + [
             (one, values.view([s.stop - s.start for s in one[2]])) for one, values in arrived
         ]

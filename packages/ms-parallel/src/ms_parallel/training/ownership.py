@@ -10,6 +10,7 @@ from attrs import fields
 
 from ms_parallel import checkpoint
 from ms_parallel.cluster.agreement import first_does
+from ms_parallel.engine.optimizer import named_optimizer
 from ms_parallel.errors import ConfigError
 from ms_parallel.files.run_folder import SEAL, hold, inside, owner_of
 from ms_parallel.files.untrusted import read_bytes
@@ -21,10 +22,10 @@ WAIT_S = 20.0
 """For a run that is just ending, such as one whose launcher was killed."""
 WORK = ("checkpoints", "model", "shards")
 """What a run makes in its folder; until one of them is there, it has done nothing."""
-FIXED = ("seed", "sequence_length")
+FIXED = ("seed", "sequence_length", "optimizer")
 """Another value would go on from a place that another run has come to."""
 MODEL = "model_config."
-TABLES = ("model_arch", "model_config", "parallel_config")
+TABLES = ("model_arch", "model_config", "parallel_config", "optimizer")
 NOT_COMPARED = ("log_every", "on_event", "output_dir", "progress", "resume", "timeout_s")
 """Settings that change nothing in what is trained."""
 
@@ -93,7 +94,9 @@ def _settings(options: Options) -> dict[str, Any]:
     names = [f.name for f in fields(type(options)) if f.init and f.name not in NOT_COMPARED]
     plain = {name: _plain(getattr(options, name)) for name in names if name not in TABLES}
     model = {f"{MODEL}{name}": value for name, value in options.model_config.items()}
-    return {**plain, **model, "layout": str(options.parallel_config or "all on data")}
+    name, given = named_optimizer(options.optimizer)
+    optimizer = {"optimizer": name} | {f"optimizer.{key}": _plain(given[key]) for key in given}
+    return {**plain, **model, **optimizer, "layout": str(options.parallel_config or "all on data")}
 
 
 def _plain(value: Any) -> Any:

@@ -1,10 +1,11 @@
 """AdamW (Loshchilov and Hutter, 2019), fused where torch can."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.optim.adamw import adamw
 
 from ms_parallel.engine.optimizer import LEAST, OptimizerConfig, Share, betas, kind_of
@@ -13,6 +14,9 @@ from ms_parallel.settings import number
 from ms_parallel.split.part import local_part
 
 FUSED_DEVICES = {"cpu", "cuda"}
+UNIT = 16
+"""Numbers in the widest vector of a CPU. Torch rounds what is left behind the last one otherwise,
+so that weights would depend on where they are cut."""
 
 
 @frozen(kw_only=True)
@@ -72,15 +76,27 @@ class AdamWRule:
         held = [name for name, part in parts.items() if part.numel()]
         if not held:
             return
-        device = parts[held[0]].device if self.fused else "cpu"
-        steps = torch.full((len(held),), float(taken), device=device).unbind()
+        four = (parts, gradients, self.first, self.second)
+        rows = [[tensors[name] for tensors in four] for name in held]
+        odd = self.fused and rows[0][0].device.type == "cpu"
+        filled = [_filled(row) if odd and row[0].numel() % UNIT else row for row in rows]
+        self._step(filled, rate, taken)
+        for row, other in zip(rows, filled, strict=True):
+            if other is not row:
+                for tensor, longer in zip(row, other, strict=True):
+                    tensor.copy_(longer[: tensor.numel()].view_as(tensor))
+
+    def _step(self, rows: Sequence[Sequence[Tensor]], rate: float, taken: int) -> None:
+        """Update weights in place, each given with its gradient and moments."""
+        weights, gradients, first, second = map(list, zip(*rows, strict=True))
+        device = weights[0].device if self.fused else "cpu"
         adamw(
-            [parts[name] for name in held],
-            [gradients[name] for name in held],
-            [self.first[name] for name in held],
-            [self.second[name] for name in held],
+            weights,
+            gradients,
+            first,
+            second,
             [],
-            list(steps),
+            list(torch.full((len(weights),), float(taken), device=device).unbind()),
             foreach=False if self.fused else None,
             fused=self.fused,
             amsgrad=False,
@@ -91,6 +107,11 @@ class AdamWRule:
             eps=self.share.config.epsilon,
             maximize=False,
         )
+
+
+def _filled(row: Sequence[Tensor]) -> list[Tensor]:
+    """Flat copies with zeros behind, so that no element is computed outside of a vector."""
+    return [pad(tensor.flatten(), (0, -tensor.numel() % UNIT)) for tensor in row]
 
 
 KINDS = {"AdamW": kind_of(AdamWConfig)}
