@@ -8,7 +8,7 @@ from ms_parallel.cluster.layout import Layout, ModelShape, Place
 from ms_parallel.errors import LayoutError
 
 SIZES = st.integers(min_value=1, max_value=5)
-LAYOUTS = st.builds(Layout, data=SIZES, tensor=SIZES, pipeline=SIZES)
+LAYOUTS = st.builds(Layout, data=SIZES, tensor=SIZES, pipeline=SIZES, context=SIZES)
 SHAPE = ModelShape(
     layers=6,
     attention_heads=8,
@@ -69,7 +69,7 @@ def test_a_rank_or_place_outside_the_layout_is_refused() -> None:
         ({"tensor": 2.0}, "whole number"),
         ({"tensor": True}, "whole number"),
         ({"tensor": "2"}, "whole number"),
-        ({"context": 2}, "context=2 is not supported yet"),
+        ({"context": 0}, "at least 1"),
         ({"expert_parallel": 2}, "expert=2 is not supported yet"),
     ],
 )

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
-from ms_parallel.engine.microbatches import cut_batch, measure
+from ms_parallel.engine.microbatches import measure
 from ms_parallel.proof.batches import my_rows
 from ms_parallel.proof.records import Counterexample
 from ms_parallel.split.part import laid_out_like
@@ -22,15 +22,13 @@ def whole_gradients(engine: Engine, batch: Mapping[str, Tensor]) -> tuple[float,
     A tied copy goes under its owner's name. Weights stay as they are; every process calls it.
     """
     loss = NextTokenLoss()
-    rows = cut_batch(
-        my_rows(batch, engine.groups), engine.microbatch_size, engine.groups.layout.tensor
-    )
+    rows = engine.microbatches(my_rows(batch, engine.groups))
     weight, tokens = measure(rows, loss, engine.groups)
     with engine.balancer.accounting(tokens):
         losses = engine.backward(rows, loss, weight)
     engine.balancer.collect(tokens)
     total = torch.zeros((), device=engine.device)
-    if losses and engine.groups.place.tensor == 0:
+    if losses and engine.groups.place.speaks_for_rows:
         total += torch.stack(losses).sum()
     owners = {copy: owner for owner, copy in engine.plan.tied}
     found = {}

@@ -90,7 +90,8 @@ def probe_generation(engine: Engine, batch: Batch) -> tuple[Check, ...] | Counte
     for prompt, new in zip(prompts, made, strict=True):
         for count, token in enumerate(new):
             text = torch.tensor([prompt + new[:count]])
-            padded = torch.cat([text, text.new_zeros(1, -text.shape[1] % 2)], 1)
+            pads = text.new_zeros(1, -text.shape[1] % engine.groups.layout.row_parts)
+            padded = torch.cat([text, pads], 1)
             last = _local_logits(engine, {"tokens": padded})[0, text.shape[1] - 1]
             if int(last.argmax()) != token:
                 what = (

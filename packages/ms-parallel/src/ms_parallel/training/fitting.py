@@ -9,6 +9,7 @@ from ms_parallel.cluster.agreement import first_does
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.balance.settings import balance_of
 from ms_parallel.engine.engine import Engine
+from ms_parallel.engine.microbatches import check_length
 from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.family import family_of
@@ -72,11 +73,8 @@ def _check_sizes(options: Options, layout: Layout, config: Any) -> None:
             f"sequence_length={length} is longer than the model's {most} positions; lower it, or"
             " raise max_position_embeddings of model_config"
         )
-    if length % layout.tensor and model_plan(config).split_sequence:
-        raise ConfigError(
-            f"sequence_length={length} does not divide over tensor={layout.tensor}; choose a"
-            f" multiple of {layout.tensor}"
-        )
+    tensor = layout.tensor if model_plan(config).split_sequence else 1
+    check_length("sequence_length", length, tensor=tensor, context=layout.context)
     if options.batch_size % layout.readers:
         raise ConfigError(
             f"batch_size={options.batch_size} does not divide over data={layout.readers}; choose a"

@@ -129,7 +129,7 @@ def _rank(
         if any(_stage_has(name, layers, config) for layers in stages):
             whole += shape.numel()
             split = layout.tensor if plan.split_dim(name) is not None else 1
-            held += -(-shape.numel() // (split * layout.readers))
+            held += -(-shape.numel() // (split * layout.token_ranks))
     width = BFLOAT16_BYTES if options.mixed_precision else FLOAT32_BYTES
     position_bytes = config.hidden_size * ACTIVATION_BYTES * width // BFLOAT16_BYTES
     if options.recompute == "full":
@@ -140,7 +140,7 @@ def _rank(
         layers=layers,
         parameters=whole,
         state_bytes=held * STATE_FLOATS * FLOAT32_BYTES,
-        activation_bytes=positions * position_bytes * layers // len(stages) // layout.tensor,
+        activation_bytes=positions * position_bytes * layers // len(stages) // layout.row_parts,
     )
 
 
@@ -155,19 +155,25 @@ def _stage_has(name: str, layers: range, config: Any) -> bool:
 
 
 def picture(layout: Layout) -> str:
-    """The ranks of a layout: a row a pipeline stage, a column a data rank, tensor ranks in [].
+    """The ranks of a layout: a row a pipeline stage, a column a data rank.
+
+    Ranks that share out the same rows stand in [], context ranks between bars.
 
     >>> print(picture(Layout(pipeline=2, data=2)))
                 data 0  data 1
     pipeline 0  [0]     [1]
     pipeline 1  [2]     [3]
+    >>> print(picture(Layout(data=2, context=2, tensor=2)))
+                data 0       data 1
+    pipeline 0  [0 1 | 2 3]  [4 5 | 6 7]
     """
     if layout.world_size > MOST_DRAWN:
         return f"{layout.world_size:,} ranks, too many to draw"
     cells: dict[tuple[int, int], list[str]] = {}
     for rank in range(layout.world_size):
         place = layout.place(rank)
-        cells.setdefault((place.pipeline, place.rank), []).append(str(rank))
+        shown = f"| {rank}" if place.context > 0 and place.tensor == 0 else str(rank)
+        cells.setdefault((place.pipeline, place.rank), []).append(shown)
     rows = [["", *(f"data {reader}" for reader in range(layout.readers))]]
     for stage in range(layout.pipeline):
         ranks = (" ".join(cells[stage, reader]) for reader in range(layout.readers))
