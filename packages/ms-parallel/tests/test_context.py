@@ -16,6 +16,8 @@ RUNS = Path(__file__).parent / "context_runs.py"
 TOLERANCE = 1e-12
 STRADDLING = [3, 1, 7, 2]
 """Lengths of documents in a row of 16: one of a single token, and one on both sides of each cut."""
+LOSSES = {"balance", "balance_coefficient", "router_z_coefficient"}
+"""Options that change what one process computes."""
 PLAIN: dict[str, Any] = {"num_key_value_heads": 4}
 GROUPED: dict[str, Any] = {"num_key_value_heads": 2, "tie_word_embeddings": True}
 WINDOW: dict[str, Any] = {"model_type": "mistral", "sliding_window": 5}
@@ -31,7 +33,8 @@ def check(jobs: list[dict[str, Any]], folder: Path) -> None:
     """Every job gives the loss and gradients of one process."""
     known: list[dict[str, Any]] = []
     for each in jobs:
-        one = {**each, "layout": "data=1", "options": {}}
+        kept = {name: value for name, value in each.get("options", {}).items() if name in LOSSES}
+        one = {**each, "layout": "data=1", "options": kept}
         if one not in known:
             known.append(one)
         each["reference"] = known.index(one)

@@ -69,7 +69,7 @@ class Place:
 
     @property
     def speaks_for_rows(self) -> bool:
-        """Whether its loss counts, among those of the processes that compute it of the same rows."""
+        """Whether its loss counts, among those of processes that compute it of the same rows."""
         return self.tensor == 0 and self.context == 0
 
     def __eq__(self, other: object) -> bool:

@@ -120,7 +120,13 @@ class Engine:
         )
         own = isinstance(model, nn.Module)
         self.runtime = Runtime(self.stages, self.groups, call_own if own else call_stage)
-        self.splitter = Splitter(self.config, self.groups, chosen.context_balance)
+        self.splitter = Splitter(
+            self.config,
+            self.groups,
+            chosen.context_attention,
+            chosen.context_balance,
+            2 if chosen.mixed_precision else torch.get_default_dtype().itemsize,
+        )
         self.trained = self._trainable(frozen_too=not own)
         mixture = getattr(self.config, "mixture", None)
         self.balancer = Balancer(self.stages, mixture, self.groups, balance_of(chosen))

@@ -18,6 +18,7 @@ from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.schedules.table.schedule import Schedule
+from ms_parallel.split.context.kinds import check_context
 from ms_parallel.training.optional import data_package, operators_of
 from ms_parallel.training.options import Options
 from ms_parallel.training.tokenizer import with_ends
@@ -62,6 +63,7 @@ def fit_model(options: Options, layout: Layout, shards: Path | None) -> Any:
     _check_sizes(options, layout, config)
     balance_of(options).of(getattr(config, "mixture", None))
     family_of(config).check_layout(config, layout)
+    check_context(options.context_attention, config, layout)
     return config if shards is None else with_ends(config, shards, options.model_folder)
 
 
@@ -112,6 +114,8 @@ def build_engine(
         microbatch_size=microbatch(options, layout),
         mixed_precision=options.mixed_precision,
         recompute=options.recompute,
+        context_attention=options.context_attention,
+        context_balance=options.context_balance,
         balance=options.balance,
         balance_coefficient=options.balance_coefficient,
         balance_bias_rate=options.balance_bias_rate,

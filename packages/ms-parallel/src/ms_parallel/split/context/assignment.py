@@ -8,22 +8,14 @@ ones make all blocks alike.
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Literal, get_args
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from ms_parallel.models.spans import WORTH_IT
+from ms_parallel.split.context.kinds import Balance
 
-Balance = Literal["balanced", "zig-zag"]
-"""How blocks are assigned to processes:
-
-- `balanced`: the dearest block first, each to the process whose blocks have cost least so far.
-- `zig-zag`: two blocks a process, the first and the last, the second and the last but one, and so
-  on; even for rows of one document.
-"""
-BALANCES = get_args(Balance)
 GOOD_ENOUGH = 1.02
 """Cost of the slowest process over the mean, at which blocks are small enough."""
 MOST_BLOCKS = 64
@@ -150,6 +142,10 @@ class Piece:
     """The place at which the first of their documents begins."""
     mixed: bool
     """Whether other documents stand among the keys."""
+
+    def first_seen(self, window: int | None) -> int:
+        """The first place that any of its queries sees."""
+        return self.first_key if window is None else max(self.first_key, self.start - window + 1)
 
 
 def pieces_of(order: Tensor, starts: Tensor) -> Sequence[Piece]:

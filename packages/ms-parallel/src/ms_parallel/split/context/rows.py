@@ -4,37 +4,61 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ms_parallel.split.context.assignment import Piece
-from ms_parallel.split.context.exchange import gathered, reordered
+from ms_parallel.models.spans import attend_in_spans, document_lengths
+from ms_parallel.split.context.assignment import Piece, pieces_of
+from ms_parallel.split.context.blocks import Scores
+from ms_parallel.split.context.exchange import gathered, reordered, traded
+from ms_parallel.split.context.ring import Meeting, Ring, meetings_of, ring_attention
+
+Operator = Callable[..., Tensor]
+
+
+@frozen(kw_only=True)
+class Exchange:
+    """How attention of positions that are shared out sees whole rows.
+
+    First the processes along `heads` trade positions for heads; then those along `positions` gather
+    keys and values, or send them round.
+    """
+
+    whole: DeviceMesh
+    """All processes of the context axis."""
+    heads: DeviceMesh | None
+    positions: DeviceMesh | None
+    ring: bool
+    """Whether keys and values go round."""
 
 
 class SharedRows:
     """Which positions this process has, and how what it makes of them is put together.
 
     Args:
-        order: (B, S) int64 on the device, as in `Assignment`.
-        documents: (B, S) int32 on the device, or None.
-        pieces: of this process.
-        mesh: the context axis.
+        order: (B, S) int64, as in `Assignment`.
+        starts: (B, S), as `document_starts` gives them.
+        documents: (B, S) int32 or None, on the device.
+        exchange: how attention sees whole rows.
     """
 
     def __init__(
-        self,
-        order: Tensor,
-        documents: Tensor | None,
-        pieces: Sequence[Piece],
-        mesh: DeviceMesh,
+        self, order: Tensor, starts: Tensor, documents: Tensor | None, exchange: Exchange
     ) -> None:
-        self.order, self.inverse = order, order.argsort(1)
-        self.documents = documents
-        self.pieces = pieces
-        self.mesh = mesh
-        share = order.shape[1] // mesh.size()
-        first = mesh.get_local_rank() * share
-        self.own = order[:, first : first + share]
+        device = torch.device(exchange.whole.device_type)
+        self.starts, self.documents, self.exchange = starts, documents, exchange
+        nodes = 1 if exchange.positions is None else exchange.positions.size()
+        self.parts = order.chunk(nodes, 1)
+        """Places of each process along `positions`, (B, S / their number)."""
+        self.lengths = document_lengths(documents) if nodes == 1 else None
+        self.order = order.to(device)
+        self.inverse = self.order.argsort(1)
+        share = order.shape[1] // exchange.whole.size()
+        first = exchange.whole.get_local_rank() * share
+        self.own = self.order[:, first : first + share]
+        self.met: dict[tuple[int, int | None], list[Meeting]] = {}
+        self.pieces: dict[int, Sequence[Piece]] = {}
 
     def mine(self, x: Tensor) -> Tensor:
         """This process's positions (B, S/N, ...) of all of them (B or 1, S, ...)."""
@@ -43,32 +67,105 @@ class SharedRows:
 
     def whole(self, part: Tensor) -> Tensor:
         """All positions of each process's; see `RowSplit`."""
-        return reordered(gathered(part, self.mesh, summed=False), self.inverse, self.order)
+        together = gathered(part, self.exchange.whole, summed=False)
+        return reordered(together, self.inverse, self.order)
 
     def attend(
-        self, operator: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, **settings: Any
+        self, operator: Operator, q: Tensor, k: Tensor, v: Tensor, **settings: Any
+    ) -> Tensor:
+        """Attention over whole rows; see `RowSplit`."""
+        heads = self.exchange.heads
+        if heads is None:
+            return self._across(operator, q, k, v, settings)
+        repeats = _repeats(q.shape[2], k.shape[2], heads.size())
+        k, v = (x.repeat_interleave(repeats, 2) if repeats > 1 else x for x in (k, v))
+        q, k, v = (traded(x, heads, from_dim=1, to_dim=2) for x in (q, k, v))
+        if (sinks := settings.get("sinks")) is not None:
+            settings["sinks"] = sinks.chunk(heads.size())[heads.get_local_rank()]
+        out = self._across(operator, q, k, v, settings)
+        return traded(out, heads, from_dim=2, to_dim=1)
+
+    def _across(
+        self, operator: Operator, q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any]
+    ) -> Tensor:
+        """Attention of the positions of this process along `positions`."""
+        mesh = self.exchange.positions
+        if mesh is not None and self.exchange.ring:
+            return self._round(q, k, v, mesh, **settings)
+        if mesh is not None:
+            return self._gathered(operator, q, k, v, mesh, settings)
+        if self.lengths is not None:
+            return attend_in_spans(operator, q, k, v, self.lengths, **settings)
+        return operator(q, k, v, documents=self.documents, **settings)
+
+    def _gathered(
+        self,
+        operator: Operator,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mesh: DeviceMesh,
+        settings: dict[str, Any],
     ) -> Tensor:
         """Gather keys and values of the whole rows, and attend to them from each piece.
 
         A piece's queries are the last positions of the keys that it is given, as in a cache, so
         that every operator can do it.
         """
-        width = k.shape[3]
-        both = gathered(torch.cat((k, v), 3), self.mesh, summed=True)
+        both = gathered(torch.cat((k, v), 3), mesh, summed=True)
         both = reordered(both, self.inverse, self.order)
         made = []
-        for piece in self.pieces:
-            row, first = slice(piece.row, piece.row + 1), _first_key(piece, settings.get("window"))
+        for piece in self._pieces(mesh.get_local_rank()):
+            row, first = slice(piece.row, piece.row + 1), piece.first_seen(settings.get("window"))
             queries = q[row, piece.offset : piece.offset + piece.stop - piece.start]
             seen = both[row, first : piece.stop]
-            keys, values = seen[..., :width], seen[..., width:]
             documents = None
             if piece.mixed and self.documents is not None:
                 documents = self.documents[row, first : piece.stop]
+            keys, values = seen[..., : k.shape[3]], seen[..., k.shape[3] :]
             made.append(operator(queries, keys, values, documents=documents, **settings))
         return torch.cat(made, 1).view(*q.shape[:3], v.shape[3])
 
+    def _round(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mesh: DeviceMesh,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Send keys and values round; the operator is not asked, as it gives no logsumexp."""
+        here = mesh.get_local_rank()
+        return ring_attention(
+            q,
+            k,
+            v,
+            sinks,
+            Ring(group=mesh.get_group(), index=here, count=mesh.size()),
+            lambda source: self._meetings(here, source, window),
+            Scores(scale=q.shape[3] ** -0.5 if scale is None else scale, softcap=softcap),
+        )
 
-def _first_key(piece: Piece, window: int | None) -> int:
-    """The first place that any query of a piece sees."""
-    return piece.first_key if window is None else max(piece.first_key, piece.start - window + 1)
+    def _pieces(self, node: int) -> Sequence[Piece]:
+        """Of a process along `positions`."""
+        if node not in self.pieces:
+            self.pieces[node] = pieces_of(self.parts[node], self.starts)
+        return self.pieces[node]
+
+    def _meetings(self, here: int, source: int, window: int | None) -> list[Meeting]:
+        key = source, window
+        if key not in self.met:
+            theirs, device = self._pieces(source), self.order.device
+            found = meetings_of(self._pieces(here), theirs, self.starts, window)
+            self.met[key] = [each.to(device) for each in found]
+        return self.met[key]
+
+
+def _repeats(queries: int, keys: int, count: int) -> int:
+    """How often each head of keys is repeated, so that `count` processes get equal shares."""
+    group = queries // keys
+    return next(n for n in range(1, group + 1) if group % n == 0 and keys * n % count == 0)

@@ -4,25 +4,26 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from attrs import frozen
 from torch import Tensor
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.staged import RowSplit
 from ms_parallel.split.context.assignment import (
-    Balance,
     assign,
     document_starts,
-    pieces_of,
     token_costs,
 )
-from ms_parallel.split.context.rows import SharedRows
+from ms_parallel.split.context.kinds import Balance, HeadSizes, Kind, choose, traders
+from ms_parallel.split.context.rows import Exchange, SharedRows
 
 
 @frozen(kw_only=True)
 class ContextLoad:
     """How evenly the cost of attention was shared out: the slowest process's over the mean."""
 
+    kind: Kind
     imbalance: float
     zig_zag_imbalance: float
     """What two blocks a process, one early and one late, would have had."""
@@ -32,37 +33,67 @@ class Splitter:
     """Shares out rows over the context axis.
 
     Args:
-        config: of the model, for the windows of its layers.
+        config: of the model.
         groups: the layout's processes.
+        kind: how attention sees whole rows.
         balance: how blocks of a row are assigned to processes.
+        element_bytes: of a number that is sent.
+
+    Raises:
+        LayoutError: the heads do not divide as the kind needs it.
     """
 
-    def __init__(self, config: Any, groups: Groups, balance: Balance) -> None:
-        self.groups, self.balance = groups, balance
-        self.windows = windows_of(config)
+    def __init__(
+        self, config: Any, groups: Groups, kind: Kind, balance: Balance, element_bytes: int
+    ) -> None:
+        self.groups, self.kind, self.balance = groups, kind, balance
+        self.element_bytes = element_bytes
         self.count = groups.layout.context
         self.load: ContextLoad | None = None
         """Of the last microbatch; None where nothing was shared out."""
+        self.exchanges: dict[Kind, Exchange] = {}
+        if self.count > 1:
+            self.windows = windows_of(config)
+            self.sizes = HeadSizes.of(config, groups.layout.tensor)
+            traders(kind, self.count, self.sizes)
 
     def split(self, batch: Mapping[str, Tensor]) -> RowSplit | None:
         """How the rows of a microbatch are shared out; None where one process has them whole."""
         if self.count == 1:
             return None
+        tokens = batch["tokens"]
+        kind = choose(self.kind, self.count, self.sizes, tokens.numel(), self.element_bytes)
+        exchange = self._exchange(kind)
         documents = batch.get("documents")
-        starts = document_starts(documents, *batch["tokens"].shape)
-        costs = token_costs(starts, self.windows)
-        chosen = assign(costs, self.count, self.balance)
-        plain = assign(costs, self.count, "zig-zag")
-        self.load = ContextLoad(imbalance=chosen.imbalance, zig_zag_imbalance=plain.imbalance)
-        share, here = costs.shape[1] // self.count, self.groups.place.context
-        own = chosen.order[:, here * share : (here + 1) * share]
-        device = self.groups.device
-        return SharedRows(
-            chosen.order.to(device),
-            None if documents is None else documents.to(device),
-            pieces_of(own, starts),
-            self.groups.mesh["context"],
-        )
+        starts = document_starts(documents, *tokens.shape)
+        order = torch.arange(tokens.shape[1]).expand(tokens.shape)
+        self.load = ContextLoad(kind=kind, imbalance=1.0, zig_zag_imbalance=1.0)
+        if exchange.positions is not None:
+            costs, count = token_costs(starts, self.windows), exchange.positions.size()
+            chosen = assign(costs, count, self.balance)
+            order, plain = chosen.order, assign(costs, count, "zig-zag")
+            self.load = ContextLoad(
+                kind=kind, imbalance=chosen.imbalance, zig_zag_imbalance=plain.imbalance
+            )
+        if documents is not None:
+            documents = documents.to(self.groups.device)
+        return SharedRows(order, starts, documents, exchange)
+
+    def _exchange(self, kind: Kind) -> Exchange:
+        """Along which processes a kind trades and gathers."""
+        if kind not in self.exchanges:
+            mesh = self.groups.mesh["context"]
+            trading = traders(kind, self.count, self.sizes)
+            heads, positions = (mesh, None) if trading == self.count else (None, mesh)
+            if 1 < trading < self.count:
+                sizes = (self.count // trading, trading)
+                names = ("context_positions", "context_heads")
+                both = mesh._unflatten(0, sizes, names)
+                positions, heads = both[names[0]], both[names[1]]
+            self.exchanges[kind] = Exchange(
+                whole=mesh, heads=heads, positions=positions, ring=kind.endswith("ring")
+            )
+        return self.exchanges[kind]
 
 
 def windows_of(config: Any) -> dict[int | None, int]:
