@@ -87,3 +87,31 @@ def differences(jobs: list[dict[str, Any]], folder: str) -> list[dict[str, float
             apart[name] = float((gradient - expected[name]).abs().max()) / largest
         found.append(apart)
     return found
+
+
+def _logits(engine: Engine, batch: dict[str, Tensor]) -> Tensor:
+    return engine.evaluate(batch, lambda output, _: output.logits())
+
+
+def leaks(jobs: list[dict[str, Any]]) -> list[list[str]]:
+    """What moves by a bit that must not, when one token of a document is changed, for each job."""
+    found = []
+    for job in jobs:
+        engine, batch = engine_of(job), batch_of(job)
+        before, wrong = _logits(engine, batch), []
+        documents = batch["documents"]
+        for number in documents[0].unique().tolist():
+            own = documents == number
+            at = int(own[0].nonzero()[:, 0].median())
+            changed = {**batch, "tokens": batch["tokens"].clone()}
+            changed["tokens"][0, at] = (changed["tokens"][0, at] + 1) % VOCABULARY
+            moved = (_logits(engine, changed) != before).any(-1)
+            own[1:] = False
+            if bool(moved[~own].any()):
+                wrong.append(f"document {number} moves another")
+            if bool(moved[0, :at].any()):
+                wrong.append(f"token {at} moves one before it")
+            if not bool(moved[0, at]):
+                wrong.append(f"token {at} does not move itself")
+        found.append(wrong)
+    return found

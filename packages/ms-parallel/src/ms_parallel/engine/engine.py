@@ -40,6 +40,7 @@ from ms_parallel.pipeline.choice import Tables
 from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.pipeline.runtime import Runtime, call_stage
 from ms_parallel.signature import takes
+from ms_parallel.split.context.kinds import check_context
 from ms_parallel.split.context.splitter import ContextLoad, Splitter
 from ms_parallel.split.own_model import OwnModelConfig, call_own
 from ms_parallel.split.part import drop_gathered, is_whole_here
@@ -105,6 +106,7 @@ class Engine:
         self.options = chosen = EngineOptions(**options)
         layout = chosen.groups.layout if chosen.groups else layout or Layout()
         self.config, self.plan = describe(model, chosen.plan, layout, chosen.recompute)
+        check_context(chosen.context_attention, self.config, layout)
         self.groups = chosen.groups or connect(layout, device=chosen.device)
         if chosen.mixed_precision and dist.get_rank() == 0:
             warn_of_slow_bfloat16(self.device)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ms_parallel.cluster.layout import Layout
+from ms_parallel.cluster.layout import AXES, Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.engine.microbatches import measure
@@ -88,7 +88,7 @@ def _ratio(found: Tensor, right: Tensor, layout: Layout, microbatches: int) -> s
     ratio = float((found * right).sum()) / square
     if not float((found - ratio * right).abs().max()) <= 1e-9 * float(right.abs().max()):
         return ""
-    sizes = {"data": layout.data, "tensor": layout.tensor, "pipeline": layout.pipeline}
+    sizes = {axis: getattr(layout, axis) for axis in AXES}
     sizes["microbatches"] = microbatches
     for name, size in sizes.items():
         if size > 1 and abs(ratio - 1 / size) < 1e-9:

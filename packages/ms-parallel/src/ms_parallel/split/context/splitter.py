@@ -35,12 +35,9 @@ class Splitter:
     Args:
         config: of the model.
         groups: the layout's processes.
-        kind: how attention sees whole rows.
+        kind: how attention sees whole rows, as `check_context` accepts it.
         balance: how blocks of a row are assigned to processes.
         element_bytes: of a number that is sent.
-
-    Raises:
-        LayoutError: the heads do not divide as the kind needs it.
     """
 
     def __init__(
@@ -55,7 +52,6 @@ class Splitter:
         if self.count > 1:
             self.windows = windows_of(config)
             self.sizes = HeadSizes.of(config, groups.layout.tensor)
-            traders(kind, self.count, self.sizes)
 
     def split(self, batch: Mapping[str, Tensor]) -> RowSplit | None:
         """How the rows of a microbatch are shared out; None where one process has them whole."""
