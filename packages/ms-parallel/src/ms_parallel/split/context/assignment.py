@@ -16,8 +16,10 @@ from torch import Tensor
 from ms_parallel.models.spans import WORTH_IT
 from ms_parallel.split.context.kinds import Balance
 
-GOOD_ENOUGH = 1.02
+GOOD_ENOUGH = 1.05
 """Cost of the slowest process over the mean, at which blocks are small enough."""
+MOST_QUERIES = 512
+"""Of a piece: each of its queries is held against all keys that its last one sees."""
 MOST_BLOCKS = 64
 """Of a row on one process: each is a call of attention."""
 
@@ -149,7 +151,7 @@ class Piece:
 
 
 def pieces_of(order: Tensor, starts: Tensor) -> Sequence[Piece]:
-    """The pieces of one process, row after row; a document each, unless documents are short.
+    """The pieces of one process, row after row; of one document each, unless those are short.
 
     Args:
         order: (B, S/N) of the process, each row ascending.
@@ -169,6 +171,8 @@ def _pieces(order: Tensor, starts: Tensor, *, apart: bool) -> Sequence[Piece]:
         new[1:] = places[1:] != places[:-1] + 1
         if apart:
             new[1:] |= own[1:] != own[:-1]
+        at = torch.arange(len(places))
+        new |= (at - torch.where(new, at, 0).cummax(0).values) % MOST_QUERIES == 0
         offsets = [*new.nonzero()[:, 0].tolist(), len(places)]
         for offset, end in pairwise(offsets):
             start, key = int(places[offset]), int(own[offset:end].min())

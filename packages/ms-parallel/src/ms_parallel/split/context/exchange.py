@@ -60,3 +60,43 @@ class _Reorder(torch.autograd.Function):
         order, inverse = ctx.saved_tensors
         back: Tensor = _Reorder.apply(gradient.contiguous(), inverse, order)  # type: ignore[no-untyped-call]
         return back, None, None
+
+
+class Spans:
+    """Overlapping parts of a tensor, whose gradients are added up in one place.
+
+    Slices alone would each give a gradient of the whole tensor's size.
+
+    Args:
+        count: how many parts will be taken; the backward needs those of all.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = self.left = count
+        self.gradient: Tensor | None = None
+
+    def at(self, whole: Tensor, rows: slice, positions: slice) -> Tensor:
+        """One part of the tensor (B, S, ...)."""
+        made: Tensor = _Span.apply(whole, self, (rows, positions))  # type: ignore[no-untyped-call]
+        return made
+
+
+class _Span(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, spans: Spans, place: tuple[slice, slice]) -> Tensor:
+        """The part at a place."""
+        ctx.spans, ctx.place, ctx.shape = spans, place, whole.shape
+        return whole[place]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        """The sum of all parts' gradients, with the last of them."""
+        spans: Spans = ctx.spans
+        if spans.gradient is None:
+            spans.gradient = gradient.new_zeros(ctx.shape)
+        spans.gradient[ctx.place] += gradient
+        spans.left -= 1
+        if spans.left:
+            return None, None, None
+        total, spans.gradient, spans.left = spans.gradient, None, spans.count
+        return total, None, None

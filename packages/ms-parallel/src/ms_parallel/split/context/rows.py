@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ms_parallel.models.spans import attend_in_spans, document_lengths
 from ms_parallel.split.context.assignment import Piece, pieces_of
 from ms_parallel.split.context.blocks import Scores
-from ms_parallel.split.context.exchange import gathered, reordered, traded
+from ms_parallel.split.context.exchange import Spans, gathered, reordered, traded
 from ms_parallel.split.context.ring import Meeting, Ring, meetings_of, ring_attention
 
 Operator = Callable[..., Tensor]
@@ -107,24 +107,12 @@ class SharedRows:
         mesh: DeviceMesh,
         settings: dict[str, Any],
     ) -> Tensor:
-        """Gather keys and values of the whole rows, and attend to them from each piece.
-
-        A piece's queries are the last positions of the keys that it is given, as in a cache, so
-        that every operator can do it.
-        """
+        """Gather keys and values of the whole rows, and attend to them from each piece."""
         both = gathered(torch.cat((k, v), 3), mesh, summed=True)
         both = reordered(both, self.inverse, self.order)
-        made = []
-        for piece in self._pieces(mesh.get_local_rank()):
-            row, first = slice(piece.row, piece.row + 1), piece.first_seen(settings.get("window"))
-            queries = q[row, piece.offset : piece.offset + piece.stop - piece.start]
-            seen = both[row, first : piece.stop]
-            documents = None
-            if piece.mixed and self.documents is not None:
-                documents = self.documents[row, first : piece.stop]
-            keys, values = seen[..., : k.shape[3]], seen[..., k.shape[3] :]
-            made.append(operator(queries, keys, values, documents=documents, **settings))
-        return torch.cat(made, 1).view(*q.shape[:3], v.shape[3])
+        k, v = both[..., : k.shape[3]], both[..., k.shape[3] :]
+        pieces = self._pieces(mesh.get_local_rank())
+        return attend_in_pieces(operator, q, k, v, pieces, self.documents, **settings)
 
     def _round(
         self,
@@ -163,6 +151,45 @@ class SharedRows:
             found = meetings_of(self._pieces(here), theirs, self.starts, window)
             self.met[key] = [each.to(device) for each in found]
         return self.met[key]
+
+
+def attend_in_pieces(
+    operator: Operator,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pieces: Sequence[Piece],
+    documents: Tensor | None,
+    **settings: Any,
+) -> Tensor:
+    """Attention of each piece of one process to whole rows.
+
+    A piece's queries are the last positions of the keys that it is given, as in a cache, so that
+    every operator can do it.
+
+    Args:
+        operator: as `ms_parallel.operators.attention`.
+        q: (B, S/N, Hq, D) of the process.
+        k: (B, S, Hk, D).
+        v: (B, S, Hk, Dv).
+        pieces: of the process; they cover its positions.
+        documents: (B, S) int32 or None.
+        settings: what else the operator takes.
+
+    Returns:
+        (B, S/N, Hq, Dv).
+    """
+    lengths = [piece.stop - piece.start for piece in pieces]
+    queries = torch.split(q.flatten(0, 1)[None], lengths, 1)
+    keys, values = Spans(len(pieces)), Spans(len(pieces))
+    made = []
+    for piece, own in zip(pieces, queries, strict=True):
+        row = slice(piece.row, piece.row + 1)
+        seen = row, slice(piece.first_seen(settings.get("window")), piece.stop)
+        numbers = documents[seen] if piece.mixed and documents is not None else None
+        both = keys.at(k, *seen), values.at(v, *seen)
+        made.append(operator(own, *both, documents=numbers, **settings))
+    return torch.cat(made, 1).view(*q.shape[:3], v.shape[3])
 
 
 def _repeats(queries: int, keys: int, count: int) -> int:

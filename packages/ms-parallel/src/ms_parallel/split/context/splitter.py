@@ -23,7 +23,8 @@ from ms_parallel.split.context.rows import Exchange, SharedRows
 class ContextLoad:
     """How evenly the cost of attention was shared out: the slowest process's over the mean."""
 
-    kind: Kind
+    attention: Kind
+    """How it saw whole rows."""
     imbalance: float
     zig_zag_imbalance: float
     """What two blocks a process, one early and one late, would have had."""
@@ -57,20 +58,11 @@ class Splitter:
         """How the rows of a microbatch are shared out; None where one process has them whole."""
         if self.count == 1:
             return None
-        tokens = batch["tokens"]
+        tokens, documents = batch["tokens"], batch.get("documents")
         kind = choose(self.kind, self.count, self.sizes, tokens.numel(), self.element_bytes)
-        exchange = self._exchange(kind)
-        documents = batch.get("documents")
-        starts = document_starts(documents, *tokens.shape)
-        order = torch.arange(tokens.shape[1]).expand(tokens.shape)
-        self.load = ContextLoad(kind=kind, imbalance=1.0, zig_zag_imbalance=1.0)
-        if exchange.positions is not None:
-            costs, count = token_costs(starts, self.windows), exchange.positions.size()
-            chosen = assign(costs, count, self.balance)
-            order, plain = chosen.order, assign(costs, count, "zig-zag")
-            self.load = ContextLoad(
-                kind=kind, imbalance=chosen.imbalance, zig_zag_imbalance=plain.imbalance
-            )
+        exchange, starts = self._exchange(kind), document_starts(documents, *tokens.shape)
+        nodes = self.count // traders(kind, self.count, self.sizes)
+        order, self.load = share_out(starts, self.windows, nodes, kind, self.balance)
         if documents is not None:
             documents = documents.to(self.groups.device)
         return SharedRows(order, starts, documents, exchange)
@@ -90,6 +82,29 @@ class Splitter:
                 whole=mesh, heads=heads, positions=positions, ring=kind.endswith("ring")
             )
         return self.exchanges[kind]
+
+
+def share_out(
+    starts: Tensor, windows: Mapping[int | None, int], nodes: int, kind: Kind, balance: Balance
+) -> tuple[Tensor, ContextLoad]:
+    """The places of each of `nodes` processes in turn, (B, S), and how even their costs are.
+
+    Args:
+        starts: (B, S), as `document_starts` gives them.
+        windows: how many layers have each window.
+        nodes: processes that have different positions of the same heads.
+        kind: of context parallelism.
+        balance: how blocks are assigned.
+    """
+    if nodes == 1:
+        whole = torch.arange(starts.shape[1]).expand(starts.shape)
+        return whole, ContextLoad(attention=kind, imbalance=1.0, zig_zag_imbalance=1.0)
+    costs = token_costs(starts, windows)
+    plain = assign(costs, nodes, "zig-zag")
+    chosen = plain if balance == "zig-zag" else assign(costs, nodes, balance)
+    return chosen.order, ContextLoad(
+        attention=kind, imbalance=chosen.imbalance, zig_zag_imbalance=plain.imbalance
+    )
 
 
 def windows_of(config: Any) -> dict[int | None, int]:
