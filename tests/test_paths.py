@@ -29,7 +29,7 @@ REMEDIES = ("give a path", "give another path")
 """Words of the one check."""
 
 WORDS = {
-    "ms-data": {"text_key", "end_of_text", "today"},
+    "ms-data": {"text_column", "end_of_text", "today"},
     "ms-kernels": {"operator", "details", "chip", "backend", "device", "dtype", "only", "target"},
     "ms-parallel": {"set", "costs", "model"},
     "ms-profile": {"metrics", "arguments", "kind", "rank", "title", "backend"},
@@ -41,8 +41,16 @@ WORDS = {
 TEXTS = {
     *("stop_strings", "stop_tokens", "layout", "targets", "head", "kl_estimator", "tests_key"),
     *("given", "base", "generator", "task_weights", "tasks", "weighting", "long", "exceptions"),
-    *("start", "method", "title", "name", "target", "scale_dtype", "text_key", "decay", "device"),
-    *("heads", "model_type", "optimizer", "model_config", "learning_rate_decay", "recompute"),
+    *("start", "method", "title", "name", "target", "scale_dtype", "text_column", "decay"),
+    *(
+        "device",
+        "heads",
+        "model_type",
+        "optimizer",
+        "model_config",
+        "learning_rate_decay",
+        "recompute",
+    ),
     *("ops", "sample_prompt", "arguments", "metrics", "balance"),
 }
 """Settings whose text is no path."""
@@ -56,7 +64,7 @@ MADE_HERE = {
 """Values that a package makes of paths that were checked, and no user does; and what is a table of
 numbers where another class of its package has a path of that name."""
 
-FITTING = {"sequence_length": 8, "batch_size": 1, "vocab_size": 300, "text_key": "text"}
+FITTING = {"sequence_length": 8, "batch_size": 1, "vocab_size": 300, "text_column": "text"}
 """Other parameters of functions, which some look at first."""
 
 

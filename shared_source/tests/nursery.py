@@ -176,8 +176,19 @@ def _finish() -> None:
 
 
 def _be_rank_of_torchrun(words: list[str]) -> None:
-    """Perform the words; who fails ends at once, as torch's wrapper would let none say its code."""
-    if code := _perform(words):
+    """Perform the words; who fails, or was sent a signal, ends at once.
+
+    torch's wrapper would let none say its code, and would wait for its agent, which then waits for
+    the rank's end itself: half a minute, after which it kills it.
+    """
+    read, written = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written)
+    code, signals = _perform(words), b""
+    with suppress(BlockingIOError):
+        signals = os.read(read, 64)
+    if code or signals:
         os._exit(code)
 
 

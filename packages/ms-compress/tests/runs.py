@@ -28,7 +28,7 @@ from ms_compress.methods.pruning import keep_zeros, mask_zeros, masks, prune, se
 from ms_parallel import AdamWConfig, Engine, Layout, NextTokenLoss
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.models import DecoderConfig, StagedModel
+from ms_parallel.models import DecoderConfig, StagedModel, architecture
 
 VOCABULARY = 64
 CONFIG = DecoderConfig(
@@ -42,6 +42,10 @@ CONFIG = DecoderConfig(
     max_position_embeddings=64,
     tie_word_embeddings=True,
     initializer_range=0.1,
+)
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "initializer_range"),
 )
 TARGETS = {
     "ct.int4_g32": {"learned_scales": True},
@@ -108,10 +112,14 @@ def _trained(groups: Groups, scheme: str, folder: str, sparse: bool) -> dict[str
     return {"losses": losses, "files": files}
 
 
-def export_same_weights(layout: dict[str, int], scheme: str, folder: str) -> dict[str, str]:
+def export_same_weights(
+    layout: dict[str, int], scheme: str, folder: str, family: str = "llama"
+) -> dict[str, str]:
     """Digests of the files of a model whose weights no step has changed."""
     groups = connect(Layout(**layout), device="cpu")
-    engine = Engine(CONFIG, groups=groups, prepare=lambda s: qat(s, scheme, **TARGETS[scheme]))
+    sizes = {name: getattr(CONFIG, name) for name in SIZES}
+    config = CONFIG if family == "llama" else architecture(family, sizes)
+    engine = Engine(config, groups=groups, prepare=lambda s: qat(s, scheme, **TARGETS[scheme]))
     with torch.no_grad():
         for name, parameter in engine.parameters.items():
             if name.endswith("scale_factor"):

@@ -137,23 +137,42 @@ def family(name: str, **settings: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "granite", "olmo2", "smollm3"])
-def test_families_whose_folders_name_each_weight_are_exported_for_transformers(
-    name: str, tmp_path: Path
-) -> None:
-    """Logits of about 1 that pass other orders of summing: at most 1e-4 apart."""
-    prepared = qat(family(name), "ct.int4_g32")
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        *((name, "ct.int4_g32") for name in ("gemma2", "gemma3_text", "granite", "olmo2")),
+        *((name, "ct.int4_g32") for name in ("smollm3", "glm4", "phi3")),
+        ("phi3", "ct.w8a8"),
+    ],
+)
+def test_families_are_exported_for_transformers(name: str, target: str, tmp_path: Path) -> None:
+    """Logits of about 1 that pass other orders of summing: at most 1e-4 apart.
+
+    GLM-4's and Phi-3's folders fuse matrices, whose rows are rounded as they were apart.
+    """
+    prepared = qat(family(name), target)
     folder = export(prepared, tmp_path / "out")
     found = compare(model_logits(prepared, tokens()), open_runtime(folder, "ct").logits(tokens()))
     assert found.largest <= 1e-4
     assert found.argmax == 1.0
 
 
-@pytest.mark.parametrize("name", ["glm4", "phi3"])
-def test_families_whose_folders_fuse_weights_are_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_matrices_that_a_folder_fuses_are_rounded_alike_or_not_at_all(tmp_path: Path) -> None:
+    """A part left as it is has no place in the folder; all of them have."""
+    with pytest.raises(ExportError, match=r"q_proj and .*v_proj are one tensor, .*qkv_proj") as e:
+        export(qat(family("phi3"), "ct.int4_g32", exceptions=["*.v_proj"]), tmp_path / "out")
+    assert "\n" not in str(e.value)
+    plain = ["*.q_proj", "*.k_proj", "*.v_proj"]
+    prepared = qat(family("phi3"), "ct.int4_g32", exceptions=plain)
+    folder = export(prepared, tmp_path / "out")
+    found = compare(model_logits(prepared, tokens()), open_runtime(folder, "ct").logits(tokens()))
+    assert found.largest <= 1e-4
+
+
+def test_families_whose_folders_hold_experts_apart_are_refused_by_name(tmp_path: Path) -> None:
     """Rather than written under names that no reader knows; save and load them first."""
-    prepared = qat(family(name), "ct.int4_g32")
-    with pytest.raises(ExportError, match=rf"a '{name}' of ms_parallel keeps .* as a part of") as e:
+    prepared = qat(family("mixtral", num_local_experts=2), "ct.int4_g32", exceptions=["*.mlp.*"])
+    with pytest.raises(ExportError, match=r"a 'mixtral' of ms_parallel keeps .* as a part of") as e:
         export(prepared, tmp_path / "out")
     assert "\n" not in str(e.value)
 

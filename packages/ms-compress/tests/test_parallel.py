@@ -81,10 +81,18 @@ def test_tied_heads_train_alike(layout: dict[str, int], tmp_path: Path) -> None:
         assert run["losses"] == pytest.approx(expected, abs=2e-6)
 
 
-@pytest.mark.parametrize("scheme", ["ct.int4_g32", "ct.w8a8", "gguf.q4_0", "ort.matmulnbits"])
-def test_files_from_shards_are_those_of_one_process(scheme: str, tmp_path: Path) -> None:
-    """Byte for byte, under every layout that takes the scheme."""
-    expected = export_same_weights({}, scheme, str(tmp_path / "one"))
+@pytest.mark.parametrize(
+    ("scheme", "family"),
+    [
+        *((each, "llama") for each in ("ct.int4_g32", "ct.w8a8", "gguf.q4_0", "ort.matmulnbits")),
+        ("ct.int4_g32", "phi3"),
+    ],
+)
+def test_files_from_shards_are_those_of_one_process(
+    scheme: str, family: str, tmp_path: Path
+) -> None:
+    """Byte for byte, under every layout that takes the scheme; Phi-3's folder fuses matrices."""
+    expected = export_same_weights({}, scheme, str(tmp_path / "one"), family)
     layouts = [{"data": 2, "pipeline": 2}]
     if scheme != "ct.w8a8":  # one scale a row, so rows may not be split
         layouts.append({"data": 2, "tensor": 2})
@@ -96,6 +104,7 @@ def test_files_from_shards_are_those_of_one_process(scheme: str, tmp_path: Path)
             layout=layout,
             scheme=scheme,
             folder=str(tmp_path / str(number)),
+            family=family,
         )
         assert all(run == expected for run in runs)
 

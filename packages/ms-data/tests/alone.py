@@ -37,6 +37,11 @@ def main() -> None:
         command = [sys.executable, "-I", "-m", "ms_data", "verify", str(Path(folder, "shards"))]
         done = subprocess.run(command, capture_output=True)
         check(done.returncode == 0, "ms-data verify works")
+        Path(folder, "a.parquet").write_bytes(b"PAR1")
+        command[4:] = ["tokenizer", str(Path(folder, "a.parquet")), "--out", "t.json"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        check(done.returncode == 2 and done.stderr.count("\n") == 1, "a missing extra is one line")
+        check("pip install 'ms-data[parquet]'" in done.stderr, "which names the extra")
     print(f"ms-data {ms_data.__version__} works alone")
 
 

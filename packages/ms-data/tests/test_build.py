@@ -539,9 +539,9 @@ def test_changed_settings_are_told_with_what_they_were(
     """Both values of each setting in one line; a larger limit alone is no other build."""
     interrupt(corpus, tokenizer, tmp_path / "out")
     with pytest.raises(
-        OutputError, match=r"hold_out is 0\.5, was 0\.0; text_key is 'x', was 'text'"
+        OutputError, match=r"hold_out is 0\.5, was 0\.0; text_column is 'x', was 'text'"
     ):
-        build(corpus, tokenizer=tokenizer, out=tmp_path / "out", hold_out=0.5, text_key="x")
+        build(corpus, tokenizer=tokenizer, out=tmp_path / "out", hold_out=0.5, text_column="x")
     build(corpus, tokenizer=tokenizer, out=tmp_path / "out", document_limit_mib=64)
 
 

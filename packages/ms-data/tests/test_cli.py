@@ -81,7 +81,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no text": (["build", "blank.txt", "--tokenizer", "t.json"], "blank.txt is empty"),
     "not UTF-8": (["build", "latin.txt", "--tokenizer", "t.json"], "byte 0xe9 at offset 3"),
     "bad line": (["build", "bad.jsonl", "--tokenizer", "t.json"], "bad.jsonl:2"),
-    "no key": (["build", "corpus.jsonl", "--tokenizer", "t.json", "--text-key", "x"], "`x`"),
+    "no key": (["build", "corpus.jsonl", "--tokenizer", "t.json", "--text-column", "x"], "`x`"),
     "bad gzip": (["build", "bad.txt.gz", "--tokenizer", "t.json"], "damaged compressed file"),
     "bad zstd": (["build", "bad.txt.zst", "--tokenizer", "t.json"], "damaged compressed file"),
     "no tokenizer": (["build", "corpus.jsonl", "--tokenizer", "latin.txt"], "not a tokenizer"),

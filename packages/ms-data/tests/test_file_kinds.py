@@ -27,7 +27,7 @@ TEXT = "To be, or not to be: that is the question.\n" * 20
 def _tar() -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as archive:
-        member = tarfile.TarInfo("a.txt")
+        member = tarfile.TarInfo("a.py")
         member.size = len(TEXT)
         archive.addfile(member, io.BytesIO(TEXT.encode()))
     return file.getvalue()
@@ -55,17 +55,21 @@ def _array() -> bytes:
 
 def files_that_are_no_text(tmp_path: Path) -> dict[str, tuple[bytes, str]]:
     """Content and the name of its kind, by file name; made by the real tools where they are."""
+    tar = "tar archive without .txt or .json"
     return {
-        "x.tar": (_tar(), "tar archive"),
-        "x.tar.gz": (gzip.compress(_tar()), "tar archive"),
-        "x.tar.zst": (zstandard.ZstdCompressor().compress(_tar()), "tar archive"),
-        "tar.txt": (_tar(), "tar archive"),
+        "x.tar": (_tar(), tar),
+        "x.tar.gz": (gzip.compress(_tar()), tar),
+        "x.tar.zst": (
+            zstandard.ZstdCompressor().compress(_tar()),
+            "tar archive without .txt or .json",
+        ),
+        "tar.txt": (_tar(), tar),
         "x.zip": (_zip(), "zip archive"),
         "zip.jsonl": (_zip(), "zip archive"),
         "x.bz2": (bz2.compress(TEXT.encode()), "bzip2 file"),
         "x.xz": (lzma.compress(TEXT.encode()), "xz file"),
         "x.gz.gz": (gzip.compress(gzip.compress(TEXT.encode())), "file packed twice"),
-        "x.parquet": (b"PAR1\x15\x00\x15PAR1", "Parquet table"),
+        "x.avro": (b"Obj\x01\x04\x14avro.codec\0", "Avro table"),
         "x.sqlite": (_sqlite(tmp_path), "SQLite database"),
         "x.npy": (_array(), "NumPy array"),
         "x.pdf": (b"%PDF-1.7\n% all of it letters\n%%EOF\n", "PDF document"),

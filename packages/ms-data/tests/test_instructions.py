@@ -169,6 +169,12 @@ def test_sources_of_different_tokenizers_are_not_mixed(place: Path, tmp_path: Pa
         InstructionStream(sources, sequence_length=128, batch_size=4)
 
 
+def test_a_table_of_no_sources_is_refused() -> None:
+    """By one line, as a run file may hold an empty table."""
+    with pytest.raises(SettingError, match="sources names no folder"):
+        InstructionStream({}, sequence_length=128, batch_size=4)
+
+
 def test_epochs_repeat_no_sample_before_all_came(place: Path) -> None:
     """Each epoch has every sample once, in another order."""
     stream = InstructionStream(place / "more", sequence_length=128, batch_size=1, open_rows=0)
@@ -475,7 +481,7 @@ def test_no_part_of_a_row_may_spell_a_special_token(
     )
     row = {"messages": [ROWS[0]["messages"][0], {"role": "assistant", **answer}], **more}
     with pytest.raises(ValueError, match=r"spells the special token '<\|im_end\|>'"):
-        encoder.parse(json.dumps(row).encode())
+        encoder.parse(row)
 
 
 def test_wrong_uses_are_refused(place: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ms_data import CorpusError
 from ms_data.corpus.corpus import Corpus, Position
 from ms_data.corpus.find import find_corpus
-from ms_data.corpus.reader import Found, OpenFile, Reader, ReadOptions
+from ms_data.corpus.reader import FileReader, Found, OpenFile, ReadOptions
 from ms_data.corpus.readers import READERS
 
 from .test_build import texts_of, write_lines
@@ -80,13 +80,13 @@ def test_text_files_may_be_packed(tmp_path: Path) -> None:
 def test_another_key_can_hold_the_text(tmp_path: Path) -> None:
     """The key is chosen by the user; others may hold anything."""
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": 3, "content": "one"}) + "\n")
-    assert texts(find_corpus(tmp_path, text_key="content")) == ["one"]
+    assert texts(find_corpus(tmp_path, text_column="content")) == ["one"]
 
 
 BAD = {
     "a.txt": (b"good \xff bad", "a.txt: not UTF-8: byte 0xff at offset 5"),
     "b.jsonl": (b'{"text": "x"}\n{"text": \n', "b.jsonl:2: malformed JSON"),
-    "c.jsonl": (b'{"text": "x"}\n\n{"body": "y"}\n', "c.jsonl:3: .*`text`.*--text-key"),
+    "c.jsonl": (b'{"text": "x"}\n\n{"body": "y"}\n', "c.jsonl:3: .*`text`.*--text-column"),
     "d.jsonl": (b'{"text": 3}\n', "d.jsonl:1: Expected `str`"),
     "e.jsonl": (b'{"text": "\xff"}\n', "e.jsonl:1: not UTF-8: byte 0xff at offset 10"),
     "f.jsonl": (b"[1]\n", "f.jsonl:1: Expected `object`"),
@@ -166,12 +166,13 @@ def test_python_sources_are_decoded_by_their_cookie() -> None:
         assert document.text == path.read_bytes().decode("latin-1")
 
 
-def read_rows(file: OpenFile, options: ReadOptions) -> Iterator[Found]:
+def read_rows(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Found]:
     """Reads the rows of a SQLite table from the file itself, out of order."""
     file.raw.seek(0)
     database = sqlite3.connect(":memory:")
     database.deserialize(file.raw.read())
-    for (text,) in database.execute(f"select {options.text_key} from rows"):
+    rows = database.execute(f"select {options.text_column} from rows limit -1 offset {start}")
+    for (text,) in rows:
         yield text
 
 
@@ -185,7 +186,7 @@ def test_a_reader_claims_files_by_their_first_bytes(
     (tmp_path / "a.txt").write_text("zero")
     assert texts(find_corpus(tmp_path)) == ["zero"]
     signatures = (b"SQLite format 3\x00",)
-    monkeypatch.setitem(READERS, "sqlite", Reader(documents=read_rows, signatures=signatures))
+    monkeypatch.setitem(READERS, "sqlite", FileReader(documents=read_rows, signatures=signatures))
     source = find_corpus(tmp_path)
     assert texts(source) == ["zero", "one", "two"]
     (_, first, _) = source.documents()

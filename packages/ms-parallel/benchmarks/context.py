@@ -65,17 +65,13 @@ def seconds(found: Assignment, documents: Tensor, ranks: int, window: int | None
     return taken
 
 
-def scores(found: Assignment, starts: Tensor, ranks: int, window: int | None) -> list[float]:
+def scores(found: Assignment, starts: Tensor, ranks: int, window: int | None) -> list[int]:
     """How many scores each rank's attention makes."""
-    return [
-        float(
-            sum(
-                (p.stop - p.start) * (p.stop - p.first_seen(window))
-                for p in pieces_of(part, starts)
-            )
-        )
-        for part in found.order.chunk(ranks, 1)
-    ]
+    made = []
+    for part in found.order.chunk(ranks, 1):
+        pieces = pieces_of(part, starts)
+        made.append(sum((p.stop - p.start) * (p.stop - p.first_seen(window)) for p in pieces))
+    return made
 
 
 def above_mean(values: Sequence[float]) -> float:

@@ -12,6 +12,7 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss, Output
+from ms_parallel.models import TransformersModel
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.experts.kept import recomputes
 from ms_parallel.models.experts.router import Router
@@ -31,7 +32,8 @@ def engine_of(job: dict[str, Any]) -> Engine:
     """An engine of a tiny model with experts."""
     groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
     options = {"optimizer": OPTIMIZER, "microbatch_size": 2, **job.get("options", {})}
-    model = Path(job["folder"]) if "folder" in job else tiny(**job["settings"])
+    model: Any = Path(job["folder"]) if "folder" in job else tiny(**job["settings"])
+    model = TransformersModel(model) if job.get("foreign") else model
     return Engine(model, groups=groups, **options)
 
 
@@ -94,6 +96,12 @@ def _watch(name: str, router: Router, rows: dict[str, Any], first: int) -> None:
         return weights(logits, scores, experts)
 
     router._weights = watched  # type: ignore[method-assign]
+
+
+def everything(jobs: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """The loads of the jobs that are called so, and the gradients of the others, in one start."""
+    functions = {name: loads if name == "loads" else balance_gradients for name in jobs}
+    return {name: function(jobs[name]) for name, function in functions.items()}
 
 
 def interrupted(jobs: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:

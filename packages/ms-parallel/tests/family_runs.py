@@ -31,6 +31,6 @@ def everything(layout: str, families: dict[str, str]) -> dict[str, Any]:
     for name, model_type in families.items():
         config = architecture(model_type, dict(SIZES))
         engine = Engine(config, groups=groups, microbatch_size=1, optimizer=PLAIN)
-        text = engine.generate([[1, 2, 3], [4, 5, 6, 7, 8, 9]], max_new_tokens=6, temperature=0)
-        found[name] = {"gradients": whole_gradients(engine, 4), "text": text}
+        text = engine.generate([[1, 2, 3], [4, 5, 6, 7, 8, 9]], max_new_tokens=4, temperature=0)
+        found[name] = {"gradients": whole_gradients(engine, 2), "text": text}
     return found

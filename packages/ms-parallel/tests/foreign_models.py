@@ -66,11 +66,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS, **DELTA},
 }
 
+MORE = {
+    "recurrent_gemma": {
+        "lru_width": 32,
+        "attention_window_size": 5,
+        "block_types": ["recurrent", "attention", "recurrent"],
+    },
+    "qwen2_moe": {
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+        "use_sliding_window": True,
+        "sliding_window": 3,
+        "max_window_layers": 1,
+        **EXPERTS,
+    },
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3},
+}
+"""Of forms that the others do not have."""
+
 
 def theirs(family: str, seed: int = 0, **changes: Any) -> Any:
     """A model of transformers with random weights."""
     torch.manual_seed(seed)
-    settings = CONFIG_MAPPING[family](**{**SIZES, **FAMILIES.get(family, {}), **changes})
+    settings = CONFIG_MAPPING[family](
+        **{**SIZES, **{**FAMILIES, **MORE}.get(family, {}), **changes}
+    )
     return transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
 
 

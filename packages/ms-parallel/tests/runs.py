@@ -15,8 +15,12 @@ from ms_parallel.engine.loss import NextTokenLoss, Output
 from ms_parallel.engine.optimizer import AdamWConfig
 from ms_parallel.models import ModelConfig, TransformerXLConfig, architecture
 from ms_parallel.models.batch import Batch
+from ms_parallel.models.family import families
+from ms_parallel.proof.probes import probe_generation
+from ms_parallel.proof.records import Counterexample
 from ms_parallel.weights import save_model
 
+families()  # which are imported when first asked for: here once, and not in each process
 ROWS, LENGTH, VOCABULARY = 4, 16, 48
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -160,6 +164,14 @@ def curves(jobs: list[dict[str, Any]], device: str | None = "cpu") -> list[dict[
 
 
 PROMPTS = [[5, 6, 7, 8], [11], [20, 22, 24, 26, 28], [3, 6, 9]]
+
+
+def probed(layout: str) -> list[str]:
+    """What the probe of generation checked in a model of four key-value heads."""
+    torch.set_num_threads(1)
+    groups = connect(Layout.parse(layout), device="cpu", timeout_s=120)
+    found = probe_generation(build({"num_key_value_heads": 4}, groups), global_batch(0))
+    return [found.what] if isinstance(found, Counterexample) else list(found)
 
 
 def token_losses(output: Output, batch: Batch) -> Tensor:

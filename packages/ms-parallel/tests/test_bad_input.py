@@ -177,7 +177,7 @@ def test_a_port_in_use_is_named_with_the_remedy(shards: Path, tmp_path: Path, ad
 
 def test_a_rank_that_meets_nobody_gives_up_and_says_where(shards: Path, tmp_path: Path) -> None:
     """Rank 1 alone ends after timeout_s with one line that names the address."""
-    run = write_run(tmp_path / "run.toml", shards, timeout_s=3)
+    run = write_run(tmp_path / "run.toml", shards, timeout_s=1)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     started = by_hand(run, 1, port)

@@ -5,6 +5,8 @@ raises (see `tests/rig/` at the repository's top).
 """
 
 import sys
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from launching import IMPORTS, environment, words, write_corpus, write_run
 from processes import run_processes
 from runs import FAMILIES, VARIANTS
 
+from ms_parallel.cluster.layout import Layout
+
 HERE = Path(__file__).parent
 RUNS, DEVICE_RUNS = HERE / "runs.py", HERE / "device_runs.py"
 LAYOUTS = {1: ["data=1"], 2: ["data=2", "tensor=2", "pipeline=2"]}
@@ -24,22 +28,51 @@ TOLERANCE = 1e-5
 OPTIONS = {"recompute": "full", "schedule": "gpipe"}
 
 
-def jobs_of(layout: str) -> list[dict[str, Any]]:
+SAMPLE = {
+    "data=1": FAMILIES,
+    "data=2": ("transformer-xl", "olmoe", "deepseek_v3"),
+    "tensor=2": ("biases", "mixtral", "glm4_moe"),
+    "pipeline=2": ("qwen3", "qwen3_moe", "gpt_oss"),
+}
+"""The families that are trained under each layout by default: all on one device and on two."""
+
+
+def jobs_of(layout: str, families: Iterable[str]) -> list[dict[str, Any]]:
     """Families of models, and settings of the engine."""
     common = {"layout": layout, "steps": 2}
-    families = [{**common, "settings": settings} for settings in FAMILIES.values()]
-    return [*families, {**common, "settings": VARIANTS["tied grouped"], "options": OPTIONS}]
+    jobs = [{**common, "settings": FAMILIES[name]} for name in families]
+    return [*jobs, {**common, "settings": VARIANTS["tied grouped"], "options": OPTIONS}]
+
+
+@cache
+def truth() -> list[dict[str, Any]]:
+    """What one process finds on the CPU, of each family and at last of other settings."""
+    (found,) = run_processes(1, RUNS, "curves", jobs=jobs_of("data=1", FAMILIES))
+    return found  # type: ignore[no-any-return]
+
+
+def check_training(layouts: dict[str, Iterable[str]]) -> None:
+    """Losses and gradient norms of two steps, of families under layouts of as many devices."""
+    expected = dict(zip([*FAMILIES, "settings"], truth(), strict=True))
+    names = [name for families in layouts.values() for name in (*families, "settings")]
+    jobs = [job for layout, families in layouts.items() for job in jobs_of(layout, families)]
+    count = Layout.parse(next(iter(layouts))).world_size
+    for found in run_on_rig(count, RUNS, "curves", jobs=jobs, device=None):
+        for name, many in zip(names, found, strict=True):
+            for what in ("losses", "norms"):
+                assert many[what] == pytest.approx(expected[name][what], rel=TOLERANCE), name
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_engines_train_as_on_the_cpu(count: int) -> None:
-    """Losses and gradient norms of two steps of every family and layout."""
-    (truth,) = run_processes(1, RUNS, "curves", jobs=jobs_of("data=1"))
-    for layout in LAYOUTS[count]:
-        for found in run_on_rig(count, RUNS, "curves", jobs=jobs_of(layout), device=None):
-            for one, many in zip(truth, found, strict=True):
-                assert many["losses"] == pytest.approx(one["losses"], rel=TOLERANCE)
-                assert many["norms"] == pytest.approx(one["norms"], rel=TOLERANCE)
+    """Every family on one device and on two, and each layout."""
+    check_training({layout: SAMPLE[layout] for layout in LAYOUTS[count]})
+
+
+@pytest.mark.slow
+def test_engines_train_every_family_under_every_layout_as_on_the_cpu() -> None:
+    """What the sample leaves to other layouts, too."""
+    check_training(dict.fromkeys(LAYOUTS[2], FAMILIES))
 
 
 def test_what_one_layout_saves_another_loads(tmp_path: Path) -> None:

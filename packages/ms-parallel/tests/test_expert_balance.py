@@ -10,12 +10,19 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
+import expert_runs
+from foreign_models import theirs
 from processes import run_processes
 from runs import tiny
 
 from ms_parallel import Engine
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.balance.balancer import ExpertLoad
 from ms_parallel.errors import ConfigError
+from ms_parallel.models import TransformersModel
+from ms_parallel.models.experts.account import Account, Documents
+from ms_parallel.models.experts.choice import Choice
+from ms_parallel.models.experts.router import Router
 from ms_parallel.models.registry import build_model
 from ms_parallel.weights import initialise, save_model
 
@@ -92,12 +99,9 @@ def jobs_of(cut: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
 @cache
 def ran(cut: str, folder: Path) -> dict[str, list[tuple[dict[str, Any], ...]]]:
     """What was found under a cut: for each method a result of each rank."""
-    world, found = Layout.parse(cut.split()[0]).world_size, {}
-    for name, jobs in jobs_of(cut, folder).items():
-        function = "loads" if name == "loads" else "balance_gradients"
-        ranks = run_processes(world, RUNS, function, jobs=jobs)
-        found[name] = list(zip(*ranks, strict=True))
-    return found
+    world, jobs = Layout.parse(cut.split()[0]).world_size, jobs_of(cut, folder)
+    ranks = run_processes(world, RUNS, "everything", jobs=jobs)
+    return {name: list(zip(*(rank[name] for rank in ranks), strict=True)) for name in jobs}
 
 
 @pytest.fixture(scope="module")
@@ -195,3 +199,92 @@ def test_a_balance_that_cannot_be_is_refused(
     """The loss of the peers, whose size changes with the cut of the batch, by its name."""
     with pytest.raises(ConfigError, match=says):
         Engine(model, **options)
+
+
+FOREIGN = {
+    "qwen3_moe": {"norm_topk_prob": True},
+    "mixtral": {},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {},
+}
+ASKED = {"output_router_logits": True, "router_aux_loss_coef": 2.0}
+
+
+def published(family: str, folder: Path) -> dict[str, Any]:
+    """A job of a tiny model that transformers builds and saves; no row is left out of training."""
+    theirs(family, pad_token_id=None, **FOREIGN[family], **ASKED).save_pretrained(folder)
+    return {"layout": "data=1", "folder": str(folder), "steps": 3, "options": {}}
+
+
+@pytest.mark.parametrize("method", ["step", "sequence"])
+@pytest.mark.parametrize("family", FOREIGN)
+def test_experts_that_transformers_builds_are_balanced_as_ours(
+    family: str, method: str, tmp_path: Path
+) -> None:
+    """The same counts, balance losses and, after three updates, losses as our own family's."""
+    job = published(family, tmp_path)
+    options = {"balance": method, "router_z_coefficient": 0.01}
+    kinds = ({}, {"foreign": True}, {"foreign": True, "options": {"balance": "none"}})
+    jobs = [{**job, "options": options, **kind} for kind in kinds]
+    ours, found, without = expert_runs.loads(jobs)
+    assert found["counts"] == ours["counts"]
+    assert found["balance"] == pytest.approx(ours["balance"], rel=1e-4)
+    assert found["losses"] == pytest.approx(ours["losses"], rel=1e-5)
+    assert found["balance"][-1] > 1.0
+    assert found["losses"] != pytest.approx(without["losses"], rel=1e-5), "the loss must count"
+
+
+@pytest.mark.parametrize(
+    "layout", ["tensor=2", *(pytest.param(each, marks=SLOW) for each in ("data=2", "pipeline=2"))]
+)
+def test_balance_of_foreign_experts_does_not_depend_on_the_layout(
+    layout: str, tmp_path: Path
+) -> None:
+    """Also where blocks are computed again, and each tensor rank chooses for all positions."""
+    job = {**published("qwen3_moe", tmp_path), "foreign": True}
+    one = expert_runs.loads([job])[0]
+    again = {"recompute": "full", "microbatch_size": 1}
+    many = run_processes(2, RUNS, "loads", jobs=[{**job, "layout": layout, "options": again}])
+    for (found,) in many:
+        assert found["counts"] == one["counts"]
+        assert found["balance"] == pytest.approx(one["balance"], rel=1e-5)
+        assert found["losses"] == pytest.approx(one["losses"], rel=1e-5)
+
+
+def test_balance_is_asked_for_as_transformers_asks(tmp_path: Path) -> None:
+    """By `output_router_logits`; else a run has to say how much, and may."""
+    theirs("qwen3_moe").save_pretrained(tmp_path)
+    model = TransformersModel(tmp_path)
+    assert Engine(model, device="cpu").balancer.balance.method == "none"
+    with pytest.raises(ConfigError, match="asks no share; give balance_coefficient"):
+        Engine(model, device="cpu", balance="step")
+    assert Engine(model, device="cpu", balance="step", balance_coefficient=0.1).balancer.layers
+
+
+def test_a_layer_that_no_token_reached_has_no_load() -> None:
+    """As the layers that predict further have none where their loss does not count."""
+    load = ExpertLoad(
+        layers=(0, 1),
+        counts=torch.tensor([[2, 6], [0, 0]]),
+        entropy=(0.0, 0.0),
+        balance_loss=0.0,
+        z_loss=0.0,
+        bias=None,
+    )
+    assert load.highest_load == 1.5
+
+
+def test_a_router_without_an_account_computes_no_shares() -> None:
+    """What only counting needs is not computed in an evaluation or a generation."""
+    choice = Choice(num_experts=4, num_experts_per_tok=2, scores="sigmoid", normalised=False)
+    router, hidden = Router(3, choice), torch.randn(1, 5, 3)
+    torch.nn.init.normal_(router.weight)
+
+    def sums() -> int:
+        with torch.profiler.profile() as profile:
+            router(hidden)
+        return sum(event.count for event in profile.key_averages() if event.key == "aten::sum")
+
+    assert sums() == 0
+    router.account = Account(4, Documents())
+    assert sums() > 0

@@ -1,6 +1,7 @@
 """Models that transformers builds train under any layout as they would alone in plain torch."""
 
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-from foreign_models import FAMILIES, SIZES, alone, by_hand, theirs
+from foreign_models import FAMILIES, MORE, SIZES, alone, by_hand, theirs
 from processes import run_processes
 from runs import VOCABULARY, global_batch
 from transformers import (
@@ -20,6 +21,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import ms_kernels
 from ms_parallel import (
     ConfigError,
     DistributedTrainer,
@@ -27,13 +29,14 @@ from ms_parallel import (
     LayoutError,
     ModelError,
     NextTokenLoss,
+    operators,
 )
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.models import ModelConfig, TransformersModel, architecture
 from ms_parallel.models.family import family_of
 
 CHILD = Path(__file__).with_name("foreign_models.py")
-STEPS = 10
+STEPS, MANY = 4, 10
 # Sums over rows and ranks in another order, in float32, for ten steps.
 TOLERANCE = 1e-5
 LAYOUTS = {"data=2": 2, "tensor=2": 2, "pipeline=2": 2, "data=2,pipeline=2": 4}
@@ -47,20 +50,20 @@ FEW = [
 UNPLANNED = {("gpt_oss", "tensor=2")}
 """What transformers publishes no plan of."""
 ALL = [
-    pytest.param(family, layout, marks=pytest.mark.slow)
+    pytest.param(family, layout, MANY, marks=pytest.mark.slow)
     for family in FAMILIES
     for layout in LAYOUTS
-    if (family, layout) not in {*FEW, *UNPLANNED}
+    if (family, layout) not in UNPLANNED
 ]
 
 
-@pytest.mark.parametrize(("family", "layout"), [*FEW, *ALL])
-def test_ten_steps_under_a_layout_equal_plain_torch(
-    tmp_path: Path, family: str, layout: str
+@pytest.mark.parametrize(("family", "layout", "steps"), [*((*each, STEPS) for each in FEW), *ALL])
+def test_some_steps_under_a_layout_equal_plain_torch(
+    tmp_path: Path, family: str, layout: str, steps: int
 ) -> None:
     """On packed rows, where plain torch runs each document alone; the folder opens again."""
-    expected = by_hand(family, tmp_path / "begin", STEPS)
-    job = {"layout": layout, "steps": STEPS, "folder": str(tmp_path / "begin")}
+    expected = by_hand(family, tmp_path / "begin", steps)
+    job = {"layout": layout, "steps": steps, "folder": str(tmp_path / "begin")}
     options = {"microbatch_size": 1} if "pipeline" in layout else {}
     jobs = [{**job, "options": options, "save": str(tmp_path / "saved")}]
     for (result,) in run_processes(LAYOUTS[layout], CHILD, "curves", jobs=jobs):
@@ -74,8 +77,9 @@ def test_ten_steps_under_a_layout_equal_plain_torch(
         assert not torch.allclose(made, alone(theirs(family), batch), atol=1e-2)
 
 
-SHOWN = ["qwen3_5_text", "gpt_oss", "gemma3_text"]
-"""A recurrent state and a convolution; sinks; windows."""
+SHOWN = ["qwen3_5_text", "gpt_oss", "gemma3_text", *MORE]
+"""A recurrent state and a convolution; sinks; windows; a state that is reset by positions, and
+windows that a model says by its mask alone, in some layers or in all."""
 
 
 def engine_of(family: str, folder: Path, **options: Any) -> tuple[Any, Engine]:
@@ -87,7 +91,10 @@ def engine_of(family: str, folder: Path, **options: Any) -> tuple[Any, Engine]:
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(each, marks=() if each in SHOWN else (pytest.mark.slow,)) for each in FAMILIES],
+    [
+        pytest.param(each, marks=() if each in SHOWN else (pytest.mark.slow,))
+        for each in (*FAMILIES, *MORE)
+    ],
 )
 def test_no_document_hears_of_another(tmp_path: Path, family: str) -> None:
     """A change of one token moves no bit of another document, and packed equals alone."""
@@ -133,6 +140,55 @@ def test_recomputed_blocks_give_the_same_gradients(tmp_path: Path) -> None:
         found.append({name: each.grad for name, each in engine.parameters.items()})
     for name, gradient in found[0].items():
         assert torch.equal(gradient, found[1][name]), name
+
+
+GATED = ("causal_conv1d", "gated_delta_rule")
+
+
+class Counting:
+    """The operators in plain torch, and how often the recurrent ones were asked for."""
+
+    def __init__(self) -> None:
+        self.calls = dict.fromkeys(GATED, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in GATED:
+            self.calls[name] += 1
+        return getattr(operators, name)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+def test_recurrent_layers_run_by_the_operators_given(tmp_path: Path, family: str) -> None:
+    """Each gated delta network asks `ops=` for both of its operators; fused ones agree."""
+    counting, batch = Counting(), global_batch(0)
+    _, engine = engine_of(family, tmp_path, ops=counting)
+    plain = engine.evaluate(batch, lambda output, _: output.logits())
+    layers = CONFIG_MAPPING[family](**{**SIZES, **FAMILIES[family]}).layer_types
+    assert counting.calls == dict.fromkeys(GATED, layers.count("linear_attention"))
+    fused = Engine(TransformersModel(tmp_path), device="cpu", ops=ms_kernels)
+    made = fused.evaluate(batch, lambda output, _: output.logits())
+    assert torch.allclose(made, plain, atol=1e-5)
+    assert not torch.equal(made, plain)
+
+
+@pytest.mark.parametrize("family", ["bloom", "codegen", "mpt", "xglm"])
+def test_an_attention_that_ours_cannot_stand_for_is_refused_by_name(family: str) -> None:
+    """When the model is built, in one line, and not by whatever its forward would stumble over."""
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = CONFIG_MAPPING[family](vocab_size=VOCABULARY)
+    for name, value in small.items():
+        setattr(config, name, value)
+    with pytest.raises(ModelError, match=r"Block|Layer .* attention of its own.*write its family"):
+        Engine(TransformersModel(config), device="cpu")
+
+
+def test_a_copy_keeps_documents_apart_too(tmp_path: Path) -> None:
+    """A model copied whole, as a reference of a policy is, hears no other document."""
+    _, engine = engine_of("qwen3_5_text", tmp_path)
+    batch = {key: global_batch(0)[key] for key in ("tokens", "positions", "documents")}
+    tokens = batch.pop("tokens")
+    with torch.no_grad():
+        assert torch.equal(deepcopy(engine.module)(tokens, **batch), engine.module(tokens, **batch))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -190,19 +246,20 @@ def test_a_configuration_says_all_that_ours_say_to_whoever_runs_it() -> None:
 
 def test_models_that_would_compute_something_else_are_refused(tmp_path: Path) -> None:
     """Balance losses of microbatches, unknown attention, unknown types, unknown settings."""
-    with pytest.raises(ConfigError, match="output_router_logits=true asks for transformers'"):
-        TransformersModel({"model_type": "qwen3_moe", **SIZES, "output_router_logits": True})
+    with pytest.raises(ConfigError, match="output_router_logits=true asks for a balance loss"):
+        TransformersModel({"model_type": "ernie4_5_moe", **SIZES, "output_router_logits": True})
     with pytest.raises(ConfigError, match="layer_types of this llama4_text has 'chunked"):
         TransformersModel({"model_type": "llama4_text", **SIZES})
     with pytest.raises(ModelError, match="model_type 'no such' is not supported: neither"):
         TransformersModel({"model_type": "no such"})
+    with pytest.raises(ModelError, match=r"model_type .* is not supported"):
+        TransformersModel({"model_type": ["llama"]})
     with pytest.raises(ConfigError, match="num_hidden_layers of this llama is 0"):
         TransformersModel({"model_type": "llama", **SIZES, "num_hidden_layers": 0})
     with pytest.raises(ConfigError, match=r"unknown model setting 'hiden_size'.*'hidden_size'"):
         TransformersModel({"model_type": "llama"}).with_settings({"hiden_size": 4})
-    engine = Engine(TransformersModel({"model_type": "minimax", **SIZES}), device="cpu")
     with pytest.raises(ModelError, match="mixes positions by an attention of its own"):
-        engine.update(global_batch(0), NextTokenLoss())
+        Engine(TransformersModel({"model_type": "minimax", **SIZES}), device="cpu")
 
 
 def test_a_folder_of_a_family_that_we_lack_is_built_by_transformers(

@@ -141,7 +141,49 @@ def leading_back(data, generator, dtype):
     return (rows, places), {"weights": weights}
 
 
+def packed(data, generator, rows, length):
+    """Documents of rows whose numbers may come back later, or None."""
+    numbers = torch.randint(2, (rows, length), generator=generator, dtype=torch.int32)
+    return numbers if data.draw(st.booleans()) else None
+
+
+def convolving(data, generator, dtype):
+    """A call of causal_conv1d: rows shorter than its taps among them."""
+    rows, length = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 20))
+    channels, taps = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 5))
+    tensors = [drawn(generator, rows, length, channels, dtype=dtype)]
+    tensors.append(drawn(generator, channels, taps, dtype=dtype))
+    bias = drawn(generator, channels, dtype=dtype)
+    return (*tensors, bias if data.draw(st.booleans()) else None), {
+        "documents": packed(data, generator, rows, length),
+        "silu": data.draw(st.booleans()),
+    }
+
+
+def remembering(data, generator, dtype):
+    """A call of gated_delta_rule: several chunks, heads that share keys, decays in float32."""
+    rows, length = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([1, 5, 12, 70]))
+    keys, width = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 8))
+    heads, normalise = keys * data.draw(st.integers(1, 2)), data.draw(st.booleans())
+    q, k = (drawn(generator, rows, length, keys, width, dtype=dtype) for _ in range(2))
+    if not normalise:  # With longer keys the state grows at every position.
+        k = torch.nn.functional.normalize(k.detach(), dim=-1).requires_grad_()
+    v = drawn(generator, rows, length, heads, data.draw(st.integers(1, 8)), dtype=dtype)
+    other = data.draw(st.sampled_from([dtype, torch.float32]))
+    g, beta = (
+        torch.rand(rows, length, heads, generator=generator).mul(factor).to(other).requires_grad_()
+        for factor in (-2.0, 1.0)
+    )
+    return (q, k, v, g, beta), {
+        "documents": packed(data, generator, rows, length),
+        "scale": data.draw(st.sampled_from([None, 0.3])),
+        "normalise": normalise,
+    }
+
+
 CALLS = {
+    "causal_conv1d": convolving,
+    "gated_delta_rule": remembering,
     "permute_tokens": sorting,
     "grouped_matmul": grouping,
     "unpermute_tokens": leading_back,

@@ -17,7 +17,7 @@ from ms_parallel import AdamWConfig, ConfigError, Engine, Layout, ModelError, Ne
 from ms_parallel.split.own_model import LanguageModel
 
 CHILD = Path(__file__).with_name("own_models.py")
-STEPS = 6
+STEPS, FEW = 6, 3
 accepted: LanguageModel = Mine()
 
 
@@ -61,13 +61,13 @@ def test_every_way_to_run_it_gives_the_losses_of_plain_torch(tmp_path: Path) -> 
     ]
     two: list[dict[str, Any]] = [
         {"layout": "data=2", "steps": STEPS},
-        {"layout": "data=2", "steps": STEPS, "plan": True, "microbatch_size": 1},
+        {"layout": "data=2", "steps": FEW, "plan": True, "microbatch_size": 1},
         {"layout": "data=2", "steps": STEPS, "keep": 3, "folder": str(tmp_path / "kept")},
         {"layout": "tensor=2", "steps": STEPS, "plan": True, "microbatch_size": 2},
-        {"layout": "pipeline=2", "steps": STEPS, "plan": True, "microbatch_size": 1},
+        {"layout": "pipeline=2", "steps": FEW, "plan": True, "microbatch_size": 1},
     ]
     four: list[dict[str, Any]] = [
-        {"layout": f"{axis}=2,pipeline=2", "steps": STEPS, "plan": True, "microbatch_size": 1}
+        {"layout": f"{axis}=2,pipeline=2", "steps": FEW, "plan": True, "microbatch_size": 1}
         for axis in ("data", "tensor")
     ]
     ran = [
@@ -78,7 +78,7 @@ def test_every_way_to_run_it_gives_the_losses_of_plain_torch(tmp_path: Path) -> 
     for result in ran:
         for job in result:
             # Sums over rows in another order, in float32, for six steps.
-            assert job["losses"] == pytest.approx(expected, rel=1e-5)
+            assert job["losses"] == pytest.approx(expected[: len(job["losses"])], rel=1e-5)
     assert ran[1][0]["sum"] + ran[2][0]["sum"] == pytest.approx(ran[0][0]["sum"], abs=1e-3)
 
 

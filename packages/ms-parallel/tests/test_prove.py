@@ -1,7 +1,6 @@
 """`ms-parallel prove` finds faults that are planted, and none where there are none."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from planted import FAULTS
-from processes import run_processes
+from processes import run_command, run_processes
 
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.registry import architectures
@@ -30,11 +29,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_every_planted_fault_is_found(folder: Path, processes: int) -> None:
-    """Missing sums, shares, shifted positions, leaks and losses: 40 of 40, each as what it is."""
-    assert len(FAULTS) >= 40
-    names = [name for name, fault in FAULTS.items() if fault.case.processes == processes]
+SAMPLE = [
+    "ties unsummed",
+    "weights of losses unsummed",
+    "maxima unsettled",
+    "logits ungathered",
+    "averaged over data",
+    "a microbatch's share",
+    "recomputed twice",
+    "positions of stages",
+    "positions of microbatches",
+    "documents in pairs",
+    "documents of a stage",
+    "a late layer looks ahead",
+    "a lost expert",
+    "saved in another order",
+]
+"""Some of each kind: missing sums, shares, shifted positions, leaks and losses."""
+
+
+def check_found(names: list[str], processes: int, folder: Path) -> None:
+    """Each fault over so many processes is found, as what it is."""
+    names = [name for name in names if FAULTS[name].case.processes == processes]
     of_ranks = run_processes(processes, PLANTED, "find", names=names, folder=str(folder))
     for name, *found in zip(names, *of_ranks, strict=True):
         fault = FAULTS[name]
@@ -47,6 +63,23 @@ def test_every_planted_fault_is_found(folder: Path, processes: int) -> None:
         ), (name, lines)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_planted_fault_of_each_kind_is_found(folder: Path, processes: int) -> None:
+    """Under each axis, and by each check that a fault can fail."""
+    every = FAULTS.values()
+    assert {FAULTS[name].check for name in SAMPLE} == {fault.check for fault in every}
+    assert {FAULTS[name].case for name in SAMPLE} == {fault.case for fault in every}
+    check_found(SAMPLE, processes, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_planted_fault_is_found(folder: Path, processes: int) -> None:
+    """Missing sums, shares, shifted positions, leaks and losses: 42 of 42, each as what it is."""
+    assert len(FAULTS) == 42
+    check_found(list(FAULTS), processes, folder)
+
+
 def test_a_sound_model_holds_and_the_page_says_so() -> None:
     """Two processes, the simplest cases: all hold, and gradients of every weight were compared."""
     proof = prove("qwen3", processes=2, cases=4)
@@ -57,6 +90,13 @@ def test_a_sound_model_holds_and_the_page_says_so() -> None:
     page = draw_page(proof)
     assert "qwen3: holds" in page
     assert page.count("<tr>") == 1 + len(proof.outcomes)
+
+
+@pytest.mark.slow
+def test_generation_is_probed_however_a_sequence_is_split() -> None:
+    """Texts of any length, over four processes that hold a part of the sequence each."""
+    runs = Path(__file__).parent / "runs.py"
+    assert run_processes(4, runs, "probed", layout="tensor=4") == [["generation"]] * 4
 
 
 @pytest.mark.slow
@@ -83,14 +123,8 @@ def test_the_command_names_the_smallest_counterexample(tmp_path: Path) -> None:
         "    def forward(self, tokens, *, documents=None):\n"
         "        return self.head(self.embed(tokens).cumsum(1))\n"
     )
-    command = [sys.executable, "-m", "ms_parallel", "prove", "mine:Leaky", "--json"]
-    ended = subprocess.run(
-        [*command, "--processes", "1", "--cases", "1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["-m", "ms_parallel", "prove", "mine:Leaky", "--json"]
+    ended = run_command([*command, "--processes", "1", "--cases", "1"], folder=tmp_path)
     assert ended.returncode == 1, ended.stderr
     proof = json.loads(ended.stdout)
     assert proof["outcomes"][0]["found"][0]["check"] == "leak"

@@ -66,7 +66,7 @@ def test_a_run_waits_for_one_that_is_just_ending(
     with training(run, 1) as started:
         wait_for(lambda: events(run, "step"), started)
         started.terminate()
-        assert main(["train", str(run), "--set", "steps=201"]) == 0
+        assert main(["train", str(run), "--set", "steps=40"]) == 0
     assert "waiting up to 60 s for " in capsys.readouterr().out
     assert events(run, "resume")
 

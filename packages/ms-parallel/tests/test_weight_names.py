@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -74,6 +74,7 @@ def test_each_expert_is_a_tensor_and_each_fused_tensor_is_whole() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_box_of_a_weight_is_read_from_its_parts_alone(name: str, data: st.DataObject) -> None:
     """Whatever box a process holds, pieces give its values, and read nothing that is not in it."""
@@ -92,3 +93,10 @@ def test_any_box_of_a_weight_is_read_from_its_parts_alone(name: str, data: st.Da
             read += TENSORS[piece.tensor][part].numel()
     assert torch.equal(found, WEIGHTS[name][box])
     assert read == found.numel()
+
+
+def test_a_weight_of_one_number_is_read() -> None:
+    """As activations that are learnt have."""
+    (piece,) = pieces({}, "model.alpha", ())
+    assert piece.to_parameter(torch.tensor(2.0)) == 2
+    assert piece.to_tensor(torch.tensor(2.0)) == 2

@@ -13,6 +13,7 @@ from ms_data import __version__
 from ms_data.building.build import build
 from ms_data.building.record import Summary, omissions
 from ms_data.chat.template import ChatTemplate
+from ms_data.corpus.places import is_remote
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
 from ms_data.disk.inspection import SplitInfo, inspect
 from ms_data.disk.verification import Report, verify
@@ -33,9 +34,21 @@ from ms_data.tokenization.tokenizer import Tokenizer
 from ms_data.tokenization.training import train_tokenizer
 
 _CORPUS = (
-    "a file or folder of text or of JSON Lines (.jsonl), plain or packed (.gz, .zst); "
+    "files or folders, read in this order, or addresses such as s3://bucket/folder; "
     "or stdlib, the running Python's own library sources"
 )
+_READ = """what a corpus may hold, told by name and content; text may be packed (.gz, .zst):
+  a document a file   any UTF-8 text
+  a row a document    .jsonl .ndjson    JSON Lines
+                      .csv .tsv         a line of names, then fields
+                      .parquet          Parquet (extra parquet)
+                      .arrow .feather   Arrow files and streams (extra parquet)
+                      a folder saved by datasets (extra parquet)
+  others              .tar              WebDataset: .txt or .json by key
+                      .warc .wet        web archives (extra warc)
+  from elsewhere      s3://, memory://  whatever fsspec reaches (extra remote)
+
+"""
 
 
 class _TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,11 +142,24 @@ def _command(
 
 
 def _add_reading(parser: CommandParser) -> None:
-    parser.add_argument("corpus", type=path_argument, metavar="CORPUS", help=_CORPUS)
-    parser.add_argument("--text-key", default="text", help="where a JSON line holds its text")
-    parser.add_argument("--skip-invalid", action="store_true", help="leave out what is not text")
+    parser.epilog = f"{_READ}{parser.epilog}"
+    parser.add_argument("corpus", type=_corpus_argument, nargs="+", metavar="CORPUS", help=_CORPUS)
+    parser.add_argument(
+        "--text-column", default="text", help="what holds the text of a row (default text)"
+    )
+    invalid = parser.add_mutually_exclusive_group()
+    invalid.add_argument(
+        "--strict", action="store_true", help="stop at what is not valid text (the default)"
+    )
+    invalid.add_argument(
+        "--skip-invalid", action="store_true", help="leave out what is not valid text, and say so"
+    )
     limit = f"longest document, once unpacked (default {DOCUMENT_LIMIT_MIB})"
     parser.add_argument("--document-limit-mib", type=int, default=DOCUMENT_LIMIT_MIB, help=limit)
+
+
+def _corpus_argument(text: str) -> str:
+    return text if is_remote(text) else str(path_argument(text))
 
 
 def _add_tokenizer(commands: "argparse._SubParsersAction[CommandParser]") -> None:
@@ -197,7 +223,7 @@ def _run_tokenizer(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
             options.corpus,
             vocab_size=options.vocab_size,
             out=options.out,
-            text_key=options.text_key,
+            text_column=options.text_column,
             skip_invalid=options.skip_invalid,
             document_limit_mib=options.document_limit_mib,
             on_progress=on_progress,
@@ -224,7 +250,7 @@ def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
             out=options.out,
             hold_out=options.hold_out,
             shard_size_mib=options.shard_size_mib,
-            text_key=options.text_key,
+            text_column=options.text_column,
             skip_invalid=options.skip_invalid,
             document_limit_mib=options.document_limit_mib,
             chat=template,

@@ -49,7 +49,7 @@ GROUPS = {
         "device",
         "timeout_s",
     ),
-    "raw text, built into shards": ("tokenizer", "vocab_size", "hold_out", "text_key"),
+    "raw text, built into shards": ("tokenizer", "vocab_size", "hold_out", "text_column"),
     "what is written": (
         "output_dir",
         "resume",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ms_compress.errors import ExportError
 from ms_compress.models.collective import CollectiveWork
+from ms_compress.models.fused import Fused, below, fuse, fused_names
 from ms_compress.models.head import HEAD, find_head
 from ms_compress.models.shards import WholeTensor, held_tensors, merge, rank
 from ms_compress.models.wrappers import architecture, check_merged, unwrapped
@@ -50,8 +51,10 @@ class WholeModel:
                     held[entry.name] = entry
                     self._layers[entry.name] = layer
                     self._own[entry.name] = tensor
-        self.tensors: Mapping[str, WholeTensor] = merge(_exchange(held))
-        """In an order that does not depend on the layout."""
+        self._held = merge(_exchange(held))
+        self._fused = _fused(stages[0])
+        self.tensors: Mapping[str, WholeTensor] = fuse(self._held, self._fused)
+        """Of its folder, in an order that does not depend on the layout."""
         if self.config.get("tie_word_embeddings"):
             self.config["tie_word_embeddings"] = self.is_tied
 
@@ -75,7 +78,14 @@ class WholeModel:
         Raises:
             ExportError: a scale is NaN or infinite, or another process failed.
         """
-        entry = self.tensors[name]
+        if name not in self._fused:
+            return self._read(name)
+        parts = [self._read(part) for part in self._fused[name]]
+        values = [value for value in parts if value is not None]
+        return below(values) if values else None
+
+    def _read(self, name: str) -> Quantised | Tensor | None:
+        entry = self._held[name]
         local = self._local(entry)
         self.collective.synchronise()
         if entry.scheme is None:
@@ -153,7 +163,6 @@ def _config(model: nn.Module) -> dict[str, Any]:
     if type(config).__module__.startswith("ms_parallel"):
         from ms_parallel.models.registry import config_document
 
-        _check_own_names(config)
         return dict(config_document(config, next(model.parameters()).dtype))
     raise ExportError(
         f"{type(model).__name__} has no configuration that says how it is built; export a model of"
@@ -161,21 +170,11 @@ def _config(model: nn.Module) -> dict[str, Any]:
     )
 
 
-def _check_own_names(config: Any) -> None:
-    """Refuse a model whose folder holds its weights under other names, or in other tensors.
-
-    Raises:
-        ExportError: names the first of them.
-    """
-    from ms_parallel.models.registry import weight_pieces
-
-    for name, pieces in weight_pieces(config).items():
-        if [piece.tensor for piece in pieces] != [name]:
-            raise ExportError(
-                f"a {config.model_type!r} of ms_parallel keeps {name!r} as a part of"
-                f" {pieces[0].tensor!r} in its folder, which no export here writes; save it, and"
-                " export what transformers loads of that folder"
-            )
+def _fused(model: nn.Module) -> Fused:
+    """What the folder of a model of ms_parallel's holds in other tensors than the model."""
+    config: Any = getattr(model, "config", None)
+    ours = type(config).__module__.startswith("ms_parallel")
+    return fused_names(config) if ours else {}
 
 
 def _exchange(held: dict[str, WholeTensor]) -> list[dict[str, WholeTensor]]:

@@ -20,7 +20,8 @@ from ms_data.building.journal import JOURNAL, Recipe
 from ms_data.building.record import Summary, save_record, summary_of
 from ms_data.chat.template import ChatTemplate
 from ms_data.corpus.corpus import Corpus
-from ms_data.corpus.find import find_corpus
+from ms_data.corpus.find import CorpusName, find_corpus
+from ms_data.corpus.places import is_remote
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
 from ms_data.errors import OutputError, SettingError
 from ms_data.files.durable import publish, sync_folder, writing
@@ -29,13 +30,13 @@ from ms_data.tokenization.tokenizer import Tokenizer
 
 
 def build(
-    corpus: str | Path,
+    corpus: CorpusName,
     *,
     tokenizer: str | Path | Tokenizer,
     out: str | Path,
     hold_out: float = 0.0,
     shard_size_mib: int = 64,
-    text_key: str = "text",
+    text_column: str = "text",
     skip_invalid: bool = False,
     chat: str | Path | ChatTemplate | None = None,
     pairs: bool = False,
@@ -49,16 +50,17 @@ def build(
     that was interrupted goes on; one that is finished has nothing to do.
 
     Args:
-        corpus: text or JSON Lines, plain or packed, or `stdlib`; see `find_corpus`.
+        corpus: files or folders of text, JSON Lines, Parquet and other tables, on this machine or
+            at an address; or `stdlib`; see `find_corpus`.
         tokenizer: a `tokenizer.json`, a tokenizer's folder or a loaded one.
         out: the folder to make; it must not hold anything but the same build.
         hold_out: share of documents, 0 ≤ share < 1, that goes to the split `held_out`. A
             document's text alone decides, so the same text is never in both splits.
         shard_size_mib: a shard is closed at the first document end past this size.
-        text_key: the member of a JSON line that holds the text.
+        text_column: the member or column of a row that holds the text.
         skip_invalid: leave out what is not valid text instead of stopping.
-        chat: the chat template of an instruction set in JSON Lines, a Jinja file or the
-            tokenizer's folder that holds it; see `read_conversation` for the rows.
+        chat: the chat template of an instruction set in JSON Lines or a table, a Jinja file or
+            the tokenizer's folder that holds it; see `read_conversation` for the rows.
         pairs: with `chat`, the rows are preference pairs; see `read_pair`.
         allow_special: with `chat`, messages may spell special tokens.
         document_limit_mib: a longer document, once unpacked, stops the build; it is tokenized in
@@ -75,7 +77,7 @@ def build(
     encoder = encoder_for(tokenizer, chat, pairs=pairs, allow_special=allow_special)
     source = find_corpus(
         corpus,
-        text_key=text_key,
+        text_column=text_column,
         skip_invalid=skip_invalid,
         parse=encoder.parser,
         document_limit_mib=document_limit_mib,
@@ -90,7 +92,7 @@ def build(
 
 def _check_paths(out: str | Path, **read: object) -> None:
     for name, path in read.items():
-        if isinstance(path, str | os.PathLike):
+        if isinstance(path, str | os.PathLike) and not is_remote(str(path)):
             check_path(name, path, error=SettingError)
     check_path("out", out, error=OutputError, written="folder")
 
@@ -105,7 +107,7 @@ def _recipe(encoder: TextEncoder, source: Corpus, hold_out: float, shard_size_mi
         end_of_text=encoder.tokenizer.end_of_text,
         hold_out=hold_out,
         shard_size_bytes=shard_size_mib << 20,
-        text_key=source.options.text_key,
+        text_column=source.options.text_column,
         libraries=f"tokenizers {tokenizers.__version__}, zstandard {zstandard.__version__}",
         chat=encoder.digest,
         skip_invalid=source.options.skip_invalid,
@@ -113,10 +115,11 @@ def _recipe(encoder: TextEncoder, source: Corpus, hold_out: float, shard_size_mi
     )
 
 
-def _publish(job: Job, corpus: str | Path, out: str | Path) -> Summary:
+def _publish(job: Job, corpus: CorpusName, out: str | Path) -> Summary:
     """Runs a job in a folder beside `out`, which then takes its name."""
     folder = free_place(out)
-    refuse_inside(folder, corpus)
+    for one in [corpus] if isinstance(corpus, str | Path) else corpus:
+        refuse_inside(folder, one)
     aside = folder.with_name(folder.name + ".partial")
     with build_folder(aside):
         summary = job.run(aside)

@@ -40,7 +40,7 @@ class TextEncoder:
         return ""
 
     @property
-    def parser(self) -> Callable[[bytes], str] | None:
+    def parser(self) -> Callable[[Mapping[str, Any]], str] | None:
         """Makes the text of a document from a row; None where documents are not rows."""
         return None
 
@@ -72,21 +72,18 @@ class ChatEncoder(TextEncoder):
         return xxhash.xxh3_128_hexdigest(settings.encode())
 
     @property
-    def parser(self) -> Callable[[bytes], str]:  # noqa: D102
+    def parser(self) -> Callable[[Mapping[str, Any]], str]:  # noqa: D102
         return self.parse
 
     def files(self) -> dict[str, bytes]:  # noqa: D102
         return self.template.files()
 
-    def parse(self, line: bytes) -> str:
-        """Makes the text of a document from one JSON line.
+    def parse(self, row: Mapping[str, Any]) -> str:
+        """Makes the text of a document from one row.
 
         Raises:
-            ValueError: the line is no JSON object of a known form, or the template refuses it.
+            ValueError: the row is of no known form, or the template refuses it.
         """
-        row = msgspec.json.decode(line)
-        if not isinstance(row, dict):
-            raise ValueError(f"a row must be a JSON object, not {type(row).__name__}")
         if self.kind == "preferences":
             pair = read_pair(row)
             first = len(pair.prompt)

@@ -25,7 +25,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     end_of_text: int
     hold_out: float
     shard_size_bytes: int
-    text_key: str
+    text_column: str
     libraries: str
     """Versions of tokenizers and zstandard."""
     chat: str

@@ -8,18 +8,19 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
-from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import xxhash
 import zstandard
 from attrs import field, frozen
 
 from ms_data.corpus.file_kinds import HEAD_BYTES, NotText, foreign_encoding, kind_of
-from ms_data.corpus.reader import Found, Invalid, OpenFile, Reader, ReadOptions
+from ms_data.corpus.places import Place, RemoteFile, facts_of, open_place
+from ms_data.corpus.reader import Found, Invalid, OpenFile, Reader, ReadOptions, Row
 from ms_data.corpus.readers import READERS, reader_of
 from ms_data.corpus.unpacking import PACKINGS, unpacked
-from ms_data.errors import CorpusError
+from ms_data.errors import CorpusError, TokenizerError
 
 
 class Position(NamedTuple):
@@ -46,19 +47,25 @@ class Corpus:
 
     name: str
     """What the user typed."""
-    files: tuple[Path, ...]
+    files: tuple[Place, ...]
     """In the order of reading."""
-    root: Path = Path()
-    """The folder that all files lie in."""
+    names: tuple[str, ...] = field()
+    """What each is called below the folder that was named, by which another build knows it."""
+    named: frozenset[Place] = frozenset()
+    """The files that were named themselves, so that they must be text."""
     reader: Reader | None = None
     """Reads every file; None takes the one that the file's name and first bytes tell."""
     options: ReadOptions = field(factory=ReadOptions)
     sizes_bytes: tuple[int, ...] = field(init=False)
     """Size of each file."""
 
+    @names.default
+    def _own_names(self) -> tuple[str, ...]:
+        return tuple(path.name for path in self.files)
+
     @sizes_bytes.default
     def _measure(self) -> tuple[int, ...]:
-        return tuple(path.stat().st_size for path in self.files)
+        return tuple(facts_of(path).size_bytes for path in self.files)
 
     @property
     def size_bytes(self) -> int:
@@ -67,28 +74,31 @@ class Corpus:
 
     def identity(self, count: int) -> str:
         """Hexadecimal xxh3-128 of the names, sizes and times of the first `count` files."""
-        facts = [(path, path.stat()) for path in self.files[:count]]
+        facts = [(path, facts_of(path)) for path in self.files[:count]]
         # A name need not be UTF-8.
         return _digest(
-            os.fsencode(path) + f"\0{one.st_size} {one.st_mtime_ns}\0".encode()
+            os.fsencode(str(path)) + f"\0{one.size_bytes} {one.version}\0".encode()
             for path, one in facts
         )
 
     @property
     def listing(self) -> str:
-        """Hexadecimal xxh3-128 of the files' names below the root and their sizes."""
-        names = (os.fsencode(os.path.relpath(path, self.root)) for path in self.files)
-        sized = zip(names, self.sizes_bytes, strict=True)
-        return _digest(name + f"\0{size}\0".encode() for name, size in sized)
+        """Hexadecimal xxh3-128 of the files' names below their folders and their sizes."""
+        sized = zip(self.names, self.sizes_bytes, strict=True)
+        return _digest(os.fsencode(name) + f"\0{size}\0".encode() for name, size in sized)
 
     def content(self) -> str:
-        """Hexadecimal xxh3-128 of every byte of every file; reads them all, on all cores."""
+        """Hexadecimal xxh3-128 of every byte of every file; reads them all, on all cores.
+
+        A file that lies elsewhere is read only where its place tells no version of it.
+        """
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return _digest(pool.map(_checksum_of, self.files))
 
-    def changed_since(self, time_ns: int) -> Path | None:
-        """Finds the first file that was written after `time_ns`, if there is one."""
-        return next((path for path in self.files if path.stat().st_mtime_ns > time_ns), None)
+    def changed_since(self, time_ns: int) -> Place | None:
+        """Finds the first file that was written after `time_ns`, as far as is known."""
+        times = ((path, facts_of(path).modified_ns) for path in self.files)
+        return next((path for path, time in times if time is None or time > time_ns), None)
 
     def documents(
         self,
@@ -112,11 +122,11 @@ class Corpus:
         for number in range(start.file, len(self.files)):
             path = self.files[number]
             skip = start.documents if number == start.file else 0
-            for nth, (found, read_bytes) in enumerate(self._read(path), 1):
-                if nth <= skip:
-                    continue
+            for nth, (found, read_bytes) in enumerate(self._read(number, skip), skip + 1):
+                if isinstance(found, Row):
+                    found = self._text_of(found)
                 if isinstance(found, NotText):
-                    if self.options.named:
+                    if path in self.named:
                         raise CorpusError(
                             f"{path}: {found.name}, which is not read as text; {found.remedy}"
                         )
@@ -129,12 +139,29 @@ class Corpus:
                     yield Document(found, Position(number, nth), done_bytes + read_bytes)
             done_bytes += self.sizes_bytes[number]
 
-    def _read(self, path: Path) -> Iterator[tuple[Found, int]]:
-        """Reads each document of a file, with the bytes of the file read so far."""
+    def _text_of(self, row: Row) -> str | Invalid:
+        """Makes the document of a row."""
+        assert self.options.parse is not None, "readers give rows where they are asked for"
         try:
-            with path.open("rb") as raw:
-                for found in self._found(path, raw):
-                    yield found, raw.tell()
+            return self.options.parse(row.values)
+        except TokenizerError as error:  # of the template, not of the row: nothing to leave out
+            raise TokenizerError(f"{row.place}: {error}") from error
+        except (ValueError, msgspec.MsgspecError) as error:
+            return Invalid(f"{row.place}: {error}")
+        except RecursionError:
+            return Invalid(f"{row.place}: it is nested too deeply; mend the row")
+
+    def _read(self, number: int, start: int) -> Iterator[tuple[Found, int]]:
+        """Reads what a file holds from number `start` on, with its bytes read so far."""
+        path = self.files[number]
+        try:
+            with open_place(path) as raw:
+                file = self._opened(number, raw)
+                if not isinstance(file, OpenFile):
+                    yield from [(file, 0)][start:]
+                    return
+                for found in self._reader_of(file).documents(file, self.options, start):
+                    yield found, raw.tell() if file.done_bytes is None else file.done_bytes
         except (gzip.BadGzipFile, zlib.error, EOFError, zstandard.ZstdError) as error:
             raise CorpusError(
                 f"{path}: damaged compressed file ({error}); fetch or compress it again"
@@ -142,42 +169,57 @@ class Corpus:
         except OSError as error:
             raise CorpusError(f"{path}: cannot be read: {error.strerror or error}") from error
 
-    def _found(self, path: Path, raw: BufferedReader) -> Iterator[Found]:
+    def _opened(self, number: int, raw: BufferedReader) -> OpenFile | Invalid | NotText:
+        """Finds out what a file is, as far as its first bytes tell it."""
+        path = self.files[number]
         suffix = path.suffix[1:]
         name = path.stem if suffix in PACKINGS else path.name
-        kind = _look(path, raw.peek(HEAD_BYTES))
+        kind = _look(path, name, raw.peek(HEAD_BYTES))
         if not isinstance(kind, str):
-            yield kind
-            return
+            return kind
         # What is said to be packed, and is not, would otherwise be read.
-        blocks = unpacked(raw, suffix if suffix in PACKINGS else kind)
+        packing = suffix if suffix in PACKINGS else kind
+        blocks = unpacked(raw, packing)
         first = next(blocks, b"")
-        inner = _look(path, first)
+        inner = _look(path, name, first)
         if inner:
-            yield NotText("file packed twice", "unpack it") if isinstance(inner, str) else inner
-            return
-        reader = self.reader or reader_of(name, first)
-        if self.options.parse is not None and not reader.rows:
+            return NotText("file packed twice", "unpack it") if isinstance(inner, str) else inner
+        return OpenFile(
+            path=path,
+            name=name,
+            head=first[:HEAD_BYTES],
+            blocks=itertools.chain([first], blocks),
+            raw=raw,
+            size_bytes=self.sizes_bytes[number],
+            packed=bool(packing),
+            named=path in self.named,
+        )
+
+    def _reader_of(self, file: OpenFile) -> Reader:
+        found = self.reader or reader_of(file.name, file.head)
+        if found is not None:
+            return found
+        if self.options.parse is not None:
             raise CorpusError(
-                f"{path}: not JSON Lines; give files that end in .jsonl with a row a line "
-                "(an array becomes that with `jq -c '.[]'`)"
+                f"{file.path}: not JSON Lines, nor a table; give files that end in .jsonl with a "
+                "row a line (an array becomes that with `jq -c '.[]'`)"
             )
-        file = OpenFile(path, name, itertools.chain([first], blocks), raw)
-        yield from reader.documents(file, self.options)
+        return READERS["text"]
 
 
-def _look(path: Path, head: bytes) -> str | Invalid | NotText:
+def _look(path: Place, name: str, head: bytes) -> str | Invalid | NotText:
     """Says how a file that begins with `head` is packed, "" if not; or why it is not read."""
+    head = head[:HEAD_BYTES]
     if reason := foreign_encoding(head):
         return Invalid(f"{path}: {reason}")
-    if any(head.startswith(reader.signatures) for reader in READERS.values()):
-        return ""
-    return kind_of(head[:HEAD_BYTES])
+    return "" if reader_of(name, head) else kind_of(head)
 
 
-def _checksum_of(path: Path) -> bytes:
+def _checksum_of(path: Place) -> bytes:
+    if isinstance(path, RemoteFile) and path.facts.version:
+        return f"{path.url}\0{path.facts.size_bytes} {path.facts.version}".encode()
     try:
-        with path.open("rb") as file:
+        with open_place(path) as file:
             return hashlib.file_digest(file, xxhash.xxh3_128).digest()
     except OSError as error:
         raise CorpusError(f"{path}: cannot be read: {error.strerror or error}") from error

@@ -7,7 +7,7 @@ HEAD_BYTES = 512
 """A tar archive names itself at byte 257; all others do so before."""
 
 _UNPACK = "unpack it and give the folder"
-_ROWS = "write its rows as JSON Lines (.jsonl)"
+_ROWS = "write its rows as JSON Lines (.jsonl) or Parquet"
 _TEXT = "give files of text"
 
 
@@ -25,7 +25,6 @@ Kind = NotText | str
 _PACKED = {b"\x1f\x8b\x08": "gz", b"\x28\xb5\x2f\xfd": "zst"}
 
 _SIGNATURES: dict[tuple[int, bytes], NotText] = {
-    (257, b"ustar"): NotText("tar archive", _UNPACK),
     (0, b"PK\x03\x04"): NotText("zip archive", _UNPACK),
     (0, b"PK\x05\x06"): NotText("zip archive", _UNPACK),
     (0, b"7z\xbc\xaf\x27\x1c"): NotText("7z archive", _UNPACK),
@@ -34,9 +33,6 @@ _SIGNATURES: dict[tuple[int, bytes], NotText] = {
     (4, b"1AY&SY"): NotText("bzip2 file", "unpack it, or pack it by gzip or zstd"),
     (0, b"\xfd7zXZ\x00"): NotText("xz file", "unpack it, or pack it by gzip or zstd"),
     (0, b"\x04\x22\x4d\x18"): NotText("lz4 file", "unpack it, or pack it by gzip or zstd"),
-    (0, b"PAR1"): NotText("Parquet table", _ROWS),
-    (0, b"ARROW1\x00\x00"): NotText("Arrow table", _ROWS),
-    (0, b"\xff\xff\xff\xff\x00\x00\x00"): NotText("Arrow stream", _ROWS),
     (0, b"Obj\x01"): NotText("Avro table", _ROWS),
     (0, b"SQLite format 3\x00"): NotText("SQLite database", _ROWS),
     (0, b"\x89HDF\r\n\x1a\n"): NotText("HDF5 file", _ROWS),
@@ -104,4 +100,4 @@ def _plausible(signature: bytes, head: bytes) -> bool:
         return head.startswith(b"RIFF")
     if signature == b"1AY&SY":
         return head.startswith(b"BZh")
-    return not signature.isalnum() or signature == b"ustar" or b"\0" in head
+    return not signature.isalnum() or b"\0" in head

@@ -2,67 +2,122 @@
 
 import os
 import sysconfig
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 from ms_data.corpus.corpus import Corpus
+from ms_data.corpus.dataset_folders import without_descriptions
+from ms_data.corpus.places import Place, is_remote, remote_files
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB, ReadOptions
 from ms_data.corpus.readers import READERS
 from ms_data.errors import CorpusError, printable
 from ms_data.files.untrusted import check_path
 
+CorpusName = str | Path | Sequence[str | Path]
+"""A file, a folder or an address; several, which are read one after the other; or `stdlib`."""
+
 _LIBRARY_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
 
 
+class _Part(NamedTuple):
+    """The files that one name stands for."""
+
+    files: Mapping[str, Place]
+    """By their names below it, in the order of reading."""
+    folder: bool
+
+
 def find_corpus(
-    corpus: str | Path,
+    corpus: CorpusName,
     *,
-    text_key: str = "text",
+    text_column: str = "text",
     skip_invalid: bool = False,
-    parse: Callable[[bytes], str] | None = None,
+    parse: Callable[[Mapping[str, Any]], str] | None = None,
     document_limit_mib: int = DOCUMENT_LIMIT_MIB,
 ) -> Corpus:
-    """Finds the files of a corpus: a file, a folder of files, or `stdlib`.
+    """Finds the files of a corpus: files, folders of files, addresses of either, or `stdlib`.
 
-    Files that end in .jsonl or .ndjson hold a document a line, any other file is one document;
-    both may be packed by gzip (.gz) or zstd (.zst). A folder is read in the order of its files'
-    names, hidden ones left out and links followed, each folder once; files that are no text
-    (archives, pictures, programs, whatever holds NUL bytes) are left out when they are read.
-    `stdlib` means the running Python's own library sources.
+    What a file is, its name and first bytes tell: see `readers`. A file that no reader claims is
+    one document of text. Any may be packed by gzip (.gz) or zstd (.zst). A folder is read in the
+    order of its files' names, hidden ones left out and links followed, each folder once; of a
+    folder that `datasets` saved, the shards that it lists. Files that are no text (archives,
+    pictures, programs, whatever holds NUL bytes) are left out when they are read. An address such
+    as s3://bucket/folder is reached through fsspec. `stdlib` means the running Python's own library
+    sources.
 
     Raises:
         SettingError: the limit is below 1.
         CorpusError: there is no such place, no file in it, or a link to nothing.
     """
-    check_path("corpus", corpus, error=CorpusError)
-    path, library = Path(corpus), Path(sysconfig.get_path("stdlib"))
-    try:
-        is_library = str(corpus) == "stdlib" and not path.exists()
-        named, folder = path.is_file(), path.is_dir()
-        files = (
-            _library_files(library) if is_library else _visible_files(path) if folder else [path]
-        )
-    except OSError as error:
-        reason = error.strerror or error
-        raise CorpusError(f"{printable(corpus)}: cannot be read: {reason}; give a path") from error
-    if not (is_library or named or folder):
-        raise CorpusError(f"no file or folder {printable(corpus)}; give a path, or `stdlib`")
-    if not files:
-        raise CorpusError(f"{corpus} is empty: it holds no files to read; give a folder of text")
+    given = [corpus] if isinstance(corpus, str | Path) else list(corpus)
+    if not given:
+        raise CorpusError("the corpus is no file at all; give one or more")
+    for one in given:
+        if not is_remote(str(one)):
+            check_path("corpus", one, error=CorpusError)
+    is_library = str(given[0]) == "stdlib" and len(given) == 1 and not Path("stdlib").exists()
+    parts = [_library() if is_library else _find(one) for one in given]
+    many = len(parts) > 1
+    found = [
+        (f"{number}/{name}" if many else name, place, part.folder)
+        for number, part in enumerate(parts)
+        for name, place in part.files.items()
+    ]
     return Corpus(
-        name=str(corpus),
-        files=tuple(files),
-        root=library if is_library else path if folder else path.parent,
+        name=" ".join(map(str, given)),
+        files=tuple(place for _, place, _ in found),
+        names=tuple(name for name, _, _ in found),
+        named=frozenset(place for _, place, folder in found if not folder),
         reader=READERS["python_source"] if is_library else None,
         options=ReadOptions(
-            text_key=text_key,
+            text_column=text_column,
             # Python's own tests hold sources that are broken on purpose.
             skip_invalid=skip_invalid or is_library,
             parse=parse,
             document_limit_mib=document_limit_mib,
-            named=named,
         ),
     )
+
+
+def _find(corpus: str | Path) -> _Part:
+    """Finds the files of one name."""
+    if is_remote(str(corpus)):
+        found, folder = remote_files(str(corpus))
+        shown = {
+            name: file
+            for name, file in found.items()
+            if not any(part.startswith(".") for part in PurePosixPath(name).parts)
+        }
+        files: dict[str, Place] = dict(sorted(shown.items(), key=lambda one: _order(one[0])))
+    else:
+        path = Path(corpus)
+        try:
+            named, folder = path.is_file(), path.is_dir()
+            paths = _visible_files(path) if folder else [path]
+        except OSError as error:
+            reason = error.strerror or error
+            raise CorpusError(
+                f"{printable(corpus)}: cannot be read: {reason}; give a path"
+            ) from error
+        if not (named or folder):
+            raise CorpusError(f"no file or folder {printable(corpus)}; give a path, or `stdlib`")
+        root = path if folder else path.parent
+        files = {os.path.relpath(one, root): one for one in paths}
+    if folder:
+        files = without_descriptions(files, corpus)
+    if not files:
+        raise CorpusError(f"{corpus} is empty: it holds no files to read; give a folder of text")
+    return _Part(files, folder)
+
+
+def _order(name: str) -> tuple[str, ...]:
+    return PurePosixPath(name).parts
+
+
+def _library() -> _Part:
+    library = Path(sysconfig.get_path("stdlib"))
+    return _Part({os.path.relpath(one, library): one for one in _library_files(library)}, True)
 
 
 def _visible_files(folder: Path) -> list[Path]:

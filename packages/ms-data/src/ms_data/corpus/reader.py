@@ -1,14 +1,15 @@
 """Defines readers, which give the documents of one kind of file; `readers` holds them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from io import BufferedReader
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 
-from ms_data.corpus.file_kinds import NotText
-from ms_data.errors import SettingError
+from ms_data.corpus.file_kinds import NotText, kind_of
+from ms_data.corpus.places import Place
+from ms_data.errors import CorpusError, SettingError
 
 DOCUMENT_LIMIT_MIB = 16
 """A document of text of this size takes some 2 GB while it is tokenized."""
@@ -25,20 +26,39 @@ class Invalid(NamedTuple):
     reason: str
 
 
-Found = str | Invalid | NotText
+class Row(NamedTuple):
+    """A row of a table, of which the corpus makes a document."""
+
+    values: Mapping[str, Any]
+    place: str
+    """Where it stands, for messages."""
+
+
+Found = str | Row | Invalid | NotText
 """A document, or why there is none."""
 
 
-class OpenFile(NamedTuple):
+@define
+class OpenFile:
     """One file of a corpus, to be read once."""
 
-    path: Path
+    path: Place
     name: str
     """Its name, without .gz or .zst."""
+    head: bytes
+    """Its first bytes, unpacked."""
     blocks: Iterator[bytes]
     """Its content in order, unpacked, in blocks of bounded size."""
     raw: BufferedReader
     """The file itself, for formats that are not read in order."""
+    size_bytes: int
+    """As it lies on disk."""
+    packed: bool = False
+    """The file itself is packed, so that only its blocks can be read."""
+    named: bool = False
+    """It was named itself, so that it must be text."""
+    done_bytes: int | None = None
+    """How much is read, where the reader knows better than the place in the file tells."""
 
     def whole(self, limit: int) -> "bytes | Invalid":
         """Reads a file that is one document of at most `limit` bytes."""
@@ -55,16 +75,14 @@ class OpenFile(NamedTuple):
 class ReadOptions:
     """How documents are read."""
 
-    text_key: str = "text"
-    """The member of a row that holds the text."""
+    text_column: str = "text"
+    """The member or column of a row that holds the text."""
     skip_invalid: bool = False
     """Leave out what cannot be read instead of stopping."""
-    parse: Callable[[bytes], str] | None = None
-    """Makes a document's text of a row of JSON, or raises ValueError; None takes `text_key`."""
+    parse: Callable[[Mapping[str, Any]], str] | None = None
+    """Makes a document's text of a row, or raises ValueError; None takes `text_column`."""
     document_limit_mib: int = field(default=DOCUMENT_LIMIT_MIB)
     """A longer document, or row, is not valid."""
-    named: bool = False
-    """The one file was named itself, so that it must be text."""
 
     @document_limit_mib.validator
     def _at_least_one(self, _: object, value: int) -> None:
@@ -76,19 +94,67 @@ class ReadOptions:
         """The limit in bytes."""
         return self.document_limit_mib << 20
 
+    @property
+    def text_remedy(self) -> str:
+        """What to do about a row without its text; empty where the text is not one column."""
+        return "" if self.parse else "; name the text's column with --text-column"
+
+
+class Reader(Protocol):
+    """Reads one kind of file."""
+
+    def claims(self, name: str, head: bytes, /) -> bool:
+        """Whether a file is of this kind, by its unpacked name and its first bytes."""
+        ...
+
+    def documents(self, file: OpenFile, options: ReadOptions, start: int, /) -> Iterator[Found]:
+        """Gives what is found in a file, in order, from number `start` on.
+
+        An empty text is passed over, and counts.
+        """
+        ...
+
 
 @frozen(kw_only=True)
-class Reader:
-    """Reads one kind of file, which its name or its first bytes tell."""
+class FileReader:
+    """A reader of the files that end, or begin, in one of some ways."""
 
-    documents: Callable[[OpenFile, ReadOptions], Iterator[Found]]
-    """Gives each document of a file, in order; an empty text is passed over."""
+    documents: Callable[[OpenFile, ReadOptions, int], Iterator[Found]]
     suffixes: tuple[str, ...] = ()
     """How the names of its files end."""
     signatures: tuple[bytes, ...] = ()
-    """How its files begin; they are not refused as files that are no text."""
-    rows: bool = False
-    """Its documents are rows, of which an instruction set is made."""
+    """How its files begin, whatever their names."""
+    text: bool = True
+    """Its files are text, so that what is known as something else is none of them."""
+
+    def claims(self, name: str, head: bytes, /) -> bool:
+        """Whether a file is of this kind."""
+        if head.startswith(self.signatures) and (self.text or b"\0" in head):
+            return True
+        return name.endswith(self.suffixes) and (not self.text or kind_of(head) == "")
+
+
+def library(name: str, extra: str, file: OpenFile) -> Any:
+    """Imports a library that an extra brings.
+
+    Raises:
+        CorpusError: it is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise CorpusError(
+            f"{file.path}: {name.partition('.')[0]} is needed to read it; "
+            f"pip install 'ms-data[{extra}]'"
+        ) from error
+
+
+def damaged(file: OpenFile, kind: str, problem: object) -> CorpusError:
+    """Says that a file is not whole."""
+    words = " ".join(str(problem).split()) or type(problem).__name__
+    return CorpusError(
+        f"{file.path}: damaged {kind} ({words[:200]}); fetch the file or write it again"
+    )
 
 
 def not_utf8(content: bytes) -> str | None:

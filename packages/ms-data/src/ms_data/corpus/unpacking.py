@@ -71,3 +71,47 @@ def lines_of(blocks: Iterator[bytes], limit: int) -> Iterator[bytes | None]:
         yield None
     elif tail := b"".join(rest):
         yield tail
+
+
+class Content:
+    """The unpacked content of a file, read in order by as many bytes as are asked for."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = blocks
+        self._left = memoryview(b"")
+
+    def read(self, size: int) -> bytes:
+        """Reads `size` bytes, or as many as there are; memory grows with what was found alone."""
+        return b"".join(self._parts(size))
+
+    def skip(self, size: int) -> int:
+        """Passes over `size` bytes; returns how many there were."""
+        return sum(map(len, self._parts(size)))
+
+    def _parts(self, size: int) -> Iterator[memoryview]:
+        while size:
+            if not self._left:
+                self._left = memoryview(next(self._blocks, b""))
+                if not self._left:
+                    return
+            part = self._left[:size]
+            self._left = self._left[len(part) :]
+            size -= len(part)
+            yield part
+
+    def line(self, limit: int) -> bytes:
+        """Reads up to the end of a line, which is kept, or `limit` bytes."""
+        parts: list[bytes] = []
+        while limit > 0:
+            if not self._left:
+                self._left = memoryview(next(self._blocks, b""))
+                if not self._left:
+                    break
+            near = bytes(self._left[:limit])
+            end = near.find(b"\n") + 1 or len(near)
+            parts.append(near[:end])
+            self._left = self._left[end:]
+            limit -= end
+            if parts[-1].endswith(b"\n"):
+                break
+        return b"".join(parts)

@@ -101,6 +101,8 @@ class InstructionStream(BatchStream[InstructionBatch]):
         }
         if isinstance(sources, str | Path):
             sources = {dataset_folder(sources).name: sources}
+        if not sources:
+            raise SettingError("sources names no folder; name at least one to learn from")
         self.folders = tuple(dataset_folder(folder) for folder in sources.values())
         """Where the sources lie, with the tokenizer that made them."""
         self.names = tuple(sources)

@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 
 from ms_data.corpus.corpus import Corpus
-from ms_data.corpus.find import find_corpus
+from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
 from ms_data.errors import CorpusError, OutputError, SettingError
 from ms_data.files.durable import write_file
@@ -26,11 +26,11 @@ ENDLESS_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WO
 
 
 def train_tokenizer(
-    corpus: str | Path,
+    corpus: CorpusName,
     *,
     vocab_size: int,
     out: str | Path | None = None,
-    text_key: str = "text",
+    text_column: str = "text",
     skip_invalid: bool = False,
     document_limit_mib: int = DOCUMENT_LIMIT_MIB,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -43,7 +43,7 @@ def train_tokenizer(
         vocab_size: most tokens to learn, the 256 bytes and the end of text included.
         out: where to write it: a file if it ends in .json, else a folder that
             `transformers.AutoTokenizer` opens too; None keeps it in memory.
-        text_key: the member of a JSON line that holds the text.
+        text_column: the member or column of a row that holds the text.
         skip_invalid: leave out what is not valid text.
         document_limit_mib: a document, once unpacked, of more than so many MiB is not valid.
         on_progress: called with the bytes of the corpus that are read, and all.
@@ -63,7 +63,7 @@ def train_tokenizer(
         check_path("out", out, error=OutputError, written="file" if _is_file(out) else "folder")
     source = find_corpus(
         corpus,
-        text_key=text_key,
+        text_column=text_column,
         skip_invalid=skip_invalid,
         document_limit_mib=document_limit_mib,
     )

@@ -53,7 +53,7 @@ class Piece:
     def to_parameter(self, values: Tensor) -> Tensor:
         """Values of (a part of) `part`, with the dims of the parameter."""
         along = [dim for dim in self.dims if dim is not None]
-        turned = values.permute(*along, *(d for d in range(values.ndim) if d not in along))
+        turned = values.permute([*along, *(d for d in range(values.ndim) if d not in along)])
         sizes = [1 if dim is None else values.shape[dim] for dim in self.dims]
         return turned.reshape(sizes)
 

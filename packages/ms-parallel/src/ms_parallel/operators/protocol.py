@@ -60,6 +60,33 @@ class Ops(Protocol):
         """As `ms_parallel.operators.linear_cross_entropy`."""
         ...
 
+    def causal_conv1d(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = ...,
+        *,
+        documents: Tensor | None = ...,
+        silu: bool = ...,
+    ) -> Tensor:
+        """As `ms_parallel.operators.causal_conv1d`."""
+        ...
+
+    def gated_delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        documents: Tensor | None = ...,
+        scale: float | None = ...,
+        normalise: bool = ...,
+    ) -> Tensor:
+        """As `ms_parallel.operators.gated_delta_rule`."""
+        ...
+
     def permute_tokens(
         self, x: Tensor, experts: Tensor, *, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,10 +12,17 @@ from torch import Tensor
 from ms_parallel.operators.cpu import widen
 
 CHUNK = 64
+EPS = 1e-6
+"""What is added to the squared length of a key or query before its root is taken."""
 
 
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, documents: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    documents: Tensor | None = None,
+    silu: bool = False,
 ) -> Tensor:
     """Convolve each channel with the positions before it.
 
@@ -24,15 +31,22 @@ def causal_conv1d(
         weight: (channels, K), the last tap for the position itself.
         bias: (channels,).
         documents: (B, S) int32; a tap that lies in another document counts as zero.
+        silu: Whether the result goes through SiLU.
 
     Returns:
         Like `x`.
     """
-    taps, length = weight.shape[1], x.shape[1]
     if documents is None:
-        padded = F.pad(x.transpose(1, 2), (taps - 1, 0))
-        return F.conv1d(padded, weight[:, None], bias, groups=x.shape[2]).transpose(1, 2)
-    runs = _runs(documents)
+        padded = F.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
+        out = F.conv1d(padded, weight[:, None], bias, groups=x.shape[2]).transpose(1, 2)
+    else:
+        out = _taps(x, weight, bias, _runs(documents))
+    return F.silu(out) if silu else out
+
+
+def _taps(x: Tensor, weight: Tensor, bias: Tensor | None, runs: Tensor) -> Tensor:
+    """The convolution a tap at a time, of documents `runs` (B, S)."""
+    taps, length = weight.shape[1], x.shape[1]
     out = x * weight[:, -1] if bias is None else torch.addcmul(bias, x, weight[:, -1])
     for back in range(1, min(taps, length)):
         same = (runs[:, back:] == runs[:, :-back])[..., None]
@@ -50,6 +64,7 @@ def gated_delta_rule(
     *,
     documents: Tensor | None = None,
     scale: float | None = None,
+    normalise: bool = False,
 ) -> Tensor:
     """Linear attention whose state forgets and is corrected (Yang et al., 2024, arXiv:2412.06464).
 
@@ -66,18 +81,22 @@ def gated_delta_rule(
         beta: (B, S, Hv), the rate of correction.
         documents: (B, S) int32.
         scale: of the queries; 1/√Dk by default.
+        normalise: Whether q and k are first brought to length 1, x / √(Σx² + 1e-6).
 
     Returns:
         (B, S, Hv, Dv) in the dtype of `v`, computed in float32 (float64 for float64).
     """
     rows, length, groups = v.shape[0], v.shape[1], v.shape[2] // k.shape[2]
     scale = k.shape[3] ** -0.5 if scale is None else scale
-    q, k = (x.repeat_interleave(groups, 2) for x in (q * scale, k))
+    if normalise:
+        q, k = _unit(widen(q)), _unit(widen(k))
+    q, k = (x.repeat_interleave(groups, 2) for x in (widen(q) * scale, k))
     if documents is None:
         documents = q.new_zeros(rows, length, dtype=torch.int32)
     chunk = min(CHUNK, max(1, length))
+    wide = widen(v).dtype
     q, k, wide_v, g, beta = (
-        _chunks(widen(x), chunk) for x in (q, k, v, g[..., None], beta[..., None])
+        _chunks(x.to(wide), chunk) for x in (q, k, v, g[..., None], beta[..., None])
     )
     runs = _runs(documents)
     runs = torch.cat((runs, runs[:, -1:].expand(rows, -length % chunk)), 1)
@@ -121,6 +140,10 @@ def _by_chunks(
         outputs.append(asked[:, :, at] @ state + scores[:, :, at] @ corrected)
         state = state * stays[:, :, at] + left[:, :, at].mT @ corrected
     return torch.stack(outputs, 2)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ms_parallel.engine.engine import Engine
@@ -11,7 +12,7 @@ from ms_parallel.proof.batches import Span, my_rows, spans_of
 from ms_parallel.proof.records import Check, Counterexample
 
 Batch = Mapping[str, Tensor]
-_NEW_TOKENS = 4
+_PROMPT, _NEW_TOKENS = 5, 4
 
 
 def probe_changes(engine: Engine, batch: Batch, tolerance: float) -> Iterator[Counterexample]:
@@ -79,24 +80,22 @@ def probe_packing(engine: Engine, batch: Batch, tolerance: float) -> Iterator[Co
 
 
 def probe_generation(engine: Engine, batch: Batch) -> tuple[Check, ...] | Counterexample:
-    """Greedy tokens of a cache are those of whole forwards; nothing where a model has no cache."""
-    prompts = [row[:5].tolist() for row in my_rows(batch, engine.groups)["tokens"]]
+    """Greedy tokens of a cache are those of one whole forward; nothing where there is no cache."""
+    prompts = [row[:_PROMPT].tolist() for row in my_rows(batch, engine.groups)["tokens"]]
     try:
         made = engine.generate(
             prompts, max_new_tokens=_NEW_TOKENS, stop_token=None, temperature=0.0
         )
     except ModelError:
         return ()
-    for prompt, new in zip(prompts, made, strict=True):
-        for count, token in enumerate(new):
-            text = torch.tensor([prompt + new[:count]])
-            pads = text.new_zeros(1, -text.shape[1] % engine.groups.layout.row_parts)
-            padded = torch.cat([text, pads], 1)
-            last = _local_logits(engine, {"tokens": padded})[0, text.shape[1] - 1]
-            if int(last.argmax()) != token:
-                what = (
-                    f"token {count + 1} generated with a cache is {token}, without {last.argmax()}"
-                )
+    texts = torch.tensor([prompt + new for prompt, new in zip(prompts, made, strict=True)])
+    read = texts[:, :-1]
+    padded = F.pad(read, (0, -read.shape[1] % engine.groups.layout.row_parts))
+    logits = _local_logits(engine, {"tokens": padded})[:, _PROMPT - 1 : read.shape[1]]
+    for new, right in zip(texts[:, _PROMPT:].tolist(), logits.argmax(-1).tolist(), strict=True):
+        for count, (token, expected) in enumerate(zip(new, right, strict=True), 1):
+            if token != expected:
+                what = f"token {count} generated with a cache is {token}, without {expected}"
                 return _wrong("generation", what, 0.0)
     return ("generation",)
 

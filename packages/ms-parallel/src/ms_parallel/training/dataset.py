@@ -58,14 +58,14 @@ def _build(
     data = data_package()
     if tokenizer is None and not own.is_file():
         data.train_tokenizer(
-            corpus, vocab_size=options.vocab_size, out=own, text_key=options.text_key
+            corpus, vocab_size=options.vocab_size, out=own, text_column=options.text_column
         )
     data.build(
         corpus,
         tokenizer=tokenizer or own,
         out=shards,
         hold_out=options.hold_out,
-        text_key=options.text_key,
+        text_column=options.text_column,
     )
 
 
@@ -91,7 +91,7 @@ def _source(corpus: str | Path, options: Options, tokenizer: Path | None) -> dic
         "tokenizer": hashlib.blake2b(tokenizer_bytes, digest_size=16).hexdigest(),
         "vocab_size": 0 if tokenizer else options.vocab_size,
         "hold_out": options.hold_out,
-        "text_key": options.text_key,
+        "text_column": options.text_column,
     }
 
 

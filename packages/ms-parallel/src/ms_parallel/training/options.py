@@ -164,7 +164,7 @@ class Options(Essentials):
     """Tokens of the tokenizer that is trained, when raw text is built without one."""
     tokenizer: Path | None = field(default=None, converter=as_path, validator=a_path(optional=True))
     """A `tokenizer.json` for raw text; None trains one."""
-    text_key: str = field(default="text", validator=text())
+    text_column: str = field(default="text", validator=text())
     """The member of a JSON line that holds the text."""
     sample_prompt: str | None = field(default=None, validator=text(optional=True))
     """Text that the trained model goes on writing at the end; None writes none."""

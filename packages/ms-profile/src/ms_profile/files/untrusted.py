@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -25,6 +25,10 @@ SHOWN_CHARACTERS = 200
 
 DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){100}""")
 """A hundred names with dots between them."""
+
+LONG_NUMBER = re.compile(r"\d{39}")
+BYTES_LONG_NUMBER = re.compile(LONG_NUMBER.pattern.encode())
+"""What a whole number of over 128 bits is written with, and some texts are."""
 
 PATH_BYTES = 4095
 NAME_BYTES = 255
@@ -115,22 +119,30 @@ def read_json(
 def decode_json(
     content: bytes | str, kind: type[T], *, where: str | Path, error: type[Exception]
 ) -> T:
-    """Decode JSON as a value of the type `kind`; `where` is what a message calls it."""
+    """Decode JSON as a value of the type `kind`; `where` is what a message calls it.
+
+    A whole number of over 128 bits is refused: nothing is counted so far, and no float holds it.
+    """
     with decoding(where, error=error):
+        long = LONG_NUMBER if isinstance(content, str) else BYTES_LONG_NUMBER
+        if long.search(content):  # type: ignore[arg-type]
+            _check_numbers(msgspec.json.decode(content))
         return msgspec.json.decode(content, type=kind)
 
 
 def read_toml(path: str | Path, *, error: type[Exception]) -> dict[str, Any]:
-    """Read a file of TOML."""
+    """Read a file of TOML, without whole numbers of over 128 bits."""
     content = read_text(path, error=error, limit_bytes=2**24)
     # Of a key with so many parts tomllib reads each again and again: minutes for 100 kB.
     if DEEP_KEY.search(content):
         raise error(f"{_shown(path)}: nested too deeply to be read")
     with decoding(path, error=error):
         try:
-            return tomllib.loads(content)
+            found = tomllib.loads(content)
         except tomllib.TOMLDecodeError as raised:
             raise error(f"{_shown(path)}: not TOML: {_words(raised)}") from raised
+        _check_numbers(found)
+        return found
 
 
 @contextmanager
@@ -155,6 +167,15 @@ def decoding(where: str | Path, *, error: type[Exception]) -> Iterator[None]:
         raise error(f"{_shown(where)}: cannot be read: {reason}") from raised
     except (ValueError, TypeError, LookupError, ArithmeticError, EOFError) as raised:
         raise error(f"{_shown(where)}: {_words(raised)}") from raised
+
+
+def _check_numbers(found: object) -> None:
+    if isinstance(found, int) and found.bit_length() > 128:
+        raise ValueError("a whole number of more than 128 bits")
+    inside = found.values() if isinstance(found, dict) else found
+    if isinstance(inside, Iterable) and not isinstance(inside, str):
+        for each in inside:
+            _check_numbers(each)
 
 
 def _never_a_path(text: str) -> str:

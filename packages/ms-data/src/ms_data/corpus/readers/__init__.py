@@ -14,9 +14,6 @@ READERS: dict[str, Reader] = {
 """Every module of this folder, by name."""
 
 
-def reader_of(name: str, head: bytes) -> Reader:
-    """Chooses the reader of a file by its unpacked name and first bytes; else that of text."""
-    for reader in READERS.values():
-        if head.startswith(reader.signatures) or name.endswith(reader.suffixes):
-            return reader
-    return READERS["text"]
+def reader_of(name: str, head: bytes) -> Reader | None:
+    """Finds the reader that claims a file by its unpacked name and first bytes, if one does."""
+    return next((one for one in READERS.values() if one.claims(name, head)), None)

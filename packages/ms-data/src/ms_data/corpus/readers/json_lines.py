@@ -8,59 +8,68 @@ import msgspec
 
 from ms_data.corpus.reader import (
     TOO_LONG,
+    FileReader,
     Found,
     Invalid,
     OpenFile,
-    Reader,
     ReadOptions,
+    Row,
     not_utf8,
 )
 from ms_data.corpus.unpacking import lines_of
-from ms_data.errors import TokenizerError
 
 
-def row_type(key: str) -> Any:
-    """The type of a JSON object whose member `key` is a text."""
-    return msgspec.defstruct("Row", [("text", str, msgspec.field(name=key))])
+def row_type(column: str) -> Any:
+    """The type of a JSON object whose member `column` is a text."""
+    return msgspec.defstruct("Row", [("text", str, msgspec.field(name=column))])
 
 
-def _documents(file: OpenFile, options: ReadOptions) -> Iterator[Found]:
-    parse = options.parse or _text_of(options.text_key)
+def json_decoder(options: ReadOptions) -> Callable[[bytes, str], Found]:
+    """Makes what reads a row from its JSON, which stands at a place."""
+    if options.parse is not None:
+        return _row
+    decoder = msgspec.json.Decoder(row_type(options.text_column))
+
+    def text(line: bytes, place: str) -> str:
+        found: str = decoder.decode(line).text
+        found.encode()
+        return found
+
+    return text
+
+
+def decoded(decode: Callable[[bytes, str], Found], line: bytes, place: str, remedy: str) -> Found:
+    """Reads a row, or says why there is none."""
+    try:
+        return decode(line, place)
+    except msgspec.ValidationError as error:
+        return Invalid(f"{place}: {error}{remedy}")
+    except (msgspec.DecodeError, UnicodeError) as error:
+        reason = not_utf8(line) or f"malformed JSON line: {error}; mend the line"
+        return Invalid(f"{place}: {reason}")
+    except RecursionError:
+        return Invalid(f"{place}: its JSON is nested too deeply; mend the line")
+
+
+def _row(line: bytes, place: str) -> Found:
+    row = msgspec.json.decode(line)
+    if not isinstance(row, dict):
+        return Invalid(f"{place}: a row must be a JSON object, not {type(row).__name__}")
+    return Row(row, place)
+
+
+def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Found]:
+    decode, remedy = json_decoder(options), options.text_remedy
     for number, line in enumerate(lines_of(file.blocks, options.document_limit_bytes), 1):
+        if number <= start:
+            continue
         place = f"{file.path}:{number}"
         if line is None:
             yield Invalid(f"{place}: {TOO_LONG}")
             continue
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
-        if not line.strip():
-            yield ""
-            continue
-        try:
-            yield parse(line)
-        except TokenizerError as error:  # of the template, not of the row: nothing to leave out
-            raise TokenizerError(f"{place}: {error}") from error
-        except msgspec.ValidationError as error:
-            remedy = "" if options.parse else "; name the text's key with --text-key"
-            yield Invalid(f"{place}: {error}{remedy}")
-        except (msgspec.DecodeError, UnicodeError) as error:
-            reason = not_utf8(line) or f"malformed JSON line: {error}; mend the line"
-            yield Invalid(f"{place}: {reason}")
-        except ValueError as error:
-            yield Invalid(f"{place}: {error}")
-        except RecursionError:
-            yield Invalid(f"{place}: its JSON is nested too deeply; mend the line")
+        yield decoded(decode, line, place, remedy) if line.strip() else ""
 
 
-def _text_of(key: str) -> Callable[[bytes], str]:
-    decoder = msgspec.json.Decoder(row_type(key))
-
-    def parse(line: bytes) -> str:
-        text: str = decoder.decode(line).text
-        text.encode()
-        return text
-
-    return parse
-
-
-READER = Reader(documents=_documents, suffixes=(".jsonl", ".ndjson"), rows=True)
+READER = FileReader(documents=_documents, suffixes=(".jsonl", ".ndjson"))

@@ -4,10 +4,12 @@ import io
 import tokenize
 from collections.abc import Iterator
 
-from ms_data.corpus.reader import Found, Invalid, OpenFile, Reader, ReadOptions
+from ms_data.corpus.reader import FileReader, Found, Invalid, OpenFile, ReadOptions
 
 
-def _documents(file: OpenFile, options: ReadOptions) -> Iterator[Found]:
+def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Found]:
+    if start:
+        return
     content = file.whole(options.document_limit_bytes)
     if isinstance(content, Invalid):
         yield content
@@ -19,5 +21,5 @@ def _documents(file: OpenFile, options: ReadOptions) -> Iterator[Found]:
         yield Invalid(f"{file.path}: {error}")
 
 
-READER = Reader(documents=_documents)
+READER = FileReader(documents=_documents)
 """It claims no name: in a user's folder, a source is text like any other."""

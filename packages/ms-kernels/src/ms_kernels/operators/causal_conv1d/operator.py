@@ -1,9 +1,37 @@
 """The public function `causal_conv1d`."""
 
+from typing import Literal, overload
+
 from torch import Tensor
 
 from ms_kernels.core.dispatch import perform
 from ms_kernels.operators.causal_conv1d.contract import CONTRACT
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    documents: Tensor | None = None,
+    state: Tensor | None = None,
+    silu: bool = False,
+    final_state: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    documents: Tensor | None = None,
+    state: Tensor | None = None,
+    silu: bool = False,
+    final_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def causal_conv1d(

@@ -1,9 +1,43 @@
 """The public function `gated_delta_rule`."""
 
+from typing import Literal, overload
+
 from torch import Tensor
 
 from ms_kernels.core.dispatch import perform
 from ms_kernels.operators.gated_delta_rule.contract import CONTRACT
+
+
+@overload
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    documents: Tensor | None = None,
+    state: Tensor | None = None,
+    scale: float | None = None,
+    normalise: bool = False,
+    final_state: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    documents: Tensor | None = None,
+    state: Tensor | None = None,
+    scale: float | None = None,
+    normalise: bool = False,
+    final_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def gated_delta_rule(

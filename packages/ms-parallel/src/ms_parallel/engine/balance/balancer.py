@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -15,9 +16,8 @@ from torch import Tensor, nn
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.balance.settings import Balance
-from ms_parallel.models.experts.account import Account, Documents
+from ms_parallel.models.experts.account import Account, Accounted, Documents
 from ms_parallel.models.experts.choice import Mixture
-from ms_parallel.models.experts.router import Router
 
 COUNTS = "experts.counts"
 LAYER = re.compile(r".*\blayers\.(\d+)\.")
@@ -49,9 +49,9 @@ class ExpertLoad:
 
     @property
     def highest_load(self) -> float:
-        """The most that any expert had, in times of an even share."""
+        """The most that any expert had, in times of an even share; 0 where no token came."""
         even = self.counts.sum(1, keepdim=True) / self.counts.shape[1]
-        return float((self.counts / even).max())
+        return float((self.counts / even).nan_to_num(0.0).max())
 
     @property
     def by_layer(self) -> dict[str, str]:
@@ -87,12 +87,12 @@ class Balancer:
         self.balance = balance.of(mixture)
         self.groups = groups
         self.layers = mixture.layers if mixture is not None else ()
-        self.names: dict[str, Router] = {}
-        self.rows: dict[int, Router] = {}
+        self.names: dict[str, Any] = {}
+        self.rows: dict[int, Any] = {}
         for stage in stages.values() if self.layers else ():
             for name, module in stage.named_modules():
                 found = LAYER.match(name)
-                if isinstance(module, Router) and found and int(found[1]) in self.layers:
+                if isinstance(module, Accounted) and found and int(found[1]) in self.layers:
                     self.names[name] = module
                     self.rows[self.layers.index(int(found[1]))] = module
         experts = mixture.choice.num_experts if mixture is not None else 0
@@ -156,6 +156,8 @@ class Balancer:
         facts = torch.zeros(len(self.layers), NOTED + self.counts.shape[1], device=device)
         for row, router in self.rows.items():
             assert router.account is not None
+            if router.everywhere and place.tensor > 0:
+                continue
             counts[row] = router.account.counts
             facts[row, :NOTED] = router.account.sums
             if self.corrected and self.groups.place.tensor == 0 and self.groups.token_rank == 0:

@@ -69,6 +69,11 @@ class Balance:
             )
         chosen = self.method or ("bias" if corrected else "step" if known else "none")
         default = {"bias": 0.0, "none": 0.0}.get(chosen, known)
+        if self.coefficient is None and chosen in ("step", "sequence") and not known:
+            raise ConfigError(
+                f"balance={chosen!r} adds a loss of which config.json asks no share; give"
+                " balance_coefficient"
+            )
         coefficient = default if self.coefficient is None else self.coefficient
         return evolve(self, method=chosen, coefficient=coefficient)
 

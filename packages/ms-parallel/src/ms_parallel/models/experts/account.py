@@ -129,6 +129,15 @@ class Account:
         return load[own]
 
 
+class Accounted:
+    """A router whose choices an update counts, and balances; a part of a module."""
+
+    account: Account | None = None
+    """Of the update that goes on, if there is one."""
+    everywhere: bool = False
+    """Whether each tensor rank chooses for all positions, and not for its part of them."""
+
+
 class _Bring(torch.autograd.Function):
     """The same weights; scores get a gradient that was known before the backward."""
 

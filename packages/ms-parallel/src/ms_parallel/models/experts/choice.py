@@ -5,10 +5,12 @@ from typing import Literal
 from attrs import field, frozen
 
 from ms_parallel.errors import ConfigError
-from ms_parallel.models.config import above_zero, size
-from ms_parallel.settings import flag, one_of
+from ms_parallel.settings.validators import flag, number, one_of, whole
 
 Scores = Literal["softmax", "sigmoid", "softmax_of_chosen"]
+
+MOST_EXPERTS = 1 << 13
+"""Some ten times what any model has: beyond it a file is damaged, or made to take our memory."""
 
 
 @frozen(kw_only=True)
@@ -19,9 +21,9 @@ class Choice:
         ConfigError: more are to be chosen than there are, or groups do not divide them.
     """
 
-    num_experts: int = field(validator=size)
+    num_experts: int = field(validator=whole(most=MOST_EXPERTS))
     """Experts of a layer."""
-    num_experts_per_tok: int = field(validator=size)
+    num_experts_per_tok: int = field(validator=whole(most=MOST_EXPERTS))
     """How many each token chooses."""
     scores: Scores = field(
         default="softmax", validator=one_of("softmax", "sigmoid", "softmax_of_chosen")
@@ -29,11 +31,11 @@ class Choice:
     """Of the router's logits: over all experts, of each alone, or over the chosen ones."""
     normalised: bool = field(default=True, validator=flag)
     """The weights of the chosen are divided by their sum."""
-    factor: float = field(default=1.0, validator=above_zero)
+    factor: float = field(default=1.0, validator=number(least=1e-30))
     """What the weights are multiplied by in the end."""
-    groups: int = field(default=1, validator=size)
+    groups: int = field(default=1, validator=whole(most=MOST_EXPERTS))
     """Equal groups of experts, of which the best are chosen first."""
-    chosen_groups: int = field(default=1, validator=size)
+    chosen_groups: int = field(default=1, validator=whole(most=MOST_EXPERTS))
     """How many groups are left to choose from; a group counts its two best experts."""
     corrected: bool = field(default=False, validator=flag)
     """A bias of each expert is added to the scores that choose, not to the weights."""

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ms_parallel.models.experts.account import Account
+from ms_parallel.models.experts.account import Account, Accounted
 from ms_parallel.models.experts.choice import Choice
 from ms_parallel.models.experts.kept import decide
 from ms_parallel.models.staged import Context
 from ms_parallel.operators.cpu import widen
 
 
-class Router(nn.Module):
+class Router(nn.Module, Accounted):
     """A linear map to a logit for each expert, of which the best are chosen.
 
     Args:
@@ -36,8 +36,6 @@ class Router(nn.Module):
             zeros = torch.zeros(choice.num_experts, dtype=torch.float32)
             self.register_buffer("e_score_correction_bias", zeros)
         self.choice = choice
-        self.account: Account | None = None
-        """Of the update that goes on, if there is one."""
         self.whole: Callable[[Tensor], Tensor] = lambda x: x
         """All positions (B, S, ...) of those that this process has (B, part of S, ...)."""
         self.part = 0
@@ -64,11 +62,9 @@ class Router(nn.Module):
         bias = None if self.bias is None else widen(self.bias)
         logits = F.linear(widen(hidden), widen(self.weight), bias)
         scores = logits.sigmoid() if self.choice.scores == "sigmoid" else logits.softmax(-1)
-        shares = scores
-        if self.choice.scores == "sigmoid":
+        account, shares = self.account if torch.is_grad_enabled() else None, scores
+        if account is not None and self.choice.scores == "sigmoid":
             shares = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        counts = self.account is not None and torch.is_grad_enabled()
-        account = self.account if counts else None
         experts = decide(lambda: self._choose(scores.detach(), shares.detach(), account))
         weights = self._weights(logits, scores, experts)
         if account is not None and (account.rate or account.z_rate):

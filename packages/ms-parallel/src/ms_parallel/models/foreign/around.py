@@ -1,6 +1,6 @@
 """A module around another whose parameters keep their names."""
 
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -21,6 +21,11 @@ class Around(nn.Module):
             self.__dict__[table] = inner.__dict__[table]
         self.__dict__["inner"] = inner
         self.training = inner.training
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the inner module too, which is no part."""
+        self.inner.training = mode
+        return super().train(mode)
 
     def __getattr__(self, name: str) -> Any:
         """Parts, and what else the inner module has."""

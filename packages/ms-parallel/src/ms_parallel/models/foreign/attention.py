@@ -1,10 +1,12 @@
 """Our attention in models of transformers, so that packed documents stay apart in all of them."""
 
+import inspect
+import sys
 from collections.abc import Hashable
 from functools import cache
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ms_parallel.errors import ModelError
 from ms_parallel.models.foreign.config import transformers
@@ -12,12 +14,34 @@ from ms_parallel.operators.capped import capped_attention
 from ms_parallel.operators.protocol import Ops
 
 _NAME = "ms_parallel"
+TABLE = "ALL_ATTENTION_FUNCTIONS"
+"""What transformers' models call it."""
+WINDOWS = "create_sliding_window_causal_mask"
+"""What they make masks with windows by."""
+UNSAID: Any = object()
 _calls = 0
 
 
 def calls() -> int:
     """How often attention was asked for so far."""
     return _calls
+
+
+def is_asked_by(module: nn.Module) -> bool:
+    """Whether a module's forward looks attention up in the table that ours is registered in."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and TABLE in code.co_names
+
+
+def window_of(module: Any) -> int | None:
+    """The window of an attention that does not say it, as its model says it by the mask alone."""
+    settings = module.config
+    window: int | None = getattr(settings, "sliding_window", None)
+    if not hasattr(sys.modules[type(module).__module__], WINDOWS):
+        return None
+    kinds = getattr(settings, "layer_types", None)
+    slides = kinds is None or kinds[module.layer_idx] == "sliding_attention"
+    return window if slides else None
 
 
 @cache
@@ -36,7 +60,7 @@ def registered(ops: Hashable) -> str:
         attention_mask: Tensor | None,
         *,
         scaling: float | None = None,
-        sliding_window: int | None = None,
+        sliding_window: Any = UNSAID,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         is_causal: bool | None = None,
@@ -48,10 +72,15 @@ def registered(ops: Hashable) -> str:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if not causal:
             raise ModelError("attention of this model is not causal; it has no next token to learn")
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ModelError(
+                f"{type(module).__name__} makes a mask of its own, which is not known here; write"
+                " its family"
+            )
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         how: dict[str, Any] = {
             "documents": attention_mask,
-            "window": sliding_window,
+            "window": window_of(module) if sliding_window is UNSAID else sliding_window,
             "scale": scaling,
         }
         if softcap is None:
@@ -61,6 +90,6 @@ def registered(ops: Hashable) -> str:
             raise ModelError("attention with capped scores and sinks is not known here")
         return capped_attention(q, k, v, softcap=softcap, **how), None
 
-    name = f"{_NAME}.{getattr(ops, '__name__', type(ops).__name__)}"
+    name = f"{_NAME}.{id(ops)}"  # of no other namespace: the cache keeps this one alive
     transformers().AttentionInterface.register(name, attend)
     return name

@@ -13,6 +13,8 @@ from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.untrusted import check_path, read_json
 from ms_parallel.models.config import MOST, TOKENS, TokenId, token_ids
+from ms_parallel.models.experts.choice import Mixture
+from ms_parallel.models.foreign.experts import mixture_of
 
 MOST_LAYERS = 1000
 """All of them are built, without storage, before the first is known to have weights."""
@@ -42,7 +44,7 @@ def knows(model_type: object) -> bool:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:
         return False
-    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return isinstance(model_type, str) and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def _document(source: Any) -> dict[str, Any]:
@@ -172,9 +174,9 @@ class TransformersModel:
         return 0
 
     @property
-    def mixture(self) -> None:
-        """Experts that our runtime balances; those of transformers are trained as they are."""
-        return None
+    def mixture(self) -> Mixture | None:
+        """Experts that our runtime can balance, as it does where `output_router_logits` is set."""
+        return mixture_of(self)
 
     @property
     def final_softcap(self) -> None:
@@ -240,9 +242,9 @@ def _check(model: TransformersModel) -> None:
                 f"layer_types of this {model.model_type} has {kind!r}, which is not known here;"
                 f" known: {', '.join(ATTENTIONS)}, and layers without attention"
             )
-    if getattr(settings, "output_router_logits", False):
+    if getattr(settings, "output_router_logits", False) and model.mixture is None:
         raise ConfigError(
-            "output_router_logits=true asks for transformers' balance loss, a product of means over"
-            " each microbatch, which changes with the layout; set it to false: experts that"
-            " transformers builds are trained without a balance loss"
+            f"output_router_logits=true asks for a balance loss of this {model.model_type}, whose"
+            " routers are not of the form that can be balanced here (logits, weights and choices of"
+            " each token, the best by their logits); set it to false"
         )

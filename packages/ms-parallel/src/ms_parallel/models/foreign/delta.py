@@ -7,10 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ms_parallel.operators.cpu import widen
-from ms_parallel.operators.recurrent import causal_conv1d, gated_delta_rule
+from ms_parallel.operators.protocol import Ops
 
-EPS = 1e-6
-"""Of the norms of queries and keys, in every such network."""
 NEEDED = ("A_log", "conv1d", "dt_bias", "head_k_dim", "head_v_dim", "key_dim", "norm", "out_proj")
 
 
@@ -26,18 +24,18 @@ def is_delta(module: Any) -> bool:
     return known and (apart or together) and getattr(module, "activation", None) == "silu"
 
 
-def delta_forward(module: Any, hidden: Tensor, documents: Tensor | None) -> Tensor:
+def delta_forward(module: Any, hidden: Tensor, documents: Tensor | None, ops: Ops) -> Tensor:
     """What the module computes of (B, S, H), where documents (B, S) int32 know no other."""
     mixed, z, b, a = _projected(module, hidden)
     weight = module.conv1d.weight.squeeze(1)
-    mixed = F.silu(causal_conv1d(mixed, weight, module.conv1d.bias, documents=documents))
+    mixed = ops.causal_conv1d(mixed, weight, module.conv1d.bias, documents=documents, silu=True)
     q, k, v = torch.split(mixed, [module.key_dim, module.key_dim, module.value_dim], -1)
     q, k, v = (
         x.reshape(*hidden.shape[:2], -1, width)
         for x, width in ((q, module.head_k_dim), (k, module.head_k_dim), (v, module.head_v_dim))
     )
     g = -widen(module.A_log).exp() * F.softplus(widen(a) + module.dt_bias)
-    out = gated_delta_rule(_unit(widen(q)), _unit(widen(k)), v, g, b.sigmoid(), documents=documents)
+    out = ops.gated_delta_rule(q, k, v, g, b.sigmoid(), documents=documents, normalise=True)
     made = module.norm(out.flatten(0, 2), z.reshape(-1, module.head_v_dim))
     outward: nn.Module = module.out_proj
     result: Tensor = outward(made.view(*hidden.shape[:2], -1))
@@ -55,7 +53,3 @@ def _projected(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
         module.in_proj_qkvz(hidden), module.in_proj_ba(hidden)
     )
     return torch.cat([x.flatten(2) for x in (q, k, v)], -1), z, b, a
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)

@@ -1,14 +1,22 @@
-"""Experts of transformers whose stacked matrices can be split over tensor ranks."""
+"""Experts of transformers, split over tensor ranks, and their routers, counted and balanced."""
 
 import re
 from collections.abc import Mapping
+from copy import deepcopy
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ms_parallel.models.experts.account import Accounted
+from ms_parallel.models.experts.choice import Choice, Mixture
+from ms_parallel.models.experts.kept import recomputes
 from ms_parallel.models.foreign.around import Around
+from ms_parallel.operators.cpu import widen
 
+LAYER = re.compile(r"\blayers\.(\d+)\.")
 MATRICES = 2
 """Gate and up, side by side in one parameter."""
 
@@ -54,3 +62,108 @@ def unpack(model: Any, published: Mapping[str, str] | None) -> None:
         if packed and all(module._parameters[own].ndim == 3 for own in packed):
             parent, _, last = name.rpartition(".")
             model.get_submodule(parent)._modules[last] = Experts(module, packed)
+
+
+class CountedRouter(Around, Accounted):
+    """A router of transformers, of which an update counts what it chooses, and balances it.
+
+    Args:
+        inner: gives logits (T, E), and weights and experts (T, k).
+    """
+
+    everywhere = True
+    rows = 1
+    """Of the forward of the block that runs."""
+    documents: Tensor | None = None
+    """(B, S) int32, its rows' documents."""
+
+    def forward(self, *args: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """As the inner module; its weights bring the gradient of the balance loss along."""
+        logits, weights, experts = self.inner(*args, **named)
+        account = self.account
+        if account is None or not torch.is_grad_enabled():
+            return logits, weights, experts
+        wide, chosen = (
+            each.reshape(self.rows, -1, each.shape[-1]) for each in (widen(logits), experts)
+        )
+        shares, load = wide.softmax(-1), account.load
+        if not recomputes():
+            account.note(chosen, shares.detach())
+        if not account.rate and not account.z_rate:
+            return logits, weights, experts
+        if load is None:
+            numbers = account.documents.numbers(self.documents, chosen)
+            load = account.load_of_documents(chosen, numbers, slice(None))
+        weights = account.charge(weights, wide, shares, chosen, load)
+        return logits, weights, experts
+
+
+def count_routers(model: Any) -> None:
+    """Let what the routers of a model choose be counted, in place."""
+    for name, router in _routers(model).items():
+        parent, _, last = name.rpartition(".")
+        model.get_submodule(parent)._modules[last] = CountedRouter(router)
+
+
+@lru_cache(maxsize=16)
+def mixture_of(config: Any) -> Mixture | None:
+    """What is known of the experts of a model of transformers, if its routers can be balanced.
+
+    They have to be published as the model's, one a layer, and to choose the best of their logits,
+    which is tried. Transformers asks for the balance loss by `output_router_logits`.
+    """
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    settings = config.settings
+    kind = auto._model_mapping[type(settings)]
+    if _published(kind) is None:
+        return None
+    with torch.device("meta"):
+        routers = _routers(auto.from_config(settings))
+    found = [LAYER.search(name) for name in routers]
+    layers = [int(match[1]) for match in found if match]
+    chosen = {_choice(router) for router in routers.values()}
+    choice = chosen.pop() if len(chosen) == 1 else None
+    if choice is None or len(set(layers)) < len(routers):
+        return None
+    asked = getattr(settings, "output_router_logits", False)
+    coefficient = getattr(settings, "router_aux_loss_coef", None) if asked else None
+    return Mixture(layers=tuple(sorted(layers)), choice=choice, coefficient=coefficient or 0.0)
+
+
+def _published(kind: Any) -> type[nn.Module] | None:
+    """The class of a model's routers, of which transformers records the logits."""
+    recorded = (getattr(kind, "_can_record_outputs", None) or {}).get("router_logits")
+    first = getattr(recorded, "index", None) == 0
+    found = getattr(recorded, "target_class", None) if first else None
+    return found if isinstance(found, type) else None
+
+
+def _routers(model: Any) -> dict[str, nn.Module]:
+    kind = _published(model)
+    named = model.named_modules() if kind is not None else ()
+    return {name: module for name, module in named if isinstance(module, kind or ())}
+
+
+def _choice(router: nn.Module) -> Choice | None:
+    """How a router chooses, seen from a copy with drawn weights; None if not by its logits."""
+    weight = router._parameters.get("weight")
+    if weight is None or weight.ndim != 2:
+        return None
+    tried: Any = deepcopy(router).to_empty(device="cpu").float().eval()
+    generator = torch.Generator().manual_seed(0)
+    for value in (*tried.parameters(), *tried.buffers()):
+        value.data.normal_(generator=generator)
+    hidden = torch.randn(3, weight.shape[1], generator=generator)
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            logits, weights, experts = tried(hidden)
+        best = logits.topk(experts.shape[-1], -1).indices
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+        return None  # of another face
+    whole = F.linear(hidden, tried.weight, tried._parameters.get("bias"))
+    alike = torch.equal(logits, whole) and weights.shape == experts.shape
+    if not alike or not torch.equal(experts.sort(-1).values, best.sort(-1).values):
+        return None
+    return Choice(num_experts=logits.shape[-1], num_experts_per_tok=experts.shape[-1])

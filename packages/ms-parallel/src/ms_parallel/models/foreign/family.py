@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ms_parallel import operators
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import LayoutError
 from ms_parallel.models.config import TOKENS
@@ -35,7 +36,8 @@ def _build(
     last: bool = True,
 ) -> TransformersStage:
     whole = range(config.num_hidden_layers)
-    return TransformersStage(built(config, ops), config, plan_of(config), layers or whole)
+    ops = ops or operators
+    return TransformersStage(built(config, ops), config, plan_of(config), layers or whole, ops)
 
 
 class _Foreign(Family):

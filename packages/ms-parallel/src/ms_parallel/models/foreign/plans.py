@@ -12,7 +12,7 @@ from ms_parallel import operators
 from ms_parallel.errors import ModelError
 from ms_parallel.models.foreign.attention import registered
 from ms_parallel.models.foreign.config import TransformersModel, transformers
-from ms_parallel.models.foreign.experts import unpack
+from ms_parallel.models.foreign.experts import count_routers, unpack
 from ms_parallel.models.plan import ModelPlan, Style
 from ms_parallel.operators.protocol import Ops
 
@@ -41,10 +41,14 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
     """
     name = registered(cast(Hashable, ops or operators))
     settings = type(config.settings).from_dict(config.settings.to_dict())
+    settings.output_router_logits = False  # their loss is ours, see `CountedRouter`
+    dtype = torch.get_default_dtype()
+    # torch's grouped product, which experts are computed by else, takes no float64.
+    how = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     try:
         with torch.device("meta"):
             model = transformers().AutoModelForCausalLM.from_config(
-                settings, attn_implementation=name, dtype=torch.get_default_dtype()
+                settings, attn_implementation=name, dtype=dtype, **how
             )
     except (ValueError, TypeError, AttributeError, ImportError, LookupError) as error:
         if isinstance(error, KeyError) and error.args == (name,):
@@ -57,6 +61,8 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
             f"transformers does not build this {config.model_type} ({reason})"
         ) from error
     unpack(model, getattr(model.base_model.config, "base_model_tp_plan", None))
+    if config.mixture is not None:
+        count_routers(model)
     return model.eval()
 
 

@@ -20,6 +20,7 @@ from ms_parallel.models.foreign.fresh import Fresh
 from ms_parallel.models.foreign.packing import Now, keep_apart
 from ms_parallel.models.foreign.plans import shapes_of
 from ms_parallel.models.plan import ModelPlan
+from ms_parallel.operators.protocol import Ops
 
 
 class TransformersStage(Around):
@@ -30,6 +31,7 @@ class TransformersStage(Around):
         config: of the model.
         plan: how it is split.
         layers: numbers of the blocks to keep.
+        ops: operators of its recurrent layers; those of its attention are the model's already.
     """
 
     config: Any
@@ -37,7 +39,7 @@ class TransformersStage(Around):
     last: bool
 
     def __init__(
-        self, model: Any, config: TransformersModel, plan: ModelPlan, layers: range
+        self, model: Any, config: TransformersModel, plan: ModelPlan, layers: range, ops: Ops
     ) -> None:
         super().__init__(model)
         count = len(block_names(model, plan))
@@ -55,7 +57,7 @@ class TransformersStage(Around):
                 own["tail"]._modules[head] = model._modules[head] = _Tied(embedding)
         blocks = [model.get_submodule(name) for name in block_names(model, plan)]
         kept = [block for block in blocks if any(True for _ in block.parameters())]
-        stateful = [keep_apart(block, own["now"]) for block in kept]
+        stateful = [keep_apart(block, own["now"], ops) for block in kept]
         own["replays"] = any(stateful)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "TransformersStage":

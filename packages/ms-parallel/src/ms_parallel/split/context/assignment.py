@@ -16,9 +16,9 @@ from torch import Tensor
 from ms_parallel.models.spans import WORTH_IT
 from ms_parallel.split.context.kinds import Balance
 
-GOOD_ENOUGH = 1.05
+GOOD_ENOUGH = 1.02
 """Cost of the slowest process over the mean, at which blocks are small enough."""
-MOST_QUERIES = 512
+MOST_QUERIES = 256
 """Of a piece: each of its queries is held against all keys that its last one sees."""
 MOST_BLOCKS = 64
 """Of a row on one process: each is a call of attention."""

@@ -1,0 +1,143 @@
+"""Says where the files of a corpus lie: on this machine, or wherever fsspec reaches."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from importlib import import_module
+from io import BufferedReader
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from attrs import field, frozen
+
+from ms_data.errors import CorpusError, printable
+
+
+class Facts(NamedTuple):
+    """What is known of a file without reading it."""
+
+    size_bytes: int
+    version: str
+    """Differs, as far as the place tells, once the content does; empty where it tells nothing."""
+    modified_ns: int | None
+    """When it was written; None where the place does not tell."""
+
+
+@frozen(order=True)
+class RemoteFile:
+    """A file that fsspec reaches; what it offers is named as `Path` names it."""
+
+    url: str
+    filesystem: Any = field(repr=False, eq=False)
+    path: str = field(eq=False)
+    """As the filesystem calls it."""
+    facts: Facts = field(eq=False)
+    """As the listing told them."""
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return PurePosixPath(self.path).name
+
+    @property
+    def stem(self) -> str:
+        """The name without its last suffix."""
+        return PurePosixPath(self.path).stem
+
+    @property
+    def suffix(self) -> str:
+        """The last suffix, with its dot."""
+        return PurePosixPath(self.path).suffix
+
+
+Place = Path | RemoteFile
+"""A file of a corpus."""
+
+
+def open_place(place: Place) -> BufferedReader:
+    """Opens a file for reading.
+
+    Raises:
+        OSError: it cannot be opened.
+        CorpusError: it lies elsewhere and cannot be opened.
+    """
+    if isinstance(place, Path):
+        return place.open("rb")
+    with reaching(place.url):
+        return BufferedReader(place.filesystem.open(place.path, "rb"))
+
+
+def facts_of(place: Place) -> Facts:
+    """Looks up what is known of a file; of one elsewhere, what the listing told."""
+    if isinstance(place, RemoteFile):
+        return place.facts
+    facts = place.stat()
+    return Facts(facts.st_size, str(facts.st_mtime_ns), facts.st_mtime_ns)
+
+
+def is_remote(text: str) -> bool:
+    """Whether a corpus is named by its address instead of a path."""
+    return "://" in text
+
+
+def remote_files(url: str) -> tuple[dict[str, RemoteFile], bool]:
+    """Finds the files at an address, by their paths below it, and whether it is a folder.
+
+    Raises:
+        CorpusError: there is nothing, or it cannot be reached.
+    """
+    try:
+        fsspec = import_module("fsspec")
+    except ImportError as error:
+        raise CorpusError(
+            f"{printable(url)}: fsspec is needed to reach it; pip install 'ms-data[remote]'"
+        ) from error
+    with reaching(url):
+        filesystem, root = fsspec.core.url_to_fs(url)
+        filesystem.invalidate_cache()
+        found = filesystem.find(root, detail=True)
+        if not (found or filesystem.exists(root)):
+            raise FileNotFoundError(root)
+        folder = not (len(found) == 1 and root in found)
+    base = PurePosixPath(root)
+    files = {}
+    for path, facts in found.items():
+        below = str(PurePosixPath(path).relative_to(base)) if folder else base.name
+        address = url.rstrip("/") + "/" + below if folder else url
+        files[below] = RemoteFile(address, filesystem, path, _facts(address, facts))
+    return files, folder
+
+
+def _facts(url: str, facts: dict[str, Any]) -> Facts:
+    size = facts.get("size")
+    if not isinstance(size, int):
+        raise CorpusError(f"{printable(url)}: its size is not known there; copy it to a disk")
+    times = (facts.get(name) for name in ("mtime", "LastModified", "last_modified", "created"))
+    time = next((one for one in times if one is not None), None)
+    seconds = time.timestamp() if isinstance(time, datetime) else time
+    known = isinstance(seconds, int | float)
+    version = str(facts.get("ETag") or facts.get("etag") or (seconds if known else ""))
+    return Facts(size, version, int(seconds * 1e9) if known and seconds is not None else None)
+
+
+@contextmanager
+def reaching(url: str) -> Iterator[None]:
+    """Turns whatever a store, or its client, raises into one line."""
+    try:
+        yield
+    except CorpusError:
+        raise
+    except FileNotFoundError as error:
+        raise CorpusError(f"no file or folder {printable(url)}; give an address") from error
+    except ImportError as error:
+        raise CorpusError(
+            f"{printable(url)}: its client is not installed: {printable(error)}"
+        ) from error
+    except Exception as error:  # each store has errors of its own, with no base of theirs
+        words = printable(error) or type(error).__name__
+        raise CorpusError(
+            f"{printable(url)}: cannot be reached: {words}; look at the address and at your access"
+        ) from error
