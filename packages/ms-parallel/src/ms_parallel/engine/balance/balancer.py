@@ -156,7 +156,7 @@ class Balancer:
         facts = torch.zeros(len(self.layers), NOTED + self.counts.shape[1], device=device)
         for row, router in self.rows.items():
             assert router.account is not None
-            if router.everywhere and place.tensor > 0:
+            if router.everywhere and self.groups.place.tensor > 0:
                 continue
             counts[row] = router.account.counts
             facts[row, :NOTED] = router.account.sums

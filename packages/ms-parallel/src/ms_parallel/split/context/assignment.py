@@ -6,11 +6,10 @@ document, itself included, within the window. A long document makes late blocks 
 ones make all blocks alike.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from ms_parallel.models.spans import WORTH_IT
@@ -20,6 +19,8 @@ GOOD_ENOUGH = 1.02
 """Cost of the slowest process over the mean, at which blocks are small enough."""
 MOST_QUERIES = 256
 """Of a piece: each of its queries is held against all keys that its last one sees."""
+MOST_SHORT = 2 * WORTH_IT
+"""Keys of a piece of several short documents."""
 MOST_BLOCKS = 64
 """Of a row on one process: each is a call of attention."""
 
@@ -150,36 +151,37 @@ class Piece:
         return self.first_key if window is None else max(self.first_key, self.start - window + 1)
 
 
-def pieces_of(order: Tensor, starts: Tensor) -> Sequence[Piece]:
-    """The pieces of one process, row after row; of one document each, unless those are short.
+def pieces_of(order: Tensor, starts: Tensor) -> list[Piece]:
+    """The pieces of one process, row after row: of one document each, or of several short ones.
 
     Args:
         order: (B, S/N) of the process, each row ascending.
         starts: (B, S), as `document_starts` gives them.
     """
-    alone = _pieces(order, starts, apart=True)
-    if len(alone) * WORTH_IT <= order.numel():
-        return alone
-    return _pieces(order, starts, apart=False)
+    pieces: list[Piece] = []
+    for piece in _alone(order, starts):
+        before = pieces[-1] if pieces else None
+        if before is not None and (before.row, before.stop) == (piece.row, piece.start):
+            key = min(before.first_key, piece.first_key)
+            if piece.stop - key <= MOST_SHORT:
+                pieces[-1] = evolve(before, stop=piece.stop, first_key=key, mixed=True)
+                continue
+        pieces.append(piece)
+    return pieces
 
 
-def _pieces(order: Tensor, starts: Tensor, *, apart: bool) -> Sequence[Piece]:
-    pieces = []
+def _alone(order: Tensor, starts: Tensor) -> Iterator[Piece]:
+    """Pieces of one document each."""
     for row, places in enumerate(order):
         own = starts[row, places]
         new = torch.ones(len(places), dtype=torch.bool)
-        new[1:] = places[1:] != places[:-1] + 1
-        if apart:
-            new[1:] |= own[1:] != own[:-1]
+        new[1:] = (places[1:] != places[:-1] + 1) | (own[1:] != own[:-1])
         at = torch.arange(len(places))
         new |= (at - torch.where(new, at, 0).cummax(0).values) % MOST_QUERIES == 0
-        offsets = [*new.nonzero()[:, 0].tolist(), len(places)]
-        for offset, end in pairwise(offsets):
-            start, key = int(places[offset]), int(own[offset:end].min())
+        offsets = new.nonzero()[:, 0]
+        ends = [*offsets[1:].tolist(), len(places)]
+        firsts = places[offsets].tolist(), own[offsets].tolist()
+        for offset, end, start, key in zip(offsets.tolist(), ends, *firsts, strict=True):
             stop = start + end - offset
             mixed = bool((starts[row, key:stop] != key).any())
-            piece = Piece(
-                row=row, offset=offset, start=start, stop=stop, first_key=key, mixed=mixed
-            )
-            pieces.append(piece)
-    return pieces
+            yield Piece(row=row, offset=offset, start=start, stop=stop, first_key=key, mixed=mixed)
