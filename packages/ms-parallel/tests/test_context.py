@@ -41,7 +41,7 @@ MODELS: tuple[dict[str, Any], ...] = (
     EVERYTHING,
     FAMILIES["gpt_oss"],
     FAMILIES["mixtral"],
-    {"model_type": "gemma2", "sliding_window": 5, "num_key_value_heads": 1},
+    {"model_type": "gemma2", "sliding_window": 5, "num_key_value_heads": 2},
 )
 
 
