@@ -17,7 +17,7 @@ class Trainable:
     """This process's parameters by name, and AdamW over them.
 
     Parameters that are neither split nor sharded have their gradients summed over the processes
-    that read different rows, and count once in the norm.
+    that hold different tokens, and count once in the norm.
 
     Args:
         stages: this process's, by number.
@@ -52,21 +52,21 @@ class Trainable:
         alike = {
             name: parameter
             for name, parameter in self.parameters.items()
-            if groups.place.count > 1 and is_whole_here(parameter)
+            if groups.layout.token_ranks > 1 and is_whole_here(parameter)
         }
         for parameter in alike.values():
-            parameter.register_hook(self._sum_over_rows)  # type: ignore[no-untyped-call]
+            parameter.register_hook(self._sum_over_tokens)  # type: ignore[no-untyped-call]
         self.counted = [
             name
             for name in self.parameters
             if is_counted(name, plan, placement, groups)
-            and (name not in alike or groups.place.rank == 0)
+            and (name not in alike or groups.token_rank == 0)
         ]
         weights = [parameter for stage in stages.values() for parameter in stage.parameters()]
         self.optimizer = AdamW(self.parameters, config, weights)
 
-    def _sum_over_rows(self, gradient: Tensor) -> Tensor:
-        return self.groups.all_reduce(gradient.contiguous().clone(), "rows")
+    def _sum_over_tokens(self, gradient: Tensor) -> Tensor:
+        return self.groups.all_reduce(gradient.contiguous().clone(), "tokens")
 
     def gradients(self) -> dict[str, Tensor]:
         """This process's part of each gradient of the global batch, by name."""
