@@ -23,8 +23,8 @@ _TOO_LARGE = "a record batch of {} MiB, more than {}: write the table in smaller
 class CheckedMessages(io.RawIOBase):
     """What pyarrow reads a stream from; ends where the stream does."""
 
-    def __init__(self, content: Content, head: bytes) -> None:
-        self._messages = _messages(content, head)
+    def __init__(self, content: Content) -> None:
+        self._messages = _messages(content)
         self._left = memoryview(b"")
         self._at = 0
 
@@ -48,11 +48,10 @@ class CheckedMessages(io.RawIOBase):
         return b"".join(parts)
 
 
-def _messages(content: Content, head: bytes) -> Iterator[bytes]:
+def _messages(content: Content) -> Iterator[bytes]:
     """Gives each message in parts, in order."""
     while True:
-        begin = head + content.read(4 - len(head))
-        head = b""
+        begin = content.read(4)
         prefix = begin + content.read(4) if begin == _CONTINUED else begin
         yield prefix
         size = int.from_bytes(prefix[-4:], "little")
@@ -74,7 +73,8 @@ def _messages(content: Content, head: bytes) -> Iterator[bytes]:
                 _check_unpacked(message, body)
         except struct.error as error:
             raise ValueError(f"a message whose metadata is malformed: {error}") from error
-        yield body
+        if body:
+            yield body
 
 
 def _check_unpacked(message: "_Table", body: bytes) -> None:

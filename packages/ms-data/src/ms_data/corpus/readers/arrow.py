@@ -14,9 +14,9 @@ _STREAM = b"\xff\xff\xff\xff"
 def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Found]:
     with decoding_table(file, "Arrow table", "parquet") as arrow:
         content = Content(file.blocks)
-        head = content.read(len(_FILE))
-        # A file is a stream between its mark and its list of batches.
-        source = CheckedMessages(content, b"" if head == _FILE else head)
+        if file.head.startswith(_FILE):  # a stream between its mark and its list of batches
+            content.skip(len(_FILE))
+        source = CheckedMessages(content)
         stream = library("pyarrow.ipc", "parquet", file).open_stream(source)
         problem = column_problem(arrow, stream.schema, options)
         if problem:
