@@ -51,8 +51,7 @@ def build(
     that was interrupted goes on; one that is finished has nothing to do.
 
     Args:
-        corpus: files or folders of text, JSON Lines, Parquet and other tables, on this machine or
-            at an address; or `stdlib`; see `find_corpus`.
+        corpus: files, folders or addresses of text and tables, or `stdlib`; see `find_corpus`.
         tokenizer: a `tokenizer.json`, a tokenizer's folder or a loaded one.
         out: the folder to make; it must not hold anything but the same build.
         hold_out: share of documents, 0 ≤ share < 1, that goes to the split `held_out`. A
@@ -67,8 +66,7 @@ def build(
         document_limit_mib: a longer document, once unpacked, stops the build; it is tokenized in
             one piece, which takes some 130 times its size.
         on_progress: called with the bytes of the corpus that are done, and all, after each batch.
-        on_skip: called with the place and the fault of each document that is left out; of an
-            interrupted build that goes on, again for those after its last save.
+        on_skip: called with the place and fault of each document that is left out.
 
     Raises:
         SettingError: an argument is out of range.
