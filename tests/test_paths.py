@@ -42,24 +42,16 @@ TEXTS = {
     *("stop_strings", "stop_tokens", "layout", "targets", "head", "kl_estimator", "tests_key"),
     *("given", "base", "generator", "task_weights", "tasks", "weighting", "long", "exceptions"),
     *("start", "method", "title", "name", "target", "scale_dtype", "text_column", "decay"),
-    *(
-        "device",
-        "heads",
-        "model_type",
-        "optimizer",
-        "model_config",
-        "learning_rate_decay",
-        "recompute",
-    ),
-    *("ops", "sample_prompt", "arguments", "metrics", "balance"),
+    *("heads", "model_type", "optimizer", "model_config", "learning_rate_decay", "recompute"),
+    *("device", "ops", "sample_prompt", "arguments", "metrics", "balance"),
 }
 """Settings whose text is no path."""
 
 MADE_HERE = {
     *("RunOutput.folder", "Footprint.folder", "TokenizerFiles.path", "Corpus.files"),
-    *("Corpus.root", "HeldOut.shards", "Result.model_folder", "FoundTraces.files"),
+    *("Corpus.names", "Corpus.named", "HeldOut.shards", "Result.model_folder", "FoundTraces.files"),
     *("TokenizerSource.path", "Loop.folder", "Loop.result", "TransformersModel.folder"),
-    *("SFTTrainer.weights", "ChatTemplate.with_tokens_of"),
+    *("SFTTrainer.weights", "ChatTemplate.with_tokens_of", "OpenFile.path"),
 }
 """Values that a package makes of paths that were checked, and no user does; and what is a table of
 numbers where another class of its package has a path of that name."""

@@ -45,6 +45,77 @@ def packed_by_zstandard(folder: Path) -> None:
     (folder / "corpus.jsonl").unlink()
 
 
+def table(folder: Path) -> None:
+    """Parquet, in three row groups."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(LINES), folder / "corpus.parquet", row_group_size=4)
+
+
+def batches(folder: Path) -> None:
+    """An Arrow stream whose texts are numbers into a dictionary, packed."""
+    import pyarrow as pa
+    import pyarrow.ipc
+
+    texts = pa.array([one["text"] for one in LINES]).dictionary_encode()
+    coded = pa.table({"text": texts})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(folder / "corpus.arrow", coded.schema, options=options) as writer:
+        writer.write_table(coded)
+
+
+def saved(folder: Path) -> None:
+    """A folder as `datasets` saves it."""
+    import pyarrow as pa
+    import pyarrow.ipc
+
+    (folder / "corpus").mkdir()
+    whole = pa.Table.from_pylist(LINES)
+    with pa.ipc.new_stream(folder / "corpus" / "data-00000-of-00001.arrow", whole.schema) as writer:
+        writer.write_table(whole)
+    listed = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}
+    (folder / "corpus" / "state.json").write_text(json.dumps(listed))
+    (folder / "corpus" / "dataset_info.json").write_text("{}")
+
+
+def delimited(folder: Path) -> None:
+    """CSV with quotes and lines within."""
+    texts = (one["text"].replace("comes", '""comes,""\n') for one in LINES)
+    rows = "".join(f'{n},"{text}"\n' for n, text in enumerate(texts))
+    (folder / "corpus.csv").write_text("id,text\n" + rows)
+
+
+def archive(folder: Path) -> None:
+    """A WebDataset archive of texts and rows."""
+    import io
+    import tarfile
+
+    with tarfile.open(folder / "corpus.tar", "w") as file:
+        for number, one in enumerate(LINES):
+            row = number % 2
+            content = json.dumps(one).encode() if row else one["text"].encode()
+            info = tarfile.TarInfo(f"{number:03d}.{'json' if row else 'txt'}")
+            info.size = len(content)
+            file.addfile(info, io.BytesIO(content))
+
+
+def web(folder: Path) -> None:
+    """A web archive: texts, and a page that was sent in chunks."""
+    records = []
+    page = b"<html><body><h1>Numbers</h1><p>one <b>two</b></body></html>"
+    answer = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nTransfer-Encoding: chunked\r\n\r\n"
+    answer += b"%x\r\n%s\r\n0\r\n\r\n" % (len(page), page)
+    for number, one in enumerate(LINES):
+        kind, block = "conversion", one["text"].encode()
+        if number % 4 == 3:
+            kind, block = "response", answer
+        head = f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: http://x/{number}\r\n"
+        head += f"Content-Type: application/http\r\nContent-Length: {len(block)}\r\n\r\n"
+        records.append(head.encode() + block + b"\r\n\r\n")
+    (folder / "corpus.warc").write_bytes(b"".join(records))
+
+
 def with_tokenizer(folder: Path) -> None:
     """Lines and a tokenizer of theirs."""
     from ms_data import train_tokenizer
@@ -105,6 +176,17 @@ CASES = (
         make=packed_by_zstandard,
         files=("*.zst",),
         run=run(*_learn("corpus.jsonl.zst")),
+    ),
+    *(
+        Case(name=f"learn {name}", make=make, files=(files,), run=run(*_learn(corpus)), needs=needs)
+        for name, make, files, corpus, needs in (
+            ("Parquet", table, "*.parquet", "corpus.parquet", "pyarrow"),
+            ("Arrow", batches, "*.arrow", "corpus.arrow", "pyarrow"),
+            ("saved datasets", saved, "corpus/*", "corpus", "pyarrow"),
+            ("CSV", delimited, "*.csv", "corpus.csv", ""),
+            ("tar", archive, "*.tar", "corpus.tar", ""),
+            ("WARC", web, "*.warc", "corpus.warc", "warcio"),
+        )
     ),
     Case(
         name="build lines",

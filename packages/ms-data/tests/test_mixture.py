@@ -119,3 +119,30 @@ def test_a_ledger_of_other_sources_is_refused() -> None:
         Mixture(["a", "c"]).load_state_dict(state)
     with pytest.raises(StateError, match="damaged"):
         Mixture(["a", "b"]).load_state_dict({**state, "counts": [-1, 1]})
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), size=st.integers(1, 5))
+def test_limits_hold_at_every_prefix_beside_the_ledger(data: st.DataObject, size: int) -> None:
+    """No source gives more than its limit or strays from its due; a ledger loaded is the same."""
+    names = [str(number) for number in range(size)]
+    weight = st.sampled_from([0.5, 1.0, 2.0, 0.3])
+    limits = data.draw(st.dictionaries(st.sampled_from(names), st.integers(0, 40)))
+    given_weights = st.lists(weight, min_size=size, max_size=size)
+    mixture = Mixture(names, data.draw(given_weights), limits=limits)
+    for _ in range(80):
+        if mixture.position == mixture.end:
+            break
+        mixture.draw()
+        due = mixture.due(mixture.position)
+        for name, drawn in mixture.counts.items():
+            assert abs(drawn - due[name]) < 1
+            assert drawn <= limits.get(name, 80)
+        if data.draw(st.integers(0, 19)) == 0:
+            mixture.change(data.draw(given_weights))
+            loaded = Mixture(names, limits=limits)
+            loaded.load_state_dict(mixture.state_dict())
+            assert loaded.end == mixture.end
+            mixture = loaded
+    else:
+        assert mixture.end is None or mixture.end >= 80

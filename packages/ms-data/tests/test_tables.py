@@ -24,6 +24,7 @@ from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
 from ms_data import CorpusError, Tokenizer, build, train_tokenizer
+from ms_data.cli import main
 from ms_data.corpus.corpus import Position
 from ms_data.corpus.find import find_corpus
 
@@ -382,3 +383,19 @@ def test_pages_of_the_web_become_their_text(tmp_path: Path) -> None:
             writer.write_record(record)
     texts, reasons = found(tmp_path / "a.warc")
     assert (texts, reasons) == (["Größe\n\nein Satz", "Größe\n\nein Satz", "é"], [])
+
+
+def test_what_is_left_out_is_named_by_the_command(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line for each document, with its place; `--strict` stops at the first."""
+    pq.write_table(table(["one", None, "two", None]), tmp_path / "a.parquet")
+    (tmp_path / "t.json").write_bytes(tokenizer.content)
+    command = ["build", str(tmp_path / "a.parquet"), "--tokenizer", str(tmp_path / "t.json")]
+    assert main([*command, "--out", str(tmp_path / "out"), "--skip-invalid"]) == 0
+    printed = capsys.readouterr()
+    assert "2 documents, 2 invalid ones left out" in printed.out
+    for row in (2, 4):
+        assert f"left out: {tmp_path}/a.parquet: row {row}: text is missing (null)" in printed.err
+    assert main([*command, "--out", str(tmp_path / "none"), "--strict"]) == 2
+    assert "row 2: text is missing" in capsys.readouterr().err

@@ -9,12 +9,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from attrs import evolve
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ms_parallel.cluster.groups import Groups
+from ms_parallel.cluster.layout import Place
 from ms_parallel.engine import gradients as engine_gradients
-from ms_parallel.engine import output
+from ms_parallel.engine import microbatches, output
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.models import ModelConfig, architecture
 from ms_parallel.models.decoder import Decoder
@@ -23,6 +25,7 @@ from ms_parallel.models.parts.attention import Attention, RotaryContext
 from ms_parallel.operators import split_vocabulary
 from ms_parallel.proof.records import Case, Job
 from ms_parallel.proof.worker import run_case
+from ms_parallel.split.context import rows
 from ms_parallel.weights import save
 
 SEED, TOLERANCE = 0, 1e-12
@@ -54,6 +57,7 @@ AGAIN = Case(layout="data=1", processes=1, recompute="full")
 DATA = Case(layout="data=2", processes=2)
 TENSOR = Case(layout="tensor=2", processes=2)
 PIPELINE = Case(layout="pipeline=2", processes=2, microbatch_size=1)
+CONTEXT = Case(layout="context=2", processes=2, context_attention="all_gather")
 
 
 def no_sum(*_: Any, **__: Any) -> None:
@@ -148,12 +152,31 @@ def everything(
 
 def unreduced_rows() -> Any:
     """Sums over the processes that read other rows are left out."""
-    right = Groups.all_reduce
+    return patch.object(microbatches, "sum_over_rows", lambda numbers, groups: numbers)
 
-    def wrong(self: Groups, tensor: Tensor, axis: str | None = None, op: Any = None) -> Tensor:
-        return tensor if axis == "rows" else right(self, tensor, axis, op)
 
-    return patch.object(Groups, "all_reduce", wrong)
+def unsummed_keys() -> Any:
+    """Each context rank keeps its own share of the gradients of keys and values."""
+    right = rows.gathered
+    return patch.object(
+        rows, "gathered", lambda part, mesh, summed: right(part, mesh, summed=False)
+    )
+
+
+def summed_losses() -> Any:
+    """Losses that every context rank has alike give it a gradient for each of them."""
+    right = rows.gathered
+    return patch.object(rows, "gathered", lambda part, mesh, summed: right(part, mesh, summed=True))
+
+
+def cut_documents() -> Any:
+    """Attention sees a document from where a rank's piece of it begins."""
+    right = rows.pieces_of
+    return patch.object(
+        rows,
+        "pieces_of",
+        lambda *given: [evolve(each, first_key=each.start) for each in right(*given)],
+    )
 
 
 def divided() -> Any:
@@ -227,6 +250,16 @@ FAULTS: dict[str, Fault] = {
     "maxima unsettled": Fault(case=TENSOR, plant=unsettled("max"), check="loss"),
     "sums unsettled": Fault(case=TENSOR, plant=unsettled("sum"), check="loss"),
     "weights of losses unsummed": Fault(case=DATA, plant=unreduced_rows, check="gradients"),
+    "keys unsummed over context": Fault(case=CONTEXT, plant=unsummed_keys, check="gradients"),
+    "losses summed over context": Fault(
+        case=CONTEXT, plant=summed_losses, check="gradients", ratio="context"
+    ),
+    "losses counted by each context rank": Fault(
+        case=CONTEXT,
+        plant=lambda: patch.object(Place, "speaks_for_rows", True),
+        check="loss",
+    ),
+    "documents cut between context ranks": Fault(case=CONTEXT, plant=cut_documents, check="logits"),
     "logits ungathered": Fault(
         case=TENSOR,
         plant=lambda: patch.object(

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ms_parallel.cluster.layout import Layout, ModelShape, Place
+from ms_parallel.cluster.layout import AXES, Layout, ModelShape, Place
 from ms_parallel.errors import LayoutError
 
 SIZES = st.integers(min_value=1, max_value=5)
-LAYOUTS = st.builds(Layout, data=SIZES, tensor=SIZES, pipeline=SIZES)
+LAYOUTS = st.builds(Layout, data=SIZES, tensor=SIZES, pipeline=SIZES, context=SIZES)
 SHAPE = ModelShape(
     layers=6,
     attention_heads=8,
@@ -43,7 +43,7 @@ def test_a_layout_is_read_back_from_its_text(layout: Layout) -> None:
 @given(LAYOUTS)
 def test_both_spellings_of_an_axis_mean_the_same(layout: Layout) -> None:
     """`tensor_parallel` and `tensor` are one key."""
-    sizes = {"data": layout.data, "tensor": layout.tensor, "pipeline": layout.pipeline}
+    sizes = {axis: getattr(layout, axis) for axis in AXES}
     spelled = {f"{axis}_parallel": size for axis, size in sizes.items()}
     assert Layout.from_config(sizes) == Layout.from_config(spelled) == layout
 
@@ -69,7 +69,7 @@ def test_a_rank_or_place_outside_the_layout_is_refused() -> None:
         ({"tensor": 2.0}, "whole number"),
         ({"tensor": True}, "whole number"),
         ({"tensor": "2"}, "whole number"),
-        ({"context": 2}, "context=2 is not supported yet"),
+        ({"context": 0}, "at least 1"),
         ({"expert_parallel": 2}, "expert=2 is not supported yet"),
     ],
 )

@@ -20,7 +20,7 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.optimizer import learning_rate, optimizer_of
-from ms_parallel.split.exchange import owners
+from ms_parallel.split.owners import owners
 
 RUNS = Path(__file__).parent / "optimizer_runs.py"
 STEPS = 20

@@ -239,6 +239,10 @@ def _run_tokenizer(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
     return facts, f"{facts.path}: {facts.vocabulary_size:,} tokens{omissions(left_out)}"
 
 
+def _name_skipped(reason: str) -> None:
+    sys.stderr.write(f"left out: {one_line(reason)}\n")
+
+
 def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
     template = options.chat_template and ChatTemplate.load(
         options.chat_template, today=options.today
@@ -257,6 +261,7 @@ def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
             pairs=options.pairs,
             allow_special=options.allow_special,
             on_progress=on_progress,
+            on_skip=_name_skipped,
         )
     splits = ", ".join(f"{name} {tokens:,}" for name, tokens in summary.splits.items())
     done = "built before, nothing to do: " if summary.built_before else ""

@@ -43,6 +43,7 @@ def build(
     allow_special: bool = False,
     document_limit_mib: int = DOCUMENT_LIMIT_MIB,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_skip: Callable[[str], None] = lambda reason: None,
 ) -> Summary:
     """Tokenizes a corpus into a folder of checked, compressed shards.
 
@@ -50,8 +51,7 @@ def build(
     that was interrupted goes on; one that is finished has nothing to do.
 
     Args:
-        corpus: files or folders of text, JSON Lines, Parquet and other tables, on this machine or
-            at an address; or `stdlib`; see `find_corpus`.
+        corpus: files, folders or addresses of text and tables, or `stdlib`; see `find_corpus`.
         tokenizer: a `tokenizer.json`, a tokenizer's folder or a loaded one.
         out: the folder to make; it must not hold anything but the same build.
         hold_out: share of documents, 0 ≤ share < 1, that goes to the split `held_out`. A
@@ -66,6 +66,7 @@ def build(
         document_limit_mib: a longer document, once unpacked, stops the build; it is tokenized in
             one piece, which takes some 130 times its size.
         on_progress: called with the bytes of the corpus that are done, and all, after each batch.
+        on_skip: called with the place and fault of each document that is left out.
 
     Raises:
         SettingError: an argument is out of range.
@@ -87,7 +88,7 @@ def build(
         folder = Path(os.path.realpath(out))
         if (done := summary_of(folder, recipe, source, out)) is not None:
             return done
-    return _publish(Job(source, encoder, recipe, on_progress), corpus, out)
+    return _publish(Job(source, encoder, recipe, on_progress, on_skip), corpus, out)
 
 
 def _check_paths(out: str | Path, **read: object) -> None:

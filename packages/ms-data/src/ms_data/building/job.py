@@ -74,6 +74,8 @@ class Job:
     recipe: Recipe
     on_progress: Callable[[int, int], None]
     """Called with the bytes of the corpus that are done, and all."""
+    on_skip: Callable[[str], None] = lambda reason: None
+    """Called with the place and the fault of each document that is left out."""
 
     def run(self, folder: Path) -> Summary:
         """Writes what is left to write in `folder`.
@@ -96,7 +98,7 @@ class Job:
         )
         try:
             saved = time.monotonic()
-            batches = _read_batches(self.source, progress)
+            batches = _read_batches(self.source, progress, self.on_skip)
             with closing(_encode_ahead(batches, self.encoder.encode)) as encoded:
                 for batch, found in encoded:
                     self._write(writer, batch, found)
@@ -184,7 +186,9 @@ def _encode_ahead(
         pool.shutdown(cancel_futures=True)
 
 
-def _read_batches(source: Corpus, start: Progress) -> Iterator[_Batch]:
+def _read_batches(
+    source: Corpus, start: Progress, name_skipped: Callable[[str], None]
+) -> Iterator[_Batch]:
     """Gives the documents after `start`, some MB of text at a time."""
     documents: list[Document] = []
     size, text_bytes = 0, start.text_bytes
@@ -202,6 +206,7 @@ def _read_batches(source: Corpus, start: Progress) -> Iterator[_Batch]:
     def on_skip(reason: str) -> None:
         nonlocal skipped
         skipped += 1
+        name_skipped(reason)
 
     def on_leave_out(kind: str) -> None:
         left_out[kind] += 1

@@ -89,7 +89,7 @@ class Content:
         return sum(map(len, self._parts(size)))
 
     def _parts(self, size: int) -> Iterator[memoryview]:
-        while size:
+        while size > 0:
             if not self._left:
                 self._left = memoryview(next(self._blocks, b""))
                 if not self._left:

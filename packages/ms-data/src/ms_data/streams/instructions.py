@@ -3,22 +3,21 @@
 import operator
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ms_data.disk.samples import Samples
-from ms_data.disk.split import dataset_folder
 from ms_data.errors import SettingError
 from ms_data.streams.batch import WeightedBatch, fill_rows
 from ms_data.streams.draws import Draws
-from ms_data.streams.mixture import Mixture, Phase
+from ms_data.streams.mixed import MixedStream, Sources
+from ms_data.streams.mixture import Weights
 from ms_data.streams.packed_source import Long, PackedSource, Weighting
 from ms_data.streams.packer import Row
 from ms_data.streams.packing_rules import PACKING_RULES
-from ms_data.streams.share import BatchStream, StreamPlace, count
+from ms_data.streams.share import StreamPlace, count
 
 _CHOICES: dict[str, Collection[str]] = {
     "long": get_args(Long),
@@ -34,7 +33,7 @@ class InstructionBatch(WeightedBatch):
     """Shape (b,): the number of the source; the documents of a row are of one source."""
 
 
-class InstructionStream(BatchStream[InstructionBatch]):
+class InstructionStream(MixedStream[InstructionBatch]):
     """Global batches of packed rows, of which each process receives its own.
 
     Samples are drawn from the sources as a `Mixture` says and packed source by source. Which
@@ -50,6 +49,8 @@ class InstructionStream(BatchStream[InstructionBatch]):
         split: which part of the data, `train` or `held_out`.
         weights: how often samples of each source are drawn, by name or in their order, or
             `Phase`s; by default as many as each holds.
+        max_epochs: how many times each source is read at most, by name; the others then share its
+            weight, and the stream ends when none may give more.
         long: a sample longer than a row is cut off (`truncate`) or cut in parts (`split`).
         packing: which rule places samples in rows; a module of `packing_rules`.
         open_rows: rows packed at a time for each source; 0 gives each sample a row of its own.
@@ -66,14 +67,15 @@ class InstructionStream(BatchStream[InstructionBatch]):
 
     def __init__(
         self,
-        sources: str | Path | Mapping[str, str | Path],
+        sources: Sources,
         *,
         sequence_length: int,
         batch_size: int,
         seed: int = 0,
         place: StreamPlace | None = None,
         split: str = "train",
-        weights: Mapping[str, float] | Sequence[float] | Sequence[Phase] | None = None,
+        weights: Weights | None = None,
+        max_epochs: Mapping[str, float] | None = None,
         long: Long = "truncate",
         packing: str = "best_fit",
         open_rows: int = 512,
@@ -99,23 +101,15 @@ class InstructionStream(BatchStream[InstructionBatch]):
             "packing": packing,
             "open_rows": operator.index(open_rows),
         }
-        if isinstance(sources, str | Path):
-            sources = {dataset_folder(sources).name: sources}
-        if not sources:
-            raise SettingError("sources names no folder; name at least one to learn from")
-        self.folders = tuple(dataset_folder(folder) for folder in sources.values())
-        """Where the sources lie, with the tokenizer that made them."""
-        self.names = tuple(sources)
-        """The sources; `task` counts them from 0."""
+        self._name_sources(sources)
         self._sources = [self._open(number) for number in range(len(self.names))]
-        self._check_tokenizers()
-        self._settings["sources"] = {
-            name: source.samples.dataset_index.fingerprint
-            for name, source in zip(self.names, self._sources, strict=True)
-        }
-        sizes = [float(len(source.samples)) for source in self._sources]
-        self._mixture = Mixture(self.names, sizes if weights is None else weights)
-        self._last = None if epochs is None else epochs * self.samples_per_epoch
+        self._mix(
+            [source.samples.dataset_index for source in self._sources],
+            [len(source.samples) for source in self._sources],
+            weights=weights,
+            epochs=epochs,
+            max_epochs=max_epochs,
+        )
         self._ready: deque[tuple[int, Row]] = deque()
         self._rows = self._tokens = 0
         self._flushed = False
@@ -123,36 +117,9 @@ class InstructionStream(BatchStream[InstructionBatch]):
     def _open(self, number: int) -> PackedSource:
         settings, length = self._settings, self.sequence_length
         samples = Samples(self.folders[number], settings["split"], kind="conversations")
-        # Far apart, so that a source's order is not that of its neighbour under the next seed.
-        seed = settings["seed"] * 1_000_003 + number
-        draws = Draws(len(samples), seed=seed, shuffle=settings["shuffle"])
+        draws = Draws(len(samples), seed=self._source_seed(number), shuffle=settings["shuffle"])
         packer = PACKING_RULES[settings["packing"]](length, window=settings["open_rows"])
         return PackedSource(samples, draws, packer, length=length, long=settings["long"])
-
-    def _check_tokenizers(self) -> None:
-        first = self._sources[0].samples.dataset_index
-        for name, source in zip(self.names, self._sources, strict=True):
-            other = source.samples.dataset_index
-            if (other.tokenizer, other.end_of_text) != (first.tokenizer, first.end_of_text):
-                raise SettingError(
-                    f"sources {self.names[0]!r} and {name!r} were built with different tokenizers "
-                    "or ends of text, so their tokens mean different things; build both with one"
-                )
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples of all sources together."""
-        return sum(len(source.samples) for source in self._sources)
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Every token is below it."""
-        return max(source.samples.dataset_index.vocabulary_size for source in self._sources)
-
-    @property
-    def mixture(self) -> Mixture:
-        """The ledger of what was drawn from where."""
-        return self._mixture
 
     @property
     def delivered_rows(self) -> int:
@@ -172,13 +139,9 @@ class InstructionStream(BatchStream[InstructionBatch]):
             for name, source in zip(self.names, self._sources, strict=True)
         }
 
-    def change_weights(self, weights: Mapping[str, float] | Sequence[float]) -> int:
-        """Changes the weights from now on; see `Mixture.change`."""
-        return self._mixture.change(weights)
-
     def __next__(self) -> InstructionBatch:
         while len(self._ready) < self.batch_size and not self._flushed:
-            if self._last is not None and self._mixture.position >= self._last:
+            if self._end is not None and self._mixture.position >= self._end:
                 for number, source in enumerate(self._sources):
                     self._ready.extend((number, row) for row in source.flush())
                 self._flushed = True
@@ -231,7 +194,7 @@ class InstructionStream(BatchStream[InstructionBatch]):
 
     def _position(self) -> dict[str, Any]:
         return {
-            "mixture": self._mixture.state_dict(),
+            **self._ledger(),
             "sources": [source.state() for source in self._sources],
             "ready": [[task, [list(one) for one in row]] for task, row in self._ready],
             "rows": self._rows,
@@ -247,9 +210,9 @@ class InstructionStream(BatchStream[InstructionBatch]):
             for task, row in position["ready"]
         )
         self._rows, self._tokens = count(position["rows"]), count(position["tokens"])
-        self._mixture.load_state_dict(position["mixture"])
+        self._load_ledger(position)
         # A run that ended goes on where this stream has more epochs.
-        reached = self._last is not None and self._mixture.position >= self._last
+        reached = self._end is not None and self._mixture.position >= self._end
         self._flushed = bool(position["flushed"]) and reached
 
 

@@ -6,8 +6,9 @@ that are due enough, it takes the one that would first fall too far behind; it m
 weights to come, so phases are given beforehand where they are known. Weights that change
 unforeseen take effect after a lead-in of at most n - 1 samples, one of each source that is behind;
 then every source has exactly its due and the rule begins anew. Within the lead-in no source is off
-by more than one either. All arithmetic is in whole numbers: a ledger saved and loaded is the same
-ledger.
+by more than one either. A source with a limit stops where its due reaches it, which is known
+beforehand: the others share its weight from there on. All arithmetic is in whole numbers: a ledger
+saved and loaded is the same ledger.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,8 @@ SCALE = 1 << 32
 NEVER = 1 << 62
 T = TypeVar("T")
 _Counts = tuple[int, ...]
+_Lead = tuple[int, _Counts]
+"""Where a lead-in begins, and the counts that it ends with."""
 
 
 def _floats(given: Iterable[float]) -> tuple[float, ...]:
@@ -38,6 +41,10 @@ class Phase:
     """Samples drawn, over all sources, before this phase."""
     weights: tuple[float, ...] = field(converter=_floats)
     """One a source; their ratios count."""
+
+
+Weights = Mapping[str, float] | Sequence[float] | Sequence[Phase]
+"""One a source, by name or in their order; or the weights of each phase."""
 
 
 @frozen(kw_only=True)
@@ -60,27 +67,39 @@ class Mixture:
         names: the sources.
         weights: one a source, by name or in their order, whose ratios count; or `Phase`s in the
             order of their starts, the first at 0; by default all alike.
+        limits: how many samples each source gives at most, by name; the mixture ends where no
+            source may give more.
 
     Raises:
-        SettingError: weights are not finite, negative or all 0, or phases are out of order.
+        SettingError: weights are not finite, negative or all 0, or phases are out of order; or
+            the sources of a phase reach their limits before the next one begins.
     """
 
     def __init__(
         self,
         names: Sequence[str],
-        weights: Mapping[str, float] | Sequence[float] | Sequence[Phase] | None = None,
+        weights: Weights | None = None,
+        *,
+        limits: Mapping[str, int] | None = None,
     ) -> None:
         if not names or len(set(names)) != len(names):
             raise SettingError(f"sources {list(names)!r}: give one or more names, each once")
         self.names = tuple(names)
         self._slack = SCALE // (2 * (len(names) - 1)) if len(names) > 1 else 0
         self._position, self._counts = 0, [0] * len(names)
-        given: Sequence[Any] = self._in_order([1.0] * len(names) if weights is None else weights)
+        unknown = sorted(set(limits or ()) - set(names))
+        if unknown:
+            raise SettingError(f"a limit for {unknown[0]!r}, which is none of {sorted(names)}")
+        self._limits = [None if limits is None else limits.get(name) for name in names]
+        self._set([(phase, None) for phase in self._phases_of(weights)])
+
+    def _phases_of(self, weights: Weights | None) -> list[Phase]:
+        given: Sequence[Any] = self._in_order(
+            [1.0] * len(self.names) if weights is None else weights
+        )
         phases = [one for one in given if isinstance(one, Phase)]
         plain = [one for one in given if not isinstance(one, Phase)]
-        if plain or not phases:
-            phases = [Phase(0, plain)]
-        self._set([(phase, None) for phase in phases])
+        return [Phase(0, plain)] if plain or not phases else phases
 
     @property
     def position(self) -> int:
@@ -96,6 +115,18 @@ class Mixture:
     def phases(self) -> tuple[Phase, ...]:
         """The weights over the run, unforeseen changes included."""
         return tuple(phase for phase, _ in self._plan)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The shares of the sources now, or where a lead-in that has begun ends; they sum to 1."""
+        stage = self._stage(self._position + 1)
+        shares = (share / SCALE for share in stage.shares)
+        return dict(zip(self.names, shares, strict=True))
+
+    @property
+    def end(self) -> int | None:
+        """How many samples there are, where limits end the mixture; else None."""
+        return self._end
 
     def due(self, position: int) -> dict[str, float]:
         """Computes how many of the first `position` samples each source should give."""
@@ -118,8 +149,16 @@ class Mixture:
         assert best >= 0, "dues sum to the position, so some source is due"
         return best
 
-    def change(self, weights: Mapping[str, float] | Sequence[float]) -> int:
+    def step_back(self, counts: Mapping[str, int]) -> None:
+        """Goes back to where the ledger had these counts, with the same phases."""
+        self._counts = [counts[name] for name in self.names]
+        self._position = sum(self._counts)
+        self._set(self._plan)
+
+    def change(self, weights: Weights) -> int:
         """Sets other weights from now on, in place of all later phases.
+
+        Of `Phase`s those are taken that are in force now, or later.
 
         Returns:
             How many samples are drawn before they take effect, over all sources from the start:
@@ -128,20 +167,29 @@ class Mixture:
         Raises:
             SettingError: weights are not finite, negative or all 0, or not one a source.
         """
-        ordered = self._in_order(weights)
-        _shares(ordered, self.names)
         now = self._position
-        stage = self._stages[-1]
-        if stage.led_in is not None and stage.led_in <= now <= stage.start:
+        phases = self._phases_of(weights)
+        for phase in phases:
+            _shares(phase.weights, self.names)
+        current = next((one for one in reversed(phases) if one.start <= now), phases[0])
+        stage = self._led
+        if stage is not None and stage.led_in is not None and stage.led_in <= now <= stage.start:
             # These samples lead in the new weights as well as those that never came.
             start, whole = stage.start, [due // SCALE for due in stage.dues]
-            lead: tuple[int, _Counts] | None = (stage.led_in, tuple(whole))
+            lead: _Lead | None = (stage.led_in, tuple(whole))
         else:
             behind = [self._due(at, now) > count * SCALE for at, count in enumerate(self._counts)]
             start = now + sum(behind)
             lead = (now, tuple(map(sum, zip(self._counts, behind, strict=True)))) if now else None
         kept = [one for one in self._plan if one[0].start < start and one[0].start <= now]
-        self._set([*kept, (Phase(start, ordered), lead)])
+        later: list[tuple[Phase, _Lead | None]] = [(one, None) for one in phases]
+        later = [one for one in later if one[0].start > start]
+        before = self._plan
+        try:
+            self._set([*kept, (Phase(start, current.weights), lead), *later])
+        except SettingError:
+            self._set(before)
+            raise
         return start
 
     def _in_order(self, weights: Mapping[str, T] | Sequence[T]) -> Sequence[T]:
@@ -179,39 +227,80 @@ class Mixture:
             counts = [int(count) for count in state["counts"]]
             if len(counts) != len(self.names) or min(counts) < 0:
                 raise ValueError("counts do not fit the sources")
-            plan = [
+            plan: list[tuple[Phase, _Lead | None]] = [
                 (Phase(int(start), weights), lead and (int(lead[0]), tuple(map(int, lead[1]))))
                 for start, weights, lead in state["phases"]
             ]
             self._position, self._counts = sum(counts), counts
             self._set(plan)
 
-    def _set(self, plan: list[tuple[Phase, tuple[int, _Counts] | None]]) -> None:
-        """Sets phases, each with the start and the final counts of its lead-in, if it has one."""
+    def _set(self, plan: list[tuple[Phase, _Lead | None]]) -> None:
+        """Sets phases, each with its lead-in, if it has one."""
         starts = [phase.start for phase, _ in plan]
         if not starts or starts[0] != 0 or starts != sorted(set(starts)):
             raise SettingError(
                 f"phases start at {starts}; the first starts at 0, the others each later"
             )
         self._stages: list[_Stage] = []
-        for phase, lead in plan:
+        self._end: int | None = None
+        self._led: _Stage | None = None
+        ends = [lead[0] if lead else phase.start for phase, lead in plan[1:]]
+        for (phase, lead), end in zip(plan, [*ends, NEVER], strict=True):
             if lead is not None:
                 dues = tuple(count * SCALE for count in lead[1])
             elif self._stages:
                 dues = tuple(self._due(at, phase.start) for at in range(len(self.names)))
             else:
                 dues = (0,) * len(self.names)
-            shares = tuple(_shares(phase.weights, self.names))
-            begin = lead[0] if lead else None
-            self._stages.append(_Stage(start=phase.start, shares=shares, dues=dues, led_in=begin))
+            self._add_stages(phase, dues, lead[0] if lead else None, end)
         self._plan = plan
         self._lead_in = self._leading()
         self._windows = [self._window(source) for source in range(len(self.names))]
 
+    def _add_stages(self, phase: Phase, dues: _Counts, led_in: int | None, end: int) -> None:
+        """Adds the stages of a phase: one, and another wherever a source reaches its limit."""
+        weights, start = list(phase.weights), phase.start
+        _shares(weights, self.names)
+        while True:
+            shares = _shares(weights, self.names) if any(weights) else [0] * len(weights)
+            stage = _Stage(start=start, shares=tuple(shares), dues=dues, led_in=led_in)
+            reached = self._reached(stage)
+            cut = min(reached.values(), default=NEVER)
+            if cut > start or not any(weights):
+                self._stages.append(stage)
+                if led_in is not None:
+                    self._led, led_in = stage, None
+            if not any(weights):
+                self._end = start
+                if end != NEVER:
+                    raise SettingError(
+                        f"the sources of the phase from {phase.start} on reach their limits after "
+                        f"{start} samples, before the phase from {end} on; begin that one earlier"
+                    )
+            if cut >= end or not any(weights):
+                return
+            for source, at in reached.items():
+                if at == cut:
+                    weights[source] = 0.0
+            grown = zip(dues, shares, strict=True)
+            dues = tuple(due + (cut - start) * share for due, share in grown)
+            start = cut
+
+    def _reached(self, stage: _Stage) -> dict[int, int]:
+        """Finds up to which position each source of a stage may grow, if it has a limit."""
+        return {
+            at: stage.start + max(0, limit * SCALE - stage.dues[at]) // share
+            for at, (limit, share) in enumerate(zip(self._limits, stage.shares, strict=True))
+            if limit is not None and share
+        }
+
     def _leading(self) -> list[int]:
         """Finds the sources that are still to be drawn in the lead-in, last one first."""
-        stage, begin = self._stages[-1], self._stages[-1].led_in
-        if begin is None or not begin <= self._position < stage.start:
+        stage = self._led
+        if stage is None or stage.led_in is None:
+            return []
+        begin = stage.led_in
+        if not begin <= self._position < stage.start:
             return []
         owed = [due - count * SCALE for due, count in zip(stage.dues, self._counts, strict=True)]
         missing = [source for source, one in enumerate(owed) if one > 0]

@@ -1,58 +1,63 @@
-"""Streams text for training: shuffled, shared by processes and resumable by arithmetic."""
+"""Streams text for training: shuffled, mixed, shared by processes and resumable by arithmetic."""
 
-import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from ms_data.disk.split import Split
 from ms_data.errors import SettingError
 from ms_data.streams.batch import Batch
-from ms_data.streams.order import Order
-from ms_data.streams.share import BatchStream, StreamPlace, at_least_one, count
-from ms_data.streams.window import Window
-
-CHUNK_FRAMES = 4
-"""A chunk of about four frames makes reading the one it shares with its neighbour cheap."""
+from ms_data.streams.mixed import MixedStream, Sources
+from ms_data.streams.mixture import Weights
+from ms_data.streams.share import StreamPlace, count
+from ms_data.streams.token_source import TokenSource
 
 
-class TokenStream(BatchStream[Batch]):
+class TokenStream(MixedStream[Batch]):
     """Global batches of fixed-length samples, of which each process receives its rows.
 
     Sample i of an epoch covers tokens i·S to i·S + S of the split's documents laid end to end.
     The order depends on the data, the seed and the position alone: not on the number of
     processes, nor on the batch size. Epochs follow each other without a seam, and batches straddle
-    them.
+    them. Several sources are drawn from as a `Mixture` says, each in its own order and epochs; the
+    batch then says by `task` which source a row is of.
 
     Args:
-        folder: a folder that `build` wrote.
+        sources: a folder that `build` wrote, or several, by name.
         sequence_length: tokens in a sample, S.
         batch_size: samples in a global batch.
         seed: any integer; another seed is another order.
         place: has `rank` and `count`; this reader gets rows `rank·b` to `(rank + 1)·b` of each
             global batch with b = batch_size / count. None reads whole batches.
-        split: which part of the dataset, `train` or `held_out`.
+        split: which part of each dataset, `train` or `held_out`.
+        weights: how often samples of each source are drawn, by name or in their order, or
+            `Phase`s; by default as many as each holds.
+        max_epochs: how many times each source is read at most, by name; the others then share its
+            weight, and the stream ends before the batch that none of them can fill.
         shuffle: False reads in the order on disk.
-        epochs: stop before the batch that this many epochs cannot fill; None never stops.
+        epochs: stop before the batch that this many times all samples cannot fill; None never
+            stops.
         chunk_samples: neighbouring samples that are read together; None takes about four frames.
-        window_chunks: chunks that are shuffled together and held in memory.
+        window_chunks: chunks of a source that are shuffled together and held in memory.
 
     Raises:
-        SettingError: an argument is out of range, or the split is too short for it.
+        SettingError: an argument is out of range, a split is too short for it, or two sources
+            were built with different tokenizers.
         DamageError: the index, or later a frame, is not what was written.
     """
 
     def __init__(
         self,
-        folder: str | Path,
+        sources: Sources,
         *,
         sequence_length: int,
         batch_size: int,
         seed: int = 0,
         place: StreamPlace | None = None,
         split: str = "train",
+        weights: Weights | None = None,
+        max_epochs: Mapping[str, float] | None = None,
         shuffle: bool = True,
         epochs: int | None = None,
         chunk_samples: int | None = None,
@@ -67,110 +72,106 @@ class TokenStream(BatchStream[Batch]):
             shuffle=shuffle,
             epochs=epochs,
         )
-        self._split = Split(folder, split)
-        samples = self._split.tokens // sequence_length
-        if not samples:
-            raise SettingError(
-                f"split {split!r} has {self._split.tokens} tokens, fewer than one sequence of "
-                f"{sequence_length}; lower sequence_length or build from more text"
-            )
-        if chunk_samples is None:
-            chunk_samples = -(-CHUNK_FRAMES * self._split.index.frame_tokens // sequence_length)
-        at_least_one(chunk_samples=chunk_samples, window_chunks=window_chunks)
-        self._order = Order(
-            samples=samples,
-            seed=self._settings["seed"],
-            chunk_samples=operator.index(chunk_samples),
-            window_chunks=operator.index(window_chunks),
-            shuffle=self._settings["shuffle"],
+        self._mixed = not isinstance(sources, str | Path)
+        if not self._mixed and (weights is not None or max_epochs is not None):
+            raise SettingError("weights and max_epochs are for several sources; give them by name")
+        self._name_sources(sources)
+        self._sources = [
+            self._open(number, chunk_samples, window_chunks) for number in range(len(self.names))
+        ]
+        self._mix(
+            [source.index for source in self._sources],
+            [source.order.samples for source in self._sources],
+            weights=weights,
+            epochs=epochs,
+            max_epochs=max_epochs,
         )
-        self._last = None if epochs is None else epochs * samples
-        if self._last is not None and self._last < self.batch_size:
-            raise SettingError(
-                f"split {split!r} has {samples} sequences of {sequence_length} tokens, which in "
-                f"{epochs} epochs do not fill one batch of {batch_size}; lower batch_size or "
-                "sequence_length"
-            )
-        self._settings = {
-            "dataset": self.fingerprint,
-            **self._settings,
-            "chunk_samples": self._order.chunk_samples,
-            "window_chunks": self._order.window_chunks,
-        }
         self._consumed = 0
-        self._window: tuple[tuple[int, int], Window] | None = None
+        orders = [source.order for source in self._sources]
+        chunks = [order.chunk_samples for order in orders]
+        if not self._mixed:  # whatever the folder is called
+            del self._settings["sources"]
+            self._settings = {"dataset": self.fingerprint, **self._settings}
+        self._settings |= {
+            "chunk_samples": chunks if self._mixed else chunks[0],
+            "window_chunks": orders[0].window_chunks,
+        }
+        self._check_length(epochs)
 
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples of one epoch, over all processes."""
-        return self._order.samples
+    def _open(self, number: int, chunk_samples: int | None, window_chunks: int) -> TokenSource:
+        settings = self._settings
+        return TokenSource(
+            self.folders[number],
+            settings["split"],
+            length=self.sequence_length,
+            seed=self._source_seed(number) if self._mixed else settings["seed"],
+            shuffle=settings["shuffle"],
+            chunk_samples=chunk_samples,
+            window_chunks=window_chunks,
+        )
+
+    def _check_length(self, epochs: int | None) -> None:
+        if self._end is not None and self._end < self.batch_size:
+            raise SettingError(
+                f"split {self._settings['split']!r} has {self.samples_per_epoch} sequences of "
+                f"{self.sequence_length} tokens, which in {epochs or 'their'} epochs do not fill "
+                f"one batch of {self.batch_size}; lower batch_size or sequence_length"
+            )
 
     @property
     def batches_per_epoch(self) -> int:
         """Whole global batches in one epoch."""
-        return self._order.samples // self.batch_size
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Every token is below it."""
-        return self._split.index.vocabulary_size
-
-    @property
-    def fingerprint(self) -> str:
-        """Names the dataset by its content."""
-        return self._split.index.fingerprint
+        return self.samples_per_epoch // self.batch_size
 
     @property
     def consumed_samples(self) -> int:
         """Samples that all processes together have received."""
-        return self._consumed
+        return self._mixture.position if self._mixed else self._consumed
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next sample, from 0."""
-        return self._consumed // self._order.samples
+        """The epoch of the next sample, from 0; of all sources together."""
+        return self.consumed_samples // self.samples_per_epoch
 
     def __next__(self) -> Batch:
-        if self._last is not None and self._consumed + self.batch_size > self._last:
+        if self._end is not None and self.consumed_samples + self.batch_size > self._end:
             raise StopIteration
-        share = self._share.rows
-        start = self._consumed + self._share.rank * share
-        parts = []
-        while share:
-            rows = self._rows(start, share)
-            got = len(rows["tokens"])
-            parts.append(rows)
-            start, share = start + got, share - got
-        self._consumed += self.batch_size
-        return parts[0] if len(parts) == 1 else _join(parts)
+        share = self._share
+        if not self._mixed:
+            batch = self._sources[0].read(self._consumed + share.rank * share.rows, share.rows)
+            self._consumed += self.batch_size
+            return batch
+        before = self._mixture.counts
+        try:
+            return self._draw(list(before.values()))
+        except BaseException:
+            self._mixture.step_back(before)
+            raise
 
-    def _rows(self, start: int, most: int) -> Batch:
-        """Reads up to `most` samples from global position `start`, ending with the window."""
-        epoch, position = divmod(start, self._order.samples)
-        number, offset = divmod(position, self._order.window_samples)
-        key = (epoch, number)
-        if self._window is None or self._window[0] != key:
-            # Forgotten first: if reading fails, its memory holds neither window.
-            old, self._window = self._window, None
-            window = Window(
-                self._split,
-                self._order.window(epoch, number),
-                length=self.sequence_length,
-                chunk_samples=self._order.chunk_samples,
-                reuse=old[1] if old else None,
-            )
-            self._window = (key, window)
-        window = self._window[1]
-        return window.rows(offset, min(offset + most, len(window)))
+    def _draw(self, drawn: list[int]) -> Batch:
+        """Draws a global batch, given the counts before it, and reads this process's rows."""
+        tasks = np.array([self._mixture.draw() for _ in range(self.batch_size)])
+        first = self._share.rank * self._share.rows
+        own = tasks[first : first + self._share.rows]
+        batch: dict[str, Any] = {}
+        for number, source in enumerate(self._sources):
+            rows = np.flatnonzero(own == number)
+            if not len(rows):
+                continue
+            start = drawn[number] + int(np.count_nonzero(tasks[:first] == number))
+            part = source.read(start, len(rows))
+            for name, values in part.items():
+                if name not in batch:
+                    shape = (len(own), self.sequence_length)
+                    batch[name] = np.empty(shape, values.dtype)  # type: ignore[attr-defined]
+                batch[name][rows] = values
+        return cast(Batch, {**batch, "task": own})
 
     def _position(self) -> dict[str, Any]:
-        return {"consumed_samples": self._consumed}
+        return self._ledger() if self._mixed else {"consumed_samples": self._consumed}
 
     def _go_to(self, position: Mapping[str, Any]) -> None:
-        self._consumed = count(position["consumed_samples"])
-
-
-def _join(parts: list[Batch]) -> Batch:
-    values: Iterable[Any] = zip(*(part.values() for part in parts), strict=True)
-    joined: Any = dict(zip(parts[0], map(np.concatenate, values), strict=True))
-    return cast(Batch, joined)
+        if self._mixed:
+            self._load_ledger(position)
+        else:
+            self._consumed = count(position["consumed_samples"])

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ms_parallel.cluster.layout import AXES, Layout, Place, row_axes
+from ms_parallel.cluster.layout import AXES, Layout, Place, row_axes, token_axes
 
 
 @frozen(kw_only=True)
@@ -19,15 +19,24 @@ class Groups:
     """An axis for each of the layout's that has ranks, outermost first."""
     rows: DeviceMesh
     """The processes that read different rows of a batch, all else as here."""
+    tokens: DeviceMesh
+    """The processes that hold different tokens of a batch, all else as here: they shard weights and
+    add up gradients."""
+
+    @property
+    def token_rank(self) -> int:
+        """Which of the processes that hold different tokens this one is."""
+        return self.tokens.get_local_rank()
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The processes that differ from this one along `axis`, or by the `rows` that they read.
+        """The processes that differ from this one along `axis`, or by their `rows` or `tokens`.
 
         Those that share its `stage` are asked for by all processes at once the first time.
         """
         if axis == "stage":
             return self.mesh[AXES[1:]]._flatten("stage").get_group()
-        return self.rows.get_group() if axis == "rows" else self.mesh.get_group(axis)
+        joined = {"rows": self.rows, "tokens": self.tokens}
+        return joined[axis].get_group() if axis in joined else self.mesh.get_group(axis)
 
     def peer(self, axis: str, index: int) -> int:
         """Global rank of the process at `index` along `axis`, all other axes as here."""
@@ -39,7 +48,7 @@ class Groups:
         axis: str | None = None,
         op: dist.ReduceOp.RedOpType | None = None,
     ) -> torch.Tensor:
-        """Sum (or `op`) `tensor` in place along an axis or `rows`, or over all processes."""
+        """Sum (or `op`) `tensor` in place along what `group` knows, or over all processes."""
         group = None if axis is None else self.group(axis)
         if dist.get_world_size(group) > 1:
             dist.all_reduce(tensor, op=op or dist.ReduceOp.SUM, group=group)
@@ -50,8 +59,17 @@ def lay_mesh(layout: Layout, device: torch.device) -> Groups:
     """Lay the mesh of a layout over the processes that have met."""
     shape = tuple(getattr(layout, axis) for axis in AXES)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
-    split = tuple(axis for axis in row_axes() if getattr(layout, axis) > 1) or row_axes()[:1]
-    rows = mesh[split[0]] if len(split) == 1 else mesh[split]._flatten("rows")
     return Groups(
-        layout=layout, place=layout.place(dist.get_rank()), device=device, mesh=mesh, rows=rows
+        layout=layout,
+        place=layout.place(dist.get_rank()),
+        device=device,
+        mesh=mesh,
+        rows=_joined("rows", row_axes(), mesh, layout),
+        tokens=_joined("tokens", token_axes(), mesh, layout),
     )
+
+
+def _joined(name: str, axes: tuple[str, ...], mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    """The mesh of all processes along some axes."""
+    split = tuple(axis for axis in axes if getattr(layout, axis) > 1) or axes[:1]
+    return mesh[split[0]] if len(split) == 1 else mesh[split]._flatten(name)

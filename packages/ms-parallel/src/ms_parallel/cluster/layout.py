@@ -22,8 +22,9 @@ class Axis:
     """One way of splitting a run over processes."""
 
     splits: Splits
-    """What its ranks share out. Ranks that split `rows` read different rows of a batch, shard the
-    weights, and add up gradients and weights of losses."""
+    """What its ranks share out. Ranks that split `rows` read different rows of a batch, and those
+    that split the `sequence` have different positions of the same rows. Both hold different tokens:
+    they shard the weights among them and add up gradients."""
     outermost: int | None
     """Its place among the axes, 0 for the one whose ranks lie farthest apart; None for an axis that
     has no ranks of its own."""
@@ -66,6 +67,11 @@ class Place:
             return self.coordinates[axis]
         raise AttributeError(axis)
 
+    @property
+    def speaks_for_rows(self) -> bool:
+        """Whether its loss counts, among those of processes that compute it of the same rows."""
+        return self.tensor == 0 and self.context == 0
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Place) and self.coordinates == other.coordinates
 
@@ -100,8 +106,9 @@ class Layout:
     """Ranks that split each matrix, and the sequence between matrices."""
     pipeline: int = _axis("layers", 0)
     """Stages that share out the blocks."""
-    context: int = _axis("sequence", 2, supported=False)
-    """Ranks that split the sequence in attention; not supported yet."""
+    context: int = _axis("sequence", 2)
+    """Ranks that share out the positions of each row, which attention sees all of, and shard the
+    weights among them as data ranks do."""
     expert: int = _axis("experts", None, supported=False)
     """Ranks that share out experts; not supported yet."""
 
@@ -114,6 +121,16 @@ class Layout:
     def readers(self) -> int:
         """How many groups of processes read different rows of a batch."""
         return prod(getattr(self, axis) for axis in row_axes())
+
+    @property
+    def token_ranks(self) -> int:
+        """How many groups of processes hold different tokens of a batch."""
+        return prod(getattr(self, axis) for axis in token_axes())
+
+    @property
+    def row_parts(self) -> int:
+        """Into how many parts a row is cut for the processes of one reader."""
+        return self.context * self.tensor
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
@@ -238,8 +255,17 @@ AXES = tuple(
 
 def row_axes() -> tuple[str, ...]:
     """The axes whose ranks read different rows of a batch, outermost first."""
+    return _axes_that_split("rows")
+
+
+def token_axes() -> tuple[str, ...]:
+    """The axes whose ranks hold different tokens of a batch, outermost first."""
+    return _axes_that_split("rows", "sequence")
+
+
+def _axes_that_split(*what: Splits) -> tuple[str, ...]:
     axes = {each.name: each.metadata["axis"] for each in fields(Layout)}
-    return tuple(name for name in AXES if axes[name].splits == "rows")
+    return tuple(name for name in AXES if axes[name].splits in what)
 
 
 def _unknown_axis(key: str, known: list[str]) -> str:

@@ -36,6 +36,12 @@ def run(options: Namespace) -> int:
         " data rank"
     )
     print(f"\n{facts.picture}\n")
+    if facts.context is not None:
+        print(
+            f"attention over context ranks: {facts.context.attention}; the slowest has"
+            f" {facts.context.imbalance:.3f} times the mean cost, by zig-zag"
+            f" {facts.context.zig_zag_imbalance:.3f}\n"
+        )
     print("memory of a rank, estimated")
     for rank in facts.ranks:
         print(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -33,6 +34,7 @@ from ms_parallel.files.untrusted import check_path
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.family import family_of
+from ms_parallel.models.staged import RowSplit
 from ms_parallel.models.tokenizer_files import TokenizerFiles
 from ms_parallel.models.weight_names import Rules
 from ms_parallel.operators import Ops
@@ -40,6 +42,8 @@ from ms_parallel.pipeline.choice import Tables
 from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.pipeline.runtime import Runtime, call_stage
 from ms_parallel.signature import takes
+from ms_parallel.split.context.kinds import check_context
+from ms_parallel.split.context.splitter import ContextLoad, Splitter
 from ms_parallel.split.own_model import OwnModelConfig, call_own
 from ms_parallel.split.part import drop_gathered, is_whole_here
 from ms_parallel.split.precision import warn_of_slow_bfloat16
@@ -66,6 +70,9 @@ class Update:
     """Mean loss of each layer that predicts further, over its own targets; 0 where it has none."""
     experts: ExpertLoad | None = None
     """How tokens were shared out over experts; None without any, or where nothing had a loss."""
+    context: ContextLoad | None = None
+    """How evenly this data rank's last microbatch was shared out over the context axis, if it was;
+    the only value that differs between data ranks."""
 
 
 class Adapters(Protocol):
@@ -101,6 +108,7 @@ class Engine:
         self.options = chosen = EngineOptions(**options)
         layout = chosen.groups.layout if chosen.groups else layout or Layout()
         self.config, self.plan = describe(model, chosen.plan, layout, chosen.recompute)
+        check_context(chosen.context_attention, self.config, layout)
         self.groups = chosen.groups or connect(layout, device=chosen.device)
         if chosen.mixed_precision and dist.get_rank() == 0:
             warn_of_slow_bfloat16(self.device)
@@ -116,6 +124,13 @@ class Engine:
         )
         own = isinstance(model, nn.Module)
         self.runtime = Runtime(self.stages, self.groups, call_own if own else call_stage)
+        self.splitter = Splitter(
+            self.config,
+            self.groups,
+            chosen.context_attention,
+            chosen.context_balance,
+            2 if chosen.mixed_precision else torch.get_default_dtype().itemsize,
+        )
         self.trained = self._trainable(frozen_too=not own)
         mixture = getattr(self.config, "mixture", None)
         self.balancer = Balancer(self.stages, mixture, self.groups, balance_of(chosen))
@@ -182,7 +197,7 @@ class Engine:
             ConfigError: there are no rows, or the sequence does not divide over `tensor`.
             ParallelError: the gradient is not finite and `on_nonfinite="raise"`.
         """
-        rows = self._microbatches(batch)
+        rows = self.microbatches(batch)
         weight, tokens = measure(rows, loss, self.groups)
         names = loss.statistics if isinstance(loss, LossWithStatistics) else ()
         update = Update(
@@ -214,7 +229,7 @@ class Engine:
         load = self.balancer.collect(update.tokens)
         gradients = self.trained.gradients()
         facts = torch.zeros(2 + len(names) + depths_of(self.config, loss), device=self.device)
-        if losses and self.groups.place.tensor == 0:
+        if losses and self.groups.place.speaks_for_rows:
             facts[0] = torch.stack(losses).sum()
             if names:
                 facts[2 : 2 + len(names)] = torch.stack(statistics).sum(0) / weight
@@ -239,6 +254,7 @@ class Engine:
             statistics=dict(zip(names, means, strict=False)),
             mtp_losses=tuple(means[len(names) :]),
             experts=load,
+            context=self.splitter.load,
         )
 
     def backward(
@@ -264,8 +280,9 @@ class Engine:
         """
         of_depths = divisors(microbatches, depths_of(self.config, loss), self.groups)
 
-        def finish(hidden: Tensor, microbatch: Batch) -> Tensor:
-            found = loss(self._output(hidden), microbatch)
+        def finish(hidden: Tensor, microbatch: Batch, row_split: RowSplit | None) -> Tensor:
+            output = partial(self._output, row_split=row_split)
+            found = loss(output(hidden), microbatch)
             if isinstance(found, tuple):
                 found, others = found
                 if statistics is not None:
@@ -273,14 +290,19 @@ class Engine:
             if not of_depths:
                 return found / weight
             last = self.stages[len(self.placement) - 1]
-            shares = further_shares(last, hidden, microbatch, of_depths, self._output)
+            shares = further_shares(last, hidden, microbatch, of_depths, output, row_split)
             if further is not None:
                 further.append(shares.detach())
             mean = cast(HasFurther, loss).mtp_weight * shares.mean()
             return found / weight + (mean - mean.detach())
 
         on_device = [self._to_device(microbatch) for microbatch in microbatches]
-        return self.runtime.run(self.tables.training(len(on_device)), on_device, finish)
+        return self.runtime.run(
+            self.tables.training(len(on_device)),
+            on_device,
+            finish,
+            row_splits=[self.splitter.split(microbatch) for microbatch in microbatches],
+        )
 
     def recorded_update(
         self, batch: Mapping[str, Any], loss: Loss | LossWithStatistics
@@ -304,7 +326,7 @@ class Engine:
         Returns:
             The result for this data rank's rows, on every process of that data rank.
         """
-        results = self.forward(self._microbatches(batch), function)
+        results = self.forward(self.microbatches(batch), function)
         for stage in self.stages.values():
             drop_gathered(stage)
         return self.share(torch.cat(results) if results else None)
@@ -316,17 +338,28 @@ class Engine:
         *,
         caches: Mapping[int, KeyValueCache] | None = None,
     ) -> list[Tensor]:
-        """`function(output, microbatch)` of each; an empty list away from the last stage."""
+        """`function(output, microbatch)` of each; an empty list away from the last stage.
+
+        With caches every context rank has the rows whole.
+        """
+        whole = caches is not None
         return self.runtime.run(
             self.tables.forwards(len(microbatches)),
             [self._to_device(microbatch) for microbatch in microbatches],
-            lambda hidden, microbatch: function(self._output(hidden), microbatch),
+            lambda hidden, microbatch, row_split: function(
+                self._output(hidden, row_split), microbatch
+            ),
             caches=caches,
+            row_splits=[None if whole else self.splitter.split(each) for each in microbatches],
         )
 
     def share(self, result: Tensor | None) -> Tensor:
         """What the last stage has made (None elsewhere), on every process of its data rank."""
-        return self.runtime.mailbox.share(result, self.placement[-1])
+        shared = self.runtime.mailbox.share(result, self.placement[-1])
+        if self.groups.layout.context > 1:  # where all have computed it, bits may differ
+            shared = shared.to(self.device).contiguous()
+            dist.broadcast(shared, self.groups.peer("context", 0), self.groups.group("context"))
+        return shared
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of all data ranks, in their order; each gives as many."""
@@ -444,15 +477,21 @@ class Engine:
             return {}
         return family_of(self.config).weights(self.config)
 
-    def _microbatches(self, batch: Mapping[str, Any]) -> list[Batch]:
-        return cut_batch(batch, self.microbatch_size, self.sequence_parts)
+    def microbatches(self, batch: Mapping[str, Any], size: int | None = None) -> list[Batch]:
+        """This data rank's rows, as many at a time as `microbatch_size` or `size` says.
+
+        Raises:
+            ConfigError: there are no rows, or the sequence does not divide.
+        """
+        context = self.groups.layout.context
+        return cut_batch(batch, size or self.microbatch_size, self.sequence_parts, context)
 
     def _to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":
             return batch
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
-    def _output(self, hidden: Tensor) -> Output:
+    def _output(self, hidden: Tensor, row_split: RowSplit | None = None) -> Output:
         if isinstance(self.config, OwnModelConfig):
             return LogitsOutput(hidden)
         last = self.stages[len(self.placement) - 1]
@@ -465,5 +504,6 @@ class Engine:
             heads,
             softcap=self.config.final_softcap,
             split=self.sequence_parts > 1,
+            row_split=row_split,
             make_logits=None if getattr(last, "plain_head", True) else last.head,
         )

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.loss import IGNORED, Output
+from ms_parallel.engine.microbatches import sum_over_rows
 from ms_parallel.models.batch import Batch
-from ms_parallel.models.staged import StagedModel
+from ms_parallel.models.staged import RowSplit, StagedModel
 
 
 @runtime_checkable
@@ -65,12 +66,7 @@ def divisors(microbatches: Sequence[Batch], depths: int, groups: Groups) -> list
     for microbatch in microbatches:
         for depth in range(depths):
             total[depth] += further_targets(microbatch, depth + 1)[1].sum().double()
-    if groups.place.count == 1:
-        return total.tolist()
-    # Two float32 words a number, on devices without float64 collectives too.
-    coarse = total.float()
-    both = torch.stack((coarse, (total - coarse).float())).to(groups.device)
-    return groups.all_reduce(both, "rows").double().sum(0).tolist()
+    return sum_over_rows(total, groups).tolist()
 
 
 def further_shares(
@@ -79,6 +75,7 @@ def further_shares(
     batch: Batch,
     of_depths: Sequence[float],
     output: Callable[[Tensor], Output],
+    row_split: RowSplit | None = None,
 ) -> Tensor:
     """A microbatch's share (depths,) of the mean loss of each prediction layer.
 
@@ -88,12 +85,14 @@ def further_shares(
         batch: the microbatch.
         of_depths: as `divisors` gives them.
         output: makes of finished hidden states what token losses are asked of.
+        row_split: where processes share out the rows.
     """
     made = stage.further(
         hidden,
         batch["tokens"],
         positions=batch["positions"],
         documents=batch.get("documents"),
+        row_split=row_split,
     )
     shares = []
     for depth, (states, divisor) in enumerate(zip(made, of_depths, strict=True), 1):

@@ -20,7 +20,7 @@ def reduce_gradients(
 ) -> dict[str, Tensor]:
     """This process's part of each gradient of the global batch, by name.
 
-    The data axis was summed by the backward; what is left are parameters of which each tensor
+    Over tokens they were summed by the backward; what is left are parameters of which each tensor
     rank has a share of the gradient, and tied weights of which two stages have one each.
 
     Args:

@@ -15,6 +15,9 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.settings import a_path, number, one_of, whole
+from ms_parallel.split.context.kinds import BALANCES, KINDS
+from ms_parallel.split.context.kinds import Balance as ContextBalance
+from ms_parallel.split.context.kinds import Kind as ContextKind
 from ms_parallel.split.recompute import Recompute
 
 
@@ -53,6 +56,12 @@ class EngineOptions:
     """`"cpu"` or an accelerator; None for the machine's best."""
     ops: Ops | None = None
     """Operators of the model; None for plain torch."""
+    context_attention: ContextKind = field(default="auto", validator=one_of(*KINDS))
+    """How attention sees rows whose positions context ranks share out: `all_gather`, `ulysses`,
+    `ring`, `ulysses_ring`, or `auto` by what is sent; see `ms_parallel.split.context.kinds`."""
+    context_balance: ContextBalance = field(default="balanced", validator=one_of(*BALANCES))
+    """How blocks of a row are assigned to context ranks: `balanced`, by what attention to their
+    documents costs, or `zig-zag`, one early and one late block a rank."""
     balance: str | None = field(default=None, validator=method)
     """How the load of experts is balanced: `step`, `sequence`, `bias` or `none`; None for the
     model's own way. See `ms_parallel.engine.balance.settings.Balance`."""

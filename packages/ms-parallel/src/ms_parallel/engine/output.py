@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from ms_parallel import operators
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import ModelError
+from ms_parallel.models.staged import RowSplit
 from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.losses import capped
 from ms_parallel.operators.protocol import Ops
@@ -30,6 +31,8 @@ class HeadOutput:
         heads: weight and offset of each extra head, by name.
         softcap: what logits are bent to stay below.
         split: the tensor axis splits the sequence and the vocabulary; else each rank has all.
+        row_split: where processes share out the positions, how: `hidden` is then of this process's,
+            and what is asked for and given is of the whole rows.
         make_logits: from hidden states (B, S, H), where logits are more than the head's product;
             they are then held whole.
     """
@@ -44,6 +47,7 @@ class HeadOutput:
         *,
         softcap: float | None = None,
         split: bool,
+        row_split: RowSplit | None = None,
         make_logits: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.ops = ops
@@ -51,12 +55,19 @@ class HeadOutput:
         self.heads = heads
         self.softcap = softcap
         self.split = split
+        self.row_split = row_split
         self.make_logits = make_logits
         self.weight = local_view(weight)
         self.hidden = gather_sequence(hidden, groups) if self.split else hidden
 
     def logits(self, positions: slice = EVERYWHERE) -> Tensor:
-        """Logits (B, S, V), gathered over the tensor axis; of some positions, or of all."""
+        """Logits (B, S, V) of some positions, or of all, gathered over the axes that split them."""
+        if self.row_split is None:
+            return self._logits(positions)
+        return self.row_split.whole(self._logits(EVERYWHERE))[:, positions]
+
+    def _logits(self, positions: slice) -> Tensor:
+        """Of this process's positions."""
         if self.make_logits is not None:
             return self.make_logits(self.hidden[:, positions])
         local = F.linear(self.hidden[:, positions], self.weight)
@@ -67,8 +78,15 @@ class HeadOutput:
 
     def token_losses(self, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
         """-log p(target), float32 (float64 for float64) (B, S), 0 where the target is -100."""
+        if self.row_split is None:
+            return self._token_losses(targets, temperature)
+        own = self.row_split.mine(targets)
+        return self.row_split.whole(self._token_losses(own, temperature))
+
+    def _token_losses(self, targets: Tensor, temperature: float) -> Tensor:
+        """Of this process's positions."""
         if temperature != 1.0 or self.make_logits is not None:
-            return _token_losses(self.logits(), targets, temperature)
+            return _token_losses(self._logits(EVERYWHERE), targets, temperature)
         if self.split:
             group = self.groups.group("tensor")
             flat = self.hidden.flatten(0, 1)
@@ -84,7 +102,10 @@ class HeadOutput:
 
     def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
         """Entropy of softmax(logits / temperature) in nats, float32 (B, S), where counted."""
-        return _entropies(self.logits(), counted, temperature)
+        if self.row_split is None:
+            return _entropies(self._logits(EVERYWHERE), counted, temperature)
+        own = self.row_split.mine(counted)
+        return self.row_split.whole(_entropies(self._logits(EVERYWHERE), own, temperature))
 
     def head(self, name: str) -> Tensor:
         """What an extra head makes of the hidden states, float32 (B, S, its width).
@@ -101,7 +122,8 @@ class HeadOutput:
         hidden, weight, offset = (
             _share_of_gradient(widen(x), parts) for x in (self.hidden, *self.heads[name])
         )
-        return F.linear(hidden, weight, offset)
+        made = F.linear(hidden, weight, offset)
+        return made if self.row_split is None else self.row_split.whole(made)
 
 
 class LogitsOutput:

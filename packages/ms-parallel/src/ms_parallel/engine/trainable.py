@@ -19,7 +19,7 @@ class Trainable:
     """This process's parameters by name, and the optimizer over them.
 
     Parameters that are neither split nor sharded have their gradients summed over the processes
-    that read different rows, and count once in the norm.
+    that hold different tokens, and count once in the norm.
 
     Args:
         stages: this process's, by number.
@@ -56,22 +56,22 @@ class Trainable:
         alike = {
             name: parameter
             for name, parameter in self.parameters.items()
-            if groups.place.count > 1 and is_whole_here(parameter)
+            if groups.layout.token_ranks > 1 and is_whole_here(parameter)
         }
         for parameter in alike.values():
-            parameter.register_hook(self._sum_over_rows)  # type: ignore[no-untyped-call]
+            parameter.register_hook(self._sum_over_tokens)  # type: ignore[no-untyped-call]
         self.counted = [
             name
             for name in self.parameters
             if is_counted(name, plan, placement, groups)
-            and (name not in alike or groups.place.rank == 0)
+            and (name not in alike or groups.token_rank == 0)
         ]
         every = [parameter for stage in stages.values() for parameter in stage.parameters()]
         held = Held(parameters=self.parameters, plan=plan, groups=groups, weights=weights)
         self.optimizer = GroupedOptimizer(held, config, every)
 
-    def _sum_over_rows(self, gradient: Tensor) -> Tensor:
-        return self.groups.all_reduce(gradient.contiguous().clone(), "rows")
+    def _sum_over_tokens(self, gradient: Tensor) -> Tensor:
+        return self.groups.all_reduce(gradient.contiguous().clone(), "tokens")
 
     def gradients(self) -> dict[str, Tensor]:
         """This process's part of each gradient of the global batch, by name."""

@@ -18,7 +18,7 @@ from ms_parallel.models.parts.norm import RMSNorm
 from ms_parallel.models.plan import ModelPlan, Style
 from ms_parallel.models.positions.tables import check_growth, document_ends, rotary_tables
 from ms_parallel.models.spans import document_lengths
-from ms_parallel.models.staged import StagedModel
+from ms_parallel.models.staged import RowSplit, StagedModel
 from ms_parallel.operators.protocol import Ops
 
 
@@ -73,7 +73,11 @@ class Decoder(StagedModel):
         return normed if divisor == 1.0 else normed / divisor
 
     def context(
-        self, positions: Tensor, documents: Tensor | None, cache: KeyValueCache | None
+        self,
+        positions: Tensor,
+        documents: Tensor | None,
+        cache: KeyValueCache | None,
+        row_split: RowSplit | None = None,
     ) -> RotaryContext:
         """The rotary tables of the positions, beside documents and cache."""
         ends = None
@@ -82,9 +86,15 @@ class Decoder(StagedModel):
             held = cache.length if cache is not None else 0
             for rope in self.ropes:
                 check_growth(rope, positions, ends, held)
+        if row_split is not None:
+            positions = row_split.mine(positions)
+            ends = None if ends is None else row_split.mine(ends)
         tables = tuple(rotary_tables(rope, positions, ends) for rope in self.ropes)
-        lengths = document_lengths(documents) if cache is None else None
-        return RotaryContext(tables=tables, documents=documents, cache=cache, lengths=lengths)
+        alone = cache is None and row_split is None
+        lengths = document_lengths(documents) if alone else None
+        return RotaryContext(
+            tables=tables, documents=documents, cache=cache, lengths=lengths, row_split=row_split
+        )
 
 
 def plan(config: DecoderConfig) -> ModelPlan:

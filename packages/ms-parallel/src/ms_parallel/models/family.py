@@ -12,7 +12,7 @@ from torch import nn
 
 from ms_parallel import operators
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.errors import ModelError
+from ms_parallel.errors import LayoutError, ModelError
 from ms_parallel.models.config import TOKENS, ModelConfig, token_ids
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.weight_names import Rules
@@ -48,6 +48,9 @@ class Family:
     packs: bool = True
     """Whether a document has the same logits in a packed row as alone, wherever it stands."""
 
+    needs_whole_rows: str = ""
+    """Why the context axis cannot share out its rows; empty where it can."""
+
     @property
     def default(self) -> Mapping[str, object]:
         """All settings of the small model that have no default."""
@@ -70,6 +73,19 @@ class Family:
             LayoutError: names what does not fit.
         """
         layout.check_model(config.shape)
+        self.check_context(layout)
+
+    def check_context(self, layout: Layout) -> None:
+        """Check that the context axis can share out the rows.
+
+        Raises:
+            LayoutError: it cannot; says why.
+        """
+        if layout.context > 1 and self.needs_whole_rows:
+            raise LayoutError(
+                f"context={layout.context} cannot share out rows of {self.name or 'this model'}:"
+                f" {self.needs_whole_rows}; set context=1 and give its processes to data"
+            )
 
     def read(self, document: Mapping[str, Any]) -> ModelConfig:
         """Understand a config.json, decoded.

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,36 @@ from ms_parallel.errors import ModelError
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.operators.losses import capped
+
+
+class RowSplit(Protocol):
+    """How the positions of a forward's rows are shared out over processes, N of each row."""
+
+    def mine(self, x: Tensor) -> Tensor:
+        """This process's positions (B, S/N, ...) of all of them (B or 1, S, ...)."""
+
+    def whole(self, part: Tensor) -> Tensor:
+        """All positions (B, S, ...) of each process's (B, S/N, ...).
+
+        Every process is to compute the same of it, so that its own positions have all of their
+        gradient here.
+        """
+
+    def attend(
+        self, operator: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, **settings: Any
+    ) -> Tensor:
+        """Attention of this process's queries over the whole rows.
+
+        Args:
+            operator: as `ms_parallel.operators.attention`.
+            q: (B, S/N, Hq, D).
+            k: (B, S/N, Hk, D).
+            v: (B, S/N, Hk, Dv).
+            settings: what else the operator takes but documents.
+
+        Returns:
+            (B, S/N, Hq, Dv).
+        """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,6 +59,8 @@ class Context:
     documents: Tensor | None
     """(B, positions held and new) int32."""
     cache: KeyValueCache | None
+    row_split: RowSplit | None = None
+    """Where processes share out the positions of rows; documents are of all of them."""
 
 
 class StagedModel(nn.Module, ABC):
@@ -102,7 +134,11 @@ class StagedModel(nn.Module, ABC):
 
     @abstractmethod
     def context(
-        self, positions: Tensor, documents: Tensor | None, cache: KeyValueCache | None
+        self,
+        positions: Tensor,
+        documents: Tensor | None,
+        cache: KeyValueCache | None,
+        row_split: RowSplit | None = None,
     ) -> Context:
         """What the blocks share, computed once a forward.
 
@@ -110,6 +146,7 @@ class StagedModel(nn.Module, ABC):
             positions: (B or 1, S) int64 of the new tokens.
             documents: (B, held and new positions) int32.
             cache: Holds the earlier positions.
+            row_split: Where processes share out the positions.
         """
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -123,6 +160,7 @@ class StagedModel(nn.Module, ABC):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        row_split: RowSplit | None = None,
     ) -> Tensor:
         """Run this stage's blocks.
 
@@ -132,6 +170,7 @@ class StagedModel(nn.Module, ABC):
             positions: (B or 1, S) int64, S whole; by default they count on from the cache.
             documents: (B, S) int32; attention never crosses.
             cache: Keys and values of earlier tokens; grows by S.
+            row_split: Where processes share out the positions.
 
         Returns:
             Like `hidden`.
@@ -142,7 +181,7 @@ class StagedModel(nn.Module, ABC):
         count = positions.shape[1]
         if cache is not None:
             documents = cache.all_documents(documents, hidden.shape[0], count)
-        context = self.context(positions, documents, cache)
+        context = self.context(positions, documents, cache, row_split)
         for number, block in self.model.layers.items():  # type: ignore[operator,union-attr]
             if int(number) < self.config.num_hidden_layers:
                 hidden = block(hidden, context=context)
@@ -161,6 +200,7 @@ class StagedModel(nn.Module, ABC):
         *,
         positions: Tensor,
         documents: Tensor | None = None,
+        row_split: RowSplit | None = None,
     ) -> Iterator[Tensor]:
         """What each prediction layer makes of the last stage's finished hidden states, in turn.
 
@@ -169,18 +209,20 @@ class StagedModel(nn.Module, ABC):
             tokens: (B, S) int64, S whole.
             positions: (B or 1, S) int64.
             documents: (B, S) int32.
+            row_split: Where processes share out the positions.
 
         Yields:
             Finished hidden states, like `hidden`. At position i of depth k the token i+k is used:
             where that is of another document, or beyond the row, they mean nothing.
         """
-        context = self.context(positions, documents, None)
+        context = self.context(positions, documents, None, row_split)
         embed: Any = self.embed if self.first else self.model.next_embed_tokens
         first = self.config.num_hidden_layers
         for number in range(first, first + self.config.prediction_layers):
             tokens = torch.cat((tokens[:, 1:], tokens[:, -1:]), 1)
             layer: Any = self.model.layers[str(number)]  # type: ignore[index]
-            hidden = layer(hidden, embed(tokens), context=context)
+            own = tokens if row_split is None else row_split.mine(tokens)
+            hidden = layer(hidden, embed(own), context=context)
             yield hidden
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -198,6 +240,7 @@ class StagedModel(nn.Module, ABC):
         documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
         logits: bool = True,
+        row_split: RowSplit | None = None,
     ) -> Tensor:
         """Tokens (or, on later stages, hidden states) to logits (or, on earlier ones, hidden).
 
@@ -207,12 +250,21 @@ class StagedModel(nn.Module, ABC):
             documents: (B, S) int32.
             cache: Keys and values of earlier tokens.
             logits: On the last stage, apply the head; else return finished hidden states.
+            row_split: Where processes share out the positions; hidden states and logits are then of
+                this process's, all else of the whole rows.
 
         Returns:
             (B, S, V) on the last stage, (B, S, H) on others.
         """
-        hidden = self.embed(x) if self.first else x
-        hidden = self.blocks(hidden, positions=positions, documents=documents, cache=cache)
+        if self.first and row_split is not None:
+            x = row_split.mine(x)
+        hidden = self.blocks(
+            self.embed(x) if self.first else x,
+            positions=positions,
+            documents=documents,
+            cache=cache,
+            row_split=row_split,
+        )
         if not self.last:
             return hidden
         hidden = self.finish(hidden)

@@ -14,6 +14,7 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.watch import position
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.cache import KeyValueCache
+from ms_parallel.models.staged import RowSplit
 from ms_parallel.pipeline.messages import Mailbox
 from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.schedules.table.action import RECEIVES, SENDS, Action, Kind
@@ -22,11 +23,12 @@ from ms_parallel.split.part import drop_gathered
 from ms_parallel.split.sharding import after_weight_gradients, gather_weights, set_last_backward
 from ms_parallel.split.weight_gradients import Later, putting_off
 
-Finish = Callable[[Tensor, Batch], Tensor]
+Finish = Callable[[Tensor, Batch, RowSplit | None], Tensor]
 """Turns the last stage's hidden state into its result; in training, into the loss."""
 
 Call = Callable[..., Tensor]
-"""Calls a stage with (stage, input, positions=, documents=, cache=); returns its output."""
+"""Calls a stage with (stage, input, positions=, documents=, cache=), and row_split= where there is
+one; returns its output."""
 
 Key = tuple[int, int]
 """(stage, microbatch)."""
@@ -48,6 +50,7 @@ class Step:
     microbatches: Sequence[Batch]
     finish: Finish
     caches: Mapping[int, KeyValueCache]
+    row_splits: Sequence[RowSplit | None]
     gradients_left: dict[int, int]
     """For each stage the microbatches whose gradients of weights are still to come."""
     split: frozenset[Key]
@@ -92,6 +95,7 @@ class Runtime:
         finish: Finish,
         *,
         caches: Mapping[int, KeyValueCache] | None = None,
+        row_splits: Sequence[RowSplit | None] | None = None,
     ) -> list[Tensor]:
         """Perform `schedule` and return the last stage's result for each microbatch, detached.
 
@@ -102,7 +106,8 @@ class Runtime:
         end. The two actions of a pair are performed one after the other.
 
         A schedule of forwards alone evaluates; call it under `torch.no_grad()`, with a cache a
-        stage to generate. The list is empty on processes that do not hold the last stage.
+        stage to generate. `row_splits` say of each microbatch how processes share out its rows. The
+        list is empty on processes that do not hold the last stage.
         """
         if self.recorder:
             self.recorder.schedule = schedule
@@ -112,6 +117,7 @@ class Runtime:
             microbatches=microbatches,
             finish=finish,
             caches=caches or {},
+            row_splits=row_splits or [None] * len(microbatches),
             gradients_left={
                 stage: sum(a.stage == stage and a.kind in WEIGHTS for a in computations)
                 for stage in self.stages
@@ -230,15 +236,16 @@ class Runtime:
     def _compute(self, key: Key, entering: Tensor, step: Step, schedule: Schedule) -> Tensor:
         """A stage's output; on the last stage, the result."""
         stage, microbatch = key
-        batch = step.microbatches[microbatch]
+        batch, row_split = step.microbatches[microbatch], step.row_splits[microbatch]
         hidden = self.call(
             self.stages[stage],
             entering,
             positions=batch.get("positions"),
             documents=batch.get("documents"),
             cache=step.caches.get(stage),
+            **({} if row_split is None else {"row_split": row_split}),
         )
-        return step.finish(hidden, batch) if stage + 1 == schedule.stages else hidden
+        return step.finish(hidden, batch, row_split) if stage + 1 == schedule.stages else hidden
 
     def _backward(self, key: Key, step: Step, schedule: Schedule) -> None:
         stage, microbatch = key

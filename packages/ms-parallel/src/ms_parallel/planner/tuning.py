@@ -12,7 +12,7 @@ from ms_parallel.cluster.agreement import first_does
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
-from ms_parallel.engine.microbatches import cut_batch, measure
+from ms_parallel.engine.microbatches import measure
 from ms_parallel.errors import ConfigError, LayoutError
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.config import ModelConfig
@@ -77,7 +77,7 @@ def measure_segments(
 def _step(engine: Engine, batch: Batch) -> None:
     """One step without an optimizer; gradients are dropped."""
     loss, rows = NextTokenLoss(), len(batch["tokens"]) // MICROBATCHES
-    microbatches = cut_batch(batch, rows, engine.groups.layout.tensor)
+    microbatches = engine.microbatches(batch, rows)
     weight, _ = measure(microbatches, loss, engine.groups)
     engine.backward(microbatches, loss, weight)
     for parameter in engine.parameters.values():

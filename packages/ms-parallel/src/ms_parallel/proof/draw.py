@@ -2,14 +2,17 @@
 
 import random
 from collections.abc import Iterator
-from itertools import product
+from itertools import combinations, product
+from math import prod
 
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.proof.batches import ROWS
+from ms_parallel.proof.batches import LENGTH, ROWS
 from ms_parallel.proof.records import Case
+from ms_parallel.split.context.kinds import Kind
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
-_SPLIT = ("data", "tensor", "pipeline")
+CONTEXT_KINDS: tuple[Kind, ...] = ("all_gather", "ulysses", "ring")
+_SPLIT = ("data", "tensor", "pipeline", "context")
 
 
 def draw_cases(processes: int, count: int, seed: int) -> list[Case]:
@@ -41,7 +44,7 @@ def _simplest(processes: int) -> Iterator[Case]:
         yield Case(layout="pipeline=2", processes=2, microbatch_size=1, schedule="zb-h1")
         yield Case(layout="tensor=2", processes=2, recompute="full")
     if processes >= 4:
-        for pair in (("data", "tensor"), ("data", "pipeline"), ("tensor", "pipeline")):
+        for pair in combinations(_SPLIT, 2):
             layout = ",".join(f"{axis}=2" for axis in pair)
             yield Case(layout=layout, processes=4, microbatch_size=1)
 
@@ -49,11 +52,12 @@ def _simplest(processes: int) -> Iterator[Case]:
 def _layouts(processes: int) -> list[Layout]:
     sizes = [size for size in (1, 2, 4, 8) if size <= processes]
     made = (
-        Layout(data=data, tensor=tensor, pipeline=pipeline)
-        for data, tensor, pipeline in product(sizes, repeat=3)
-        if data * tensor * pipeline <= processes
+        Layout(**dict(zip(_SPLIT, drawn, strict=True)))
+        for drawn in product(sizes, repeat=len(_SPLIT))
+        if prod(drawn) <= processes
     )
-    return [layout for layout in made if ROWS % layout.readers == 0]
+    fits = (layout for layout in made if ROWS % layout.readers == 0)
+    return [layout for layout in fits if LENGTH % layout.row_parts == 0]
 
 
 def _drawn(layout: Layout, chance: random.Random) -> Case:
@@ -66,4 +70,5 @@ def _drawn(layout: Layout, chance: random.Random) -> Case:
         schedule=schedule,
         microbatch_size=chance.choice(sizes),
         recompute=chance.choice(("none", "full")),
+        context_attention=chance.choice(CONTEXT_KINDS) if layout.context > 1 else "auto",
     )

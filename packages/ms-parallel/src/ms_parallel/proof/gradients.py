@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ms_parallel.cluster.layout import Layout
+from ms_parallel.cluster.layout import AXES, Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
-from ms_parallel.engine.microbatches import cut_batch, measure
+from ms_parallel.engine.microbatches import measure
 from ms_parallel.proof.batches import my_rows
 from ms_parallel.proof.records import Counterexample
 from ms_parallel.split.part import laid_out_like
@@ -22,15 +22,13 @@ def whole_gradients(engine: Engine, batch: Mapping[str, Tensor]) -> tuple[float,
     A tied copy goes under its owner's name. Weights stay as they are; every process calls it.
     """
     loss = NextTokenLoss()
-    rows = cut_batch(
-        my_rows(batch, engine.groups), engine.microbatch_size, engine.groups.layout.tensor
-    )
+    rows = engine.microbatches(my_rows(batch, engine.groups))
     weight, tokens = measure(rows, loss, engine.groups)
     with engine.balancer.accounting(tokens):
         losses = engine.backward(rows, loss, weight)
     engine.balancer.collect(tokens)
     total = torch.zeros((), device=engine.device)
-    if losses and engine.groups.place.tensor == 0:
+    if losses and engine.groups.place.speaks_for_rows:
         total += torch.stack(losses).sum()
     owners = {copy: owner for owner, copy in engine.plan.tied}
     found = {}
@@ -90,7 +88,7 @@ def _ratio(found: Tensor, right: Tensor, layout: Layout, microbatches: int) -> s
     ratio = float((found * right).sum()) / square
     if not float((found - ratio * right).abs().max()) <= 1e-9 * float(right.abs().max()):
         return ""
-    sizes = {"data": layout.data, "tensor": layout.tensor, "pipeline": layout.pipeline}
+    sizes = {axis: getattr(layout, axis) for axis in AXES}
     sizes["microbatches"] = microbatches
     for name, size in sizes.items():
         if size > 1 and abs(ratio - 1 / size) < 1e-9:

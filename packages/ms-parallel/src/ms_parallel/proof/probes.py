@@ -90,7 +90,7 @@ def probe_generation(engine: Engine, batch: Batch) -> tuple[Check, ...] | Counte
         return ()
     texts = torch.tensor([prompt + new for prompt, new in zip(prompts, made, strict=True)])
     read = texts[:, :-1]
-    padded = F.pad(read, (0, -read.shape[1] % engine.sequence_parts))
+    padded = F.pad(read, (0, -read.shape[1] % engine.groups.layout.row_parts))
     logits = _local_logits(engine, {"tokens": padded})[:, _PROMPT - 1 : read.shape[1]]
     for new, right in zip(texts[:, _PROMPT:].tolist(), logits.argmax(-1).tolist(), strict=True):
         for count, (token, expected) in enumerate(zip(new, right, strict=True), 1):

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from ms_parallel.split.context.kinds import Kind
+
 Check = Literal[
     "gradients", "loss", "logits", "leak", "causality", "packing", "generation", "folder", "run"
 ]
@@ -20,6 +22,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     schedule: str = "1f1b"
     microbatch_size: int | None = None
     recompute: Literal["none", "full"] = "none"
+    context_attention: Kind = "auto"
 
     @property
     def text(self) -> str:
@@ -31,6 +34,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             parts.append(f"microbatch_size={self.microbatch_size}")
         if self.recompute != "none":
             parts.append(f"recompute={self.recompute}")
+        if self.context_attention != "auto":
+            parts.append(f"context_attention={self.context_attention}")
         return ", ".join(parts)
 
 

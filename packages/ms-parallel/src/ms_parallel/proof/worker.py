@@ -105,6 +105,7 @@ def _engine(subject: Subject, case: Case, seed: int) -> Engine:
         schedule=case.schedule,
         microbatch_size=case.microbatch_size,
         recompute=case.recompute,
+        context_attention=case.context_attention,
         seed=seed,
     )
 

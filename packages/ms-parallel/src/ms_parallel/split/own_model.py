@@ -192,6 +192,11 @@ def check_own(module: nn.Module, plan: ModelPlan, layout: Layout, recompute: Rec
         ConfigError: there is nothing to train, or no block to recompute.
     """
     name = type(module).__name__
+    if layout.context > 1:
+        raise LayoutError(
+            f"context={layout.context} cannot share out rows of {name}: its attention is its own"
+            " and would see a part of each; set context=1 and give its processes to data"
+        )
     if layout.pipeline > 1:
         check_cut(module, plan, layout.pipeline)
     parameters = dict(module.named_parameters())

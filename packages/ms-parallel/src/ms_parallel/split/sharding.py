@@ -1,4 +1,4 @@
-"""Shards weights, gradients and moments over the data axis with FSDP2, a block at a time."""
+"""Shards weights, gradients and moments with FSDP2 over processes that hold different tokens."""
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -13,13 +13,13 @@ def shard_model(
 ) -> None:
     """Wrap each block, then the rest, in place. Gradients are summed over ranks, not averaged.
 
-    With one data rank in float32 nothing is wrapped, and nothing is paid. Under a pipeline,
+    With one such process in float32 nothing is wrapped, and nothing is paid. Under a pipeline,
     gathered weights are kept from the first microbatch to the last.
     """
-    if groups.place.count == 1 and not mixed_precision:
+    if groups.layout.token_ranks == 1 and not mixed_precision:
         return
     settings = {
-        "mesh": groups.rows,
+        "mesh": groups.tokens,
         "mp_policy": precision_policy(mixed_precision),
         "reshard_after_forward": groups.layout.pipeline == 1,
     }

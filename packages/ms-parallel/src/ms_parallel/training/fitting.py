@@ -9,6 +9,7 @@ from ms_parallel.cluster.agreement import first_does
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.balance.settings import balance_of
 from ms_parallel.engine.engine import Engine
+from ms_parallel.engine.microbatches import check_length
 from ms_parallel.engine.optimizer import OptimizerConfig, optimizer_of
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.family import family_of
@@ -17,6 +18,7 @@ from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.schedules.table.schedule import Schedule
+from ms_parallel.split.context.kinds import check_context
 from ms_parallel.training.optional import data_package, operators_of
 from ms_parallel.training.options import Options
 from ms_parallel.training.tokenizer import with_ends
@@ -61,6 +63,7 @@ def fit_model(options: Options, layout: Layout, shards: Path | None) -> Any:
     _check_sizes(options, layout, config)
     balance_of(options).of(getattr(config, "mixture", None))
     family_of(config).check_layout(config, layout)
+    check_context(options.context_attention, config, layout)
     return config if shards is None else with_ends(config, shards, options.model_folder)
 
 
@@ -72,11 +75,8 @@ def _check_sizes(options: Options, layout: Layout, config: Any) -> None:
             f"sequence_length={length} is longer than the model's {most} positions; lower it, or"
             " raise max_position_embeddings of model_config"
         )
-    if length % layout.tensor and model_plan(config).split_sequence:
-        raise ConfigError(
-            f"sequence_length={length} does not divide over tensor={layout.tensor}; choose a"
-            f" multiple of {layout.tensor}"
-        )
+    tensor = layout.tensor if model_plan(config).split_sequence else 1
+    check_length("sequence_length", length, tensor=tensor, context=layout.context)
     if options.batch_size % layout.readers:
         raise ConfigError(
             f"batch_size={options.batch_size} does not divide over data={layout.readers}; choose a"
@@ -114,6 +114,8 @@ def build_engine(
         microbatch_size=microbatch(options, layout),
         mixed_precision=options.mixed_precision,
         recompute=options.recompute,
+        context_attention=options.context_attention,
+        context_balance=options.context_balance,
         balance=options.balance,
         balance_coefficient=options.balance_coefficient,
         balance_bias_rate=options.balance_bias_rate,

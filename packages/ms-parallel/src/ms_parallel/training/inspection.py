@@ -12,8 +12,12 @@ from ms_parallel.pipeline.choice import SEARCH, Tables
 from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.planner.found_schedule import FILE, read_found
 from ms_parallel.schedules.checks.verify import verify
+from ms_parallel.split.context.assignment import document_starts
+from ms_parallel.split.context.kinds import HeadSizes, choose, traders
+from ms_parallel.split.context.splitter import ContextLoad, share_out, windows_of
 from ms_parallel.split.stages import cut_layers
 from ms_parallel.training.fitting import fit_model, microbatch
+from ms_parallel.training.optional import data_package
 from ms_parallel.training.options import Options
 
 FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
@@ -52,6 +56,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Microbatches that pass through a data rank in one step."""
     ranks: list[RankFacts]
     picture: str
+    context: ContextLoad | None
+    """How evenly context ranks share out attention in the first batch of the dataset, or where
+    there is none yet, in rows of one document; None without the axis."""
 
 
 def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Facts:
@@ -97,7 +104,30 @@ def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Fac
         microbatches=count,
         ranks=ranks,
         picture=picture(layout),
+        context=_context_load(options, layout, config, shards),
     )
+
+
+def _context_load(
+    options: Options, layout: Layout, config: Any, shards: Path | None
+) -> ContextLoad | None:
+    """What an engine would find of the first rows of a data rank."""
+    if layout.context == 1:
+        return None
+    rows, length = options.batch_size // layout.readers, options.sequence_length
+    rows = microbatch(options, layout) or rows
+    documents = None
+    if shards is not None:
+        stream = data_package().TokenStream(
+            shards, sequence_length=length, batch_size=rows, seed=options.seed
+        )
+        documents = torch.as_tensor(next(stream)["documents"])
+    sizes = HeadSizes.of(config, layout.tensor)
+    width = BFLOAT16_BYTES if options.mixed_precision else FLOAT32_BYTES
+    kind = choose(options.context_attention, layout.context, sizes, rows * length, width)
+    nodes = layout.context // traders(kind, layout.context, sizes)
+    starts = document_starts(documents, rows, length)
+    return share_out(starts, windows_of(config), nodes, kind, options.context_balance)[1]
 
 
 def _schedule_of(options: Options, layout: Layout, microbatches: int) -> Choice:
@@ -129,7 +159,7 @@ def _rank(
         if any(_stage_has(name, layers, config) for layers in stages):
             whole += shape.numel()
             split = layout.tensor if plan.split_dim(name) is not None else 1
-            held += -(-shape.numel() // (split * layout.readers))
+            held += -(-shape.numel() // (split * layout.token_ranks))
     width = BFLOAT16_BYTES if options.mixed_precision else FLOAT32_BYTES
     position_bytes = config.hidden_size * ACTIVATION_BYTES * width // BFLOAT16_BYTES
     if options.recompute == "full":
@@ -140,7 +170,7 @@ def _rank(
         layers=layers,
         parameters=whole,
         state_bytes=held * STATE_FLOATS * FLOAT32_BYTES,
-        activation_bytes=positions * position_bytes * layers // len(stages) // layout.tensor,
+        activation_bytes=positions * position_bytes * layers // len(stages) // layout.row_parts,
     )
 
 
@@ -155,19 +185,25 @@ def _stage_has(name: str, layers: range, config: Any) -> bool:
 
 
 def picture(layout: Layout) -> str:
-    """The ranks of a layout: a row a pipeline stage, a column a data rank, tensor ranks in [].
+    """The ranks of a layout: a row a pipeline stage, a column a data rank.
+
+    Ranks that share out the same rows stand in [], context ranks between bars.
 
     >>> print(picture(Layout(pipeline=2, data=2)))
                 data 0  data 1
     pipeline 0  [0]     [1]
     pipeline 1  [2]     [3]
+    >>> print(picture(Layout(data=2, context=2, tensor=2)))
+                data 0       data 1
+    pipeline 0  [0 1 | 2 3]  [4 5 | 6 7]
     """
     if layout.world_size > MOST_DRAWN:
         return f"{layout.world_size:,} ranks, too many to draw"
     cells: dict[tuple[int, int], list[str]] = {}
     for rank in range(layout.world_size):
         place = layout.place(rank)
-        cells.setdefault((place.pipeline, place.rank), []).append(str(rank))
+        shown = f"| {rank}" if place.context > 0 and place.tensor == 0 else str(rank)
+        cells.setdefault((place.pipeline, place.rank), []).append(shown)
     rows = [["", *(f"data {reader}" for reader in range(layout.readers))]]
     for stage in range(layout.pipeline):
         ranks = (" ".join(cells[stage, reader]) for reader in range(layout.readers))

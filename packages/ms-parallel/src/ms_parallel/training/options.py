@@ -17,6 +17,9 @@ from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.schedules.generators.registry import GENERATORS
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.settings import a_path, as_path, flag, nearest, number, one_of, shown, text, whole
+from ms_parallel.split.context.kinds import BALANCES, KINDS
+from ms_parallel.split.context.kinds import Balance as ContextBalance
+from ms_parallel.split.context.kinds import Kind as ContextKind
 
 MOST_EPOCHS = 10**6
 DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,3})?")
@@ -130,6 +133,11 @@ class Options(Essentials):
     """Steps between recordings of what each pipeline rank computed when; None records nothing."""
     recompute: Literal["none", "full"] = field(default="none", validator=one_of("none", "full"))
     """`full` keeps only each block's input and runs the block again in the backward pass."""
+    context_attention: ContextKind = field(default="auto", validator=one_of(*KINDS))
+    """How attention sees rows that context ranks share out: `all_gather` of keys and values,
+    `ulysses`, `ring`, `ulysses_ring`, or `auto`, which sends least."""
+    context_balance: ContextBalance = field(default="balanced", validator=one_of(*BALANCES))
+    """How context ranks share out a row: `balanced` by the cost of attention, or `zig-zag`."""
     mtp_weight: float = field(default=0.3, validator=number())
     """Of the mean loss of the layers that predict further than the next token, where the model has
     any; 0 leaves them as they are."""

@@ -25,6 +25,7 @@ from ms_parallel.pipeline.gathering import recorded_step
 from ms_parallel.pipeline.step_file import write_step
 from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.progress import RunDisplay, Throughput
+from ms_parallel.split.context.splitter import ContextLoad
 from ms_parallel.training.held_out import HeldOut
 from ms_parallel.training.options import Options
 
@@ -223,7 +224,14 @@ class Run:
             },
         )
         self._emit_load(update.experts)
+        self._emit_context(update.context)
         return update
+
+    def _emit_context(self, load: ContextLoad | None) -> None:
+        """Tell how evenly context ranks shared out attention, with every line of progress."""
+        step = self.engine.step
+        if load is not None and (_due(step, self.options.log_every) or step == self.total):
+            self.emit("context", {"step": step, **asdict(load)})
 
     def _emit_load(self, load: ExpertLoad | None) -> None:
         """Tell how tokens were shared out over experts, with every line of progress."""

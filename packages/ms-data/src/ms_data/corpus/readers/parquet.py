@@ -4,12 +4,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from ms_data.corpus.file_kinds import NotText
+from ms_data.corpus.parquet_pages import CheckedPages, Chunk
 from ms_data.corpus.reader import FileReader, Found, Invalid, OpenFile, ReadOptions, library
 from ms_data.corpus.tables import batch_documents, column_problem, decoding_table
 from ms_data.corpus.unpacking import READ_BYTES
 
 _BATCH_BYTES = 4 << 20
 """About so much is decoded at once, of rows of common size."""
+
+_SHARED_BYTES = 1 << 28
+"""What the rows of a batch may take whose values lie in the file once, and are repeated."""
 
 _METADATA_BYTES = 1 << 28
 """What the names and statistics of a file never take."""
@@ -20,19 +24,20 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Fou
         yield NotText("packed Parquet table", "unpack it; its columns are packed in themselves")
         return
     with decoding_table(file, "Parquet table", "parquet") as arrow:
-        table = _open(file)
+        pages = CheckedPages(file.raw)
+        table = _open(file, pages)
         problem = column_problem(arrow, table.schema_arrow, options)
         if problem:
             yield Invalid(f"{file.path}: {problem}")
             return
         columns = None if options.parse else [options.text_column]
-        for batch, first in _batches(table, columns, start, file):
+        for batch, first in _batches(table, pages, start, file, columns):
             yield from batch_documents(arrow, batch, file, options, first + 1)
 
 
-def _open(file: OpenFile) -> Any:
+def _open(file: OpenFile, pages: CheckedPages) -> Any:
     return library("pyarrow.parquet", "parquet", file).ParquetFile(
-        file.raw,
+        pages,
         buffer_size=READ_BYTES,
         pre_buffer=False,
         page_checksum_verification=True,
@@ -42,7 +47,7 @@ def _open(file: OpenFile) -> Any:
 
 
 def _batches(
-    table: Any, columns: list[str] | None, start: int, file: OpenFile
+    table: Any, pages: CheckedPages, start: int, file: OpenFile, columns: list[str] | None
 ) -> Iterator[tuple[Any, int]]:
     """Gives the batches after row `start`, with the number of the first row of each."""
     begin, begin_bytes = 0, 0
@@ -51,8 +56,7 @@ def _batches(
     for number, group in enumerate(groups):
         row_bytes = group.total_byte_size / max(1, group.num_rows)
         done = 0 if begin + group.num_rows > start else group.num_rows
-        size = max(1, min(group.num_rows, int(_BATCH_BYTES / max(1.0, row_bytes))))
-        for batch in [] if done else _decoded(table, number, size, columns):
+        for batch in [] if done else _decoded(table, pages, number, columns):
             read = begin_bytes + row_bytes * (done + batch.num_rows)
             file.done_bytes = min(file.size_bytes, int(file.size_bytes * read / whole))
             skipped = max(0, start - begin - done)
@@ -64,11 +68,34 @@ def _batches(
         begin, begin_bytes = begin + group.num_rows, begin_bytes + group.total_byte_size
 
 
-def _decoded(table: Any, group: int, size: int, columns: list[str] | None) -> Iterator[Any]:
+def _decoded(
+    table: Any, pages: CheckedPages, number: int, columns: list[str] | None
+) -> Iterator[Any]:
+    """Decodes a row group, so few rows at a time that they cannot take much memory."""
+    group = table.metadata.row_group(number)
+    every = (group.column(at) for at in range(group.num_columns))
+    chosen = [one for one in every if columns is None or one.path_in_schema in columns]
+    chunks = [_chunk(one) for one in chosen]
+    pages.expect(chunks)
+    each = group.total_byte_size / max(1, group.num_rows)
+    size = min(group.num_rows, _BATCH_BYTES / max(1.0, each))
+    for column, chunk in zip(chosen, chunks, strict=True):
+        shared = pages.shared_bytes(column, chunk)
+        if shared:
+            size = min(size, _SHARED_BYTES / shared)
     batches: Iterator[Any] = table.iter_batches(
-        size, row_groups=[group], columns=columns, use_threads=False
+        max(1, int(size)), row_groups=[number], columns=columns, use_threads=False
     )
     return batches
+
+
+def _chunk(column: Any) -> Chunk:
+    first = column.data_page_offset
+    if column.has_dictionary_page and column.dictionary_page_offset is not None:
+        first = min(first, column.dictionary_page_offset)
+    if min(first, column.total_compressed_size, column.total_uncompressed_size) < 0:
+        raise ValueError(f"the column {column.path_in_schema!r} has a size below 0")
+    return Chunk(first, first + column.total_compressed_size, column.total_uncompressed_size)
 
 
 READER = FileReader(documents=_documents, suffixes=(".parquet",), signatures=(b"PAR1",), text=False)

@@ -167,7 +167,8 @@ def _records(said: bytes, file: OpenFile) -> dict[str, str]:
     found = {}
     while said:
         length, _, _ = said.partition(b" ")
-        if not (length.isdigit() and len(length) < 8 and len(length) + 3 < int(length)):
+        known = length.isdigit() and len(length) < 8
+        if not (known and len(length) + 3 < int(length) <= len(said)):
             raise damaged(file, "tar archive", "a header whose parts have no length")
         record, said = said[: int(length)], said[int(length) :]
         name, _, value = record[len(length) + 1 : -1].partition(b"=")

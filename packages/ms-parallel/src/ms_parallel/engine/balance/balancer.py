@@ -151,16 +151,16 @@ class Balancer:
         """What the update's tokens chose, summed over all processes; all of them call it."""
         if not self.layers:
             return None
-        device, place = self.groups.device, self.groups.place
+        device = self.groups.device
         counts = torch.zeros(self.counts.shape, dtype=torch.int64, device=device)
         facts = torch.zeros(len(self.layers), NOTED + self.counts.shape[1], device=device)
         for row, router in self.rows.items():
             assert router.account is not None
-            if router.everywhere and place.tensor > 0:
+            if router.everywhere and self.groups.place.tensor > 0:
                 continue
             counts[row] = router.account.counts
             facts[row, :NOTED] = router.account.sums
-            if self.corrected and place.tensor == 0 and place.rank == 0:
+            if self.corrected and self.groups.place.tensor == 0 and self.groups.token_rank == 0:
                 facts[row, NOTED:] = router.e_score_correction_bias
         self._close()
         counts = self.groups.all_reduce(counts).cpu()

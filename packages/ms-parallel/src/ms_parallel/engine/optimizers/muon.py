@@ -22,7 +22,7 @@ from ms_parallel.engine.rules.rule import Held, Moments, Rule
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.weight_names import Box, pieces
 from ms_parallel.settings import flag, number, one_of, shown, whole
-from ms_parallel.split.exchange import Exchange, Key, overlap, relative
+from ms_parallel.split.owners import Exchange, Key, overlap, relative
 from ms_parallel.split.part import local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

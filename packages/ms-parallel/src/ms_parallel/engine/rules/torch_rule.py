@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from ms_parallel.engine.optimizer import Share
 from ms_parallel.engine.rules.rule import Held, Moments
 from ms_parallel.errors import ConfigError
-from ms_parallel.split.exchange import Exchange
+from ms_parallel.split.owners import Exchange
 from ms_parallel.split.part import is_whole_here, local_part
 
 Make = Callable[[Sequence[Tensor]], Optimizer]

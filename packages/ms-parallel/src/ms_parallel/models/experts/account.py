@@ -107,16 +107,16 @@ class Account:
             weights = _Bring.apply(weights, squares, gradient)  # type: ignore[no-untyped-call]
         return weights
 
-    def load_of_documents(self, experts: Tensor, numbers: Tensor, part: slice) -> Tensor:
+    def load_of_documents(self, experts: Tensor, numbers: Tensor, own: Tensor) -> Tensor:
         """The f of each token's document.
 
         Args:
             experts: (B, S, k) of all positions of the rows.
             numbers: (B, S) of their documents.
-            part: the positions of this process.
+            own: (B, positions of this process), the numbers of theirs.
 
         Returns:
-            (B, part, E) float64 on a CPU, else float32.
+            (B, positions of this process, E) float64 on a CPU, else float32.
         """
         count = int(numbers.max()) + 1
         pairs = numbers[..., None] * len(self.counts) + experts
@@ -126,7 +126,7 @@ class Account:
         tokens = ones.new_zeros(count).scatter_add_(0, numbers.flatten(), ones[: numbers.numel()])
         wide = torch.float64 if pairs.device.type == "cpu" else torch.float32
         load = chosen.view(count, -1).to(wide) / tokens[:, None]
-        return load[numbers[:, part]]
+        return load[own]
 
 
 class Accounted:

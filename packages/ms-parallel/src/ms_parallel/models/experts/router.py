@@ -103,6 +103,10 @@ class Router(nn.Module, Accounted):
             return account.load if account.load is not None else experts.new_zeros(())
         every = self.whole(experts)
         documents = None if context is None else context.documents
+        split = None if context is None else context.row_split
+        every = every if split is None else split.whole(every)
         numbers = account.documents.numbers(documents, every)
+        own = numbers if split is None else split.mine(numbers)
         first = self.part * experts.shape[1]
-        return account.load_of_documents(every, numbers, slice(first, first + experts.shape[1]))
+        own = own[:, first : first + experts.shape[1]]
+        return account.load_of_documents(every, numbers, own)

@@ -27,7 +27,7 @@ from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import ModelConfig, above_zero, check_heads, size
 from ms_parallel.models.family import Family
 from ms_parallel.models.plan import ModelPlan, Style
-from ms_parallel.models.staged import Context, StagedModel
+from ms_parallel.models.staged import Context, RowSplit, StagedModel
 from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.protocol import Ops
 
@@ -215,7 +215,11 @@ class TransformerXL(StagedModel):
         return super().embed(tokens) * math.sqrt(self.config.hidden_size)
 
     def context(
-        self, positions: Tensor, documents: Tensor | None, cache: KeyValueCache | None
+        self,
+        positions: Tensor,
+        documents: Tensor | None,
+        cache: KeyValueCache | None,
+        row_split: RowSplit | None = None,
     ) -> SegmentContext:
         """The segments of the new positions, beside documents and cache."""
         held = cache.length if cache is not None else 0
@@ -282,6 +286,7 @@ FAMILY = Family(
     model=TransformerXL,
     plan=_plan,
     packs=False,  # segments begin where the row's do, not the document's
+    needs_whole_rows="a segment attends to the states of the one before it",
     small={
         "vocab_size": 8192,
         "hidden_size": 256,

@@ -93,7 +93,7 @@ class CountedRouter(Around, Accounted):
             return logits, weights, experts
         if load is None:
             numbers = account.documents.numbers(self.documents, chosen)
-            load = account.load_of_documents(chosen, numbers, slice(None))
+            load = account.load_of_documents(chosen, numbers, numbers)
         weights = account.charge(weights, wide, shares, chosen, load)
         return logits, weights, experts
 

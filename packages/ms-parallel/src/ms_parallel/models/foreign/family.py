@@ -69,6 +69,7 @@ class _Foreign(Family):
     def check_layout(self, config: TransformersModel, layout: Layout) -> None:
         """Check that a layout asks for nothing that the published plans do not say."""
         _check_layout(config, layout)
+        self.check_context(layout)
 
 
 def _check_layout(config: TransformersModel, layout: Layout) -> None:
@@ -127,5 +128,10 @@ def _check_tensor(config: TransformersModel, plan: ModelPlan, tensor: int) -> No
 
 
 FOREIGN = _Foreign(
-    name=ANY, config=TransformersModel, model=TransformersStage, plan=plan_of, weights=rules_of
+    name=ANY,
+    config=TransformersModel,
+    model=TransformersStage,
+    plan=plan_of,
+    weights=rules_of,
+    needs_whole_rows="a model of transformers computes its own positions and states along a row",
 )

@@ -129,13 +129,16 @@ def attend(
         q: New queries.
         k: Keys of held and new positions.
         v: Values, likewise.
-        context: Its documents keep apart what is packed.
+        context: Its documents keep apart what is packed; where processes share out the rows, `q`,
+            `k` and `v` are of this process's positions.
         softcap: What scores are bent to stay below, before the softmax.
         settings: What else the operator takes.
     """
     operator: Callable[..., Tensor] = ops.attention
     if softcap is not None:  # which fused kernels do not have
         operator, settings["softcap"] = capped_attention, softcap
+    if context.row_split is not None:
+        return context.row_split.attend(operator, q, k, v, **settings)
     # A block compiled alone would be compiled anew for each batch's lengths.
     if not torch.compiler.is_compiling() and context.lengths is not None:
         return attend_in_spans(operator, q, k, v, context.lengths, **settings)

@@ -1,0 +1,113 @@
+"""Says of each microbatch how the context axis shares out its rows."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.models.staged import RowSplit
+from ms_parallel.split.context.assignment import (
+    assign,
+    document_starts,
+    token_costs,
+)
+from ms_parallel.split.context.kinds import Balance, HeadSizes, Kind, choose, traders
+from ms_parallel.split.context.rows import Exchange, SharedRows
+
+
+@frozen(kw_only=True)
+class ContextLoad:
+    """How evenly the cost of attention was shared out: the slowest process's over the mean."""
+
+    attention: Kind
+    """How it saw whole rows."""
+    imbalance: float
+    zig_zag_imbalance: float
+    """What two blocks a process, one early and one late, would have had."""
+
+
+class Splitter:
+    """Shares out rows over the context axis.
+
+    Args:
+        config: of the model.
+        groups: the layout's processes.
+        kind: how attention sees whole rows, as `check_context` accepts it.
+        balance: how blocks of a row are assigned to processes.
+        element_bytes: of a number that is sent.
+    """
+
+    def __init__(
+        self, config: Any, groups: Groups, kind: Kind, balance: Balance, element_bytes: int
+    ) -> None:
+        self.groups, self.kind, self.balance = groups, kind, balance
+        self.element_bytes = element_bytes
+        self.count = groups.layout.context
+        self.load: ContextLoad | None = None
+        """Of the last microbatch; None where nothing was shared out."""
+        self.exchanges: dict[Kind, Exchange] = {}
+        if self.count > 1:
+            self.windows = windows_of(config)
+            self.sizes = HeadSizes.of(config, groups.layout.tensor)
+
+    def split(self, batch: Mapping[str, Tensor]) -> RowSplit | None:
+        """How the rows of a microbatch are shared out; None where one process has them whole."""
+        if self.count == 1:
+            return None
+        tokens, documents = batch["tokens"], batch.get("documents")
+        kind = choose(self.kind, self.count, self.sizes, tokens.numel(), self.element_bytes)
+        exchange, starts = self._exchange(kind), document_starts(documents, *tokens.shape)
+        nodes = self.count // traders(kind, self.count, self.sizes)
+        order, self.load = share_out(starts, self.windows, nodes, kind, self.balance)
+        if documents is not None:
+            documents = documents.to(self.groups.device)
+        return SharedRows(order, starts, documents, exchange)
+
+    def _exchange(self, kind: Kind) -> Exchange:
+        """Along which processes a kind trades and gathers."""
+        if kind not in self.exchanges:
+            mesh = self.groups.mesh["context"]
+            trading = traders(kind, self.count, self.sizes)
+            heads, positions = (mesh, None) if trading == self.count else (None, mesh)
+            if 1 < trading < self.count:
+                sizes = (self.count // trading, trading)
+                names = ("context_positions", "context_heads")
+                both = mesh._unflatten(0, sizes, names)
+                positions, heads = both[names[0]], both[names[1]]
+            self.exchanges[kind] = Exchange(
+                whole=mesh, heads=heads, positions=positions, ring=kind.endswith("ring")
+            )
+        return self.exchanges[kind]
+
+
+def share_out(
+    starts: Tensor, windows: Mapping[int | None, int], nodes: int, kind: Kind, balance: Balance
+) -> tuple[Tensor, ContextLoad]:
+    """The places of each of `nodes` processes in turn, (B, S), and how even their costs are.
+
+    Args:
+        starts: (B, S), as `document_starts` gives them.
+        windows: how many layers have each window.
+        nodes: processes that have different positions of the same heads.
+        kind: of context parallelism.
+        balance: how blocks are assigned.
+    """
+    if nodes == 1:
+        whole = torch.arange(starts.shape[1]).expand(starts.shape)
+        return whole, ContextLoad(attention=kind, imbalance=1.0, zig_zag_imbalance=1.0)
+    costs = token_costs(starts, windows)
+    plain = assign(costs, nodes, "zig-zag")
+    chosen = plain if balance == "zig-zag" else assign(costs, nodes, balance)
+    return chosen.order, ContextLoad(
+        attention=kind, imbalance=chosen.imbalance, zig_zag_imbalance=plain.imbalance
+    )
+
+
+def windows_of(config: Any) -> dict[int | None, int]:
+    """How many layers of a model have each window; None for no window."""
+    window = getattr(config, "window", lambda layer: None)
+    return dict(Counter(window(layer) for layer in range(config.num_hidden_layers)))
