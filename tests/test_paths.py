@@ -44,6 +44,7 @@ TEXTS = {
     *("start", "method", "title", "name", "target", "scale_dtype", "text_column", "decay"),
     *("heads", "model_type", "optimizer", "model_config", "learning_rate_decay", "recompute"),
     *("device", "ops", "sample_prompt", "arguments", "metrics", "balance"),
+    *("groups", "adamw", "fused", "settings"),
 }
 """Settings whose text is no path."""
 

@@ -34,7 +34,8 @@ class Groups:
         Those that share its `stage` are asked for by all processes at once the first time.
         """
         if axis == "stage":
-            return self.mesh[AXES[1:]]._flatten("stage").get_group()
+            others = tuple(axis for axis in AXES if axis != "pipeline")
+            return self.mesh[others]._flatten("stage").get_group()
         joined = {"rows": self.rows, "tokens": self.tokens}
         return joined[axis].get_group() if axis in joined else self.mesh.get_group(axis)
 
