@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runs import build
+from runs import build, global_batch, my_rows
 from torch import Tensor
 
-from ms_parallel import ConfigError, TorchConfig, checkpoint
+from ms_parallel import ConfigError, NextTokenLoss, TorchConfig, checkpoint
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
@@ -95,3 +95,15 @@ def refused(layout: str) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def with_z(jobs: list[dict[str, Any]], coefficient: float) -> list[dict[str, Any]]:
+    """Loss and gradient norm of one update with z-loss, for each layout and model."""
+    torch.set_num_threads(1)
+    found = []
+    for job in jobs:
+        groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
+        engine = build(job["settings"], groups, **job.get("options", {}))
+        update = engine.update(my_rows(global_batch(0), groups), NextTokenLoss(0.3, coefficient))
+        found.append({"loss": update.loss, "norm": update.grad_norm})
+    return found

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import write_corpus, write_run
@@ -14,12 +14,21 @@ from optimizer_runs import RATE, advance, planted
 from processes import run_processes
 from runs import FAMILIES, build, train
 
-from ms_parallel import ConfigError, DistributedTrainer, Engine, MuonConfig, SGDConfig, TorchConfig
+from ms_parallel import (
+    ConfigError,
+    DistributedTrainer,
+    Engine,
+    ModelPlan,
+    MuonConfig,
+    SGDConfig,
+    TorchConfig,
+)
 from ms_parallel.cli import main
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.optimizer import learning_rate, optimizer_of
+from ms_parallel.operators import losses
 from ms_parallel.split.owners import owners
 
 RUNS = Path(__file__).parent / "optimizer_runs.py"
@@ -258,6 +267,37 @@ def test_muon_takes_fused_projections_apart(groups: Groups) -> None:
         build({}, groups, optimizer=MuonConfig(fused={"*.o_proj.weight": [20, 13]}))
 
 
+class Fused(nn.Module):
+    """A module of one's own with fused projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(48, 8)
+        layer = {"qkv_proj": nn.Linear(8, 16), "gate_up_proj": nn.Linear(8, 12)}
+        self.layers = nn.ModuleList([nn.ModuleDict(layer)])
+
+    def forward(self, tokens: Tensor, **_: Any) -> Tensor:
+        """Logits."""
+        return self.embed(tokens) @ self.embed.weight.T
+
+
+def test_muon_asks_what_a_fused_projection_holds(groups: Groups) -> None:
+    """Gate and up are halves; of queries, keys and values one has to say the rows."""
+    plan = ModelPlan(blocks="layers.*")
+    with pytest.raises(ConfigError, match=r"layers.0.qkv_proj.weight seems to hold several"):
+        Engine(Fused(), groups=groups, plan=plan, optimizer="muon")
+    config = MuonConfig(scale="original", weight_decay=0.0, fused={"*.qkv_proj.weight": [8, 4, 4]})
+    changed = changes(Engine(Fused(), groups=groups, plan=plan, optimizer=config), 2)
+    for name, rows in {"qkv_proj": (8, 4, 4), "gate_up_proj": (6, 6)}.items():
+        own = f"layers.0.{name}.weight"
+        slopes = [planted(own, step, tuple(changed[own].shape)) for step in range(2)]
+        parts = zip(changed[own].split(rows), *(slope.split(rows) for slope in slopes), strict=True)
+        for change, *of_one in parts:
+            check_matrix(change, of_one)
+    with pytest.raises(ConfigError, match="this module has no plan that names them; give plan="):
+        Engine(Fused(), groups=groups, optimizer="muon")
+
+
 def test_groups_have_settings_of_their_own(groups: Groups) -> None:
     """By the first pattern that fits: another rate, a decay of vectors, other momentum."""
     rules = {
@@ -373,3 +413,41 @@ def test_a_run_file_trains_with_muon_and_wsd_and_keeps_to_its_optimizer(
     (line,) = capsys.readouterr().err.splitlines()
     assert 'optimizer is "AdamW", was "Muon"' in line
     assert main(["train", str(run), *table[:2], *wsd, "--set", "steps=3"]) == 0
+
+
+@pytest.mark.parametrize("chunk_bytes", [1 << 28, 4 * 48 * 5])
+def test_z_loss_is_the_square_of_the_log_normaliser(
+    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    """Losses and gradients of a head, whole or in chunks of five rows, in float64."""
+    monkeypatch.setattr(losses, "_CHUNK_BYTES", chunk_bytes)
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(12, 8, generator=draw, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(48, 8, generator=draw, dtype=torch.float64).requires_grad_()
+    targets = torch.randint(0, 48, (12,), generator=draw)
+    targets[3] = -100
+    found = losses.linear_cross_entropy(hidden, weight, targets, reduction="none", z_loss=0.1)
+    slopes = torch.autograd.grad(found.square().sum(), (hidden, weight))
+    logits = hidden @ weight.T
+    plain = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    expected = plain + 0.1 * logits.logsumexp(1).square() * (targets >= 0)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for slope, own in zip(
+        slopes, torch.autograd.grad(expected.square().sum(), (hidden, weight)), strict=True
+    ):
+        torch.testing.assert_close(slope, own, rtol=1e-11, atol=1e-11)
+
+
+def test_z_loss_is_the_same_under_every_layout(groups: Groups) -> None:
+    """It raises loss and gradient, alike where the vocabulary, rows or layers are split."""
+    every = [
+        {"layout": at, "settings": {}} for at in ("data=1", "data=2", "tensor=2", "pipeline=2")
+    ]
+    (without,), (one,) = (
+        run_processes(1, RUNS, "with_z", jobs=every[:1], coefficient=c)[0] for c in (0.0, 0.1)
+    )
+    assert one["loss"] > without["loss"] + 1.0
+    for of_rank in run_processes(2, RUNS, "with_z", jobs=every[1:], coefficient=0.1):
+        for update in of_rank:
+            # As in test_layouts: float32 sums in another order.
+            assert update == pytest.approx(one, rel=1e-5)

@@ -43,6 +43,7 @@ GROUPS = {
         "context_attention",
         "context_balance",
         "mtp_weight",
+        "z_coefficient",
         "schedule",
         "schedule_memory_gib",
         "ops",

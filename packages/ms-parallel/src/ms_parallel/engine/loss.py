@@ -15,10 +15,13 @@ class Output(Protocol):
     def logits(self, positions: slice = ...) -> Tensor:
         """Logits (B, S, V) of the whole vocabulary, in the model's dtype; of some positions."""
 
-    def token_losses(self, targets: Tensor, *, temperature: float = ...) -> Tensor:
+    def token_losses(
+        self, targets: Tensor, *, temperature: float = ..., z_loss: float = ...
+    ) -> Tensor:
         """-log p(target), float32 (B, S), 0 where the target is -100.
 
-        p is softmax(logits / temperature). At temperature 1 no big logits are held.
+        p is softmax(logits / temperature). At temperature 1 no big logits are held. With `z_loss`
+        that times the square of the logits' logsumexp is added.
         """
 
     def entropies(self, counted: Tensor, *, temperature: float = ...) -> Tensor:
@@ -62,10 +65,13 @@ class NextTokenLoss:
     Args:
         mtp_weight: of the mean loss of the model's layers that predict further, where it has any;
             0 leaves them as they are.
+        z_coefficient: of the square of each target's logsumexp over the vocabulary, which keeps
+            logits from drifting (Chowdhery et al., 2022: 1e-4); it counts in the loss.
     """
 
-    def __init__(self, mtp_weight: float = 0.3) -> None:
+    def __init__(self, mtp_weight: float = 0.3, z_coefficient: float = 0.0) -> None:
         self.mtp_weight = mtp_weight
+        self.z_coefficient = z_coefficient
 
     def weight(self, batch: Batch) -> float:
         """Number of targets that are not -100, or the sum of their weights."""
@@ -75,6 +81,7 @@ class NextTokenLoss:
 
     def __call__(self, output: Output, batch: Batch) -> Tensor:
         """Weighted sum of the microbatch's token losses."""
-        losses = output.token_losses(batch["targets"])
+        more = {"z_loss": self.z_coefficient} if self.z_coefficient else {}
+        losses = output.token_losses(batch["targets"], **more)
         weights = batch.get("weights")
         return losses.sum() if weights is None else (losses * weights).sum()

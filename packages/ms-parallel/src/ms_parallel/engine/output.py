@@ -76,27 +76,34 @@ class HeadOutput:
             return local
         return gather_vocabulary(local, self.groups)
 
-    def token_losses(self, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
+    def token_losses(
+        self, targets: Tensor, *, temperature: float = 1.0, z_loss: float = 0.0
+    ) -> Tensor:
         """-log p(target), float32 (float64 for float64) (B, S), 0 where the target is -100."""
         if self.row_split is None:
-            return self._token_losses(targets, temperature)
+            return self._token_losses(targets, temperature, z_loss)
         own = self.row_split.mine(targets)
-        return self.row_split.whole(self._token_losses(own, temperature))
+        return self.row_split.whole(self._token_losses(own, temperature, z_loss))
 
-    def _token_losses(self, targets: Tensor, temperature: float) -> Tensor:
+    def _token_losses(self, targets: Tensor, temperature: float, z_loss: float) -> Tensor:
         """Of this process's positions."""
         if temperature != 1.0 or self.make_logits is not None:
-            return _token_losses(self._logits(EVERYWHERE), targets, temperature)
+            return _token_losses(self._logits(EVERYWHERE), targets, temperature, z_loss)
         if self.split:
             group = self.groups.group("tensor")
-            flat = self.hidden.flatten(0, 1)
+            flat, limit = self.hidden.flatten(0, 1), WHOLE_LOGITS_BYTES
             losses: Tensor = VocabularyParallelLoss.apply(  # type: ignore[no-untyped-call]
-                flat, self.weight, targets.flatten(), group, WHOLE_LOGITS_BYTES, self.softcap
+                flat, self.weight, targets.flatten(), group, limit, self.softcap, z_loss
             )
             return losses.view(targets.shape)
-        if self.softcap is not None:  # which fused kernels do not have
+        if self.softcap is not None or z_loss:  # which `Ops` does not have
             return operators.linear_cross_entropy(
-                self.hidden, self.weight, targets, reduction="none", softcap=self.softcap
+                self.hidden,
+                self.weight,
+                targets,
+                reduction="none",
+                softcap=self.softcap,
+                z_loss=z_loss,
             )
         return self.ops.linear_cross_entropy(self.hidden, self.weight, targets, reduction="none")
 
@@ -140,9 +147,11 @@ class LogitsOutput:
         """Logits (B, S, V) of some positions, or of all."""
         return self.whole[:, positions]
 
-    def token_losses(self, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
+    def token_losses(
+        self, targets: Tensor, *, temperature: float = 1.0, z_loss: float = 0.0
+    ) -> Tensor:
         """-log p(target), float32 (B, S), 0 where the target is -100."""
-        return _token_losses(self.whole, targets, temperature)
+        return _token_losses(self.whole, targets, temperature, z_loss)
 
     def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
         """Entropy of softmax(logits / temperature) in nats, float32 (B, S), where counted."""
@@ -157,10 +166,10 @@ class LogitsOutput:
         raise ModelError(f"a module of your own has no head {name!r}; let it return what you need")
 
 
-def _token_losses(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+def _token_losses(logits: Tensor, targets: Tensor, temperature: float, z_loss: float) -> Tensor:
     """-log p(target), float32 (B, S), from logits (B, S, V)."""
     scaled = logits if temperature == 1.0 else widen(logits) / temperature
-    return operators.cross_entropy(scaled, targets, reduction="none")
+    return operators.cross_entropy(scaled, targets, z_loss=z_loss, reduction="none")
 
 
 def _entropies(logits: Tensor, counted: Tensor, temperature: float) -> Tensor:

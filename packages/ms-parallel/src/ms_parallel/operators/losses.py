@@ -70,6 +70,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     softcap: float | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """`cross_entropy(hidden @ weight.T, targets)` that holds 256 MiB of logits at most.
 
@@ -82,6 +83,7 @@ def linear_cross_entropy(
         ignore_index: As in `cross_entropy`.
         reduction: See there.
         softcap: What logits are bent to stay below.
+        z_loss: As in `cross_entropy`.
 
     Returns:
         float32 (float64 for float64) scalar, or (...) for `"none"`.
@@ -91,9 +93,13 @@ def linear_cross_entropy(
     if rows.shape[0] <= chunk:
         logits = F.linear(rows, weight)
         logits = logits if softcap is None else capped(logits, softcap)
-        losses = cross_entropy(logits, flat, ignore_index=ignore_index, reduction="none")
+        losses = cross_entropy(
+            logits, flat, ignore_index=ignore_index, z_loss=z_loss, reduction="none"
+        )
     else:
-        losses = _ChunkedLosses.apply(rows, weight, flat, ignore_index, chunk, softcap)  # type: ignore[no-untyped-call]
+        losses = _ChunkedLosses.apply(  # type: ignore[no-untyped-call]
+            rows, weight, flat, ignore_index, chunk, softcap, z_loss
+        )
     if reduction == "none":
         return losses.reshape(targets.shape)
     total = losses.sum()
@@ -112,6 +118,7 @@ class _ChunkedLosses(torch.autograd.Function):
         ignore_index: int,
         chunk: int,
         softcap: float | None,
+        z_loss: float,
     ) -> Tensor:
         """-log p(target) of each row, float32 or float64."""
         counted = targets != ignore_index
@@ -127,7 +134,9 @@ class _ChunkedLosses(torch.autograd.Function):
             of_target = logits.gather(-1, classes[part, None]).squeeze(-1)
             losses[part] = (normalisers[part] - of_target).masked_fill(~counted[part], 0)
         ctx.save_for_backward(rows, weight, classes, counted, normalisers)
-        ctx.chunk, ctx.softcap = chunk, softcap
+        ctx.chunk, ctx.softcap, ctx.z_loss = chunk, softcap, z_loss
+        if z_loss:
+            losses += (z_loss * normalisers.square()).masked_fill(~counted, 0)
         return losses
 
     @staticmethod
@@ -136,9 +145,17 @@ class _ChunkedLosses(torch.autograd.Function):
         rows, weight, classes, counted, normalisers = ctx.saved_tensors
         scale = grad.masked_fill(~counted, 0)
         of_rows, of_weight = head_gradients(
-            rows, weight, classes, counted, scale, normalisers, ctx.chunk, softcap=ctx.softcap
+            rows,
+            weight,
+            classes,
+            counted,
+            scale,
+            normalisers,
+            ctx.chunk,
+            softcap=ctx.softcap,
+            z_loss=ctx.z_loss,
         )
-        return of_rows, of_weight, None, None, None, None
+        return of_rows, of_weight, None, None, None, None, None
 
 
 def head_gradients(
@@ -152,9 +169,12 @@ def head_gradients(
     *,
     logits: Tensor | None = None,
     softcap: float | None = None,
+    z_loss: float = 0.0,
     wanted: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of -log softmax(h·Wᵀ)[target], p - onehot(target), a chunk of rows at a time.
+
+    That of z·n², with n the log-normaliser, is 2·z·n·p.
 
     Args:
         rows: (N, H).
@@ -166,6 +186,7 @@ def head_gradients(
         chunk: rows at a time.
         logits: (N, V) if they were kept; then one chunk is all.
         softcap: what logits are bent to stay below.
+        z_loss: weight of the squared log-normaliser.
         wanted: which of the two gradients.
 
     Returns:
@@ -182,6 +203,8 @@ def head_gradients(
         else:
             made = logits
         delta = (made - normalisers[part, None]).exp_()
+        if z_loss:
+            delta = delta.mul_(1 + 2 * z_loss * normalisers[part, None])
         delta.scatter_add_(-1, classes[part, None], -here[part, None].to(delta.dtype))
         delta = delta.mul_(scale[part, None])
         if softcap is not None:  # the slope of softcap · tanh(x / softcap)

@@ -33,6 +33,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
         group: dist.ProcessGroup,
         limit_bytes: int,
         softcap: float | None = None,
+        z_loss: float = 0.0,
     ) -> Tensor:
         """Losses (T,) float32, float64 for float64.
 
@@ -57,15 +58,18 @@ class VocabularyParallelLoss(torch.autograd.Function):
             torch.cat(maxima), torch.cat(sums), torch.cat(hits).masked_fill_(~here, 0.0), group
         )
         counted = targets != IGNORED
-        ctx.rows, ctx.softcap = rows, softcap
+        ctx.rows, ctx.softcap, ctx.z_loss = rows, softcap, z_loss
         ctx.save_for_backward(hidden, weight, index, here & counted, counted, normaliser, kept)
-        return (normaliser - target_logit).masked_fill(~counted, 0.0)
+        losses = normaliser - target_logit
+        if z_loss:
+            losses = losses + z_loss * normaliser.square()
+        return losses.masked_fill(~counted, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         """Gradients of hidden (this rank's share of the sum) and of the local weight."""
         hidden, weight, index, here, counted, normaliser, kept = ctx.saved_tensors
         scale = gradient.masked_fill(~counted, 0.0)
@@ -80,9 +84,10 @@ class VocabularyParallelLoss(torch.autograd.Function):
             ctx.rows,
             logits=kept,
             softcap=ctx.softcap,
+            z_loss=ctx.z_loss,
             wanted=wanted,
         )
-        return of_hidden, of_weight, None, None, None, None
+        return of_hidden, of_weight, None, None, None, None, None
 
 
 def _settle(

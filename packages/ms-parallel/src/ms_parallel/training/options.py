@@ -141,6 +141,9 @@ class Options(Essentials):
     mtp_weight: float = field(default=0.3, validator=number())
     """Of the mean loss of the layers that predict further than the next token, where the model has
     any; 0 leaves them as they are."""
+    z_coefficient: float = field(default=0.0, validator=number())
+    """Of the mean square of the logits' logsumexp over the vocabulary, which is part of the loss
+    in training and keeps logits from drifting; 1e-4 in PaLM."""
     balance: str | None = field(default=None, validator=method)
     """How the load of experts is balanced: `step`, a loss by the loads of the update before;
     `sequence`, by those of each document; `bias`, or `none`. None for the model's own way."""

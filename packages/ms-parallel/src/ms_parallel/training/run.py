@@ -253,7 +253,7 @@ class Run:
 
     def _update(self, batch: Mapping[str, Any]) -> Update:
         """One update, recorded if it is due."""
-        loss = NextTokenLoss(self.options.mtp_weight)
+        loss = NextTokenLoss(self.options.mtp_weight, self.options.z_coefficient)
         if not _due(self.engine.step + 1, self.options.record_every):
             return self.engine.update(batch, loss)
         step = self.engine.step

@@ -6,6 +6,7 @@ the same under every layout, and each is done once. Embeddings, heads, norms, bi
 are updated by AdamW.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate, product
@@ -29,6 +30,13 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the polynomial of degree five; chosen for the steepest slope at 0 that still stays near 1."""
 ADAMW = ("*.gate.weight", "*.router.weight", "*.shared_expert_gate.weight")
 """Matrices in blocks that choose rather than compute."""
+
+HALVES = re.compile(r"gate_up_proj\.weight$")
+"""Two matrices of one height."""
+FUSED = re.compile(
+    r"(qkv\w*|query_key_value|c_attn|in_proj\w*)\.weight$|in_proj_weight$", re.IGNORECASE
+)
+"""What models name projections that are several matrices one below the other."""
 
 
 def _patterns(value: Any) -> Any:
@@ -203,14 +211,9 @@ def matrices(
     """The matrices that a parameter holds, as boxes of it.
 
     Raises:
-        ConfigError: the rows given in `fused` are not those of the parameter.
+        ConfigError: the rows given in `fused` are not those of the parameter, or are needed.
     """
-    rows = next((tuple(n) for pattern, n in fused.items() if fnmatchcase(name, pattern)), None)
-    if rows is not None and sum(rows) != shape[-2]:
-        raise ConfigError(
-            f"fused gives {name} {sum(rows)} rows, and it has {shape[-2]}; give those of each of"
-            " its matrices"
-        )
+    rows = _rows_of(name, shape, fused)
     for piece in pieces(held.weights(), name, shape):
         *outer, down, across = piece.box
         ends = list(accumulate(rows)) if rows else [down.stop]
@@ -218,6 +221,27 @@ def matrices(
         for index in product(*(range(one.start, one.stop) for one in outer)):
             for start, end in zip(starts, ends, strict=True):
                 yield (*(slice(i, i + 1) for i in index), slice(start, end), across)
+
+
+def _rows_of(
+    name: str, shape: Sequence[int], fused: Mapping[str, Sequence[int]]
+) -> tuple[int, ...] | None:
+    """Rows of each matrix in a weight; None where it is one, or where its pieces say."""
+    rows = next((tuple(n) for pattern, n in fused.items() if fnmatchcase(name, pattern)), None)
+    if rows is None and len(shape) == 2 and HALVES.search(name) and shape[0] % 2 == 0:
+        return (shape[0] // 2,) * 2
+    if rows is None and len(shape) == 2 and FUSED.search(name):
+        raise ConfigError(
+            f"{name} seems to hold several matrices, and Muon has to know which; give the rows of"
+            f" each in fused, such as {{'*.{name.split('.')[-2]}.weight' = [{shape[0]}]}} if it is"
+            " one"
+        )
+    if rows is not None and sum(rows) != shape[-2]:
+        raise ConfigError(
+            f"fused gives {name} {sum(rows)} rows, and it has {shape[-2]}; give those of each of"
+            " its matrices"
+        )
+    return rows
 
 
 KINDS = {"Muon": kind_of(MuonConfig)}
