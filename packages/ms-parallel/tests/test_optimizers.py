@@ -440,9 +440,8 @@ def test_z_loss_is_the_square_of_the_log_normaliser(
 
 def test_z_loss_is_the_same_under_every_layout(groups: Groups) -> None:
     """It raises loss and gradient, alike where the vocabulary, rows or layers are split."""
-    every = [
-        {"layout": at, "settings": {}} for at in ("data=1", "data=2", "tensor=2", "pipeline=2")
-    ]
+    layouts = ("data=1", "data=2", "tensor=2", "pipeline=2")
+    every: list[dict[str, Any]] = [{"layout": at, "settings": {}} for at in layouts]
     (without,), (one,) = (
         run_processes(1, RUNS, "with_z", jobs=every[:1], coefficient=c)[0] for c in (0.0, 0.1)
     )
