@@ -1,6 +1,7 @@
 """Optimizers and rates beside torch's own, and under layouts beside one process."""
 
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -340,32 +341,43 @@ def test_owners_share_the_work_evenly() -> None:
     assert owners(dict(reversed(costs.items())), 2) == found
 
 
+MODELS = {"tied": {"tie_word_embeddings": True}, "experts": FAMILIES["qwen3_moe"]}
 LAYOUTS = {
-    2: ["data=2", "pipeline=2", "tensor=2"],
-    4: ["data=4", "data=2,tensor=2", "data=2,pipeline=2"],
+    2: {"data=2": "experts", "pipeline=2": "tied", "tensor=2": "experts", "context=2": "tied"},
+    4: {"data=4": "tied", "data=2,tensor=2": "experts", "data=2,pipeline=2": "tied"},
 }
-MODELS = {"plain": {"tie_word_embeddings": True}, "experts": FAMILIES["qwen3_moe"]}
+"""Which model is updated where."""
 
 
-def jobs(layouts: list[str], optimizer: Any, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Twenty updates of each model under each layout."""
+def jobs(models: dict[str, str], optimizer: Any) -> list[dict[str, Any]]:
+    """Twenty updates of a model under each layout."""
     shared = {"optimizer": optimizer, "steps": STEPS}
-    return [{"layout": at, "settings": MODELS[n], **shared} for at in layouts for n in names]
+    return [{"layout": at, "settings": MODELS[name], **shared} for at, name in models.items()]
+
+
+@cache
+def alone() -> dict[str, dict[str, str]]:
+    """The states of one process."""
+    every = [{**jobs({"data=1": name}, "muon")[0]} for name in MODELS]
+    return dict(zip(MODELS, run_processes(1, RUNS, "stepped", jobs=every)[0], strict=True))
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_muon_gives_the_same_bits_under_every_layout(count: int) -> None:
     """Weights and moments after twenty updates, each gathered, are those of one process."""
-    names = tuple(MODELS)
-    (one,) = run_processes(1, RUNS, "stepped", jobs=jobs(["data=1"], "muon", names))
-    many = run_processes(count, RUNS, "stepped", jobs=jobs(LAYOUTS[count], "muon", names))
-    for of_rank in many:
-        for number, state in enumerate(of_rank):
-            expected = one[number % len(names)]
-            assert state.items() <= expected.items()
-    for number in range(len(LAYOUTS[count]) * len(names)):
-        there = {name for of_rank in many for name in of_rank[number]}
-        assert there == one[number % len(names)].keys()
+    many = run_processes(count, RUNS, "stepped", jobs=jobs(LAYOUTS[count], "muon"))
+    for number, (layout, name) in enumerate(LAYOUTS[count].items()):
+        expected = alone()[name]
+        assert {key for of_rank in many for key in of_rank[number]} == expected.keys()
+        for of_rank in many:
+            assert of_rank[number].items() <= expected.items(), layout
+
+
+@pytest.mark.slow
+def test_muon_takes_each_process_its_share_of_the_time() -> None:
+    """At data=2 the slower process works at most 0.6 of what one does, counted in its own time."""
+    alone, two = (run_processes(count, RUNS, "muon_seconds", data=count) for count in (1, 2))
+    assert max(two) <= 0.6 * alone[0], (alone, two)
 
 
 def test_state_goes_from_layout_to_layout_with_every_optimizer(tmp_path: Path) -> None:

@@ -1,19 +1,78 @@
 """Brings whole matrices to processes that own them, and what is made of them back to all parts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from math import prod
 
 import torch
 import torch.distributed as dist
+from attrs import frozen
 from torch import Tensor
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.weight_names import Box
-from ms_parallel.split.part import local_part, part_of
+from ms_parallel.split.part import part_of
 
 Key = tuple[str, int]
 """A parameter, and the number of one of its matrices."""
-Route = list[tuple[Key, int, Box]]
-"""What travels: of which matrix, from or to which process, which part of the parameter."""
+Ends = tuple[tuple[int, int], ...]
+"""A box, as what can be sent and looked up."""
+
+
+@frozen(kw_only=True)
+class Piece:
+    """A part of a matrix that travels, or stays."""
+
+    key: Key
+    peer: int
+    """Where it goes, or comes from."""
+    of_matrix: Box
+    of_part: Box
+    """The same numbers in the matrix, and in this process's part of the parameter: of the two, only
+    that which the process has is meant."""
+    shape: tuple[int, ...]
+
+
+class Trip:
+    """What one way of an exchange takes from and to this process, the same in every update.
+
+    Args:
+        away: what this process gives, in the order of matrices.
+        here: what it gets.
+        rank: its own, in the group.
+        group: of all that exchange.
+    """
+
+    def __init__(
+        self, away: list[Piece], here: list[Piece], rank: int, group: dist.ProcessGroup
+    ) -> None:
+        self.group = group
+        self.kept = [piece for piece in here if piece.peer == rank]
+        self.away = sorted((p for p in away if p.peer != rank), key=lambda piece: piece.peer)
+        self.here = sorted((p for p in here if p.peer != rank), key=lambda piece: piece.peer)
+        self.sizes = [prod(piece.shape) for piece in self.here]
+        self.sent, self.got = (self._totals(pieces) for pieces in (self.away, self.here))
+
+    def _totals(self, pieces: list[Piece]) -> list[int]:
+        totals = [0] * dist.get_world_size(self.group)
+        for piece in pieces:
+            totals[piece.peer] += prod(piece.shape)
+        return totals
+
+    def send(self, values: Mapping[int, Tensor], like: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """Give each piece that comes, with its values.
+
+        Args:
+            values: of each piece that goes, by its number in `away`.
+            like: an empty tensor of their dtype and device.
+        """
+        if len(self.sent) == 1:
+            return
+        flat = torch.cat([like, *(values[number].reshape(-1) for number in range(len(values)))])
+        come = like.new_empty(sum(self.sizes))
+        dist.all_to_all_single(come, flat, self.got, self.sent, group=self.group)
+        arrived = torch.split(come, self.sizes)
+        for piece, part in zip(self.here, arrived, strict=True):
+            yield piece, part.view(piece.shape)
 
 
 class Exchange:
@@ -35,35 +94,58 @@ class Exchange:
         costs: Mapping[Key, float],
         groups: Groups,
     ) -> None:
-        self.boxes = dict(boxes)
-        self.group = groups.group("stage")
-        self.rank, self.count = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.device = groups.device
+        self.boxes, self.device = dict(boxes), groups.device
+        group = groups.group("stage")
+        self.rank, count = dist.get_rank(group), dist.get_world_size(group)
         with torch.no_grad():
-            parts = {name: part_of(parameter) for name, parameter in parameters.items()}
-        self.mine = {name: part.box for name, part in parts.items()}
-        self.shapes = {name: local_part(p).shape for name, p in parameters.items()}
-        self.owner = owners(costs, self.count)
-        every: list[dict[str, tuple[tuple[int, int], ...]]] = [{} for _ in range(self.count)]
-        plain = {n: tuple((s.start, s.stop) for s in box) for n, box in self.mine.items()}
-        if self.count > 1:
-            dist.all_gather_object(every, plain, group=self.group)
-        else:
-            every = [plain]
-        self.parts = [
-            {name: tuple(slice(*ends) for ends in box) for name, box in of_rank.items()}
-            for of_rank in every
-        ]
-        self.suppliers = {key: self._suppliers(key) for key in self.boxes}
+            self.mine = {name: part_of(parameter).box for name, parameter in parameters.items()}
+        self.owner = owners(costs, count)
+        self.shapes = {
+            key: tuple(s.stop - s.start for s in box)
+            for key, box in boxes.items()
+            if self.owner[key] == self.rank
+        }
+        plain = {name: _ends(box) for name, box in self.mine.items()}
+        parts = [plain] * count
+        if count > 1:
+            dist.all_gather_object(parts, plain, group=group)
+        every = list(self._pieces(parts))
+        given = [(key, box, at) for key, box, gives, at in every if gives]
+        taken = [(key, box, at) for key, box, _, at in every]
+        self.inward = Trip(self._to_owners(given), self._at_owner(given), self.rank, group)
+        self.outward = Trip(self._at_owner(taken), self._to_owners(taken), self.rank, group)
 
-    def _suppliers(self, key: Key) -> list[tuple[int, Box]]:
-        """Who gives which part of a matrix: the owner where it has it, else the first that does."""
-        found: dict[tuple[tuple[int, int], ...], int] = {}
-        for rank in (self.owner[key], *range(self.count)):
-            common = overlap(self.boxes[key], self.parts[rank][key[0]])
-            if common is not None:
-                found.setdefault(tuple((s.start, s.stop) for s in common), rank)
-        return [(rank, tuple(slice(*ends) for ends in box)) for box, rank in found.items()]
+    def _to_owners(self, pieces: list[tuple[Key, Box, int]]) -> list[Piece]:
+        """Those that this process has, with the owners of their matrices."""
+        mine = [(key, box) for key, box, at in pieces if at == self.rank]
+        return [self._piece(key, self.owner[key], box) for key, box in mine]
+
+    def _at_owner(self, pieces: list[tuple[Key, Box, int]]) -> list[Piece]:
+        """Those of matrices that this process owns, with who has them."""
+        return [self._piece(key, at, box) for key, box, at in pieces if key in self.shapes]
+
+    def _pieces(self, parts: list[dict[str, Ends]]) -> Iterator[tuple[Key, Box, bool, int]]:
+        """What each rank has of each matrix, and whether it is the one that gives it.
+
+        Of several that have the same, the owner gives it, or else the first.
+        """
+        for key, own in self.boxes.items():
+            seen: set[Ends] = set()
+            order = [self.owner[key], *(r for r in range(len(parts)) if r != self.owner[key])]
+            for rank in order:
+                box = overlap(own, tuple(slice(*ends) for ends in parts[rank][key[0]]))
+                if box is not None:
+                    yield key, box, _ends(box) not in seen, rank
+                    seen.add(_ends(box))
+
+    def _piece(self, key: Key, peer: int, box: Box) -> Piece:
+        return Piece(
+            key=key,
+            peer=peer,
+            of_matrix=relative(box, self.boxes[key]),
+            of_part=relative(box, self.mine[key[0]]),
+            shape=tuple(one.stop - one.start for one in box),
+        )
 
     def gather(self, local: Mapping[str, Tensor]) -> dict[Key, Tensor]:
         """The whole of each matrix that this process owns.
@@ -72,30 +154,13 @@ class Exchange:
             local: this process's part of each parameter, all of one dtype.
         """
         dtype = next((tensor.dtype for tensor in local.values()), torch.float32)
-        away: Route = [
-            (key, self.owner[key], box)
-            for key in self.boxes
-            for rank, box in self.suppliers[key]
-            if rank == self.rank
-        ]
-        here: Route = [
-            (key, rank, box)
-            for key in self.boxes
-            if self.owner[key] == self.rank
-            for rank, box in self.suppliers[key]
-        ]
-        whole = {
-            key: torch.empty(
-                [s.stop - s.start for s in self.boxes[key]], dtype=dtype, device=self.device
-            )
-            for key in self.boxes
-            if self.owner[key] == self.rank
-        }
-        pieces = {
-            (key, to): local[key[0]][relative(box, self.mine[key[0]])] for key, to, box in away
-        }
-        for (key, _, box), values in self._travel(away, pieces, here, dtype):
-            whole[key][relative(box, self.boxes[key])] = values
+        like = torch.empty(0, dtype=dtype, device=self.device)
+        whole = {key: like.new_empty(shape) for key, shape in self.shapes.items()}
+        for piece in self.inward.kept:
+            whole[piece.key][piece.of_matrix] = local[piece.key[0]][piece.of_part]
+        going = {n: local[p.key[0]][p.of_part] for n, p in enumerate(self.inward.away)}
+        for piece, values in self.inward.send(going, like):
+            whole[piece.key][piece.of_matrix] = values
         return whole
 
     def scatter(self, whole: Mapping[Key, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -105,52 +170,17 @@ class Exchange:
             whole: each matrix that this process owns.
             dtype: of all of them.
         """
-        away, here = [], []
-        for key, own in self.boxes.items():
-            for rank, parts in enumerate(self.parts):
-                box = overlap(own, parts[key[0]])
-                if box is None:
-                    continue
-                if self.owner[key] == self.rank:
-                    away.append((key, rank, box))
-                if rank == self.rank:
-                    here.append((key, self.owner[key], box))
+        like = torch.empty(0, dtype=dtype, device=self.device)
         local = {
-            name: torch.zeros(shape, dtype=dtype, device=self.device)
-            for name, shape in self.shapes.items()
+            name: like.new_zeros([one.stop - one.start for one in box])
+            for name, box in self.mine.items()
         }
-        pieces = {(key, to): whole[key][relative(box, self.boxes[key])] for key, to, box in away}
-        for (key, _, box), values in self._travel(away, pieces, here, dtype):
-            local[key[0]][relative(box, self.mine[key[0]])] = values
+        for piece in self.outward.kept:
+            local[piece.key[0]][piece.of_part] = whole[piece.key][piece.of_matrix]
+        going = {n: whole[p.key][p.of_matrix] for n, p in enumerate(self.outward.away)}
+        for piece, values in self.outward.send(going, like):
+            local[piece.key[0]][piece.of_part] = values
         return local
-
-    def _travel(
-        self,
-        away: Route,
-        pieces: Mapping[tuple[Key, int], Tensor],
-        here: Route,
-        dtype: torch.dtype,
-    ) -> list[tuple[tuple[Key, int, Box], Tensor]]:
-        """Send what goes away, and give what comes; what stays is not sent."""
-        kept = [(one, pieces[one[0], self.rank]) for one in here if one[1] == self.rank]
-        if self.count == 1:
-            return kept
-        away = sorted((one for one in away if one[1] != self.rank), key=lambda one: one[1])
-        here = sorted((one for one in here if one[1] != self.rank), key=lambda one: one[1])
-        sent = [pieces[key, to].reshape(-1) for key, to, _ in away]
-        empty = torch.empty(0, dtype=dtype, device=self.device)
-        flat = torch.cat(sent) if sent else empty
-        sizes = [_count(box) for _, _, box in here]
-        come = torch.empty(sum(sizes), dtype=dtype, device=self.device)
-        totals = [[0] * self.count, [0] * self.count]
-        for side, route in zip(totals, (away, here), strict=True):
-            for _, peer, box in route:
-                side[peer] += _count(box)
-        dist.all_to_all_single(come, flat, totals[1], totals[0], group=self.group)
-        arrived = zip(here, torch.split(come, sizes), strict=True)
-        return kept + [
-            (one, values.view([s.stop - s.start for s in one[2]])) for one, values in arrived
-        ]
 
 
 def owners(costs: Mapping[Key, float], count: int) -> dict[Key, int]:
@@ -179,8 +209,5 @@ def relative(box: Box, outer: Box) -> Box:
     )
 
 
-def _count(box: Box) -> int:
-    total = 1
-    for one in box:
-        total *= one.stop - one.start
-    return total
+def _ends(box: Box) -> Ends:
+    return tuple((one.start, one.stop) for one in box)
