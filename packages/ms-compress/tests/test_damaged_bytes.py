@@ -118,7 +118,10 @@ def test_evaluate_says_a_cut_file_in_one_line(
             b'model = "' + b"a" * 10**6 + b'"\noutput_dir = "x"\nscheme = "ct.w8a8"',
             "which is longer than any that a system takes",
         ),
-        (b"[tuning]\nlearning_rate = 1" + b"0" * 400, "learning_rate is a number of 1329 bits"),
+        (
+            b"[tuning]\nlearning_rate = 1" + b"0" * 400,
+            "tuning.learning_rate is a whole number of more than 128 bits",
+        ),
     ],
 )
 def test_a_damaged_run_file_is_one_line(
