@@ -9,7 +9,7 @@ from attrs import field, frozen
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.balance.settings import method
-from ms_parallel.engine.optimizer import OptimizerConfig, optimizer_of
+from ms_parallel.engine.optimizer import SHARED, OptimizerConfig, optimizer_of
 from ms_parallel.engine.optimizers.adamw import AdamWConfig
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
@@ -22,7 +22,12 @@ from ms_parallel.split.recompute import Recompute
 
 
 def _optimizer(value: OptimizerConfig | str | Mapping[str, Any]) -> OptimizerConfig:
-    return value if isinstance(value, OptimizerConfig) else optimizer_of(value)
+    if isinstance(value, OptimizerConfig):
+        return value
+    if not isinstance(value, Mapping):
+        return optimizer_of(value)
+    shared = {key: value[key] for key in SHARED if key in value}
+    return optimizer_of({k: v for k, v in value.items() if k not in shared}, **shared)
 
 
 @frozen(kw_only=True)
@@ -35,7 +40,7 @@ class EngineOptions:
 
     optimizer: OptimizerConfig = field(factory=AdamWConfig, converter=_optimizer)
     """The settings of the optimizer, whose class says which it is; or its name, or a table of its
-    `name` and settings."""
+    `name` and settings, the shared ones too."""
     schedule: Choice = field(default="1f1b", validator=a_path(objects=True))
     """A generator's name, such as `"1f1b"` or `"zb-v"`; the path of a CSV file in
     torch.distributed.pipelining's form; or a table. A file or table is of its own number of
