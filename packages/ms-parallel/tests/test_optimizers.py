@@ -348,6 +348,8 @@ LAYOUTS = {
     4: {"data=4": "tied", "data=2,tensor=2": "experts", "data=2,pipeline=2": "tied"},
 }
 """Which model is updated where."""
+GROUPED = {"name": "muon", "groups": {"*.embed_tokens.weight": {"learning_rate": 1e-4}}}
+"""A tied copy goes by its owner's name, also in a stage that has the copy alone."""
 
 
 def jobs(models: dict[str, str], optimizer: Any) -> list[dict[str, Any]]:
@@ -359,14 +361,14 @@ def jobs(models: dict[str, str], optimizer: Any) -> list[dict[str, Any]]:
 @cache
 def alone() -> dict[str, dict[str, str]]:
     """The states of one process."""
-    every = [{**jobs({"data=1": name}, "muon")[0]} for name in MODELS]
+    every = [{**jobs({"data=1": name}, GROUPED)[0]} for name in MODELS]
     return dict(zip(MODELS, run_processes(1, RUNS, "stepped", jobs=every)[0], strict=True))
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_muon_gives_the_same_bits_under_every_layout(count: int) -> None:
     """Weights and moments after twenty updates, each gathered, are those of one process."""
-    many = run_processes(count, RUNS, "stepped", jobs=jobs(LAYOUTS[count], "muon"))
+    many = run_processes(count, RUNS, "stepped", jobs=jobs(LAYOUTS[count], GROUPED))
     for number, (layout, name) in enumerate(LAYOUTS[count].items()):
         expected = alone()[name]
         assert {key for of_rank in many for key in of_rank[number]} == expected.keys()
@@ -402,6 +404,12 @@ def test_state_goes_from_layout_to_layout_with_every_optimizer(tmp_path: Path) -
             seen.add(what)
             assert state.items() <= one[names.index(what.split()[0])].items(), what
     assert len(seen) == len(names) * 2 * 3
+
+
+def test_parameters_that_a_class_does_not_take_are_named(groups: Groups) -> None:
+    """Torch's own Muon takes matrices alone; its words stand in our one line."""
+    with pytest.raises(ConfigError, match=r"'Muon' cannot update all of model\..*only supports 2D"):
+        build({}, groups, optimizer=TorchConfig(kind=torch.optim.Muon))
 
 
 def test_what_is_not_elementwise_is_refused_where_weights_are_split() -> None:

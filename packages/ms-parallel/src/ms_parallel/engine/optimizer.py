@@ -260,12 +260,14 @@ class OptimizerConfig:
         """
         raise NotImplementedError
 
-    def shares(self, dims: Mapping[str, int]) -> list[Share]:
-        """The parameters, given with the number of their dims, by what they are updated with."""
+    def shares(self, held: "Held", chosen: Iterable[str] | None = None) -> list[Share]:
+        """The parameters, or some that are `chosen`, by what they are updated with."""
         names: dict[tuple[str | None, bool], list[str]] = {}
-        for name, dim in dims.items():
-            pattern = next((p for p in self.groups if fnmatchcase(name, p)), None)
-            decays = dim > 1 or "weight_decay" in self.groups.get(pattern or "", {})
+        for name in held.parameters if chosen is None else chosen:
+            called = held.called(name)
+            pattern = next((p for p in self.groups if fnmatchcase(called, p)), None)
+            own = self.groups.get(pattern or "", {})
+            decays = held.parameters[name].dim() > 1 or "weight_decay" in own
             names.setdefault((pattern, decays), []).append(name)
         return [
             self._share(pattern, decays, tuple(alike)) for (pattern, decays), alike in names.items()

@@ -34,10 +34,9 @@ class AdafactorConfig(OptimizerConfig):
 
     def rules(self, held: Held) -> list[Rule]:
         """One for each group, matrices and vectors apart."""
-        dims = {name: parameter.dim() for name, parameter in held.parameters.items()}
         return [
             OwnersRule(held, share, partial(_adafactor, share.config))
-            for share in self.shares(dims)
+            for share in self.shares(held)
         ]
 
 

@@ -1,6 +1,6 @@
 """AdamW (Loshchilov and Hutter, 2019), fused where torch can."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from attrs import evolve, field, frozen
@@ -34,22 +34,22 @@ class AdamWConfig(OptimizerConfig):
 
     def rules(self, held: Held) -> list[Rule]:
         """One for each group, matrices and vectors apart."""
-        return adamw_rules(self, held.parameters)
+        return adamw_rules(self, held)
 
 
 def adamw_rules(
-    config: OptimizerConfig, parameters: Mapping[str, Tensor], ratio: float = 1.0
+    config: OptimizerConfig, held: Held, names: Iterable[str] | None = None, ratio: float = 1.0
 ) -> list[Rule]:
     """AdamW's rules of some parameters.
 
     Args:
         config: settings, whose are betas and epsilon among others.
-        parameters: by name.
+        held: all parameters.
+        names: of those that are updated; None for all.
         ratio: what each group's rate is multiplied by.
     """
-    dims = {name: parameter.dim() for name, parameter in parameters.items()}
-    shares = (evolve(share, rate=share.rate * ratio) for share in config.shares(dims))
-    return [AdamWRule(parameters, share) for share in shares]
+    shares = (evolve(share, rate=share.rate * ratio) for share in config.shares(held, names))
+    return [AdamWRule(held.parameters, share) for share in shares]
 
 
 class AdamWRule:

@@ -95,13 +95,11 @@ class MuonConfig(OptimizerConfig):
                 "Muon is for the matrices of hidden layers, and this module has no plan that names"
                 " them; give plan=ModelPlan(blocks=...), such as blocks='layers.*'"
             )
-        found: list[Rule] = [
-            MuonRule(held, share) for share in self.shares(dict.fromkeys(sorted(hidden), 2))
-        ]
-        rest = {name: p for name, p in held.parameters.items() if name not in hidden}
+        found: list[Rule] = [MuonRule(held, share) for share in self.shares(held, sorted(hidden))]
+        rest = [name for name in held.parameters if name not in hidden]
         own = self.learning_rate if self.adamw_learning_rate is None else self.adamw_learning_rate
         ratio = own / self.learning_rate if self.learning_rate else 1.0
-        return found + adamw_rules(evolve(self, learning_rate=own), rest, ratio)
+        return found + adamw_rules(evolve(self, learning_rate=own), held, rest, ratio)
 
     def _is_hidden(self, name: str, held: Held) -> bool:
         """Whether it is a matrix, or several, of a block."""

@@ -33,10 +33,9 @@ class SGDConfig(OptimizerConfig):
 
     def rules(self, held: Held) -> list[Rule]:
         """One for each group, matrices and vectors apart."""
-        dims = {name: parameter.dim() for name, parameter in held.parameters.items()}
         return [
             PartsRule(held, share, partial(_sgd, share.config), "SGD")
-            for share in self.shares(dims)
+            for share in self.shares(held)
         ]
 
 

@@ -56,10 +56,9 @@ class TorchConfig(OptimizerConfig):
 
     def rules(self, held: Held) -> list[Rule]:
         """One for each group, matrices and vectors apart."""
-        dims = {name: parameter.dim() for name, parameter in held.parameters.items()}
         return [
             PartsRule(held, share, partial(_made, share.config), self.kind.__name__)
-            for share in self.shares(dims)
+            for share in self.shares(held)
         ]
 
 

@@ -24,6 +24,10 @@ class Held:
     weights: Callable[[], Rules]
     """How a folder's tensors make up the parameters, which says what is fused."""
 
+    def called(self, name: str) -> str:
+        """What a parameter is called in settings: a tied copy as its owner, so that both agree."""
+        return {copy: owner for owner, copy in self.plan.tied}.get(name, name)
+
 
 class Rule(Protocol):
     """Updates some of the parameters; it keeps what it needs from one update to the next."""

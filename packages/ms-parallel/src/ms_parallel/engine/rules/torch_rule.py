@@ -82,7 +82,7 @@ class PartsRule:
         name: its name, for messages.
 
     Raises:
-        ConfigError: a parameter is split, and the optimizer needs whole ones.
+        ConfigError: a parameter is split or of a shape that the optimizer does not take.
     """
 
     def __init__(self, held: Held, share: Share, make: Make, name: str) -> None:
@@ -95,7 +95,13 @@ class PartsRule:
             )
         self.share = share
         self.local = {own: local_part(held.parameters[own]) for own in share.names}
-        self.kept = Kept(self.local, make)
+        try:
+            self.kept = Kept(self.local, make)
+        except (TypeError, ValueError, RuntimeError) as error:
+            said = str(error).splitlines()[0]
+            raise ConfigError(
+                f"optimizer {name!r} cannot update all of {share.names[0]} and the like: {said}"
+            ) from error
 
     @property
     def moments(self) -> Moments:
