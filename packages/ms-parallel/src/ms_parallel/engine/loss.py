@@ -69,6 +69,9 @@ class NextTokenLoss:
             logits from drifting (Chowdhery et al., 2022: 1e-4); it counts in the loss.
     """
 
+    mtp_weight: float = 0.3
+    z_coefficient: float = 0.0  # also of a subclass whose own constructor knows of neither
+
     def __init__(self, mtp_weight: float = 0.3, z_coefficient: float = 0.0) -> None:
         self.mtp_weight = mtp_weight
         self.z_coefficient = z_coefficient
