@@ -213,7 +213,7 @@ def changes(engine: Engine, steps: int) -> dict[str, Tensor]:
 def check_matrix(change: Tensor, gradients: list[Tensor]) -> None:
     """A change is the paper's.
 
-    bfloat16 has 8 bits, and the iteration's slope at 0 is 3.4 a time: measured 1.2% at most.
+    bfloat16 has 8 bits, and the iteration's slope at 0 is 3.4 a time.
     """
     expected = from_the_paper(gradients, RATE)
     assert (change.double() - expected).norm() <= 0.03 * expected.norm()
