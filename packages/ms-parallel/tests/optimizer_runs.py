@@ -116,7 +116,7 @@ def with_z(jobs: list[dict[str, Any]], coefficient: float) -> list[dict[str, Any
 
 
 def muon_seconds(data: int) -> float:
-    """Processor time of this process in the fastest of three updates of a model of a million numbers."""
+    """Processor time of this process in the fastest of three updates of a million numbers."""
     torch.set_num_threads(1)
     groups = connect(Layout(data=data), device="cpu", timeout_s=120)
     sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2}
