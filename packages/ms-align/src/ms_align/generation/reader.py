@@ -4,6 +4,7 @@ The model is called as it is; only the cache that it is handed is ours. Shapes: 
 H hidden, V vocabulary, Hk heads, D width of a head.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol, cast
 
 import torch
@@ -71,7 +72,7 @@ class ModelReader:
         return self._model.project(hidden[:, -1])
 
 
-class _Cache:
+class _Cache(ABC):
     """A cache as models of the seam know it; what it holds of a layer is a subclass's."""
 
     documents: Tensor | None = None
@@ -81,9 +82,9 @@ class _Cache:
     def __init__(self) -> None:
         self._order: dict[int, int] = {}
 
+    @abstractmethod
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Take (B, S, Hk, D) each; give all, (B, W + S, Hk, D) each."""
-        raise NotImplementedError
 
     @property
     def length(self) -> int:
@@ -98,7 +99,7 @@ class _Cache:
         """Give the documents of held and new positions."""
         return self.documents
 
-    def advance(self, count: int, documents: Tensor | None) -> None:
+    def advance(self, count: int, documents: Tensor | None) -> None:  # noqa: B027 - and need not
         """Do nothing: the reader advances the columns."""
 
 

@@ -1,6 +1,7 @@
 """What all optimizers' settings share, how one is chosen, and the learning rate as a function."""
 
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
@@ -223,7 +224,7 @@ class Share:
 
 
 @frozen(kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(ABC):
     """What every optimizer has: a rate with a linear warm-up and a decay, and a limit of gradients.
 
     Raises:
@@ -252,13 +253,13 @@ class OptimizerConfig:
         for pattern in self.groups:
             self._of_group(pattern)
 
+    @abstractmethod
     def rules(self, held: "Held") -> "list[Rule]":
         """What updates the parameters of a process.
 
         Raises:
             ConfigError: the optimizer cannot update them under this layout.
         """
-        raise NotImplementedError
 
     def shares(self, held: "Held", chosen: Iterable[str] | None = None) -> list[Share]:
         """The parameters, or some that are `chosen`, by what they are updated with."""
