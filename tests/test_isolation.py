@@ -1,6 +1,7 @@
 """No package needs a sibling, and importing one is cheap."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,22 +58,23 @@ def test_importing_a_package_imports_no_sibling_and_nothing_undeclared(package: 
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.split(".")[0] for name in run.stdout.split()}
     assert not loaded & {module_of(name) for name in PACKAGES if name != package}
-    if not any(line.startswith("torch") for line in project_of(package)["dependencies"]):
+    if not requires(package, "torch"):
         assert "torch" not in loaded
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_without_torch_imports_in_half_a_second(package: str) -> None:
-    """Importing does nothing else, and is fast; torch's own second is not ours to mend."""
-    before = "import torch;" if needs_torch(package) else ""
-    code = f"{before}import time; t = time.process_time(); import {module_of(package)};"
+def test_a_package_adds_half_a_second_at_most_to_what_it_needs(package: str) -> None:
+    """Importing does nothing else, and is fast; what a requirement takes is not ours to mend."""
+    needs = [module for module in ("torch", "numpy", "msgspec") if requires(package, module)]
+    code = f"import time, {', '.join(needs)}; t = time.process_time(); import {module_of(package)};"
     code += "print(time.process_time() - t)"
     run = [sys.executable, "-c", code]
-    seconds = min(float(subprocess.check_output(run, text=True)) for _ in range(3))
     # torch.distributed's tensor and checkpoint modules are loaded lazily by torch itself.
-    assert seconds < (1.5 if needs_torch(package) else 0.5)
+    limit = 1.5 if requires(package, "torch") else 0.5
+    tries = (float(subprocess.check_output(run, text=True)) for _ in range(8))
+    assert any(seconds < limit for seconds in tries)
 
 
-def needs_torch(package: str) -> bool:
-    """Whether torch is one of a package's hard requirements."""
-    return any(line.startswith("torch") for line in project_of(package)["dependencies"])
+def requires(package: str, module: str) -> bool:
+    """Whether `module` is one of a package's hard requirements."""
+    return any(re.match(rf"{module}\b", line) for line in project_of(package)["dependencies"])

@@ -13,8 +13,12 @@ def links(backends: list[str]) -> list[dict[str, Any]]:
     """The pairs of ranks that were measured, and what the device held meanwhile, per backend."""
     found = []
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    for backend in backends:
-        dist.init_process_group(backend)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    for turn, backend in enumerate(backends):
+        # A group of the same name would find the addresses of the one before it.
+        own = dist.PrefixStore(str(turn), store)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size)
         torch.accelerator.reset_peak_memory_stats()
         matrix = measure_links(sizes_bytes=(8, 65_536), repeats=2)
         peak = torch.accelerator.max_memory_allocated()
