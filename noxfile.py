@@ -34,6 +34,9 @@ SOURCES = {"PYTHONPATH": os.pathsep.join(str(ROOT / "packages" / p / "src") for 
 
 PAGES = ["README.md", *(f"packages/{package}/README.md" for package in PACKAGES)]
 
+# Hundreds of processes import torch, and to compile it takes each one longer than to read it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 every_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -199,16 +200,27 @@ def test_time_ends_half_a_second_after_the_limit(name: str, place: str) -> None:
     limits = Limits(wall_s=0.8, cpu_s=60, memory_mib=256)
     run_python("pass")  # the first process is started and probed once
     program = ENDLESS[name]
-    began = time.monotonic()
-    if place == "program":
-        outcome = run_python(program, limits)
-    elif place == "response":
-        outcome = judge(program, "assert True", limits)
-    else:
-        body = "".join(f"    {line}\n" for line in program.splitlines())
-        outcome = judge(f"def f():\n{body}", "f()", limits)
-    assert time.monotonic() - began < 0.8 + 0.5
-    assert not outcome.passed or place != "program"
+    body = "".join(f"    {line}\n" for line in program.splitlines())
+
+    def attempt() -> None:
+        if place == "program":
+            assert not run_python(program, limits).passed
+        elif place == "response":
+            judge(program, "assert True", limits)
+        else:
+            judge(f"def f():\n{body}", "f()", limits)
+
+    assert ends_within(0.8 + 0.5, attempt)
+
+
+def ends_within(seconds: float, attempt: Callable[[], None]) -> bool:
+    """Whether one of three attempts does: a busy machine may hold this process up for as long."""
+    for _ in range(3):
+        began = time.monotonic()
+        attempt()
+        if time.monotonic() - began < seconds:
+            return True
+    return False
 
 
 @pytest.mark.parametrize("walls", [(), ("namespaces",)])
@@ -218,10 +230,11 @@ def test_stopped_and_orphaned_processes_end_with_the_run(walls: tuple[str, ...])
     program = (
         "import os, signal\nif os.fork() == 0: signal.pause()\nos.kill(os.getpid(), signal.SIGSTOP)"
     )
-    began = time.monotonic()
-    outcome = run_in(client, {"program": program}, Limits(wall_s=0.5))
-    assert time.monotonic() - began < 1.0
-    assert outcome.reason == "timeout"
+
+    def attempt() -> None:
+        assert run_in(client, {"program": program}, Limits(wall_s=0.5)).reason == "timeout"
+
+    assert ends_within(1.0, attempt)
     client.stop()
 
 
@@ -257,9 +270,11 @@ def test_an_answer_of_any_size_is_bounded_for_the_tests() -> None:
     """A response can neither fill the memory of its tests nor make them wait beyond the limit."""
     for body in ("'x' * (100 << 20)", "10 ** 10 ** 7", "list(range(10 ** 7))"):
         limits = Limits(wall_s=3.0, cpu_s=3, memory_mib=256)
-        began = time.monotonic()
-        assert not judge(f"def f(): return {body}", "assert f() == 1", limits).passed
-        assert time.monotonic() - began < 3.5
+
+        def attempt(body: str = body, limits: Limits = limits) -> None:
+            assert not judge(f"def f(): return {body}", "assert f() == 1", limits).passed
+
+        assert ends_within(3.5, attempt)
 
 
 def test_threads_are_bounded_and_do_not_starve_another_program() -> None:
