@@ -4,7 +4,6 @@ Run as ``dtensor_process.py RANK PORT`` by test_distributed.py; exits with an er
 """
 
 import sys
-from datetime import timedelta
 
 import opaque_operators
 import pytest
@@ -222,10 +221,10 @@ def compare_fully_sharded(rank):
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
 
 
-def main(rank, port):
+def main(rank, place):
     """Compare under every placement."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=120))
+    store = dist.FileStore(place, 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     for placement in (Replicate(), Shard(0), Shard(1), Shard(2)):
@@ -250,4 +249,4 @@ def main(rank, port):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), sys.argv[2])

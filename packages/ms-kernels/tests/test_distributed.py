@@ -1,22 +1,20 @@
 """Operators on DTensor and under FSDP2, in two real gloo processes."""
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 
-def test_operators_take_dtensors_however_they_are_split_and_run_under_fsdp():
+def test_operators_take_dtensors_however_they_are_split_and_run_under_fsdp(tmp_path):
     """Replicated or split over rows, positions, heads or classes: results and gradients stay.
 
     Opaque operators keep their rows and heads where they are; blocks of them train under FSDP2.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     script = str(Path(__file__).with_name("dtensor_process.py"))
     processes = [
-        subprocess.Popen([sys.executable, script, str(rank), port], stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE
+        )
         for rank in range(2)
     ]
     try:

@@ -1,8 +1,8 @@
 """Checkpoints: what is read is what was written, under any layout, or the damage is named."""
 
 import json
-import os
 import random
+import tempfile
 import zlib
 from pathlib import Path
 
@@ -168,9 +168,9 @@ PLACEMENTS = {
 }
 
 
-def _rank(rank: int, world: int, port: int, placement: str, folder: Path, saves: bool) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+def _rank(rank: int, world: int, place: str, placement: str, folder: Path, saves: bool) -> None:
+    store = dist.FileStore(place, world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     try:
         mesh = init_device_mesh("cpu", (world,))
         source = sample_state() if saves else blank(sample_state())
@@ -197,11 +197,9 @@ def _rank(rank: int, world: int, port: int, placement: str, folder: Path, saves:
 def in_processes(world: int, placement: str, folder: Path, saves: bool) -> None:
     """Save or load in `world` gloo processes."""
     disconnect()  # an engine of an earlier test may have left a group, which a fork would inherit
-    with __import__("socket").create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    mp.start_processes(
-        _rank, (world, port, placement, folder, saves), nprocs=world, start_method="fork"
-    )
+    with tempfile.TemporaryDirectory() as place:
+        arguments = (world, f"{place}/store", placement, folder, saves)
+        mp.start_processes(_rank, arguments, nprocs=world, start_method="fork")
 
 
 @pytest.mark.parametrize("written", ["rows", "columns"])
