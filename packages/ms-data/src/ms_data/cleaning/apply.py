@@ -108,7 +108,9 @@ def packed(lines: Sequence[bytes]) -> bytes:
     """Lines as one frame of zstd; empty where there are none."""
     if not lines:
         return b""
-    return zstandard.ZstdCompressor(level=LEVEL).compress(b"\n".join((*lines, b"")))
+    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(
+        b"\n".join((*lines, b""))
+    )
 
 
 def _cut(

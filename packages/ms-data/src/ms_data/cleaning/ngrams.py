@@ -78,7 +78,7 @@ class Ngrams:
 
 def _repeated(keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
     """Which keys occur more than once."""
-    order = np.argsort(keys, kind="stable")
+    order = np.argsort(keys)
     ordered = keys[order]
     same = ordered[1:] == ordered[:-1]
     found = np.zeros(len(keys), bool)

@@ -40,8 +40,8 @@ class SeriesWriter:
         self._size = 0
         self._seen = xxhash.xxh3_128()
         (home / folder).mkdir(exist_ok=True)
-        for entry in entries:
-            self._resume(entry)
+        for entry, seen in [(entry, self._checked(entry)) for entry in entries]:
+            self._resume(entry, seen)
 
     def write(self, frame: bytes) -> None:
         """Writes one frame, which may be empty."""
@@ -93,8 +93,8 @@ class SeriesWriter:
         self._done.append(self._entry())
         self._file = None
 
-    def _resume(self, entry: FileEntry) -> None:
-        """Takes over a file that was written before, once its bytes are checked."""
+    def _checked(self, entry: FileEntry) -> xxhash.xxh3_128:
+        """Checks every byte of a file that was written before."""
         path = self._home / entry.name
         seen, left = xxhash.xxh3_128(), entry.size_bytes
         if path.is_file():
@@ -104,11 +104,14 @@ class SeriesWriter:
                     left -= len(block)
         if left or seen.hexdigest() != entry.checksum:
             raise OutputError(f"{path}: damaged; remove {self._home} to build anew")
-        file_ = path.open("r+b", buffering=0)
-        file_.truncate(entry.size_bytes)
+        return seen
+
+    def _resume(self, entry: FileEntry, seen: xxhash.xxh3_128) -> None:
+        """Takes over a file that was written before."""
         if entry.size_bytes >= self._shard_size_bytes:
-            file_.close()
             self._done.append(entry)
             return
-        file_.seek(entry.size_bytes)
-        self._file, self._size, self._seen = file_, entry.size_bytes, seen
+        self._file = (self._home / entry.name).open("r+b", buffering=0)
+        self._file.truncate(entry.size_bytes)
+        self._file.seek(entry.size_bytes)
+        self._size, self._seen = entry.size_bytes, seen

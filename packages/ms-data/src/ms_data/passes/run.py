@@ -135,21 +135,17 @@ class Pass:
         setup = self.prepare(folder)
         tally = journal.tally if journal else Tally()
         progress = journal.progress if journal else Progress()
-        writers = {
-            name: SeriesWriter(
-                folder,
-                name,
-                shard_size_bytes=self.shard_size_mib << 20,
-                entries=journal.series[name] if journal else (),
-            )
-            for name in SERIES
-        }
+        writers: dict[str, SeriesWriter] = {}
         saved = time.monotonic()
         asked = (
             (one, msgspec.msgpack.encode(one.batch))
             for one in read_batches(self.source, progress, self.on_quarantine)
         )
         try:
+            for name in SERIES:
+                entries = journal.series[name] if journal else ()
+                size = self.shard_size_mib << 20
+                writers[name] = SeriesWriter(folder, name, shard_size_bytes=size, entries=entries)
             with closing(ordered_answers(self.work, setup, asked, workers=self.workers)) as answers:
                 for read, content in answers:
                     answer = msgspec.msgpack.decode(content, type=Answer)
@@ -218,4 +214,5 @@ def _clear(folder: Path, kept: Mapping[str, tuple[FileEntry, ...]]) -> None:
         for path in (folder / series).glob("*"):
             if str(path.relative_to(folder)) not in names:
                 path.unlink()
-    (folder / LEDGER_FILE).unlink(missing_ok=True)
+    for path in (folder / LEDGER_FILE, *folder.glob("*.partial")):
+        path.unlink(missing_ok=True)
