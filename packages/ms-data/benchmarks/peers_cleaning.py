@@ -27,7 +27,7 @@ from datatrove.pipeline.filters import (
     GopherRepetitionFilter,
 )
 
-from ms_data.cleaning.rule import BaseRule, Change, Drop
+from ms_data.cleaning.rule import Change, Drop, Rule
 from ms_data.cleaning.rules.c4_paragraphs import C4Paragraphs
 from ms_data.cleaning.rules.c4_quality import C4Quality
 from ms_data.cleaning.rules.fineweb_quality import FineWebQuality
@@ -65,7 +65,7 @@ MEASURES = {
 }
 """What datatrove calls a reason, and what we do."""
 
-PAIRS: list[tuple[BaseRule, Any]] = [
+PAIRS: list[tuple[Rule, Any]] = [
     (GopherRepetition(), GopherRepetitionFilter()),
     (GopherQuality(), GopherQualityFilter()),
     (FineWebQuality(), FineWebQualityFilter()),
@@ -111,7 +111,7 @@ def theirs(filter_: Any, text: str) -> tuple[str, str]:
     return MEASURES[found[1]], ""
 
 
-def ours(rule: BaseRule, text: Text) -> tuple[str, str]:
+def ours(rule: Rule, text: Text) -> tuple[str, str]:
     """What we make of it."""
     found = rule.apply(text)
     if isinstance(found, Drop):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zstandard
 
-from ms_data.cleaning.rule import BaseRule, Change, Drop
+from ms_data.cleaning.rule import Change, Drop, Rule
 from ms_data.cleaning.rule_file import make_rule
 from ms_data.cleaning.text import Text
 from ms_data.cleaning.words import Splitter, splitter
@@ -58,7 +58,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     return work
 
 
-def clean_batch(batch: Batch, rules: Sequence[BaseRule], split: Splitter) -> Answer:
+def clean_batch(batch: Batch, rules: Sequence[Rule], split: Splitter) -> Answer:
     """Applies rules to the documents of a batch."""
     tally = Tally()
     documents: list[bytes] = []
@@ -74,7 +74,7 @@ def clean_batch(batch: Batch, rules: Sequence[BaseRule], split: Splitter) -> Ans
     return Answer((packed(documents), packed(ledger)), tally)
 
 
-def judge(number: int, item: Item, rules: Sequence[BaseRule], split: Splitter) -> Verdict:
+def judge(number: int, item: Item, rules: Sequence[Rule], split: Splitter) -> Verdict:
     """Applies rules to one document, in order, until one drops it."""
     entry = Entry(document=number, place=item.place, fate="kept")
     if item.text is None:
@@ -114,7 +114,7 @@ def packed(lines: Sequence[bytes]) -> bytes:
 
 
 def _cut(
-    entry: Entry, rule: BaseRule, setting: str, times: int, size_bytes: int, example: str
+    entry: Entry, rule: Rule, setting: str, times: int, size_bytes: int, example: str
 ) -> tuple[str, ReasonTally]:
     examples = []
     if example:

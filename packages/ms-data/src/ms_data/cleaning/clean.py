@@ -4,17 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import zstandard
 
 from ms_data.cleaning.apply import Setup
-from ms_data.cleaning.rule_file import Rules, read_rules
+from ms_data.cleaning.rule_file import Rules, RuleSet, read_rules
 from ms_data.cleaning.words import splitter
 from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
-from ms_data.errors import SettingError
 from ms_data.passes.pool import worker_count
 from ms_data.passes.record import LedgerSummary
-from ms_data.passes.run import Pass
+from ms_data.passes.run import Pass, reading_recipe
 
 
 def clean(
@@ -53,8 +51,6 @@ def clean(
         OutputError: `out` cannot be written, or holds something else.
     """
     chosen = read_rules(rules)
-    if shard_size_mib < 1:
-        raise SettingError(f"shard_size_mib is {shard_size_mib}; it must be 1 or more")
     splitter(chosen.words)
     for rule in chosen.rules:
         rule.check()
@@ -64,17 +60,7 @@ def clean(
         skip_invalid=not strict,
         document_limit_mib=document_limit_mib,
     )
-    recipe = {
-        "words": chosen.words,
-        "rules": [name for name, _ in chosen.settings()],
-        **{f"rule {n} ({name})": _plain(one) for n, (name, one) in enumerate(chosen.settings(), 1)},
-        **{f"{rule.name}: made with": one for rule in chosen.rules if (one := rule.identity())},
-        "shard_size_mib": shard_size_mib,
-        "text_column": text_column,
-        "document_limit_mib": document_limit_mib,
-        "strict": source.options.skip_invalid is False,
-        "libraries": f"zstandard {zstandard.__version__}",
-    }
+    recipe = {**_recipe(chosen), **reading_recipe(source, shard_size_mib)}
     setup = msgspec.msgpack.encode(Setup(chosen.words, chosen.settings()))
     return Pass(
         kind="clean",
@@ -88,6 +74,17 @@ def clean(
         on_progress=on_progress,
         on_quarantine=on_quarantine,
     ).publish(out)
+
+
+def _recipe(chosen: RuleSet) -> dict[str, object]:
+    """What of the rules decides the bytes."""
+    settings = chosen.settings()
+    return {
+        "words": chosen.words,
+        "rules": [name for name, _ in settings],
+        **{f"rule {n} ({name})": _plain(one) for n, (name, one) in enumerate(settings, 1)},
+        **{f"{rule.name}: made with": one for rule in chosen.rules if (one := rule.identity())},
+    }
 
 
 def _plain(settings: dict[str, object]) -> object:

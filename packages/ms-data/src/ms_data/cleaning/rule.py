@@ -1,7 +1,8 @@
 """Defines rules, which keep, change or drop documents; `rules` holds them."""
 
+from abc import ABC, abstractmethod
 from importlib.metadata import version
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from attrs import Attribute, field, frozen
 
@@ -42,30 +43,6 @@ Outcome = Drop | Change | None
 """None keeps a document as it is."""
 
 
-class Rule(Protocol):
-    """What a rule is: settings, and what they make of a document."""
-
-    name: ClassVar[str]
-    """As in a file of rules."""
-    languages: tuple[str, ...]
-
-    def check(self) -> None:
-        """Finds out, before any work, whether what the rule needs is there.
-
-        Raises:
-            SettingError: a library or a file is missing.
-        """
-        ...
-
-    def identity(self) -> str:
-        """What decides beside the settings, such as a library; empty if nothing does."""
-        ...
-
-    def apply(self, text: Text, /) -> Outcome:
-        """Keeps, changes or drops a document."""
-        ...
-
-
 def _codes(instance: object, attribute: "Attribute[Any]", value: object) -> None:
     if not isinstance(value, tuple) or not all(isinstance(one, str) and one for one in value):
         raise ConfigError(f'{attribute.name} is {shown(value)}; give codes, as ["en", "zh"]')
@@ -77,24 +54,33 @@ def as_tuple(value: object) -> object:
 
 
 @frozen(kw_only=True)
-class BaseRule:
-    """What all rules have."""
+class Rule(ABC):
+    """What a rule is: settings, and what they make of a document."""
 
     name: ClassVar[str]
+    """As in a file of rules."""
     shown: ClassVar[bool] = True
     """Whether the beginning of a document that it drops may be shown."""
     languages: tuple[str, ...] = field(default=(), converter=as_tuple, validator=_codes)
     """Languages of the documents that the rule looks at, as ISO 639-1 codes; none: all."""
 
+    @abstractmethod
+    def apply(self, text: Text, /) -> Outcome:
+        """Keeps, changes or drops a document."""
+
     def check(self) -> None:
-        """Needs nothing but the languages."""
+        """Finds out, before any work, whether what the rule needs is there.
+
+        Raises:
+            SettingError: a library or a file is missing.
+        """
         if self.languages:
             from ms_data.cleaning.languages import detector
 
             detector()
 
     def identity(self) -> str:
-        """Only what tells languages decides beside the settings."""
+        """What decides beside the settings, such as a library; empty if nothing does."""
         return library_version("Resiliparse") if self.languages else ""
 
 

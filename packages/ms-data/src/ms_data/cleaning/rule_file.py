@@ -6,7 +6,7 @@ from typing import Any
 
 from attrs import asdict, evolve, field, frozen
 
-from ms_data.cleaning.rule import BaseRule
+from ms_data.cleaning.rule import Rule
 from ms_data.cleaning.rules import RULES
 from ms_data.cleaning.words import SPLITTERS
 from ms_data.errors import ConfigError
@@ -40,7 +40,7 @@ _BEGIN: dict[str, dict[str, Any]] = {
     **{name: {"languages": ["en"]} for name in _WORD_RULES},
 }
 
-Rules = str | Path | Mapping[str, Any] | Sequence[BaseRule]
+Rules = str | Path | Mapping[str, Any] | Sequence[Rule]
 """A file of rules, its tables, or the rules themselves, in order."""
 
 
@@ -48,7 +48,7 @@ Rules = str | Path | Mapping[str, Any] | Sequence[BaseRule]
 class RuleSet:
     """Rules in the order in which they are applied."""
 
-    rules: tuple[BaseRule, ...]
+    rules: tuple[Rule, ...]
     words: str = field(default="plain", validator=one_of(*SPLITTERS))
     """What splits text into words: plain, or spacy for the words that datatrove counts."""
 
@@ -57,7 +57,7 @@ class RuleSet:
         return [(rule.name, asdict(rule)) for rule in self.rules]
 
 
-def make_rule(name: str, settings: Mapping[str, Any], *, where: str) -> BaseRule:
+def make_rule(name: str, settings: Mapping[str, Any], *, where: str) -> Rule:
     """Makes a rule from its name and settings.
 
     Raises:

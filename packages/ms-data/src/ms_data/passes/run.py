@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import zstandard
 from attrs import frozen
 
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import CorpusName
-from ms_data.errors import CorpusError, OutputError
+from ms_data.errors import CorpusError, OutputError, SettingError
 from ms_data.files.durable import publish, sync_tree, writing
 from ms_data.files.untrusted import check_path
 from ms_data.files.work_folder import (
@@ -52,6 +53,23 @@ _OURS = re.compile(
     r"journal\.msgpack)(\.partial)?"
 )
 """All that a pass writes."""
+
+
+def reading_recipe(source: Corpus, shard_size_mib: int) -> dict[str, Any]:
+    """What of reading and writing decides the bytes.
+
+    Raises:
+        SettingError: a file of no size.
+    """
+    if shard_size_mib < 1:
+        raise SettingError(f"shard_size_mib is {shard_size_mib}; it must be 1 or more")
+    return {
+        "shard_size_mib": shard_size_mib,
+        "text_column": source.options.text_column,
+        "document_limit_mib": source.options.document_limit_mib,
+        "strict": not source.options.skip_invalid,
+        "libraries": f"zstandard {zstandard.__version__}",
+    }
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):

@@ -3,11 +3,11 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from ms_data.cleaning.rule import BaseRule
+from ms_data.cleaning.rule import Rule
 
 __all__ = ["RULES"]
 
-RULES: dict[str, type[BaseRule]] = {
+RULES: dict[str, type[Rule]] = {
     module.name: import_module(f"{__name__}.{module.name}").RULE
     for module in iter_modules(__path__)
 }

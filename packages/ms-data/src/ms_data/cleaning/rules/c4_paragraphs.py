@@ -2,13 +2,13 @@
 
 from attrs import field, frozen
 
-from ms_data.cleaning.rule import BaseRule, Outcome, under
+from ms_data.cleaning.rule import Outcome, Rule, under
 from ms_data.cleaning.text import Text
 from ms_data.settings import whole
 
 
 @frozen(kw_only=True)
-class C4Paragraphs(BaseRule):
+class C4Paragraphs(Rule):
     """mC4's rule of three long lines (Xue et al. 2021, arXiv:2010.11934, 3.1)."""
 
     name = "c4_paragraphs"
@@ -18,7 +18,7 @@ class C4Paragraphs(BaseRule):
     long_line_characters: int = field(default=200, validator=whole(least=0))
     """Characters that a long line has at least."""
 
-    def apply(self, text: Text) -> Outcome:
+    def apply(self, text: Text, /) -> Outcome:
         """Drops what has few long lines."""
         lines = text.text.split("\n")
         long = sum(len(line) >= self.long_line_characters for line in lines)

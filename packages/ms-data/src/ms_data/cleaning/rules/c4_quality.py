@@ -5,7 +5,7 @@ from collections import defaultdict
 
 from attrs import field, frozen
 
-from ms_data.cleaning.rule import BaseRule, Change, Cut, Drop, Outcome
+from ms_data.cleaning.rule import Change, Cut, Drop, Outcome, Rule
 from ms_data.cleaning.text import Text, count_sentences
 from ms_data.settings import flag, whole
 
@@ -22,7 +22,7 @@ _POLICIES = (
 
 
 @frozen(kw_only=True)
-class C4Quality(BaseRule):
+class C4Quality(Rule):
     """C4's rules (Raffel et al. 2020, arXiv:1910.10683, 2.2), without its list of bad words."""
 
     name = "c4_quality"
@@ -46,7 +46,7 @@ class C4Quality(BaseRule):
     min_sentences: int = field(default=5, validator=whole(least=0))
     """Sentences that are left at least."""
 
-    def apply(self, text: Text) -> Outcome:
+    def apply(self, text: Text, /) -> Outcome:
         """Cuts lines, and drops what then has few sentences."""
         kept: list[str] = []
         cut: dict[str, list[str]] = defaultdict(list)

@@ -5,7 +5,7 @@ import re
 from attrs import field, frozen
 
 from ms_data.cleaning.ngrams import Ngrams
-from ms_data.cleaning.rule import BaseRule, Outcome, as_tuple, over, texts, under
+from ms_data.cleaning.rule import Outcome, Rule, as_tuple, over, texts, under
 from ms_data.cleaning.text import SIGNS, Text, repeats
 from ms_data.cleaning.words import HAN, plain_words
 from ms_data.settings import number, whole
@@ -18,7 +18,7 @@ _ENDS = ("\u3002", "\uff01", "\uff1f", "\u2026", "\uff1b", "\uff1a", ".", "!", "
 
 
 @frozen(kw_only=True)
-class ChineseQuality(BaseRule):
+class ChineseQuality(Rule):
     """Gopher's and FineWeb's measures by characters instead of words; the limits are our own."""
 
     name = "chinese_quality"
@@ -50,7 +50,7 @@ class ChineseQuality(BaseRule):
     max_repeated_ngrams: float = field(default=0.15, validator=number(most=1))
     """Share of characters in n-grams that stood before, at most."""
 
-    def apply(self, text: Text) -> Outcome:
+    def apply(self, text: Text, /) -> Outcome:
         """Drops what has too few or too many characters, lines and sentences of some kind."""
         body = text.text
         han = len(_HAN.findall(body))

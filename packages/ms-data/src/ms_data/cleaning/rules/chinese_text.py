@@ -6,7 +6,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from ms_data.cleaning.rule import BaseRule, Change, Outcome, as_tuple, library_version, texts
+from ms_data.cleaning.rule import Change, Outcome, Rule, as_tuple, library_version, texts
 from ms_data.cleaning.text import Text
 from ms_data.cleaning.words import HAN
 from ms_data.errors import SettingError
@@ -23,7 +23,7 @@ _SPACES = re.compile(rf"(?<=[{HAN}{_CHINESE_SIGNS}])[ \t]+(?=[{HAN}{_CHINESE_SIG
 
 
 @frozen(kw_only=True)
-class ChineseText(BaseRule):
+class ChineseText(Rule):
     """Writes Chinese as GB/T 15834-2011 punctuates it; OpenCC converts between scripts."""
 
     name = "chinese_text"
@@ -50,7 +50,7 @@ class ChineseText(BaseRule):
         converted = library_version("OpenCC") if self.script != "keep" else ""
         return f"{super().identity()} {converted}".strip()
 
-    def apply(self, text: Text) -> Outcome:
+    def apply(self, text: Text, /) -> Outcome:
         """Changes the text."""
         body = text.text
         if body.isascii():

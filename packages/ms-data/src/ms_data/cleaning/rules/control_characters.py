@@ -4,7 +4,7 @@ import re
 
 from attrs import field, frozen
 
-from ms_data.cleaning.rule import BaseRule, Change, Outcome
+from ms_data.cleaning.rule import Change, Outcome, Rule
 from ms_data.cleaning.text import Text
 from ms_data.settings import flag
 
@@ -20,7 +20,7 @@ _ALL = re.compile(
 
 
 @frozen(kw_only=True)
-class ControlCharacters(BaseRule):
+class ControlCharacters(Rule):
     """Takes out control characters (Unicode category Cc), but for tabs and line ends."""
 
     name = "control_characters"
@@ -32,7 +32,7 @@ class ControlCharacters(BaseRule):
     zero_width: bool = field(default=True, validator=flag)
     """Take out zero width spaces, soft hyphens and byte order marks; joiners stay."""
 
-    def apply(self, text: Text) -> Outcome:
+    def apply(self, text: Text, /) -> Outcome:
         """Changes what holds one."""
         body = text.text
         if not _ALL.search(body):

@@ -9,7 +9,7 @@ from attrs import field, frozen
 from numpy.typing import NDArray
 
 from ms_data.cleaning.ngrams import WordHashes, window_hashes
-from ms_data.cleaning.rule import BaseRule, Drop, Outcome
+from ms_data.cleaning.rule import Drop, Outcome, Rule
 from ms_data.cleaning.text import Text
 from ms_data.cleaning.words import plain_words
 from ms_data.corpus.find import find_corpus
@@ -20,7 +20,7 @@ _HASHES = WordHashes()
 
 
 @frozen(kw_only=True)
-class Decontaminate(BaseRule):
+class Decontaminate(Rule):
     """Drops what shares 13 words in a row with a benchmark (Brown et al. 2020, appendix C)."""
 
     name = "decontaminate"
@@ -48,7 +48,7 @@ class Decontaminate(BaseRule):
         parts = [hashes.tobytes() for _, hashes in sorted(self._windows().items())]
         return f"{super().identity()} {xxhash.xxh3_128_hexdigest(b'|'.join(parts))}".strip()
 
-    def apply(self, text: Text) -> Outcome:
+    def apply(self, text: Text, /) -> Outcome:
         """Drops a document with one of the n-grams."""
         words = _plain(text.text)
         hashes = _HASHES(words)

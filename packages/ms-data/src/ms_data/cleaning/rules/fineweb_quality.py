@@ -2,7 +2,7 @@
 
 from attrs import field, frozen
 
-from ms_data.cleaning.rule import BaseRule, Drop, Outcome, over, under
+from ms_data.cleaning.rule import Drop, Outcome, Rule, over, under
 from ms_data.cleaning.text import SENTENCE_ENDS, Text, repeats
 from ms_data.settings import number, whole
 
@@ -10,7 +10,7 @@ _ENDS = tuple(sorted(SENTENCE_ENDS))
 
 
 @frozen(kw_only=True)
-class FineWebQuality(BaseRule):
+class FineWebQuality(Rule):
     """FineWeb's quality rules (Penedo et al. 2024, arXiv:2406.17557, 3.6)."""
 
     name = "fineweb_quality"
@@ -26,7 +26,7 @@ class FineWebQuality(BaseRule):
     max_lines_a_word: float = field(default=0.3, validator=number())
     """Line ends for each word, at most."""
 
-    def apply(self, text: Text) -> Outcome:
+    def apply(self, text: Text, /) -> Outcome:
         """Drops lists, and what has few sentences or repeats lines."""
         lines = [line for line in text.text.split("\n") if line.strip()]
         if not lines:

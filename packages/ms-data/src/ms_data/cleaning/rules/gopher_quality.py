@@ -2,7 +2,7 @@
 
 from attrs import field, frozen
 
-from ms_data.cleaning.rule import BaseRule, Drop, Outcome, as_tuple, over, texts, under
+from ms_data.cleaning.rule import Drop, Outcome, Rule, as_tuple, over, texts, under
 from ms_data.cleaning.text import SIGNS, Text
 from ms_data.settings import number, whole
 
@@ -10,7 +10,7 @@ _STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 
 
 @frozen(kw_only=True)
-class GopherQuality(BaseRule):
+class GopherQuality(Rule):
     """Gopher's quality rules (Rae et al. 2021, arXiv:2112.11446, A.1.1), made for English."""
 
     name = "gopher_quality"
@@ -38,7 +38,7 @@ class GopherQuality(BaseRule):
     stop_words: tuple[str, ...] = field(default=_STOP_WORDS, converter=as_tuple, validator=texts)
     """What nearly every text has some of."""
 
-    def apply(self, text: Text) -> Outcome:
+    def apply(self, text: Text, /) -> Outcome:
         """Drops what has too few or too many words, lines and signs of some kind."""
         words, characters, alphabetic = 0, 0, 0
         for word, count in text.counts.items():

@@ -5,7 +5,7 @@ import re
 from attrs import field, frozen
 
 from ms_data.cleaning.ngrams import Ngrams
-from ms_data.cleaning.rule import BaseRule, Drop, Outcome, as_tuple, over, shares
+from ms_data.cleaning.rule import Drop, Outcome, Rule, as_tuple, over, shares
 from ms_data.cleaning.text import Text, repeats
 from ms_data.settings import number
 
@@ -15,7 +15,7 @@ _TOP, _REPEATED = (0.20, 0.18, 0.16), (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
 
 
 @frozen(kw_only=True)
-class GopherRepetition(BaseRule):
+class GopherRepetition(Rule):
     """Gopher's repetition rules (Rae et al. 2021, arXiv:2112.11446, table A1)."""
 
     name = "gopher_repetition"
@@ -37,7 +37,7 @@ class GopherRepetition(BaseRule):
     )
     """Share of characters in n-grams of words that stood before, at most, for n = 5 to 10."""
 
-    def apply(self, text: Text) -> Outcome:
+    def apply(self, text: Text, /) -> Outcome:
         """Drops what repeats paragraphs, lines or words."""
         body = text.text
         return (

@@ -3,13 +3,13 @@
 from attrs import field, frozen
 
 from ms_data.cleaning.languages import chinese_script, detector
-from ms_data.cleaning.rule import BaseRule, Drop, Outcome, as_tuple, library_version, texts
+from ms_data.cleaning.rule import Drop, Outcome, Rule, as_tuple, library_version, texts
 from ms_data.cleaning.text import Text
 from ms_data.settings import flag, one_of
 
 
 @frozen(kw_only=True)
-class Language(BaseRule):
+class Language(Rule):
     """Tells languages by script and, where that does not, by letters (resiliparse)."""
 
     name = "language"
@@ -29,7 +29,7 @@ class Language(BaseRule):
         """The version of resiliparse."""
         return library_version("Resiliparse")
 
-    def apply(self, text: Text) -> Outcome:
+    def apply(self, text: Text, /) -> Outcome:
         """Drops the documents of other languages."""
         found = text.language
         known = found in self.keep or (found == "unknown" and self.unknown)

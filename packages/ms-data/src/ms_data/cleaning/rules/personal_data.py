@@ -5,13 +5,13 @@ from collections import Counter
 from attrs import field, frozen
 
 from ms_data.cleaning.personal import KINDS, find_personal_data
-from ms_data.cleaning.rule import BaseRule, Change, Cut, Drop, Outcome
+from ms_data.cleaning.rule import Change, Cut, Drop, Outcome, Rule
 from ms_data.cleaning.text import Text
 from ms_data.settings import flag, one_of, text
 
 
 @frozen(kw_only=True)
-class PersonalData(BaseRule):
+class PersonalData(Rule):
     """Masks mail, telephone, public IP, identity and card numbers, Chinese forms too.
 
     Identity numbers of China are checked by ISO 7064 (GB 11643-1999), cards by ISO/IEC 7812-1.
@@ -35,7 +35,7 @@ class PersonalData(BaseRule):
     mask: str = field(default="<{kind}>", validator=text())
     """What stands in place of the data; {kind} is its kind, such as mail."""
 
-    def apply(self, text: Text) -> Outcome:
+    def apply(self, text: Text, /) -> Outcome:
         """Masks or drops what is found; it is nowhere shown."""
         kinds = frozenset(kind for kind in KINDS if getattr(self, kind))
         found = find_personal_data(text.text, kinds)

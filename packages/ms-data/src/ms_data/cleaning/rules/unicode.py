@@ -5,14 +5,14 @@ from typing import Any, Literal, cast
 
 from attrs import field, frozen
 
-from ms_data.cleaning.rule import BaseRule, Change, Outcome, library_version
+from ms_data.cleaning.rule import Change, Outcome, Rule, library_version
 from ms_data.cleaning.text import Text
 from ms_data.errors import SettingError
 from ms_data.settings import flag, one_of
 
 
 @frozen(kw_only=True)
-class Unicode(BaseRule):
+class Unicode(Rule):
     """Repairs wrongly decoded text with ftfy (Speer 2019), and normalises (Unicode annex 15)."""
 
     name = "unicode"
@@ -33,7 +33,7 @@ class Unicode(BaseRule):
         repaired = library_version("ftfy") if self.repair else ""
         return f"{super().identity()} {repaired} Unicode {unicodedata.unidata_version}".strip()
 
-    def apply(self, text: Text) -> Outcome:
+    def apply(self, text: Text, /) -> Outcome:
         """Changes what is no plain ASCII."""
         body = text.text
         if body.isascii():
