@@ -5,13 +5,25 @@ import json
 from functools import partial
 from pathlib import Path
 
-from fuzz.case import Case, command, output
+from fuzz.case import Case, command, contents, output
 
 run = partial(command, "ms_data")
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+RULES = """[unicode]
+form = "NFKC"
+[gopher_quality]
+min_words = 3
+max_bullet_lines = 0.5
+stop_words = ["the", "after"]
+[gopher_repetition]
+max_top_ngrams = [0.9, 0.9, 0.9]
+[decontaminate]
+benchmarks = "benchmarks.jsonl"
+ngram_words = 9
+"""
 LINES = [{"text": f"the number {n} comes after {n - 1}. " * 4} for n in range(12)]
 
 
@@ -156,6 +168,22 @@ def shards(folder: Path) -> None:
     )
 
 
+def rules(folder: Path) -> None:
+    """Lines, benchmarks and the rules to clean with."""
+    lines(folder)
+    row = json.dumps({"text": "the number nine comes before the number ten, as all know"})
+    (folder / "benchmarks.jsonl").write_text(row + "\n")
+    (folder / "RULES.toml").write_text(RULES)
+
+
+def cleaned(folder: Path) -> None:
+    """A ledger, with what it is of."""
+    from ms_data import clean
+
+    rules(folder)
+    clean(folder / "corpus.jsonl", {"c4_quality": {}}, out=folder / "cleaned", workers=1)
+
+
 def _build(corpus: str, *more: str) -> tuple[str, ...]:
     return ("build", corpus, "--tokenizer", "tokenizer.json", "--out", "out", *more)
 
@@ -194,6 +222,21 @@ CASES = (
         files=("corpus.jsonl", "tokenizer.json"),
         run=run(*_build("corpus.jsonl")),
         share=2,
+    ),
+    Case(
+        name="clean",
+        make=rules,
+        files=("corpus.jsonl", "benchmarks.jsonl", "RULES.toml"),
+        run=run("clean", "corpus.jsonl", "RULES.toml", "--out", "out", "--workers", "1"),
+        share=2,
+    ),
+    Case(
+        name="stats",
+        make=cleaned,
+        files=("cleaned/ledger.json", "cleaned/ledger/*"),
+        run=run("stats", "cleaned", "--out", "page.html"),
+        sealed=True,
+        result=contents("page.html"),
     ),
     Case(
         name="build conversations",

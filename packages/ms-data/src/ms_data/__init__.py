@@ -5,10 +5,12 @@ from ms_data.building.record import Summary
 from ms_data.chat.messages import Conversation, read_conversation
 from ms_data.chat.pairs import Pair, read_pair
 from ms_data.chat.template import ChatTemplate
+from ms_data.cleaning.clean import clean
 from ms_data.disk.inspection import DatasetInfo, inspect
 from ms_data.disk.samples import PairSample, Sample, Samples
 from ms_data.disk.verification import Fault, Report, verify
 from ms_data.errors import (
+    ConfigError,
     CorpusError,
     DamageError,
     DataError,
@@ -17,6 +19,8 @@ from ms_data.errors import (
     StateError,
     TokenizerError,
 )
+from ms_data.passes.page import draw_stats
+from ms_data.passes.record import LedgerSummary
 from ms_data.streams.batch import Batch
 from ms_data.streams.instructions import InstructionBatch, InstructionStream
 from ms_data.streams.mixture import Mixture, Phase
@@ -34,6 +38,7 @@ __all__ = [
     "Batch",
     "BestFitPacker",
     "ChatTemplate",
+    "ConfigError",
     "Conversation",
     "CorpusError",
     "DamageError",
@@ -42,6 +47,7 @@ __all__ = [
     "Fault",
     "InstructionBatch",
     "InstructionStream",
+    "LedgerSummary",
     "Mixture",
     "OutputError",
     "Packer",
@@ -63,6 +69,8 @@ __all__ = [
     "TokenizerError",
     "__version__",
     "build",
+    "clean",
+    "draw_stats",
     "inspect",
     "read_conversation",
     "read_pair",

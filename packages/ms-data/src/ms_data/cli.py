@@ -4,17 +4,18 @@ import argparse
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import date
 
 import msgspec
 
 from ms_data import __version__
 from ms_data.building.build import build
-from ms_data.building.record import Summary, omissions
+from ms_data.building.record import Summary
 from ms_data.chat.template import ChatTemplate
-from ms_data.corpus.places import is_remote
-from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
+from ms_data.commands.arguments import add_reading, command, name_left_out
+from ms_data.commands.clean import add_clean, add_init, add_stats
+from ms_data.corpus.file_kinds import omissions
 from ms_data.disk.inspection import SplitInfo, inspect
 from ms_data.disk.verification import Report, verify
 from ms_data.entry import (
@@ -32,23 +33,6 @@ from ms_data.errors import DamageError, DataError
 from ms_data.progress import showing
 from ms_data.tokenization.tokenizer import Tokenizer
 from ms_data.tokenization.training import train_tokenizer
-
-_CORPUS = (
-    "files or folders, read in this order, or addresses such as s3://bucket/folder; "
-    "or stdlib, the running Python's own library sources"
-)
-_READ = """what a corpus may hold, told by name and content; text may be packed (.gz, .zst):
-  a document a file   any UTF-8 text
-  a row a document    .jsonl .ndjson    JSON Lines
-                      .csv .tsv         a line of names, then fields
-                      .parquet          Parquet (extra parquet)
-                      .arrow .feather   Arrow files and streams (extra parquet)
-                      a folder saved by datasets (extra parquet)
-  others              .tar              WebDataset: .txt or .json by key
-                      .warc .wet        web archives (extra warc)
-  from elsewhere      s3://, memory://  whatever fsspec reaches (extra remote)
-
-"""
 
 
 class _TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +56,8 @@ def _execute(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     facts, text = options.run(options)
     encoded = msgspec.json.format(msgspec.json.encode(facts), indent=2).decode()
-    print(encoded if options.json else text)
+    if options.json or text:
+        print(encoded if options.json else text)
     return FAILED if isinstance(facts, Report) and not facts.ok else DONE
 
 
@@ -122,55 +107,24 @@ def _parser() -> CommandParser:
         ),
     ):
         line = f"ms-data {name} shards"
-        _command(commands, run, name, text, line).add_argument(
+        command(commands, run, name, text, line).add_argument(
             "shards", type=path_argument, metavar="SHARDS"
         )
+    add_clean(commands)
+    add_stats(commands)
+    add_init(commands)
     return parser
-
-
-def _command(
-    commands: "argparse._SubParsersAction[CommandParser]",
-    run: Callable[[argparse.Namespace], tuple[msgspec.Struct, str]],
-    name: str,
-    text: str,
-    line: str,
-) -> CommandParser:
-    parser = commands.add_parser(name, help=text, description=text, example=line)
-    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
-    parser.set_defaults(run=run)
-    return parser
-
-
-def _add_reading(parser: CommandParser) -> None:
-    parser.epilog = f"{_READ}{parser.epilog}"
-    parser.add_argument("corpus", type=_corpus_argument, nargs="+", metavar="CORPUS", help=_CORPUS)
-    parser.add_argument(
-        "--text-column", default="text", help="what holds the text of a row (default text)"
-    )
-    invalid = parser.add_mutually_exclusive_group()
-    invalid.add_argument(
-        "--strict", action="store_true", help="stop at what is not valid text (the default)"
-    )
-    invalid.add_argument(
-        "--skip-invalid", action="store_true", help="leave out what is not valid text, and say so"
-    )
-    limit = f"longest document, once unpacked (default {DOCUMENT_LIMIT_MIB})"
-    parser.add_argument("--document-limit-mib", type=int, default=DOCUMENT_LIMIT_MIB, help=limit)
-
-
-def _corpus_argument(text: str) -> str:
-    return text if is_remote(text) else str(path_argument(text))
 
 
 def _add_tokenizer(commands: "argparse._SubParsersAction[CommandParser]") -> None:
-    parser = _command(
+    parser = command(
         commands,
         _run_tokenizer,
         "tokenizer",
         "Learn a byte-level BPE tokenizer from a corpus.",
         "ms-data tokenizer stdlib --vocab-size 8192 --out tokenizer.json",
     )
-    _add_reading(parser)
+    add_reading(parser)
     parser.add_argument("--vocab-size", type=int, default=8192, help="tokens to learn at most")
     parser.add_argument(
         "--out",
@@ -182,14 +136,14 @@ def _add_tokenizer(commands: "argparse._SubParsersAction[CommandParser]") -> Non
 
 
 def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
-    parser = _command(
+    parser = command(
         commands,
         _run_build,
         "build",
         "Tokenize a corpus into a folder of checked, compressed shards.",
         "ms-data build stdlib --tokenizer tokenizer.json --out shards --hold-out 0.02",
     )
-    _add_reading(parser)
+    add_reading(parser)
     parser.add_argument("--tokenizer", type=path_argument, required=True, help="a tokenizer.json")
     parser.add_argument(
         "--out",
@@ -239,10 +193,6 @@ def _run_tokenizer(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
     return facts, f"{facts.path}: {facts.vocabulary_size:,} tokens{omissions(left_out)}"
 
 
-def _name_skipped(reason: str) -> None:
-    sys.stderr.write(f"left out: {one_line(reason)}\n")
-
-
 def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
     template = options.chat_template and ChatTemplate.load(
         options.chat_template, today=options.today
@@ -261,7 +211,7 @@ def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
             pairs=options.pairs,
             allow_special=options.allow_special,
             on_progress=on_progress,
-            on_skip=_name_skipped,
+            on_skip=name_left_out,
         )
     splits = ", ".join(f"{name} {tokens:,}" for name, tokens in summary.splits.items())
     done = "built before, nothing to do: " if summary.built_before else ""

@@ -22,6 +22,10 @@ class SettingError(DataError, ValueError):
     """An argument that cannot be used as given."""
 
 
+class ConfigError(SettingError):
+    """A file of rules, or a setting in one, that cannot be used as given."""
+
+
 class CorpusError(DataError, ValueError):
     """A corpus that is missing, empty, malformed or not text."""
 

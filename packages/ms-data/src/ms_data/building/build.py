@@ -6,6 +6,7 @@ the same command after a crash goes on from that note and ends in the same bytes
 """
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +15,8 @@ import tokenizers
 import zstandard
 
 from ms_data.building.encoders import TextEncoder, encoder_for
-from ms_data.building.folder import build_folder, free_place, refuse_inside
 from ms_data.building.job import Job
-from ms_data.building.journal import JOURNAL, Recipe
+from ms_data.building.journal import Recipe
 from ms_data.building.record import Summary, save_record, summary_of
 from ms_data.chat.template import ChatTemplate
 from ms_data.corpus.corpus import Corpus
@@ -26,7 +26,14 @@ from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
 from ms_data.errors import OutputError, SettingError
 from ms_data.files.durable import publish, sync_folder, writing
 from ms_data.files.untrusted import check_path
+from ms_data.files.work_folder import JOURNAL, free_place, refuse_inside, work_folder
 from ms_data.tokenization.tokenizer import Tokenizer
+
+_OURS = re.compile(
+    r"(shard-\d{5,}\.msd|index\.json|build\.json|tokenizer\.json|tokenizer_config\.json|"
+    r"chat_template\.jinja|journal\.msgpack)(\.partial)?"
+)
+"""All that a build writes."""
 
 
 def build(
@@ -122,7 +129,7 @@ def _publish(job: Job, corpus: CorpusName, out: str | Path) -> Summary:
     for one in [corpus] if isinstance(corpus, str | Path) else corpus:
         refuse_inside(folder, one)
     aside = folder.with_name(folder.name + ".partial")
-    with build_folder(aside):
+    with work_folder(aside, _OURS):
         summary = job.run(aside)
         save_record(aside, job.recipe, job.source, summary)
         (aside / JOURNAL).unlink(missing_ok=True)

@@ -16,16 +16,10 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from ms_data.building.encoders import TextEncoder
-from ms_data.building.journal import (
-    JOURNAL,
-    Journal,
-    Progress,
-    Recipe,
-    load_journal,
-    save_journal,
-)
-from ms_data.building.record import Summary, omissions
+from ms_data.building.journal import Journal, Progress, Recipe
+from ms_data.building.record import Summary
 from ms_data.corpus.corpus import Corpus, Document, Position
+from ms_data.corpus.file_kinds import omissions
 from ms_data.disk.format import (
     FRAME_BYTES,
     Index,
@@ -37,6 +31,7 @@ from ms_data.disk.format import (
 from ms_data.disk.writer import DatasetWriter
 from ms_data.errors import CorpusError
 from ms_data.files.durable import write_file
+from ms_data.files.work_folder import JOURNAL, load_journal, save_journal
 
 BATCH_CHARACTERS = 1 << 20
 """Text that is tokenized at once; its tokens take some 150 MB until they are written."""
@@ -84,7 +79,7 @@ class Job:
             CorpusError: the corpus holds no text, or what cannot be read.
             OutputError: another build was interrupted in the folder, or it cannot be written.
         """
-        journal = load_journal(folder)
+        journal = load_journal(folder, Journal)
         if journal is not None:
             journal.check(self.recipe, self.source, folder)
         _clear(folder, set(journal.dataset.names) if journal else set())

@@ -1,20 +1,14 @@
 """The journal of a build, kept beside its shards so that a killed build can go on."""
 
-import os
 from collections.abc import Container
 from pathlib import Path
 
 import msgspec
 
 from ms_data.corpus.corpus import Corpus, Position
-from ms_data.disk.format import checksum
 from ms_data.disk.writer import DatasetState
 from ms_data.errors import OutputError
-from ms_data.files.durable import write_file
-from ms_data.files.untrusted import read_bytes
 
-JOURNAL = "journal.msgpack"
-_CHECKSUM_BYTES = 8
 _NAMES = {"chat": "the chat template or its settings", "tokenizer": "the tokenizer's checksum"}
 
 
@@ -79,33 +73,3 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.3"
                 f"{folder} holds an interrupted build that cannot go on with other settings: "
                 f"{'; '.join(differing)}; give those it had, or remove the folder"
             )
-
-
-def save_journal(folder: Path, journal: Journal) -> None:
-    """Writes the journal of a build whole or not at all.
-
-    Raises:
-        OutputError: the disk is full or the place cannot be written.
-    """
-    content = msgspec.msgpack.encode(journal)
-    sealed = checksum(content).to_bytes(_CHECKSUM_BYTES, "little") + content
-    write_file(folder / JOURNAL, sealed)
-
-
-def load_journal(folder: Path) -> Journal | None:
-    """Reads the journal of an interrupted build; None where there is none.
-
-    Raises:
-        OutputError: the journal is damaged.
-    """
-    path = folder / JOURNAL
-    if not os.path.lexists(path):
-        return None
-    content = read_bytes(path, error=OutputError)
-    body = content[_CHECKSUM_BYTES:]
-    try:
-        if checksum(body) != int.from_bytes(content[:_CHECKSUM_BYTES], "little"):
-            raise ValueError("its checksum does not match")
-        return msgspec.msgpack.decode(body, type=Journal)
-    except (ValueError, RecursionError) as error:
-        raise OutputError(f"{path}: damaged ({error}); remove {folder} to build anew") from error

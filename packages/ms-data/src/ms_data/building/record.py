@@ -2,13 +2,14 @@
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from ms_data.building.journal import Progress, Recipe
 from ms_data.corpus.corpus import Corpus
+from ms_data.corpus.file_kinds import omissions
 from ms_data.disk.format import ShardEntry, sealed
 from ms_data.disk.split import read_index
 from ms_data.errors import DataError, OutputError, printable
@@ -61,15 +62,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     def omissions(self) -> str:
         """What was left out, as a part of a line; empty where nothing was."""
         return omissions(self.left_out, self.skipped)
-
-
-def omissions(left_out: Mapping[str, int], skipped: int = 0) -> str:
-    """Says what was left out, for the end of a line; empty where nothing was."""
-    count = sum(left_out.values())
-    kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(left_out.items()))
-    files = "file" if count == 1 else "files"
-    invalid = f", {skipped:,} invalid ones left out" if skipped else ""
-    return invalid + (f", {count:,} {files} left out as no text ({kinds})" if count else "")
 
 
 class BuildRecord(

@@ -1,4 +1,4 @@
-"""Finds, in a folder, the shards that `datasets` saved and leaves out what describes them."""
+"""Finds, in a folder, the shards that `datasets` or `clean` saved, without what describes them."""
 
 from collections.abc import Mapping
 from pathlib import PurePosixPath
@@ -10,6 +10,7 @@ from ms_data.corpus.places import Place, open_place
 from ms_data.errors import CorpusError
 
 _INFO, _STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
+_LEDGER, _LEDGER_PART = "ledger.json", "ledger/part-00000.jsonl.zst"
 _CARD = "README.md"
 _CARD_FIELDS = (b"dataset_info:", b"configs:", b"task_categories:", b"license:")
 _LIMIT_BYTES = 1 << 24
@@ -45,6 +46,7 @@ def without_descriptions(files: dict[str, Place], folder: object) -> dict[str, P
     Raises:
         CorpusError: a saved dataset lacks a shard that it lists, or has several splits.
     """
+    files = _without_ledgers(files)
     if _SPLITS in files:
         splits = _decoded(files[_SPLITS], _Splits).splits
         if len(splits) > 1:
@@ -68,6 +70,19 @@ def without_descriptions(files: dict[str, Place], folder: object) -> dict[str, P
     if _is_card(rest.get(_CARD)):
         del rest[_CARD]
     return dict(sorted((kept | rest).items(), key=lambda one: PurePosixPath(one[0]).parts))
+
+
+def _without_ledgers(files: dict[str, Place]) -> dict[str, Place]:
+    """Leaves of the folders that `clean` and `dedup` wrote their documents."""
+    homes = {_home(name) for name in files if PurePosixPath(name).name == _LEDGER}
+    ours = [home for home in homes if _below(home, _LEDGER_PART) in files]
+    left_out = {
+        name
+        for home in ours
+        for name in files
+        if name.startswith(_below(home, "")) and not name.startswith(_below(home, "documents/"))
+    }
+    return {name: file for name, file in files.items() if name not in left_out}
 
 
 def _shards(home: str, files: Mapping[str, Place]) -> dict[str, Place]:

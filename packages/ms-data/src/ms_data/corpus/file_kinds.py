@@ -1,6 +1,7 @@
 """Tells what a file is by its first bytes: text, packed text, or something that is no text."""
 
 import codecs
+from collections.abc import Mapping
 from typing import NamedTuple
 
 HEAD_BYTES = 512
@@ -101,3 +102,12 @@ def _plausible(signature: bytes, head: bytes) -> bool:
     if signature == b"1AY&SY":
         return head.startswith(b"BZh")
     return not signature.isalnum() or b"\0" in head
+
+
+def omissions(left_out: Mapping[str, int], skipped: int = 0) -> str:
+    """Says what was left out, for the end of a line; empty where nothing was."""
+    count = sum(left_out.values())
+    kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(left_out.items()))
+    files = "file" if count == 1 else "files"
+    invalid = f", {skipped:,} invalid ones left out" if skipped else ""
+    return invalid + (f", {count:,} {files} left out as no text ({kinds})" if count else "")

@@ -1,4 +1,4 @@
-"""Guards the folder in which a build works, beside the one asked for."""
+"""Guards the folder in which long work is done, beside the one asked for, and keeps its journal."""
 
 import fcntl
 import os
@@ -7,16 +7,19 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
-from ms_data.building.journal import JOURNAL
+import msgspec
+import xxhash
+
 from ms_data.errors import OutputError
-from ms_data.files.durable import writing
+from ms_data.files.durable import write_file, writing
+from ms_data.files.untrusted import read_bytes
 
-_OURS = re.compile(
-    r"(shard-\d{5,}\.msd|index\.json|build\.json|tokenizer\.json|tokenizer_config\.json|"
-    r"chat_template\.jinja|journal\.msgpack)(\.partial)?"
-)
-"""All that a build writes."""
+JOURNAL = "journal.msgpack"
+_CHECKSUM_BYTES = 8
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 def free_place(out: str | Path) -> Path:
@@ -35,7 +38,7 @@ def free_place(out: str | Path) -> Path:
 
 
 def refuse_inside(folder: Path, corpus: str | Path) -> None:
-    """Refuses a folder in which a later build would read what this one writes.
+    """Refuses a folder in which later work would read what this one writes.
 
     Raises:
         OutputError: the folder lies in the corpus, and is not hidden.
@@ -51,8 +54,12 @@ def refuse_inside(folder: Path, corpus: str | Path) -> None:
 
 
 @contextmanager
-def build_folder(aside: Path) -> Iterator[None]:
-    """Holds the folder to build in, for this process alone; removes it if it is of no further use.
+def work_folder(aside: Path, ours: re.Pattern[str]) -> Iterator[None]:
+    """Holds the folder to work in, for this process alone; removes it if it is of no further use.
+
+    Args:
+        aside: the folder.
+        ours: the names below it of all that the work writes.
 
     Raises:
         OutputError: another process holds it, it holds files of something else, or it cannot be
@@ -63,7 +70,7 @@ def build_folder(aside: Path) -> Iterator[None]:
         descriptor = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _lock(descriptor, aside)
-        _refuse_foreign(aside)
+        _refuse_foreign(aside, ours)
         try:
             with writing(aside):
                 yield
@@ -75,6 +82,36 @@ def build_folder(aside: Path) -> Iterator[None]:
             raise
     finally:
         os.close(descriptor)
+
+
+def save_journal(folder: Path, journal: msgspec.Struct) -> None:
+    """Writes the journal of interrupted work whole or not at all.
+
+    Raises:
+        OutputError: the disk is full or the place cannot be written.
+    """
+    content = msgspec.msgpack.encode(journal)
+    sealed = xxhash.xxh3_64_intdigest(content).to_bytes(_CHECKSUM_BYTES, "little") + content
+    write_file(folder / JOURNAL, sealed)
+
+
+def load_journal(folder: Path, kind: type[T]) -> T | None:
+    """Reads the journal of interrupted work; None where there is none.
+
+    Raises:
+        OutputError: the journal is damaged.
+    """
+    path = folder / JOURNAL
+    if not os.path.lexists(path):
+        return None
+    content = read_bytes(path, error=OutputError)
+    body = content[_CHECKSUM_BYTES:]
+    try:
+        if xxhash.xxh3_64_intdigest(body) != int.from_bytes(content[:_CHECKSUM_BYTES], "little"):
+            raise ValueError("its checksum does not match")
+        return msgspec.msgpack.decode(body, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise OutputError(f"{path}: damaged ({error}); remove {folder} to build anew") from error
 
 
 def _lock(descriptor: int, aside: Path) -> None:
@@ -90,9 +127,10 @@ def _lock(descriptor: int, aside: Path) -> None:
         )
 
 
-def _refuse_foreign(aside: Path) -> None:
-    """Refuses a folder with files that no build wrote, which must not be removed."""
-    foreign = sorted(path.name for path in aside.iterdir() if not _OURS.fullmatch(path.name))
+def _refuse_foreign(aside: Path, ours: re.Pattern[str]) -> None:
+    """Refuses a folder with files that no such work wrote, which must not be removed."""
+    names = (str(path.relative_to(aside)) for path in aside.rglob("*"))
+    foreign = sorted(name for name in names if not ours.fullmatch(name))
     if foreign:
         raise OutputError(
             f"{aside} holds {foreign[0]}, which no build wrote; move that folder away, or choose "

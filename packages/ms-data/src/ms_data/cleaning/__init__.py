@@ -1,0 +1,1 @@
+"""Cleans documents by named rules, each a module of `rules`."""

@@ -1,0 +1,122 @@
+"""What a process does with a batch: rules in order, the documents that are left, the ledger."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import zstandard
+
+from ms_data.cleaning.rule import Change, Drop, Rule
+from ms_data.cleaning.rule_file import make_rule
+from ms_data.cleaning.text import Text
+from ms_data.cleaning.words import Splitter, splitter
+from ms_data.passes.batches import Batch, Item
+from ms_data.passes.run import Answer
+from ms_data.passes.tally import Entry, Example, ReasonTally, Tally, excerpt_of
+
+LEVEL = 3
+"""Of zstd."""
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What a process is prepared with."""
+
+    words: str
+    rules: list[tuple[str, dict[str, Any]]]
+    """By name, with all settings."""
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A document that was kept: a line of JSON."""
+
+    text: str
+    id: str
+    """The file's name in the corpus and the document's number in it."""
+
+
+class Verdict(NamedTuple):
+    """What rules made of a document."""
+
+    text: str | None
+    """None where it is dropped."""
+    entry: Entry
+    excerpt: str
+    """Of a document that is dropped, as the rule saw it."""
+    cuts: list[tuple[str, ReasonTally]]
+
+
+def prepare(setup: bytes) -> Callable[[bytes], bytes]:
+    """Makes what turns a batch into its answer, both as msgpack."""
+    settings = msgspec.msgpack.decode(setup, type=Setup)
+    rules = [make_rule(name, values, where="the rules") for name, values in settings.rules]
+    split = splitter(settings.words)
+    decoder = msgspec.msgpack.Decoder(Batch)
+
+    def work(request: bytes) -> bytes:
+        return msgspec.msgpack.encode(clean_batch(decoder.decode(request), rules, split))
+
+    return work
+
+
+def clean_batch(batch: Batch, rules: Sequence[Rule], split: Splitter) -> Answer:
+    """Applies rules to the documents of a batch."""
+    tally = Tally()
+    documents: list[bytes] = []
+    ledger: list[bytes] = []
+    for number, item in enumerate(batch.items, batch.first):
+        text, entry, excerpt, cuts = judge(number, item, rules, split)
+        if text is not None:
+            documents.append(msgspec.json.encode(Line(text, item.place)))
+            for reason, cut in cuts:
+                tally.cuts.setdefault(reason, ReasonTally()).merge(cut)
+        ledger.append(msgspec.json.encode(entry))
+        tally.count(entry, excerpt)
+    return Answer((packed(documents), packed(ledger)), tally)
+
+
+def judge(number: int, item: Item, rules: Sequence[Rule], split: Splitter) -> Verdict:
+    """Applies rules to one document, in order, until one drops it."""
+    entry = Entry(document=number, place=item.place, fate="kept")
+    if item.text is None:
+        entry.fate = "quarantined"
+        return Verdict(None, entry, "", [])
+    entry.bytes_in = len(item.text.encode())
+    text = Text(item.text, split)
+    cuts: list[tuple[str, ReasonTally]] = []
+    for rule in rules:
+        if rule.languages and text.language not in rule.languages:
+            continue
+        found = rule.apply(text)
+        if isinstance(found, Change):
+            size = len(text.text.encode()) - len(found.text.encode())
+            if found.text != text.text:
+                entry.changes = entry.changes | {rule.name: size}
+            cuts += [_cut(entry, rule, *one) for one in found.cuts]
+            before, text = text, Text(found.text, split)
+            if not found.text.strip():
+                found, text = Drop("nothing_left", 0, 1), before
+        if isinstance(found, Drop):
+            entry.fate, entry.changes = "dropped", {}
+            entry.reason = f"{rule.name}.{found.setting}"
+            entry.value, entry.limit = found.value, found.limit
+            return Verdict(None, entry, excerpt_of(text.text) if rule.shown else "", [])
+    entry.bytes_out = len(text.text.encode())
+    return Verdict(text.text, entry, "", cuts)
+
+
+def packed(lines: Sequence[bytes]) -> bytes:
+    """Lines as one frame of zstd; empty where there are none."""
+    if not lines:
+        return b""
+    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(
+        b"\n".join((*lines, b""))
+    )
+
+
+def _cut(
+    entry: Entry, rule: Rule, setting: str, times: int, size_bytes: int, example: str
+) -> tuple[str, ReasonTally]:
+    examples = []
+    if example:
+        examples = [Example(entry.document, entry.place, None, excerpt_of(example))]
+    return f"{rule.name}.{setting}", ReasonTally(times, size_bytes, examples)

@@ -1,0 +1,92 @@
+"""Cleans a corpus: rules keep, change or drop its documents, and a ledger says which."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ms_data.cleaning.apply import Setup
+from ms_data.cleaning.rule_file import Rules, RuleSet, read_rules
+from ms_data.cleaning.words import splitter
+from ms_data.corpus.find import CorpusName, find_corpus
+from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
+from ms_data.passes.pool import worker_count
+from ms_data.passes.record import LedgerSummary
+from ms_data.passes.run import Pass, reading_recipe
+
+
+def clean(
+    corpus: CorpusName,
+    rules: Rules,
+    *,
+    out: str | Path,
+    workers: int | None = None,
+    shard_size_mib: int = 64,
+    text_column: str = "text",
+    strict: bool = False,
+    document_limit_mib: int = DOCUMENT_LIMIT_MIB,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_quarantine: Callable[[str], None] = lambda reason: None,
+) -> LedgerSummary:
+    """Writes the documents of a corpus that rules keep, as they change them, and a ledger.
+
+    Documents keep the order of the corpus, and the bytes do not depend on the number of processes.
+    Cleaning that was interrupted goes on; what is finished has nothing to do.
+
+    Args:
+        corpus: files, folders or addresses of text and tables, or `stdlib`; see `find_corpus`.
+        rules: a file of rules (`ms-data init clean` writes one), its tables, or the rules in order.
+        out: the folder to make: `documents`, which `build` reads, `ledger`, and `ledger.json`.
+        workers: processes; None: one a core.
+        shard_size_mib: a file is closed at the first MiB of text past this size, once packed.
+        text_column: the member or column of a row that holds the text.
+        strict: stop at a document that cannot be read instead of naming it and going on.
+        document_limit_mib: a longer document, once unpacked, cannot be read.
+        on_progress: called with the bytes of the corpus that are done, and all, after each batch.
+        on_quarantine: called with the place and fault of each document that cannot be read.
+
+    Raises:
+        SettingError: an argument or a rule cannot be used, or needs a library that is missing.
+        CorpusError: the corpus is missing, empty or damaged, or with `strict` not text.
+        OutputError: `out` cannot be written, or holds something else.
+    """
+    chosen = read_rules(rules)
+    splitter(chosen.words)
+    for rule in chosen.rules:
+        rule.check()
+    source = find_corpus(
+        corpus,
+        text_column=text_column,
+        skip_invalid=not strict,
+        document_limit_mib=document_limit_mib,
+    )
+    recipe = {**_recipe(chosen), **reading_recipe(source, shard_size_mib)}
+    setup = msgspec.msgpack.encode(Setup(chosen.words, chosen.settings()))
+    return Pass(
+        kind="clean",
+        corpus=corpus,
+        source=source,
+        recipe=recipe,
+        work="ms_data.cleaning.apply:prepare",
+        prepare=lambda folder: setup,
+        workers=worker_count(workers),
+        shard_size_mib=shard_size_mib,
+        on_progress=on_progress,
+        on_quarantine=on_quarantine,
+    ).publish(out)
+
+
+def _recipe(chosen: RuleSet) -> dict[str, object]:
+    """What of the rules decides the bytes."""
+    settings = chosen.settings()
+    return {
+        "words": chosen.words,
+        "rules": [name for name, _ in settings],
+        **{f"rule {n} ({name})": _plain(one) for n, (name, one) in enumerate(settings, 1)},
+        **{f"{rule.name}: made with": one for rule in chosen.rules if (one := rule.identity())},
+    }
+
+
+def _plain(settings: dict[str, object]) -> object:
+    """Settings as JSON gives them back, so that they compare."""
+    return msgspec.json.decode(msgspec.json.encode(settings))

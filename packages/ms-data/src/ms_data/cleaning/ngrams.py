@@ -1,0 +1,115 @@
+"""Finds repeated n-grams of words with sorted hashes instead of a text for each."""
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+_TURN = np.uint64(29)
+
+
+class Ngrams:
+    """The n-grams of a text, for n that grows by one."""
+
+    def __init__(self, words: list[str]) -> None:
+        ids: dict[str, int] = {}
+        for word in words:
+            if word not in ids:
+                ids[word] = len(ids)
+        self._lengths = np.fromiter(map(len, words), np.int64, len(words))
+        self._ends = np.concatenate(([0], np.cumsum(self._lengths)))
+        self._words = np.fromiter(map(ids.__getitem__, words), np.uint64, len(words))
+        self._keys = self._words * _MIX + _MIX
+        self._starts = np.arange(len(words))
+        """Where n-grams stand of which all parts are repeated: only they may be repeated."""
+        self._n = 1
+
+    def grow(self) -> None:
+        """Goes on to n-grams of one word more."""
+        self._n += 1
+        inside = self._starts + self._n <= len(self._words)
+        starts, keys = self._starts[inside], self._keys[inside]
+        if self._n > 2:
+            repeated = _repeated(keys)
+            starts, keys = starts[repeated], keys[repeated]
+        last = self._words[starts + self._n - 1]
+        self._starts = starts
+        self._keys = ((keys << _TURN) ^ (keys >> _TURN) ^ last) * _MIX + _MIX
+
+    def top_characters(self) -> int:
+        """Characters, spaces included, that the commonest n-gram fills; of equals the first."""
+        if len(self._words) < self._n:
+            return 0
+        if not len(self._starts):
+            return int(self._joined(np.zeros(1, np.int64))[0])
+        _, first, counts = np.unique(self._keys, return_index=True, return_counts=True)
+        top = counts.max()
+        start = 0 if top == 1 else first[counts == top].min()
+        begin = 0 if top == 1 else self._starts[start]
+        return int(top * self._joined(np.array([begin]))[0])
+
+    def repeated_characters(self) -> int:
+        """Characters, without spaces, of n-grams that stood before; none is counted twice.
+
+        The text is read from left to right: behind an n-gram that stood before reading goes on,
+        and the n-grams within it do not count as having stood.
+        """
+        if not len(self._starts):
+            return 0
+        repeated = _repeated(self._keys)
+        starts, keys = self._starts[repeated], self._keys[repeated]
+        sizes = self._ends[starts + self._n] - self._ends[starts]
+        seen: set[int] = set()
+        found, free = 0, 0
+        for start, key, size in zip(starts.tolist(), keys.tolist(), sizes.tolist(), strict=True):
+            if start < free:
+                continue
+            if key in seen:
+                found += size
+                free = start + self._n
+            else:
+                seen.add(key)
+        return found
+
+    def _joined(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Length of the n-grams at some places with a space between words."""
+        return self._ends[starts + self._n] - self._ends[starts] + self._n - 1
+
+
+def _repeated(keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Which keys occur more than once."""
+    order = np.argsort(keys)
+    ordered = keys[order]
+    same = ordered[1:] == ordered[:-1]
+    found = np.zeros(len(keys), bool)
+    found[order[1:][same]] = True
+    found[order[:-1][same]] = True
+    return found
+
+
+def window_hashes(hashes: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
+    """Hashes of every n neighbouring words, of the hashes of words; empty where there are fewer."""
+    count = len(hashes) - n + 1
+    if count <= 0:
+        return np.empty(0, np.uint64)
+    found = np.zeros(count, np.uint64)
+    for at in range(n):
+        found = (found ^ hashes[at : at + count]) * _MIX
+        found ^= found >> _TURN
+    return found
+
+
+class WordHashes:
+    """64-bit hashes of words, each computed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, int] = {}
+
+    def __call__(self, words: list[str]) -> NDArray[np.uint64]:
+        """The hash of each word."""
+        known = self._known
+        if len(known) > 1 << 20:
+            known.clear()
+        for word in set(words).difference(known):
+            known[word] = xxhash.xxh3_64_intdigest(word.encode(errors="replace"))
+        return np.fromiter(map(known.__getitem__, words), np.uint64, len(words))

@@ -1,0 +1,14 @@
+"""The rules: a module each, which names its class as `RULE`."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from ms_data.cleaning.rule import Rule
+
+__all__ = ["RULES"]
+
+RULES: dict[str, type[Rule]] = {
+    module.name: import_module(f"{__name__}.{module.name}").RULE
+    for module in iter_modules(__path__)
+}
+"""Every module of this folder, by name."""

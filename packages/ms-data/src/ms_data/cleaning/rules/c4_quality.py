@@ -1,0 +1,107 @@
+"""The rules of C4 for lines and pages."""
+
+import re
+from collections import defaultdict
+
+from attrs import field, frozen
+
+from ms_data.cleaning.rule import Change, Cut, Drop, Outcome, Rule
+from ms_data.cleaning.text import Text, count_sentences
+from ms_data.settings import flag, whole
+
+_CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
+_ENDS = (".", "?", "!", '"', "'")
+_POLICIES = (
+    "terms of use",
+    "privacy policy",
+    "cookie policy",
+    "uses cookies",
+    "use of cookies",
+    "use cookies",
+)
+
+
+@frozen(kw_only=True)
+class C4Quality(Rule):
+    """C4's rules (Raffel et al. 2020, arXiv:1910.10683, 2.2), without its list of bad words."""
+
+    name = "c4_quality"
+
+    remove_citations: bool = field(default=True, validator=flag)
+    """Cut Wikipedia's marks of citations out of lines."""
+    ended_lines: bool = field(default=True, validator=flag)
+    """Cut lines that don't end in a mark of punctuation, or end in an ellipsis."""
+    min_words_a_line: int = field(default=3, validator=whole(least=0))
+    """Cut lines of fewer words, counted between spaces."""
+    max_word_characters: int = field(default=1000, validator=whole())
+    """Cut lines with a longer word."""
+    javascript: bool = field(default=True, validator=flag)
+    """Cut lines that name JavaScript."""
+    policies: bool = field(default=True, validator=flag)
+    """Cut lines about cookies, privacy and terms of use."""
+    lorem_ipsum: bool = field(default=True, validator=flag)
+    """Drop documents that hold lorem ipsum."""
+    curly_brackets: bool = field(default=True, validator=flag)
+    """Drop documents that hold a curly bracket."""
+    min_sentences: int = field(default=5, validator=whole(least=0))
+    """Sentences that are left at least."""
+
+    def apply(self, text: Text, /) -> Outcome:
+        """Cuts lines, and drops what then has few sentences."""
+        kept: list[str] = []
+        cut: dict[str, list[str]] = defaultdict(list)
+        sentences = 0
+        for whole_line in text.lines:
+            line = whole_line.strip()
+            words = line.split()
+            if len(line) > self.max_word_characters and any(
+                len(word) > self.max_word_characters for word in words
+            ):
+                cut["max_word_characters"].append(whole_line)
+                continue
+            if self.remove_citations and "[" in line:
+                line = _CITATION.sub("", line)
+            reason = self._judge(line, len(words))
+            if isinstance(reason, Drop):
+                return reason
+            if reason:
+                cut[reason].append(whole_line)
+                continue
+            kept.append(line)
+            sentences += self._sentences(line, text)
+        if sentences < self.min_sentences:
+            return Drop("min_sentences", sentences, self.min_sentences)
+        return Change("\n".join(kept).strip(), tuple(_cuts(cut)))
+
+    def _judge(self, line: str, words: int) -> Drop | str:
+        """Why a line is cut, or its document dropped; empty where it is kept."""
+        if self.ended_lines and (not line.endswith(_ENDS) or line.endswith("...")):
+            return "ended_lines"
+        if words < self.min_words_a_line:
+            return "min_words_a_line"
+        lower = line.lower()
+        if self.lorem_ipsum and "lorem ipsum" in lower:
+            return Drop("lorem_ipsum", "lorem ipsum", "")
+        if self.javascript and "javascript" in lower:
+            return "javascript"
+        if self.curly_brackets and "{" in line:
+            return Drop("curly_brackets", "{", "")
+        if self.policies and any(one in lower for one in _POLICIES):
+            return "policies"
+        return ""
+
+    def _sentences(self, line: str, text: Text) -> int:
+        inner = line[:-1]
+        if not any(end in inner for end in ".?!") and line.isascii():
+            return 1
+        return count_sentences(text.split(line))
+
+
+def _cuts(cut: dict[str, list[str]]) -> list[Cut]:
+    return [
+        Cut(reason, len(lines), sum(len(line.encode()) for line in lines), lines[0])
+        for reason, lines in cut.items()
+    ]
+
+
+RULE = C4Quality

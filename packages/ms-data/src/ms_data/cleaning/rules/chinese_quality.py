@@ -1,0 +1,91 @@
+"""Quality rules for Chinese, which has no spaces: they count characters and sentence ends."""
+
+import re
+
+from attrs import field, frozen
+
+from ms_data.cleaning.ngrams import Ngrams
+from ms_data.cleaning.rule import Outcome, Rule, as_tuple, over, texts, under
+from ms_data.cleaning.text import SIGNS, Text, repeats
+from ms_data.cleaning.words import HAN, plain_words
+from ms_data.settings import number, whole
+
+_HAN = re.compile(f"[{HAN}]")
+_LETTERS = re.compile(r"[^\W\d_]+")
+_SENTENCE = re.compile("[\u3002\uff01\uff1f!?\u2026\uff1b;]+")
+_CLOSING = "\u201d\u2019\u300d\u300f\uff09\u3011)\"' "
+_ENDS = ("\u3002", "\uff01", "\uff1f", "\u2026", "\uff1b", "\uff1a", ".", "!", "?", ";", ":")
+
+
+@frozen(kw_only=True)
+class ChineseQuality(Rule):
+    """Gopher's and FineWeb's measures by characters instead of words; the limits are our own."""
+
+    name = "chinese_quality"
+
+    languages: tuple[str, ...] = field(default=("zh",), converter=as_tuple, validator=texts)
+    """Languages of the documents that the rule looks at, as ISO 639-1 codes; none: all."""
+    min_characters: int = field(default=75, validator=whole(least=0))
+    """Chinese characters that a document has at least."""
+    max_characters: int = field(default=200_000, validator=whole())
+    """Chinese characters that a document has at most."""
+    min_chinese: float = field(default=0.3, validator=number(most=1))
+    """Share of Chinese characters in all letters, at least."""
+    max_signs: float = field(default=0.35, validator=number(most=1))
+    """Share of punctuation and other signs in what is not white space, at most."""
+    min_ended_lines: float = field(default=0.12, validator=number(most=1))
+    """Share of lines that end as a sentence does, at least."""
+    min_sentences: int = field(default=3, validator=whole(least=0))
+    """Sentence ends that a document has at least."""
+    max_mean_sentence_characters: float = field(default=200, validator=number())
+    """Chinese characters for each sentence end, at most."""
+    max_short_lines: float = field(default=0.67, validator=number(most=1))
+    """Share of short lines, at most."""
+    short_line_characters: int = field(default=10, validator=whole(least=0))
+    """Characters that a short line has at most."""
+    max_repeated_line_characters: float = field(default=0.2, validator=number(most=1))
+    """Share of characters in lines that stood before, at most."""
+    repeated_ngram_characters: int = field(default=10, validator=whole(least=2, most=100))
+    """Length of the n-grams of characters that are looked for; a word of letters is one."""
+    max_repeated_ngrams: float = field(default=0.15, validator=number(most=1))
+    """Share of characters in n-grams that stood before, at most."""
+
+    def apply(self, text: Text, /) -> Outcome:
+        """Drops what has too few or too many characters, lines and sentences of some kind."""
+        body = text.text
+        han = len(_HAN.findall(body))
+        letters = sum(map(len, _LETTERS.findall(body)))
+        dense = "".join(body.split())
+        signs = sum(map(dense.count, SIGNS.intersection(dense)))
+        ends = len(_SENTENCE.findall(body))
+        lines = [line.strip() for line in text.lines if line.strip()]
+        count = max(1, len(lines))
+        ended = sum(line.rstrip(_CLOSING).endswith(_ENDS) for line in lines) / count
+        short = sum(len(line) <= self.short_line_characters for line in lines) / count
+        again = repeats(lines)[1] / max(1, len(dense))
+        sentence = han / max(1, ends)
+        return (
+            under("min_characters", han, self.min_characters)
+            or over("max_characters", han, self.max_characters)
+            or under("min_chinese", han / max(1, letters), self.min_chinese)
+            or over("max_signs", signs / max(1, len(dense)), self.max_signs)
+            or under("min_ended_lines", ended, self.min_ended_lines)
+            or under("min_sentences", ends, self.min_sentences)
+            or over("max_mean_sentence_characters", sentence, self.max_mean_sentence_characters)
+            or over("max_short_lines", short, self.max_short_lines)
+            or over("max_repeated_line_characters", again, self.max_repeated_line_characters)
+            or over(
+                "max_repeated_ngrams",
+                self._repeated(body) / max(1, len(dense)),
+                self.max_repeated_ngrams,
+            )
+        )
+
+    def _repeated(self, body: str) -> int:
+        ngrams = Ngrams(plain_words(body))
+        for _ in range(self.repeated_ngram_characters - 1):
+            ngrams.grow()
+        return ngrams.repeated_characters()
+
+
+RULE = ChineseQuality

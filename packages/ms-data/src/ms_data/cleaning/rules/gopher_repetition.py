@@ -1,0 +1,72 @@
+"""The repetition rules of Gopher."""
+
+import re
+
+from attrs import field, frozen
+
+from ms_data.cleaning.ngrams import Ngrams
+from ms_data.cleaning.rule import Drop, Outcome, Rule, as_tuple, over, shares
+from ms_data.cleaning.text import Text, repeats
+from ms_data.settings import number
+
+_PARAGRAPHS = re.compile(r"\n{2,}")
+_LINES = re.compile(r"\n+")
+_TOP, _REPEATED = (0.20, 0.18, 0.16), (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
+
+
+@frozen(kw_only=True)
+class GopherRepetition(Rule):
+    """Gopher's repetition rules (Rae et al. 2021, arXiv:2112.11446, table A1)."""
+
+    name = "gopher_repetition"
+
+    max_repeated_paragraphs: float = field(default=0.3, validator=number(most=1))
+    """Share of paragraphs that stood before, at most."""
+    max_repeated_paragraph_characters: float = field(default=0.2, validator=number(most=1))
+    """Share of characters in paragraphs that stood before, at most."""
+    max_repeated_lines: float = field(default=0.3, validator=number(most=1))
+    """Share of lines that stood before, at most."""
+    max_repeated_line_characters: float = field(default=0.2, validator=number(most=1))
+    """Share of characters in lines that stood before, at most."""
+    max_top_ngrams: tuple[float, ...] = field(
+        default=_TOP, converter=as_tuple, validator=shares(count=3)
+    )
+    """Share of characters in the commonest n-gram of words, at most, for n = 2 to 4."""
+    max_repeated_ngrams: tuple[float, ...] = field(
+        default=_REPEATED, converter=as_tuple, validator=shares(count=6)
+    )
+    """Share of characters in n-grams of words that stood before, at most, for n = 5 to 10."""
+
+    def apply(self, text: Text, /) -> Outcome:
+        """Drops what repeats paragraphs, lines or words."""
+        body = text.text
+        return (
+            self._parts("paragraph", _PARAGRAPHS.split(body.strip()), len(body))
+            or self._parts("line", _LINES.split(body), len(body))
+            or self.repeated_words(text.words, len(body))
+        )
+
+    def _parts(self, kind: str, parts: list[str], size: int) -> Drop | None:
+        count, characters = repeats(parts)
+        many, long = f"max_repeated_{kind}s", f"max_repeated_{kind}_characters"
+        return over(many, count / len(parts), getattr(self, many)) or over(
+            long, characters / size, getattr(self, long)
+        )
+
+    def repeated_words(self, words: list[str], size: int) -> Drop | None:
+        """Drops what repeats words; `size` is the length of the text."""
+        ngrams = Ngrams(words)
+        for limit in self.max_top_ngrams:
+            ngrams.grow()
+            share = ngrams.top_characters() / size
+            if share > limit:
+                return Drop("max_top_ngrams", round(share, 6), limit)
+        for limit in self.max_repeated_ngrams:
+            ngrams.grow()
+            share = ngrams.repeated_characters() / size
+            if share > limit:
+                return Drop("max_repeated_ngrams", round(share, 6), limit)
+        return None
+
+
+RULE = GopherRepetition

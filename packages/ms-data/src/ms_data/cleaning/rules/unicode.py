@@ -1,0 +1,74 @@
+"""Repairs text that was decoded wrongly, and normalises Unicode."""
+
+import unicodedata
+from typing import Any, Literal, cast
+
+from attrs import field, frozen
+
+from ms_data.cleaning.rule import Change, Outcome, Rule, library_version
+from ms_data.cleaning.text import Text
+from ms_data.errors import SettingError
+from ms_data.settings import flag, one_of
+
+
+@frozen(kw_only=True)
+class Unicode(Rule):
+    """Repairs wrongly decoded text with ftfy (Speer 2019), and normalises (Unicode annex 15)."""
+
+    name = "unicode"
+
+    repair: bool = field(default=True, validator=flag)
+    """Undo wrong decodings, such as Ã© for é. Line ends, quotes and widths are left alone."""
+    form: str = field(default="NFC", validator=one_of("NFC", "NFKC", "none"))
+    """Normal form of the text: NFC, NFKC or none."""
+
+    def check(self) -> None:
+        """Needs ftfy."""
+        super().check()
+        if self.repair:
+            _ftfy()
+
+    def identity(self) -> str:
+        """The versions of ftfy and of Python's table of Unicode."""
+        repaired = library_version("ftfy") if self.repair else ""
+        return f"{super().identity()} {repaired} Unicode {unicodedata.unidata_version}".strip()
+
+    def apply(self, text: Text, /) -> Outcome:
+        """Changes what is no plain ASCII."""
+        body = text.text
+        if body.isascii():
+            return None
+        if self.repair:
+            ftfy = _ftfy()
+            body = ftfy.fix_text(body, _config(ftfy))
+        if self.form != "none":
+            body = unicodedata.normalize(cast(Literal["NFC", "NFKC"], self.form), body)
+        return None if body == text.text else Change(body)
+
+
+def _ftfy() -> Any:
+    try:
+        import ftfy
+    except ImportError as error:
+        raise SettingError(
+            "the rule unicode needs ftfy; install it with `pip install 'ms-data[clean]'`, or set "
+            "repair = false"
+        ) from error
+    return ftfy
+
+
+def _config(ftfy: Any) -> Any:
+    return ftfy.TextFixerConfig(
+        unescape_html=False,
+        remove_terminal_escapes=False,
+        fix_latin_ligatures=False,
+        fix_character_width=False,
+        uncurl_quotes=False,
+        fix_line_breaks=False,
+        remove_control_chars=False,
+        normalization=None,
+        explain=False,
+    )
+
+
+RULE = Unicode

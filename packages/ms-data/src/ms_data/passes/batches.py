@@ -1,0 +1,89 @@
+"""Cuts a corpus into batches that depend on its documents alone, so that their bytes do too."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from ms_data.corpus.corpus import Corpus, Document, Position
+
+BATCH_CHARACTERS = 1 << 20
+"""Text that one process works on at once."""
+
+
+class Item(msgspec.Struct, frozen=True, array_like=True):
+    """One document of a batch, or one that cannot be read."""
+
+    place: str
+    """The file's name in the corpus and the document's number in it; of what cannot be read, its
+    own words."""
+    text: str | None
+    """None where it cannot be read."""
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True):
+    """Documents that are worked on together."""
+
+    first: int
+    """Number of the first document in the corpus."""
+    items: list[Item]
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of a corpus is done."""
+
+    position: Position = Position()
+    documents: int = 0
+    """Those that cannot be read included."""
+    left_out: dict[str, int] = {}
+    """Files of a folder left out because they are no text, by what they are."""
+
+
+class ReadBatch(msgspec.Struct, frozen=True):
+    """A batch and how much of the corpus is done with it."""
+
+    batch: Batch
+    progress: Progress
+    read_bytes: int
+    """Bytes of the corpus read by then."""
+
+
+def read_batches(
+    source: Corpus, start: Progress, on_quarantine: Callable[[str], None]
+) -> Iterator[ReadBatch]:
+    """Gives the documents after `start`, about a MiB of text at a time.
+
+    Args:
+        source: with `skip_invalid`, what cannot be read is an item of its batch.
+        start: where an earlier run stopped; a batch began there.
+        on_quarantine: called with the place and fault of each document that cannot be read.
+    """
+    items: list[Item] = []
+    size, first = 0, start.documents
+    left_out = Counter(start.left_out)
+
+    def quarantine(reason: str) -> None:
+        items.append(Item(reason, None))
+        on_quarantine(reason)
+
+    def made(position: Position, read_bytes: int) -> ReadBatch:
+        progress = Progress(
+            position=position,
+            documents=first + len(items),
+            left_out=dict(sorted(left_out.items())),
+        )
+        return ReadBatch(Batch(first, items), progress, read_bytes)
+
+    on_leave_out: Callable[[str], None] = lambda kind: left_out.update([kind])  # noqa: E731
+    for document in source.documents(start.position, quarantine, on_leave_out):
+        items.append(Item(_place(source, document), document.text))
+        size += len(document.text)
+        if size >= BATCH_CHARACTERS:
+            yield made(document.after, document.read_bytes)
+            items, size, first = [], 0, first + len(items)
+    yield made(Position(len(source.files)), source.size_bytes)
+
+
+def _place(source: Corpus, document: Document) -> str:
+    name = source.names[document.after.file]
+    return f"{name}#{document.after.documents}"

@@ -1,0 +1,236 @@
+"""Runs a pass over a corpus: batches to processes, their answers to files, in one fixed order.
+
+It works in `OUT.partial` beside the folder asked for, which takes that name when all is synced.
+Every few seconds it syncs what it wrote and notes how far it is; the same command after a crash
+goes on from there and ends in the same bytes.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zstandard
+from attrs import frozen
+
+from ms_data.corpus.corpus import Corpus
+from ms_data.corpus.find import CorpusName
+from ms_data.errors import CorpusError, OutputError, SettingError
+from ms_data.files.durable import publish, sync_tree, writing
+from ms_data.files.untrusted import check_path
+from ms_data.files.work_folder import (
+    JOURNAL,
+    free_place,
+    load_journal,
+    refuse_inside,
+    save_journal,
+    work_folder,
+)
+from ms_data.passes.batches import Progress, read_batches
+from ms_data.passes.output import FileEntry, SeriesWriter
+from ms_data.passes.pool import ordered_answers
+from ms_data.passes.record import (
+    LEDGER_FILE,
+    LedgerSummary,
+    PassRecord,
+    differences,
+    finished,
+    save_record,
+)
+from ms_data.passes.tally import Tally
+
+SAVE_EVERY_S = 5.0
+"""A pass that is killed loses at most about this much work."""
+
+SERIES = ("documents", "ledger")
+
+_OURS = re.compile(
+    r"((documents|ledger)(/part-\d{5,}\.jsonl\.zst)?|scratch(/.*)?|ledger\.json|clusters\.jsonl|"
+    r"journal\.msgpack)(\.partial)?"
+)
+"""All that a pass writes."""
+
+
+def reading_recipe(source: Corpus, shard_size_mib: int) -> dict[str, Any]:
+    """What of reading and writing decides the bytes.
+
+    Raises:
+        SettingError: a file of no size.
+    """
+    if shard_size_mib < 1:
+        raise SettingError(f"shard_size_mib is {shard_size_mib}; it must be 1 or more")
+    return {
+        "shard_size_mib": shard_size_mib,
+        "text_column": source.options.text_column,
+        "document_limit_mib": source.options.document_limit_mib,
+        "strict": not source.options.skip_invalid,
+        "libraries": f"zstandard {zstandard.__version__}",
+    }
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """What one process made of a batch."""
+
+    frames: tuple[bytes, bytes]
+    """Of the documents and of the ledger; JSON Lines packed by zstd, empty where there are none."""
+    tally: Tally
+
+
+class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.pass.1"):
+    """The state of a pass at a moment when all that it counts is safely on disk."""
+
+    kind: str
+    recipe: dict[str, Any]
+    progress: Progress
+    files_read: str
+    """Names, sizes and times of the files that were read so far, as a checksum."""
+    series: dict[str, tuple[FileEntry, ...]]
+    tally: Tally
+
+
+@frozen(kw_only=True)
+class Pass:
+    """A pass to run."""
+
+    kind: str
+    """The command, such as `clean`."""
+    source: Corpus
+    recipe: Mapping[str, Any]
+    """All that decides the bytes, apart from the corpus, as JSON values."""
+    work: str
+    """`module:function`, which makes of `setup` what turns the JSON of a `Batch` into that of an
+    `Answer`."""
+    workers: int
+    shard_size_mib: int
+    on_progress: Callable[[int, int], None]
+    """Called with the bytes of the corpus that are done, and all."""
+    on_quarantine: Callable[[str], None]
+    """Called with the place and the fault of each document that cannot be read."""
+    prepare: Callable[[Path], bytes]
+    """Gives `setup`, once a folder to work in is held."""
+    corpus: CorpusName
+    """What the user typed."""
+
+    def finished(self, out: str | Path) -> LedgerSummary | None:
+        """The summary of the same pass, if it is in `out` already.
+
+        Raises:
+            OutputError: something else is there.
+        """
+        check_path("out", out, error=OutputError, written="folder")
+        with writing(Path(out)):
+            folder = Path(os.path.realpath(out))
+            return finished(folder, self.kind, dict(self.recipe), self.source, out)
+
+    def publish(self, out: str | Path) -> LedgerSummary:
+        """Runs the pass, or what is left of it, and gives the folder its name.
+
+        Raises:
+            CorpusError: the corpus holds no document, or a file is damaged.
+            OutputError: `out` cannot be written, or holds something else.
+        """
+        if (done := self.finished(out)) is not None:
+            return done
+        folder = free_place(out)
+        for one in [self.corpus] if isinstance(self.corpus, str | Path) else self.corpus:
+            refuse_inside(folder, one)
+        aside = folder.with_name(folder.name + ".partial")
+        with work_folder(aside, _OURS):
+            record = self._run(aside)
+            save_record(aside, record)
+            (aside / JOURNAL).unlink(missing_ok=True)
+            sync_tree(aside)
+            publish(aside, folder)
+        return record.summary(out)
+
+    def _run(self, folder: Path) -> PassRecord:
+        journal = self._journal(folder)
+        _clear(folder, journal.series if journal else {})
+        setup = self.prepare(folder)
+        tally = journal.tally if journal else Tally()
+        progress = journal.progress if journal else Progress()
+        writers: dict[str, SeriesWriter] = {}
+        saved = time.monotonic()
+        asked = (
+            (one, msgspec.msgpack.encode(one.batch))
+            for one in read_batches(self.source, progress, self.on_quarantine)
+        )
+        try:
+            for name in SERIES:
+                entries = journal.series[name] if journal else ()
+                size = self.shard_size_mib << 20
+                writers[name] = SeriesWriter(folder, name, shard_size_bytes=size, entries=entries)
+            with closing(ordered_answers(self.work, setup, asked, workers=self.workers)) as answers:
+                for read, content in answers:
+                    answer = msgspec.msgpack.decode(content, type=Answer)
+                    for writer, frame in zip(writers.values(), answer.frames, strict=True):
+                        writer.write(frame)
+                    tally.merge(answer.tally)
+                    progress = read.progress
+                    self.on_progress(read.read_bytes, self.source.size_bytes)
+                    if time.monotonic() - saved >= SAVE_EVERY_S:
+                        self._save(folder, progress, writers, tally)
+                        saved = time.monotonic()
+            if not tally.documents:
+                raise CorpusError(f"{self.source.name} is empty: it holds no document; give text")
+            return self._record(progress, writers, tally)
+        finally:
+            for writer in writers.values():
+                writer.abandon()
+
+    def _journal(self, folder: Path) -> Journal | None:
+        journal = load_journal(folder, Journal)
+        if journal is None:
+            return None
+        differing = differences(journal.kind, journal.recipe, self.kind, dict(self.recipe))
+        if self.source.identity(journal.progress.position.file + 1) != journal.files_read:
+            differing.append("the corpus has other files, or other content")
+        if differing:
+            raise OutputError(
+                f"{folder} holds interrupted work that cannot go on with other settings: "
+                f"{'; '.join(differing)}; give those it had, or remove the folder"
+            )
+        return journal
+
+    def _save(
+        self, folder: Path, progress: Progress, writers: Mapping[str, SeriesWriter], tally: Tally
+    ) -> None:
+        journal = Journal(
+            kind=self.kind,
+            recipe=dict(self.recipe),
+            progress=progress,
+            files_read=self.source.identity(progress.position.file + 1),
+            series={name: writer.sync() for name, writer in writers.items()},
+            tally=tally,
+        )
+        save_journal(folder, journal)
+
+    def _record(
+        self, progress: Progress, writers: Mapping[str, SeriesWriter], tally: Tally
+    ) -> PassRecord:
+        faults = tally.faults()
+        assert not faults, faults
+        return PassRecord(
+            kind=self.kind,
+            recipe=dict(self.recipe),
+            listing=self.source.listing,
+            content=self.source.content(),
+            tally=tally,
+            left_out=progress.left_out,
+            files=tuple(entry for writer in writers.values() for entry in writer.finish()),
+        )
+
+
+def _clear(folder: Path, kept: Mapping[str, tuple[FileEntry, ...]]) -> None:
+    """Removes what an earlier run wrote after its last save."""
+    names = {entry.name for entries in kept.values() for entry in entries} | {JOURNAL}
+    for series in SERIES:
+        for path in (folder / series).glob("*"):
+            if str(path.relative_to(folder)) not in names:
+                path.unlink()
+    for path in (folder / LEDGER_FILE, *folder.glob("*.partial")):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,106 @@
+# A copy of shared_source/settings/template.py, made by `nox -s copies`; change it there.
+"""A command's keys as people read them: in `--help`, and as a run file to begin with."""
+
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..files.durable import write_file
+from .keys import Key, KeyGroup
+
+WIDTH = 100
+
+
+def help_text(groups: Sequence[KeyGroup]) -> str:
+    """Write the keys of a run file, grouped: each with its default and meaning."""
+    lines = ["keys of RUN.toml; --set KEY=VALUE changes one:"]
+    for group in groups:
+        lines += ["", f"  {group.title}"]
+        for key in group.keys:
+            value = "" if key.required or key.inner else f" = {_toml(key.default)}"
+            lines += _wrapped(f"    {key.name}{value}  ", key.meaning)
+            for inner in key.inner:
+                name = f"      {key.name}.{inner.name} = {_toml(inner.default)}  "
+                lines += _wrapped(name, inner.meaning)
+    return "\n".join(lines)
+
+
+def template_text(title: str, groups: Sequence[KeyGroup], begin: Mapping[str, Any]) -> str:
+    """Write a run file with every key: what is begun with as given, the rest behind a `#`.
+
+    Args:
+        title: what the file is for.
+        groups: the keys.
+        begin: values to begin with, by key; a mapping becomes a table.
+    """
+    lines = [f"# {title}", "# A line that begins with # holds what is taken without it."]
+    tables: list[str] = []
+    for group in groups:
+        plain = [key for key in group.keys if not _is_table(key, begin)]
+        lines += ["", f"# {group.title}"] if plain else []
+        for key in plain:
+            given = begin.get(key.name)
+            lines += _wrapped("# ", key.meaning)
+            lines.append(_line(key.name, key.default if given is None else given, given is None))
+        for key in group.keys:
+            if _is_table(key, begin):
+                tables += _table(key, begin.get(key.name, {}))
+    return "\n".join([*lines, *tables]) + "\n"
+
+
+def write_template(text: str, out: Path | None) -> bool:
+    """Write a template to a new file, or to standard output; returns whether it is a file.
+
+    Raises:
+        ConfigError: the file is there already.
+        WriteError: it cannot be written.
+    """
+    if out is None:
+        sys.stdout.write(text)
+        return False
+    if os.path.lexists(out):
+        raise ConfigError(f"{out} exists; choose another name, or delete it")
+    write_file(out, text.encode())
+    return True
+
+
+def _is_table(key: Key, begin: Mapping[str, Any]) -> bool:
+    return bool(key.inner) or isinstance(begin.get(key.name), Mapping)
+
+
+def _table(key: Key, begin: Mapping[str, Any]) -> list[str]:
+    lines = ["", *_wrapped("# ", key.meaning), f"[{key.name}]" if begin else f"# [{key.name}]"]
+    for inner in key.inner:
+        given = begin.get(inner.name)
+        lines += _wrapped("# ", inner.meaning)
+        lines.append(_line(inner.name, inner.default if given is None else given, given is None))
+    known = {inner.name for inner in key.inner}
+    return lines + [_line(name, one, False) for name, one in begin.items() if name not in known]
+
+
+def _line(name: str, value: Any, behind: bool) -> str:
+    name = name if name.isidentifier() else json.dumps(name)
+    return f"{'# ' if behind else ''}{name} = {_toml(value)}"
+
+
+def _wrapped(head: str, meaning: str) -> list[str]:
+    behind = "# " if head == "# " else " " * (len(head) - len(head.lstrip()) + 4)
+    return textwrap.wrap(head + meaning, WIDTH, subsequent_indent=behind)
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML writes it."""
+    if value is None:
+        return "not given"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return "{}" if isinstance(value, dict) else repr(value)
