@@ -48,16 +48,22 @@ CUTS: dict[str, dict[str, Any]] = {
     "pipeline=2 whole": {"microbatch_size": 4},
     "pipeline=2 split": {"schedule": "zb-h1", "microbatch_size": 1},
     "data=2,pipeline=2": {"microbatch_size": 1},
+    "data=2,expert=2": {},
+    "data=2,expert=2 again": {"recompute": "full", "microbatch_size": 1},
+    "data=2,pipeline=2,expert=2": {"microbatch_size": 1, "schedule": "zb-h1"},
+    "data=4,expert=2": {},
+    "data=4,expert=2 again": {"recompute": "full"},
 }
 """Layouts, and options of the engine, under which nothing may change by a bit."""
 OTHERS = [
     "data=1 rows",
     "data=2",
     "pipeline=2",
+    "data=2,expert=2 again",
     *(
         pytest.param(cut, marks=SLOW)
         for cut in CUTS
-        if cut not in ("data=1", "data=1 rows", "data=2", "pipeline=2")
+        if cut not in ("data=1", "data=1 rows", "data=2", "pipeline=2", "data=2,expert=2 again")
     ),
 ]
 GLM = {
