@@ -56,9 +56,9 @@ def _simplest(processes: int, experts: int) -> Iterator[Case]:
             yield Case(layout=f"{axis}=2", processes=2, microbatch_size=1)
         yield Case(layout="pipeline=2", processes=2, microbatch_size=1, schedule="zb-h1")
         yield Case(layout="tensor=2", processes=2, recompute="full")
-    for layout in map(Layout.parse, _EXPERTS):
-        if layout.world_size <= processes and experts % layout.expert == 0:
-            yield Case(layout=str(layout), processes=layout.world_size, microbatch_size=1)
+    for each in map(Layout.parse, _EXPERTS):
+        if each.world_size <= processes and experts % each.expert == 0:
+            yield Case(layout=str(each), processes=each.world_size, microbatch_size=1)
     if processes >= 4:
         for pair in combinations(_SPLIT, 2):
             layout = ",".join(f"{axis}=2" for axis in pair)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.experts.grouped import Back, Experts
@@ -62,9 +62,11 @@ def shard_dim(parameter: Tensor, parts: int) -> int:
 
 def _own_share(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """This process's experts of a parameter (experts, ...), as a DTensor of all of it."""
-    local, meshes, placements = parameter.detach(), [mesh], [Shard(0)]
+    local: Tensor = parameter.detach()
+    meshes, placements = [mesh], list[Placement]([Shard(0)])
     if isinstance(local, DTensor):
-        meshes, placements = [mesh, local.device_mesh], [Shard(0), *local.placements]
+        meshes.append(local.device_mesh)
+        placements += local.placements
         local = local.to_local()
     share = DTensor.from_local(
         local.chunk(mesh.size())[mesh.get_local_rank()],

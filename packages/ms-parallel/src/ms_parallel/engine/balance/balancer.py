@@ -57,7 +57,7 @@ class ExpertLoad:
     @property
     def highest_rank_load(self) -> float:
         """The same of the ranks of the expert axis, each of which has a share of the experts."""
-        return _highest(self.counts.unflatten(1, (self.ranks, -1)).sum(2))
+        return _highest(self.counts.view(len(self.counts), self.ranks, -1).sum(2))
 
     @property
     def by_layer(self) -> dict[str, str]:
