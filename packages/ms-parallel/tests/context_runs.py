@@ -56,7 +56,17 @@ def engine_of(job: dict[str, Any]) -> Engine:
     torch.set_default_dtype(torch.float64)
     groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
     options = {"microbatch_size": 2, **job.get("options", {})}
-    return Engine(tiny(**job["settings"]), groups=groups, **options)
+    engine = Engine(tiny(**job["settings"]), groups=groups, **options)
+    if job.get("first_experts"):
+        send_to_first(engine)
+    return engine
+
+
+def send_to_first(engine: Engine) -> None:
+    """Let the bias of each router choose the first experts for every token."""
+    for router in engine.balancer.names.values():
+        bias = router.e_score_correction_bias
+        bias.copy_(torch.arange(len(bias), 0, -1) * 10.0)
 
 
 def batch_of(job: dict[str, Any]) -> dict[str, Tensor]:

@@ -16,6 +16,8 @@ from ms_parallel.models import TransformersModel
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.experts.kept import recomputes
 from ms_parallel.models.experts.router import Router
+from ms_parallel.split import expert_parallel
+from ms_parallel.split.part import whole_of
 
 ROWS = 4
 
@@ -135,3 +137,68 @@ def _more(engine: Engine, step: int) -> dict[str, Any]:
         "counts": update.experts.counts.tolist(),
         "bias": biases(engine),
     }
+
+
+def saved(jobs: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
+    """Two updates of each job, a checkpoint and a folder after them, and a third update."""
+    torch.set_num_threads(1)
+    found = {}
+    for number, job in jobs.items():
+        engine = engine_of(job)
+        for step in range(2):
+            _more(engine, step)
+        place = engine.groups.place
+        state = {name: whole_of(tensor).clone() for name, tensor in engine.state_dict().items()}
+        if place.tensor == 0 and engine.groups.token_rank == 0:
+            torch.save(state, Path(folder, f"{number} whole {place.pipeline}"))
+        path = Path(folder, number)
+        checkpoint.save(path, engine.state_dict(), step=2, facts={})
+        engine.save(Path(folder, f"{number} model"))
+        found[number] = _more(engine, 2)
+    return found
+
+
+def loaded(jobs: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
+    """What differs by a bit from what was `saved`, in the checkpoint and the folder; and go on."""
+    torch.set_num_threads(1)
+    found = {}
+    for number, job in jobs.items():
+        engine = engine_of({**job, "options": {**job.get("options", {}), "seed": 7}})
+        state, path = engine.state_dict(), Path(folder, number)
+        checkpoint.load(path, checkpoint.read_manifest(path), state)
+        engine.load_state_dict(state)
+        right: dict[str, Tensor] = {}
+        for part in Path(folder).glob(f"{number} whole *"):
+            right |= torch.load(part)
+        read = Engine(Path(folder, f"{number} model"), groups=engine.groups)
+        wrong = [
+            name
+            for name, tensor in [*engine.state_dict().items(), *read.parameters.items()]
+            if not torch.equal(whole_of(tensor.detach()), right[name])
+        ]
+        found[number] = {"wrong": wrong, "compared": len(engine.state_dict()), **_more(engine, 2)}
+    return found
+
+
+def exchanges(job: dict[str, Any]) -> dict[str, int]:
+    """How often an update counts and routes, and how often rows travel in its forward."""
+    torch.set_num_threads(1)
+    engine, calls = engine_of(job), {"counted": 0, "travelled": 0}
+    counts, exchange = expert_parallel._counts, expert_parallel._Route._exchange
+
+    def counted(*given: Any) -> Tensor:
+        calls["counted"] += 1
+        return counts(*given)
+
+    def travelled(*given: Any) -> Tensor:
+        calls["travelled"] += 1
+        return exchange(*given)
+
+    expert_parallel._counts = counted
+    expert_parallel._Route._exchange = travelled  # type: ignore[method-assign]
+    try:
+        _more(engine, 0)
+    finally:
+        expert_parallel._counts = counts
+        expert_parallel._Route._exchange = exchange  # type: ignore[method-assign]
+    return calls

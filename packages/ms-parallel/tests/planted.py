@@ -25,6 +25,7 @@ from ms_parallel.models.parts.attention import Attention, RotaryContext
 from ms_parallel.operators import split_vocabulary
 from ms_parallel.proof.records import Case, Job
 from ms_parallel.proof.worker import run_case
+from ms_parallel.split import expert_parallel
 from ms_parallel.split.context import rows
 from ms_parallel.weights import save
 
@@ -58,6 +59,7 @@ DATA = Case(layout="data=2", processes=2)
 TENSOR = Case(layout="tensor=2", processes=2)
 PIPELINE = Case(layout="pipeline=2", processes=2, microbatch_size=1)
 CONTEXT = Case(layout="context=2", processes=2, context_attention="all_gather")
+EXPERT = Case(layout="data=2,expert=2", processes=2)
 
 
 def no_sum(*_: Any, **__: Any) -> None:
@@ -179,6 +181,30 @@ def cut_documents() -> Any:
     )
 
 
+def unordered_rows() -> Any:
+    """Rows for experts stay in the order of the processes that sent them."""
+    right = expert_parallel._dispatch
+
+    def wrong(*given: Any) -> Any:
+        with patch.object(Tensor, "argsort", lambda key, **_: torch.arange(len(key))):
+            return right(*given)
+
+    return patch.object(expert_parallel, "_dispatch", wrong)
+
+
+def kept_gradients() -> Any:
+    """Gradients of tokens do not come back from the processes that have their experts."""
+    return patch.object(
+        expert_parallel._Travel,
+        "backward",
+        lambda ctx, gradient: (
+            torch.zeros(sum(ctx.route.got if ctx.home else ctx.route.sent), gradient.shape[1]),
+            None,
+            None,
+        ),
+    )
+
+
 def divided() -> Any:
     """FSDP averages over the data ranks where it should add up."""
     right = FSDPModule.set_gradient_divide_factor
@@ -258,6 +284,12 @@ FAULTS: dict[str, Fault] = {
         case=CONTEXT,
         plant=lambda: patch.object(Place, "speaks_for_rows", True),
         check="loss",
+    ),
+    "rows of experts unordered": Fault(
+        case=EXPERT, plant=unordered_rows, check="logits", subject="qwen3_moe"
+    ),
+    "gradients of experts' tokens kept": Fault(
+        case=EXPERT, plant=kept_gradients, check="gradients", subject="qwen3_moe"
     ),
     "documents cut between context ranks": Fault(case=CONTEXT, plant=cut_documents, check="logits"),
     "logits ungathered": Fault(

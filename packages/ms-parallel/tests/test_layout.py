@@ -48,6 +48,16 @@ def test_both_spellings_of_an_axis_mean_the_same(layout: Layout) -> None:
     assert Layout.from_config(sizes) == Layout.from_config(spelled) == layout
 
 
+def test_experts_are_shared_out_over_ranks_that_hold_different_tokens() -> None:
+    """The axis has no ranks of its own; what it leaves shards the same experts."""
+    layout = Layout.parse("data=4,context=2,tensor=2,expert=4")
+    assert layout == Layout.from_config(
+        {"data": 4, "context": 2, "tensor": 2, "expert_parallel": 4}
+    )
+    assert str(layout) == "data=4,tensor=2,context=2,expert=4"
+    assert (layout.world_size, layout.token_ranks, layout.expert_token_ranks) == (16, 8, 2)
+
+
 def test_a_rank_or_place_outside_the_layout_is_refused() -> None:
     """Ranks and coordinates are checked on both ends."""
     layout = Layout(data=2, tensor=2)
@@ -70,7 +80,8 @@ def test_a_rank_or_place_outside_the_layout_is_refused() -> None:
         ({"tensor": True}, "whole number"),
         ({"tensor": "2"}, "whole number"),
         ({"context": 0}, "at least 1"),
-        ({"expert_parallel": 2}, "expert=2 is not supported yet"),
+        ({"expert_parallel": 2}, "expert=2 does not divide the 1 ranks of data and context"),
+        ({"data": 3, "context": 2, "expert": 4}, "set data=4, or expert to a divisor of 6"),
     ],
 )
 def test_a_bad_configuration_is_refused_with_a_remedy(

@@ -22,6 +22,11 @@ class Groups:
     tokens: DeviceMesh
     """The processes that hold different tokens of a batch, all else as here: they shard weights and
     add up gradients."""
+    experts: DeviceMesh | None
+    """Of those, the ones that share out experts; None where each of them has all."""
+    expert_tokens: DeviceMesh
+    """Of those, the ones that have the same experts, which shard them and add up their
+    gradients."""
 
     @property
     def token_rank(self) -> int:
@@ -60,13 +65,21 @@ def lay_mesh(layout: Layout, device: torch.device) -> Groups:
     """Lay the mesh of a layout over the processes that have met."""
     shape = tuple(getattr(layout, axis) for axis in AXES)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+    tokens = _joined("tokens", token_axes(), mesh, layout)
+    experts, expert_tokens = None, tokens
+    if layout.expert > 1:
+        names = ("expert_tokens", "expert")
+        apart = tokens._unflatten(0, (layout.expert_token_ranks, layout.expert), names)
+        expert_tokens, experts = (apart[name] for name in names)
     return Groups(
         layout=layout,
         place=layout.place(dist.get_rank()),
         device=device,
         mesh=mesh,
         rows=_joined("rows", row_axes(), mesh, layout),
-        tokens=_joined("tokens", token_axes(), mesh, layout),
+        tokens=tokens,
+        experts=experts,
+        expert_tokens=expert_tokens,
     )
 
 

@@ -24,27 +24,26 @@ class Axis:
     splits: Splits
     """What its ranks share out. Ranks that split `rows` read different rows of a batch, and those
     that split the `sequence` have different positions of the same rows. Both hold different tokens:
-    they shard the weights among them and add up gradients."""
+    they shard the weights among them and add up gradients. Ranks that split `experts` are
+    neighbours among those, and hold different experts: each shards and adds up its experts with
+    what is left of those that hold different tokens."""
     outermost: int | None
     """Its place among the axes, 0 for the one whose ranks lie farthest apart; None for an axis that
     has no ranks of its own."""
-    supported: bool = True
 
 
-def _axis(splits: Splits, outermost: int | None, *, supported: bool = True) -> Any:
+def _axis(splits: Splits, outermost: int | None) -> Any:
     """A field of `Layout` that says how many ranks an axis has."""
-    axis = Axis(splits=splits, outermost=outermost, supported=supported)
+    axis = Axis(splits=splits, outermost=outermost)
     return field(default=1, validator=_check_size, metadata={"axis": axis})
 
 
 def _check_size(instance: object, attribute: "Attribute[int]", value: object) -> None:
-    name, axis = attribute.name, attribute.metadata["axis"]
+    name = attribute.name
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise LayoutError(f"layout axis {name!r} is {value!r}; give a whole number of at least 1")
     if value > MOST_RANKS:
         raise LayoutError(f"layout axis {name!r} is above {MOST_RANKS}; give a smaller number")
-    if not axis.supported and value > 1:
-        raise LayoutError(f"layout axis {name}={value} is not supported yet; leave it at 1")
 
 
 class Place:
@@ -94,10 +93,11 @@ class ModelShape:
 
 @frozen(kw_only=True)
 class Layout:
-    """How many ranks stand on each axis; their product is the world size.
+    """How many ranks stand on each axis; the product of those of their own is the world size.
 
     Raises:
-        LayoutError: a value is not a whole number of at least 1, or an axis is not supported yet.
+        LayoutError: a value is not a whole number of at least 1, or `expert` does not divide the
+            ranks that hold different tokens.
     """
 
     data: int = _axis("rows", 1)
@@ -109,8 +109,18 @@ class Layout:
     context: int = _axis("sequence", 2)
     """Ranks that share out the positions of each row, which attention sees all of, and shard the
     weights among them as data ranks do."""
-    expert: int = _axis("experts", None, supported=False)
-    """Ranks that share out experts; not supported yet."""
+    expert: int = _axis("experts", None)
+    """Ranks that share out the experts of a layer: neighbours among the data and context ranks,
+    whose product it divides. It needs no ranks of its own."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.token_ranks % self.expert:
+            axes = " and ".join(token_axes())
+            raise LayoutError(
+                f"expert={self.expert} does not divide the {self.token_ranks} ranks of {axes} that"
+                f" it shares experts out over; set data={self.expert}, or expert to a divisor of"
+                f" {self.token_ranks}"
+            )
 
     @property
     def world_size(self) -> int:
@@ -126,6 +136,11 @@ class Layout:
     def token_ranks(self) -> int:
         """How many groups of processes hold different tokens of a batch."""
         return prod(getattr(self, axis) for axis in token_axes())
+
+    @property
+    def expert_token_ranks(self) -> int:
+        """How many groups of processes hold different tokens, and the same experts."""
+        return self.token_ranks // self.expert
 
     @property
     def row_parts(self) -> int:
@@ -175,7 +190,7 @@ class Layout:
         """
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is outside 0..{self.world_size - 1} of {self}")
-        coordinates = {}
+        coordinates: dict[str, int] = {}
         for axis in reversed(AXES):
             rank, coordinates[axis] = divmod(rank, getattr(self, axis))
         reader = 0

@@ -42,6 +42,12 @@ def run(options: Namespace) -> int:
             f" {facts.context.imbalance:.3f} times the mean cost, by zig-zag"
             f" {facts.context.zig_zag_imbalance:.3f}\n"
         )
+    if facts.experts is not None:
+        groups = " | ".join(" ".join(map(str, ranks)) for ranks in facts.experts.groups)
+        print(
+            f"experts of a layer: {facts.experts.experts}, {facts.experts.each} a rank, each"
+            f" sharded over {facts.experts.shards}; shared out by ranks {groups}\n"
+        )
     print("memory of a rank, estimated")
     for rank in facts.ranks:
         print(

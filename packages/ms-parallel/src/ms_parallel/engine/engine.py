@@ -410,14 +410,15 @@ class Engine:
                 in place; what it returns is `adapters`. Extra heads stay trained.
 
         Raises:
-            ConfigError: the layout splits matrices or sequences, or a rank has several stages.
+            ConfigError: the layout splits matrices, sequences or experts, or a rank has several
+                stages.
         """
         layout = self.groups.layout
         several = len(set(self.placement)) < len(self.placement)
-        if layout.tensor > 1 or layout.context > 1 or several:
+        if max(layout.tensor, layout.context, layout.expert) > 1 or several:
             raise ConfigError(
-                "adapters are trained over data and pipeline with one stage a rank; leave tensor "
-                "and context at 1 in the layout, and choose a schedule such as 1f1b"
+                "adapters are trained over data and pipeline with one stage a rank; leave tensor,"
+                " context and expert at 1 in the layout, and choose a schedule such as 1f1b"
             )
         self.adapters = make(self.stages)
         for stage in self.stages.values():

@@ -14,6 +14,7 @@ from ms_parallel import operators
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import LayoutError, ModelError
 from ms_parallel.models.config import TOKENS, ModelConfig, token_ids
+from ms_parallel.models.experts.choice import Mixture
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.weight_names import Rules
 from ms_parallel.operators.protocol import Ops
@@ -74,6 +75,7 @@ class Family:
         """
         layout.check_model(config.shape)
         self.check_context(layout)
+        self.check_experts(config, layout)
 
     def check_context(self, layout: Layout) -> None:
         """Check that the context axis can share out the rows.
@@ -85,6 +87,28 @@ class Family:
             raise LayoutError(
                 f"context={layout.context} cannot share out rows of {self.name or 'this model'}:"
                 f" {self.needs_whole_rows}; set context=1 and give its processes to data"
+            )
+
+    def check_experts(self, config: Any, layout: Layout) -> None:
+        """Check that the expert axis has experts to share out, as many for each process.
+
+        Raises:
+            LayoutError: it has not; says why.
+        """
+        if layout.expert == 1:
+            return
+        mixture: Mixture | None = getattr(config, "mixture", None)
+        if mixture is None or not mixture.layers:
+            raise LayoutError(
+                f"expert={layout.expert} has nothing to share out: {config.model_type} has no"
+                " experts; set expert=1"
+            )
+        experts = mixture.choice.num_experts
+        if experts % layout.expert:
+            fits = [str(n) for n in range(1, experts + 1) if experts % n == 0]
+            raise LayoutError(
+                f"expert={layout.expert} does not divide the model's {experts} experts; values that"
+                f" fit: {', '.join(fits)}"
             )
 
     def read(self, document: Mapping[str, Any]) -> ModelConfig:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from itertools import combinations, product
 from math import prod
 
+from attrs import evolve
+
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.proof.batches import LENGTH, ROWS
 from ms_parallel.proof.records import Case
@@ -15,17 +17,28 @@ CONTEXT_KINDS: tuple[Kind, ...] = ("all_gather", "ulysses", "ring")
 _SPLIT = ("data", "tensor", "pipeline", "context")
 
 
-def draw_cases(processes: int, count: int, seed: int) -> list[Case]:
+_EXPERTS = (
+    "data=2,expert=2",
+    "data=4,expert=2",
+    "data=2,tensor=2,expert=2",
+    "data=2,pipeline=2,expert=2",
+    "data=2,context=2,expert=4",
+)
+"""The simplest layouts that share out experts: alone, and with each other axis."""
+
+
+def draw_cases(processes: int, count: int, seed: int, experts: int = 1) -> list[Case]:
     """Cases of up to so many processes, the simplest first.
 
     Args:
         processes: most of a layout.
         count: cases in all; the simplest of each kind come first, and the rest is drawn.
         seed: of the draw.
+        experts: of a layer, which are shared out where there are some.
     """
-    cases = list(_simplest(processes))
+    cases = list(_simplest(processes, experts))
     chance = random.Random(seed)
-    layouts = [layout for layout in _layouts(processes) if layout.world_size > 1]
+    layouts = [layout for layout in _layouts(processes, experts) if layout.world_size > 1]
     for _ in range(50 * count):
         if len(cases) >= count or not layouts:
             break
@@ -35,7 +48,7 @@ def draw_cases(processes: int, count: int, seed: int) -> list[Case]:
     return cases[: max(count, 1)]
 
 
-def _simplest(processes: int) -> Iterator[Case]:
+def _simplest(processes: int, experts: int) -> Iterator[Case]:
     yield Case(layout="data=1", processes=1, microbatch_size=3)
     yield Case(layout="data=1", processes=1, recompute="full")
     if processes >= 2:
@@ -43,18 +56,27 @@ def _simplest(processes: int) -> Iterator[Case]:
             yield Case(layout=f"{axis}=2", processes=2, microbatch_size=1)
         yield Case(layout="pipeline=2", processes=2, microbatch_size=1, schedule="zb-h1")
         yield Case(layout="tensor=2", processes=2, recompute="full")
+    for each in map(Layout.parse, _EXPERTS):
+        if each.world_size <= processes and experts % each.expert == 0:
+            yield Case(layout=str(each), processes=each.world_size, microbatch_size=1)
     if processes >= 4:
         for pair in combinations(_SPLIT, 2):
             layout = ",".join(f"{axis}=2" for axis in pair)
             yield Case(layout=layout, processes=4, microbatch_size=1)
 
 
-def _layouts(processes: int) -> list[Layout]:
+def _layouts(processes: int, experts: int) -> list[Layout]:
     sizes = [size for size in (1, 2, 4, 8) if size <= processes]
-    made = (
+    plain = (
         Layout(**dict(zip(_SPLIT, drawn, strict=True)))
         for drawn in product(sizes, repeat=len(_SPLIT))
         if prod(drawn) <= processes
+    )
+    made = (
+        evolve(layout, expert=size)
+        for layout in plain
+        for size in sizes
+        if layout.token_ranks % size == 0 and experts % size == 0
     )
     fits = (layout for layout in made if ROWS % layout.readers == 0)
     return [layout for layout in fits if LENGTH % layout.row_parts == 0]

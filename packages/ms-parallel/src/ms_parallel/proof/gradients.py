@@ -88,7 +88,7 @@ def _ratio(found: Tensor, right: Tensor, layout: Layout, microbatches: int) -> s
     ratio = float((found * right).sum()) / square
     if not float((found - ratio * right).abs().max()) <= 1e-9 * float(right.abs().max()):
         return ""
-    sizes = {axis: getattr(layout, axis) for axis in AXES}
+    sizes = {axis: getattr(layout, axis) for axis in (*AXES, "expert")}
     sizes["microbatches"] = microbatches
     for name, size in sizes.items():
         if size > 1 and abs(ratio - 1 / size) < 1e-9:

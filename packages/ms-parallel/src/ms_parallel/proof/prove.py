@@ -44,12 +44,13 @@ def prove(
     subject = open_subject(model)
     tolerance = subject.tolerance if tolerance is None else tolerance
     reference = Case(layout="data=1", processes=1)
-    drawn = {0: reference, **dict(enumerate(draw_cases(processes, cases, seed), 1))}
+    chosen = draw_cases(processes, cases, seed, subject.experts)
+    drawn = {0: reference, **dict(enumerate(chosen, 1))}
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as name:
         for size in sorted({case.processes for case in drawn.values()}):
-            chosen = {n: case for n, case in drawn.items() if case.processes == size}
-            job = Job(subject=model, seed=seed, tolerance=tolerance, cases=chosen)
+            alike = {n: case for n, case in drawn.items() if case.processes == size}
+            job = Job(subject=model, seed=seed, tolerance=tolerance, cases=alike)
             outcomes += run_cases(job, Path(name), done)
             if outcomes[0].refused or any(e.check == "run" for e in outcomes[0].found):
                 break  # without a reference there is nothing to hold others against

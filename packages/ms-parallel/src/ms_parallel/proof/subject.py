@@ -11,6 +11,7 @@ from torch import nn
 
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.experts.choice import Mixture
 from ms_parallel.models.family import families, family_of
 from ms_parallel.models.foreign.config import TransformersModel, transformers
 from ms_parallel.models.plan import ModelPlan
@@ -65,6 +66,8 @@ class Subject:
     """What an `Engine` takes; a module is taken over by the first engine that gets it."""
     plan: ModelPlan | None = None
     vocabulary: int = field(default=_SMALL["vocab_size"])
+    experts: int = 1
+    """Of a layer, which the expert axis can share out; 1 for none."""
     packs: bool = True
     """Whether documents in packed rows are held against the documents alone."""
     tolerance: float = TOLERANCE
@@ -144,8 +147,15 @@ def _of_config(name: str, config: ModelConfig) -> Subject:
         f"{small.model_type}, {small.num_hidden_layers} layers of {small.hidden_size},"
         f" {small.num_attention_heads} heads, {small.vocab_size} tokens"
     )
-    packs = family_of(small).packs
-    return Subject(name=name, shrunk=text, given=small, vocabulary=small.vocab_size, packs=packs)
+    mixture: Mixture | None = getattr(small, "mixture", None)
+    return Subject(
+        name=name,
+        shrunk=text,
+        given=small,
+        vocabulary=small.vocab_size,
+        experts=1 if mixture is None else mixture.choice.num_experts,
+        packs=family_of(small).packs,
+    )
 
 
 def _shrink(config: ModelConfig) -> ModelConfig:

@@ -197,6 +197,11 @@ def check_own(module: nn.Module, plan: ModelPlan, layout: Layout, recompute: Rec
             f"context={layout.context} cannot share out rows of {name}: its attention is its own"
             " and would see a part of each; set context=1 and give its processes to data"
         )
+    if layout.expert > 1:
+        raise LayoutError(
+            f"expert={layout.expert} cannot share out experts of {name}, whose modules are its own;"
+            " set expert=1: data shards them too"
+        )
     if layout.pipeline > 1:
         check_cut(module, plan, layout.pipeline)
     parameters = dict(module.named_parameters())

@@ -1,10 +1,16 @@
 """Shards weights, gradients and moments with FSDP2 over processes that hold different tokens."""
 
+from dataclasses import replace
+from typing import Any
+
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 
 from ms_parallel.cluster.groups import Groups
+from ms_parallel.models.experts.grouped import Experts
 from ms_parallel.models.plan import ModelPlan
+from ms_parallel.split.expert_parallel import shard_dim
 from ms_parallel.split.precision import precision_policy
 
 
@@ -14,26 +20,43 @@ def shard_model(
     """Wrap each block, then the rest, in place. Gradients are summed over ranks, not averaged.
 
     With one such process in float32 nothing is wrapped, and nothing is paid. Under a pipeline,
-    gathered weights are kept from the first microbatch to the last.
+    gathered weights are kept from the first microbatch to the last. Experts that are shared out
+    are wrapped before their block, over the processes that have the same ones.
     """
     if groups.layout.token_ranks == 1 and not mixed_precision:
         return
-    settings = {
+    policy = precision_policy(mixed_precision)
+    settings: dict[str, Any] = {
         "mesh": groups.tokens,
-        "mp_policy": precision_policy(mixed_precision),
+        "mp_policy": policy,
         "reshard_after_forward": groups.layout.pipeline == 1,
     }
-    blocks = [
+    own = {
+        **settings,
+        "mesh": groups.expert_tokens,
+        "mp_policy": replace(policy, cast_forward_inputs=False),  # weights of tokens stay float32
+        "shard_placement_fn": lambda weight: Shard(shard_dim(weight, groups.expert_tokens.size())),
+    }
+    for module in _blocks(model, plan):
+        for experts in module.modules() if groups.experts is not None else ():
+            if isinstance(experts, Experts):
+                _wrap(experts, own)
+        _wrap(module, settings)
+    _wrap(model, {**settings, "reshard_after_forward": False})  # the loss still needs the head
+
+
+def _blocks(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
+    return [
         module
         for name, module in model.named_modules()
         if plan.is_block(name) and any(True for _ in module.parameters())
     ]
-    for module in [*blocks, model]:
-        if module is model:
-            settings["reshard_after_forward"] = False  # the loss still needs the head
-        wrapped = fully_shard(module, **settings)  # type: ignore[call-overload]
-        wrapped.set_gradient_divide_factor(1.0)
-        wrapped.set_force_sum_reduction_for_comms(True)
+
+
+def _wrap(module: nn.Module, settings: dict[str, Any]) -> None:
+    wrapped: Any = fully_shard(module, **settings)
+    wrapped.set_gradient_divide_factor(1.0)
+    wrapped.set_force_sum_reduction_for_comms(True)
 
 
 def gather_weights(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.registry import build_model, model_plan
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.operators.protocol import Ops
+from ms_parallel.split.expert_parallel import split_experts
 from ms_parallel.split.recompute import Recompute, recompute_blocks
 from ms_parallel.split.sharding import shard_model
 from ms_parallel.split.tensor_parallel import split_model
@@ -90,6 +91,7 @@ def build_stage(
             last=layers.stop == config.num_hidden_layers,
         )
     split_model(stage, plan, groups)
+    split_experts(stage, groups)
     if prepare is not None:
         prepare(stage)
     recompute_blocks(stage, plan, recompute)

@@ -43,6 +43,19 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Kept for the backward pass by the microbatches in flight."""
 
 
+class ExpertFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """How the experts of a layer are shared out."""
+
+    experts: int
+    """Of a layer."""
+    each: int
+    """How many of them a rank of the expert axis has, whose tokens come from all of its group."""
+    shards: int
+    """Over how many processes that have the same ones they are sharded further."""
+    groups: list[list[int]]
+    """Ranks of the first pipeline stage that share out the experts among them, in their order."""
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """A run in a few numbers."""
 
@@ -59,6 +72,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     context: ContextLoad | None
     """How evenly context ranks share out attention in the first batch of the dataset, or where
     there is none yet, in rows of one document; None without the axis."""
+    experts: ExpertFacts | None
+    """How experts are shared out; None without the axis."""
 
 
 def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Facts:
@@ -105,6 +120,7 @@ def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Fac
         ranks=ranks,
         picture=picture(layout),
         context=_context_load(options, layout, config, shards),
+        experts=None if layout.expert == 1 else _expert_facts(layout, config),
     )
 
 
@@ -128,6 +144,20 @@ def _context_load(
     nodes = layout.context // traders(kind, layout.context, sizes)
     starts = document_starts(documents, rows, length)
     return share_out(starts, windows_of(config), nodes, kind, options.context_balance)[1]
+
+
+def _expert_facts(layout: Layout, config: Any) -> ExpertFacts:
+    experts = config.mixture.choice.num_experts
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank in range(min(layout.world_size // layout.pipeline, MOST_DRAWN)):
+        token_rank, tensor = divmod(rank, layout.tensor)
+        groups.setdefault((token_rank // layout.expert, tensor), []).append(rank)
+    return ExpertFacts(
+        experts=experts,
+        each=experts // layout.expert,
+        shards=layout.expert_token_ranks,
+        groups=list(groups.values()),
+    )
 
 
 def _schedule_of(options: Options, layout: Layout, microbatches: int) -> Choice:

@@ -246,6 +246,7 @@ class Run:
                 "z_loss": load.z_loss,
                 "entropy": sum(load.entropy) / len(load.entropy),
                 "highest_load": load.highest_load,
+                "highest_rank_load": load.highest_rank_load,
                 "dropped_share": load.dropped_share,
                 **load.by_layer,
             },

@@ -41,6 +41,8 @@ class ExpertLoad:
     """What the logits' size adds to the loss, its coefficient included."""
     bias: Tensor | None
     """(layers, experts) float32 before the update, where scores are corrected."""
+    ranks: int = 1
+    """Processes that share out the experts, as many for each."""
 
     @property
     def dropped_share(self) -> float:
@@ -50,8 +52,12 @@ class ExpertLoad:
     @property
     def highest_load(self) -> float:
         """The most that any expert had, in times of an even share; 0 where no token came."""
-        even = self.counts.sum(1, keepdim=True) / self.counts.shape[1]
-        return float((self.counts / even).nan_to_num(0.0).max())
+        return _highest(self.counts)
+
+    @property
+    def highest_rank_load(self) -> float:
+        """The same of the ranks of the expert axis, each of which has a share of the experts."""
+        return _highest(self.counts.view(len(self.counts), self.ranks, -1).sum(2))
 
     @property
     def by_layer(self) -> dict[str, str]:
@@ -62,6 +68,12 @@ class ExpertLoad:
             for name, rows in facts.items()
             for layer, values in zip(self.layers, rows.tolist(), strict=True)
         }
+
+
+def _highest(counts: Tensor) -> float:
+    """The most of each row's (rows, parts), in times of an even share, whichever row has it."""
+    even = counts.sum(1, keepdim=True) / counts.shape[1]
+    return float((counts / even).nan_to_num(0.0).max())
 
 
 class Balancer:
@@ -172,6 +184,7 @@ class Balancer:
             balance_loss=float(facts[:, 1].sum()),
             z_loss=float(facts[:, 2].sum()),
             bias=facts[:, NOTED:] if self.corrected else None,
+            ranks=self.groups.layout.expert,
         )
 
     @torch.no_grad()

@@ -44,6 +44,19 @@ class GroupedLinear(nn.Module):
         return made + self.ops.grouped_matmul(rows.new_ones(len(rows), 1), bias, counts)
 
 
+Back = Callable[[Tensor], Tensor]
+"""From what experts made of the rows that came here, to what they made of those that were here."""
+
+Dispatch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Back]]
+"""From rows (T, H) of each of all experts in turn, `counts` (E,) of them, to the rows of the
+experts that are here, their counts, and the way back."""
+
+
+def stay(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Back]:
+    """The dispatch where all experts are here."""
+    return rows, counts, lambda made: made
+
+
 class Experts(nn.Module):
     """Gated feed-forwards, of which each token passes those that it chose.
 
@@ -74,16 +87,21 @@ class Experts(nn.Module):
         self.down_proj = GroupedLinear(experts, (hidden,), inner, bias=bias, ops=ops)
         self.count = experts
         self.gate = gate or ops.swiglu
+        self.dispatch: Dispatch = stay
+        """Where processes share out the experts, brings rows to theirs."""
         self.ops = ops
 
     def forward(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Hidden (B, S, H), experts and weights (B, S, k) to (B, S, H)."""
         tokens, chosen = hidden.flatten(0, 1), experts.flatten(0, 1)
         rows, counts, places = self.ops.permute_tokens(tokens, chosen, count=self.count)
+        rows, counts, back = self.dispatch(rows, counts)
         gate, up = self.gate_up_proj(rows, counts).unflatten(-1, (2, -1)).unbind(-2)
-        rows = self.down_proj(self.gate(gate, up), counts)
+        rows = back(self.down_proj(self.gate(gate, up), counts))
         out = self.ops.unpermute_tokens(rows, places, weights.flatten(0, 1))
-        return out.view_as(hidden)
+        # FSDP, which may wrap this module, would lose its hook at a view that is changed in place.
+        whole: Tensor = torch.ops.aten._unsafe_view(out, hidden.shape)
+        return whole
 
 
 def _local(weight: Tensor) -> Tensor:

@@ -70,6 +70,11 @@ class _Foreign(Family):
         """Check that a layout asks for nothing that the published plans do not say."""
         _check_layout(config, layout)
         self.check_context(layout)
+        if layout.expert > 1:
+            raise LayoutError(
+                f"expert={layout.expert} cannot share out experts of {config.model_type}, which"
+                " transformers builds with all of them; set expert=1: data shards them too"
+            )
 
 
 def _check_layout(config: TransformersModel, layout: Layout) -> None:
