@@ -6,10 +6,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.precision import precision_policy
+from ms_parallel.split.precision_choice import MixedPrecision
 
 
 def shard_model(
-    model: nn.Module, plan: ModelPlan, groups: Groups, *, mixed_precision: bool
+    model: nn.Module, plan: ModelPlan, groups: Groups, *, mixed_precision: MixedPrecision
 ) -> None:
     """Wrap each block, then the rest, in place. Gradients are summed over ranks, not averaged.
 
