@@ -46,7 +46,7 @@ def test_a_spike_is_skipped(shards: Path, tmp_path: Path) -> None:
 def test_a_roll_back_passes_over_the_batches_since_the_checkpoint(
     shards: Path, tmp_path: Path
 ) -> None:
-    """Back at step 6 of a spike in batch 8: the run goes on as if batches 7 and 8 were not there."""
+    """Back at step 6 of a spike in batch 8, as if batches 7 and 8 were not there."""
     found = troubled(shards, tmp_path / "a", {8: SPIKE}, on_spike="roll_back")
     assert told(found) == [(8, "refused", "roll_back", 6)]
     assert [step for step, _ in found["steps"]] == [*range(1, 9), *range(7, 13)]
